@@ -1,0 +1,52 @@
+# `make` alone lists the targets. PYTHON is the interpreter that the environment is made with.
+PYTHON ?= python3
+JOBS ?= 2
+RANKS ?= 4
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+# One thread a process: the ranks of a demo or a test share the cores, they do not each own them.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint slow bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+
+env: $(STAMP)  ## make .venv with the versions of constraints.txt
+
+demo: $(STAMP)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 100" to change it)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+
+test: lint  ## lint, then run the tests that are not slow
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p autopar
+	$(BIN)/mypy examples
+
+slow: $(STAMP)  ## run the slow tests too: whole zoo, all recipes
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow"
+
+bench: $(STAMP)  ## run the benchmarks, one after the other
+	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do \
+		echo "$$script"; $(BIN)/python "$$script"; \
+	done
+
+clean:  ## remove what was built and cached; the environment and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# torch goes in first and alone: what comes after finds its pin satisfied and fetches no other build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.x"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo,zoo]'
+	@touch $@

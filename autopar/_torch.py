@@ -1,0 +1,83 @@
+"""The one place that touches torch APIs without a stability promise; tests/test_torch_api.py has a test of each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of this c10d group name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Inside it, custom ops are dispatched to their kernels instead of their autograd formulas."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def autopar_op(name: str) -> Any:
+    """The default overload of `torch.ops.autopar.<name>`."""
+    return getattr(torch.ops.autopar, name).default
+
+
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Sum of `x` over the group."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", group))
+
+
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """The `x` of all ranks of the group, concatenated along dim 0."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
+
+
+def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """This rank's part of the sum of `x` over the group, cut along dim 0."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
+
+
+def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
+    """Part i of `x` along dim 0 goes to rank i; the parts received, concatenated along dim 0."""
+    ops = torch.ops._c10d_functional
+    parts = [x.shape[0] // size] * size
+    return ops.wait_tensor(ops.all_to_all_single(x, parts, parts, group))
+
+
+@contextlib.contextmanager
+def forbid_custom_functions() -> Iterator[list[str]]:
+    """Collects the names of the autograd.Functions applied inside, which a graph would not keep."""
+    seen: list[str] = []
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith(("torch.", "autopar.")):
+            seen.append(cls.__qualname__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield seen
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of a traceback (or of the trace that export attached) outside torch and autopar."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(traceback.__file__))
+    outside = [f for f in frames if not f.filename.startswith(ours) and not f.filename.startswith("<")]
+    if outside:
+        frame = outside[-1]
+        return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return "a line that torch.export does not name"

@@ -1,0 +1,274 @@
+"""Capture: an unmodified module becomes a functional graph of its forward, with names.
+
+`torch.export` traces the module together with its loss; `run_decompositions({})` makes the graph
+functional and leaves high-level ops (linear, layer_norm, attention) whole. What export gets wrong for
+training is mended before (see [Note: no_grad regions]).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar import _torch
+from autopar.errors import CaptureError, StepError
+
+LossFunction = Callable[..., Tensor]
+_MODEL = "model."
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured forward.
+
+    Attributes:
+        module: the functional graph; placeholders in the order parameters, buffers, constants, inputs.
+        parameters: placeholder name -> qualified name in the user's model; tied names share one
+            placeholder and stand under the first name.
+        tied: every further name of a tied parameter -> its first name.
+        frozen: names of parameters that take no gradient.
+        buffers: placeholder name -> qualified name.
+        constants: placeholder name -> the tensor that the model's code holds.
+        inputs: placeholder name -> readable name; tensors only, in pytree order of (args, kwargs).
+        in_spec: pytree of (args, kwargs).
+        literals: leaf position -> the value that was built into the graph, for inputs that are no tensor.
+        out_spec: pytree of the result.
+        mutated: output position -> qualified name of the buffer whose new value it is; these come
+            before the model's own outputs.
+        is_step: whether the only output is the loss.
+        training: the mode the model was in.
+    """
+
+    module: fx.GraphModule
+    parameters: Mapping[str, str]
+    tied: Mapping[str, str]
+    frozen: frozenset[str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, str]
+    in_spec: pytree.TreeSpec
+    literals: Mapping[int, Any]
+    out_spec: pytree.TreeSpec
+    mutated: Mapping[int, str]
+    is_step: bool
+    training: bool
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the graph: its ops, shapes, dtypes and parameter names, and of nothing else."""
+        digest = hashlib.sha256()
+        for node in self.module.graph.nodes:
+            digest.update(f"{node.op} {node.target} {node.args} {node.kwargs}".encode())
+            digest.update(repr([(tuple(t.shape), t.dtype) for t in _tensors(node)]).encode())
+        digest.update(repr(sorted(self.parameters.items())).encode())
+        return digest.hexdigest()[:16]
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss as one module that returns a scalar."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.train(model.training)
+
+    def forward(self, *batch: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None:
+            return self.model(*batch, **kwargs)
+        targets = target_count(self.loss_fn)
+        inputs = batch[: len(batch) - targets]
+        return self.loss_fn(self.model(*inputs, **kwargs), *batch[len(batch) - targets :])
+
+
+def target_count(loss_fn: LossFunction) -> int:
+    """How many entries at the end of a batch go to the loss: its parameters without default, less one."""
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature, such as F.cross_entropy's C twin
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind in positional]
+    return max(len(required) - 1, 0)
+
+
+def capture_step(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
+) -> Captured:
+    """Captures forward and loss. Raises StepError where the result is not a scalar loss."""
+    captured = _capture(_WithLoss(model, loss_fn), args, kwargs, is_step=True)
+    _require_scalar_loss(captured, loss_fn)
+    return captured
+
+
+def capture_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Captures the forward alone."""
+    return _capture(_WithLoss(model, None), args, kwargs, is_step=False)
+
+
+def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:
+    output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
+    values = [n.meta["val"] for n in output[len(captured.mutated) :]]  # type: ignore[index, union-attr]
+    shapes = [list(v.shape) for v in values if isinstance(v, Tensor)]
+    if len(shapes) == 1 and len(values) == 1 and values[0].numel() == 1:
+        return
+    if loss_fn is None:
+        raise StepError(
+            f"`step` needs a loss: the model returns tensors of shapes {shapes}, not one scalar, and "
+            "no loss function was given. Pass loss_fn=... to autopar.compile."
+        )
+    raise StepError(
+        f"The loss function returns tensors of shapes {shapes}; `step` needs one scalar. "
+        "Reduce it, for example with .mean()."
+    )
+
+
+def _capture(
+    wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_step: bool
+) -> Captured:
+    # Export merges inputs that are one object; a batch may well use one tensor twice.
+    args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+    exported = _export(wrapper, args, kwargs)
+    return _describe(exported, wrapper, args, kwargs, is_step)
+
+
+def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _torch.forbid_custom_functions() as custom, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
+        try:
+            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+            keep_no_grad(exported.graph_module)
+            exported = exported.run_decompositions({})
+        except Exception as error:
+            raise _explained(error, wrapper) from error
+    if custom:
+        raise CaptureError(
+            f"The model uses torch.autograd.Function {custom[0]}, whose backward a captured graph "
+            "would lose. Write it with ordinary ops, or as a torch.library.custom_op."
+        )
+    return exported
+
+
+def keep_no_grad(module: fx.GraphModule) -> None:
+    """[Note: no_grad regions] Decomposition inlines `with torch.no_grad():` and forgets it, so that
+    parameters inside would get gradients that eager gives not. Every floating result of such a
+    region is detached before.
+    """
+    for node in list(module.graph.nodes):
+        if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0] is not False:
+            continue
+        for user in list(node.users):
+            value = user.meta.get("val")
+            if isinstance(value, Tensor) and value.is_floating_point():
+                with module.graph.inserting_after(user):
+                    detached = module.graph.call_function(torch.ops.aten.detach.default, (user,))
+                detached.meta = dict(user.meta)
+                user.replace_all_uses_with(detached, lambda n, d=detached: n is not d)
+    module.recompile()
+
+
+def _explained(error: Exception, wrapper: nn.Module) -> CaptureError:
+    """An error that names the line of the model and the remedy."""
+    line = _torch.user_line(error)
+    text = str(error).strip().splitlines()
+    reason = text[0] if text else type(error).__name__
+    remedy = "Keep Python control flow independent of tensor values"
+    if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
+        remedy += " (use torch.where or torch.cond instead of `if`, and avoid .item())"
+    return CaptureError(
+        f"The model cannot be captured as a graph.\n  where:  {line}\n  reason: {reason}\n"
+        f"  remedy: {remedy}."
+    )
+
+
+def _describe(
+    exported: Any, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_step: bool
+) -> Captured:
+    signature, module = exported.graph_signature, exported.graph_module
+    kinds = torch.export.graph_signature.InputKind
+    specs = signature.input_specs
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    named = {s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.PARAMETER}
+    parameters, tied = _merge_tied(module, named, dict(wrapper.named_parameters(remove_duplicate=False)))
+    users = [s for s in specs if s.kind == kinds.USER_INPUT]
+    tensors = {i: s.arg.name for i, s in enumerate(users) if isinstance(leaves[i], Tensor)}
+    mutated = [s for s in signature.output_specs if "MUTATION" in s.kind.name]
+    if any("USER_INPUT" in s.kind.name for s in mutated):
+        raise CaptureError("The model changes one of its inputs in place; clone it first.")
+    paths = _leaf_names(wrapper, args, kwargs)
+    return Captured(
+        module=module,
+        parameters=parameters,
+        tied=tied,
+        frozen=frozenset(
+            _plain_name(n) for n, p in wrapper.named_parameters() if not p.requires_grad
+        ),
+        buffers={s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.BUFFER},
+        constants={
+            s.arg.name: exported.constants[s.target]
+            for s in specs
+            if s.kind == kinds.CONSTANT_TENSOR
+        },
+        inputs={name: paths[i] for i, name in tensors.items()},
+        in_spec=in_spec,
+        literals={i: leaf for i, leaf in enumerate(leaves) if i not in tensors},
+        out_spec=exported.call_spec.out_spec,
+        mutated={i: _plain_name(s.target) for i, s in enumerate(mutated)},
+        is_step=is_step,
+        training=wrapper.training,
+    )
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix(_MODEL)
+
+
+def _merge_tied(
+    module: fx.GraphModule, named: dict[str, str], parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """One placeholder per parameter object, under the first of its names."""
+    first: dict[int, str] = {}
+    nodes = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
+    kept: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for placeholder, name in named.items():
+        parameter = parameters[_MODEL + name]
+        owner = first.setdefault(id(parameter), placeholder)
+        if owner == placeholder:
+            kept[placeholder] = name
+            continue
+        nodes[placeholder].replace_all_uses_with(nodes[owner])
+        module.graph.erase_node(nodes[placeholder])
+        tied[name] = kept[owner]
+    module.recompile()
+    return kept, tied
+
+
+def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A readable name for every leaf of the inputs: the parameter of `forward`, then the path in it."""
+    model, loss_fn = wrapper.model, wrapper.loss_fn
+    names = [p.name for p in inspect.signature(model.forward).parameters.values()]  # type: ignore[union-attr]
+    targets = target_count(loss_fn) if loss_fn is not None else 0  # type: ignore[arg-type]
+    inputs = len(args) - targets
+    positional = [names[i] if i < len(names) else f"input{i}" for i in range(inputs)]
+    positional += ["target" if targets == 1 else f"target{i}" for i in range(targets)]
+    paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+    result = []
+    for (kind, head, *rest), _ in paths:
+        base = positional[head.idx] if kind.idx == 0 else head.key
+        result.append(base + pytree.keystr(tuple(rest)))
+    return result

@@ -1,0 +1,51 @@
+"""Every exception autopar raises for people, drawn as a tree.
+
+AutoparError (ValueError)
+ +-- MeshError        the mesh, its axes, or the world size
+ +-- LayoutError      a layout that a tensor cannot take
+ +-- CaptureError     a model that torch.export cannot capture
+ +-- PlanError        a plan that is damaged, of another version, or of another model
+ +-- RecipeError      an unknown recipe, or a pin that cannot hold
+ +-- SearchError      no plan satisfies the constraints (memory, pins)
+ +-- StepError        a batch, a loss function or a loss that `step` cannot use
+
+Our own mistakes are `assert`s or `VerifierError`, which is not a ValueError on purpose.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(ValueError):
+    """Base of every error that a person can mend."""
+
+
+class MeshError(AutoparError):
+    """The mesh, its axes or the world size do not fit together."""
+
+
+class LayoutError(AutoparError):
+    """A layout that the tensor's dims cannot take."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as a graph."""
+
+
+class PlanError(AutoparError):
+    """A plan that is damaged, of an unknown version, or of another model."""
+
+
+class RecipeError(AutoparError):
+    """An unknown recipe, or a pin that no strategy satisfies."""
+
+
+class SearchError(AutoparError):
+    """No plan satisfies the constraints."""
+
+
+class StepError(AutoparError):
+    """A batch, loss function or loss that `step` cannot use."""
+
+
+class VerifierError(AssertionError):
+    """A pass broke an invariant of the graph: a defect of autopar, not of the model."""

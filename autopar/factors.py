@@ -1,0 +1,343 @@
+"""Factors: names for the model's dimensions, and from them every op's choices.
+
+Each letter of each rule starts as a factor of its own. Where a tensor flows from one op to another,
+its dims' lists of factors are unified; where the lists are cut differently (4096 against 32, 128) the
+coarser factor is refined, everywhere it flows, weights included. Where neither size divides the other
+(2, 3 against 3, 2) the consumer's dim stays whole.
+
+Factors are identified by what flows into what, never by size. Their identity gives names and roles;
+the choices of an op depend on its own letters alone, so that queries and keys, which are both `seq`,
+can still be split apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor as TorchTensor
+from torch import fx
+
+from autopar import rules
+from autopar.capture import Captured
+from autopar.ir import PARTIAL, UNSPLIT, Choice, Factor, Graph, Op, P, R, S, State, Tensor, V
+from autopar.rules.spec import Letters, Spec, tensor_operands, tensor_results
+
+
+class Atom:
+    """A factor while factors are being unified: a size, or its parts once it is refined."""
+
+    __slots__ = ("parts", "same", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.same: Atom | None = None
+        self.parts: list[Atom] | None = None
+
+    def root(self) -> Atom:
+        atom = self
+        while atom.same is not None:
+            atom = atom.same
+        return atom
+
+    def leaves(self) -> list[Atom]:
+        atom = self.root()
+        if atom.parts is None:
+            return [atom]
+        return [leaf for part in atom.parts for leaf in part.leaves()]
+
+
+def leaves(atoms: Iterable[Atom]) -> list[Atom]:
+    """The unrefined factors of a list of factors, in order."""
+    return [leaf for atom in atoms for leaf in atom.leaves()]
+
+
+def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
+    """Makes two lists of factors of the same total size one; False where no refinement can."""
+    a, b = leaves(left)[::-1], leaves(right)[::-1]
+    while a and b:
+        # A refinement below may have cut an atom that still waits in a list.
+        x, y = _front(a), _front(b)
+        if x is y:
+            continue
+        if x.size == y.size:
+            y.same = x
+        elif max(x.size, y.size) % min(x.size, y.size) == 0:
+            large, small = (x, y) if x.size > y.size else (y, x)
+            rest = Atom(large.size // small.size)
+            large.parts = [small, rest]
+            (a if large is x else b).append(rest)
+        else:
+            return False
+    assert not a and not b, "unify needs lists of the same total size"
+    return True
+
+
+def _front(stack: list[Atom]) -> Atom:
+    parts = stack.pop().leaves()
+    stack.extend(reversed(parts[1:]))
+    return parts[0]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A captured model with its factors.
+
+    Attributes:
+        graph: what the search sees.
+        specs: node name -> its spec.
+        letters: node name -> letter -> the labels of its factors in choices, major first.
+        names: node name -> names of the tensors it yields.
+    """
+
+    graph: Graph
+    specs: Mapping[str, Spec]
+    letters: Mapping[str, Mapping[str, tuple[str, ...]]]
+    names: Mapping[str, tuple[str, ...]]
+
+
+def analyze(captured: Captured) -> Analysis:
+    """Finds factors, choices, costs and saved tensors of every node."""
+    return _Analyzer(captured).run()
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node takes one result out of a tuple."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+class _Analyzer:
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.nodes = list(captured.module.graph.nodes)
+        self.values: dict[str, TorchTensor] = {}  # tensor name -> example
+        self.atoms: dict[str, list[list[Atom]]] = {}  # tensor name -> factors of each dim
+        self.names: dict[str, tuple[str, ...]] = {}
+        self.specs: dict[str, Spec] = {}
+        self.with_rule: dict[str, bool] = {}
+        self.letters: dict[str, dict[str, Atom]] = {}
+        self.conflicts: dict[str, set[str]] = {}
+        self.needs_grad: set[str] = set()
+        self.is_constant: set[str] = set()
+
+    def run(self) -> Analysis:
+        for node in self.nodes:
+            self._add(node)
+        self.factor_names, factors = _name_factors(self)
+        tensors = {name: self._tensor(name) for name in self.values}
+        ops = tuple(self._op(node) for node in self.nodes if node.name in self.specs)
+        graph = Graph(
+            tensors=tensors,
+            ops=ops,
+            parameters={v: k for k, v in self.captured.parameters.items()},
+            buffers={v: k for k, v in self.captured.buffers.items()}
+            | {name: name for name in self.captured.constants},
+            inputs={v: k for k, v in self.captured.inputs.items()},
+            outputs=tuple(self.names[n.name][0] for n in output_nodes(self.captured.module)),
+            factors=factors,
+        )
+        letters = {
+            name: {letter: self._labels(letter, atom) for letter, atom in own.items()}
+            for name, own in self.letters.items()
+        }
+        return Analysis(graph, self.specs, letters, self.names)
+
+    # --- one node
+
+    def _add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._add_leaf(node)
+        elif is_getitem(node):
+            source, position = node.args
+            self.names[node.name] = (self.names[source.name][position],)  # type: ignore[union-attr, index]
+        elif node.op == "call_function":
+            self._add_call(node)
+
+    def _add_leaf(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, TorchTensor):
+            return
+        self._add_tensor(node.name, value, [[Atom(s)] if s > 1 else [] for s in value.shape])
+        self.names[node.name] = (node.name,)
+        name = self.captured.parameters.get(node.name)
+        if name is not None and name not in self.captured.frozen:
+            self.needs_grad.add(node.name)
+
+    def _add_tensor(self, name: str, value: TorchTensor, atoms: list[list[Atom]]) -> None:
+        self.values[name] = value
+        self.atoms[name] = atoms
+
+    def _add_call(self, node: fx.Node) -> None:
+        spec, has_rule = rules.spec(node)
+        results = tensor_results(node)
+        single = isinstance(node.meta.get("val"), TorchTensor)
+        names = (node.name,) if single else tuple(f"{node.name}:{i}" for i in range(len(results)))
+        self.specs[node.name], self.with_rule[node.name] = spec, has_rule
+        self.names[node.name] = names
+        own = {letter: Atom(size) for letter, size in spec.sizes.items()}
+        self.letters[node.name] = own
+        self.conflicts[node.name] = set()
+        for operand, letters in zip(self._operands(node), spec.operands, strict=True):
+            self._flow(node.name, self.atoms[operand], letters, own)
+        for name, value, letters in zip(names, results, spec.results, strict=True):
+            self._add_tensor(name, value, [[own[x] for x in dim] for dim in letters])
+        if self._passes_gradient(node):
+            self.needs_grad |= {n for n, v in zip(names, results, strict=True) if v.is_floating_point()}
+
+    def _operands(self, node: fx.Node) -> tuple[str, ...]:
+        return tuple(self.names[n.name][0] for n in tensor_operands(node))
+
+    def _passes_gradient(self, node: fx.Node) -> bool:
+        stops = rules.operator_name(node) == "aten.detach"
+        return not stops and any(name in self.needs_grad for name in self._operands(node))
+
+    def _flow(
+        self, node: str, atoms: list[list[Atom]], letters: Letters, own: Mapping[str, Atom]
+    ) -> None:
+        """Unifies a tensor's dims with an operand's; what cannot be unified stays whole here."""
+        for factors, dim in zip(atoms, letters, strict=True):
+            if dim and not unify(factors, [own[letter] for letter in dim]):
+                self.conflicts[node].update(dim)
+
+    # --- the result
+
+    def _tensor(self, name: str) -> Tensor:
+        value = self.values[name]
+        dims = [leaves(dim) for dim in self.atoms[name]]
+        return Tensor(
+            name=name,
+            dims=tuple(tuple(atom.size for atom in dim) for dim in dims),
+            factors=tuple(tuple(self.factor_names[id(atom)] for atom in dim) for dim in dims),
+            itemsize_bytes=value.element_size(),
+            needs_grad=name in self.needs_grad,
+        )
+
+    def _labels(self, letter: str, atom: Atom) -> tuple[str, ...]:
+        count = len(atom.leaves())
+        return (letter,) if count == 1 else tuple(f"{letter}.{i}" for i in range(count))
+
+    def _op(self, node: fx.Node) -> Op:
+        spec, operands = self.specs[node.name], self._operands(node)
+        results = self.names[node.name]
+        return Op(
+            name=node.name,
+            kind=rules.operator_name(node),
+            operands=operands,
+            results=results,
+            choices=tuple(self._choices(node.name, spec)),
+            flops=spec.flops,
+            saved=tuple(
+                [operands[i] for i in spec.saved_operands] + [results[i] for i in spec.saved_results]
+            ),
+            is_view=spec.is_view,
+            module=module_path(node),
+            has_rule=self.with_rule[node.name],
+        )
+
+    def _choices(self, name: str, spec: Spec) -> Iterable[Choice]:
+        yield Choice(UNSPLIT, (R,) * len(spec.operands), (R,) * len(spec.results))
+        for letter, atom in self.letters[name].items():
+            if not spec.splittable(letter) or letter in self.conflicts[name]:
+                continue
+            parts = list(zip(self._labels(letter, atom), atom.leaves(), strict=True))
+            for i, (label, leaf) in enumerate(parts[: 1 if letter in spec.contiguous else None]):
+                yield self._split(name, spec, letter, i, label, leaf)
+        for positions in spec.linear:
+            label = PARTIAL + "+".join(str(i) for i in sorted(positions))
+            states = tuple(P if i in positions else V for i in range(len(spec.operands)))
+            yield Choice(label, states, (P,) * len(spec.results))
+
+    def _split(
+        self, name: str, spec: Spec, letter: str, part: int, label: str, leaf: Atom
+    ) -> Choice:
+        own = self.letters[name]
+        summed = letter in spec.sums
+
+        def operand(i: int, letters: Letters) -> State:
+            if position := _position(letters, letter, part, own):
+                return S(*position)
+            return P if summed and i in spec.additive else V
+
+        def result(letters: Letters) -> State:
+            position = _position(letters, letter, part, own)
+            assert position or summed, (name, letter)
+            return S(*position) if position else P
+
+        return Choice(
+            label,
+            tuple(operand(i, letters) for i, letters in enumerate(spec.operands)),
+            tuple(result(letters) for letters in spec.results),
+            leaf.size,
+            self.factor_names[id(leaf)],
+        )
+
+
+def _position(
+    letters: Letters, letter: str, part: int, own: Mapping[str, Atom]
+) -> tuple[int, int] | None:
+    """Dim and factor at which part `part` of a letter stands in a tensor."""
+    for dim, names in enumerate(letters):
+        if letter in names:
+            before = names[: names.index(letter)]
+            return dim, len(leaves(own[x] for x in before)) + part
+    return None
+
+
+def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """The tensor-valued nodes among a graph's outputs, in order."""
+    output = next(iter(module.graph.find_nodes(op="output")))
+    return tensor_operands(output)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module a node came from, without the wrapper's prefix."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor]]:
+    """Names by where a factor is first met: inputs (batch, seq), parameters, then anywhere."""
+    names: dict[int, str] = {}
+    taken: dict[str, Factor] = {}
+    roles: dict[int, set[str]] = {}
+
+    def meet(atom: Atom, name: str, role: str | None) -> None:
+        roles.setdefault(id(atom), set()).update({role} if role else ())
+        if id(atom) in names:
+            return
+        unique, count = name, 2
+        while unique in taken:
+            unique, count = f"{name}~{count}", count + 1
+        names[id(atom)] = unique
+        taken[unique] = Factor(unique, atom.size)
+
+    captured = analyzer.captured
+    for placeholder, name in captured.inputs.items():
+        for dim, atoms in enumerate(analyzer.atoms[placeholder]):
+            for atom in leaves(atoms):
+                meet(atom, _input_name(name, dim), "batch" if dim == 0 else "input")
+    for placeholder, name in captured.parameters.items():
+        for dim, atoms in enumerate(analyzer.atoms[placeholder]):
+            parts = leaves(atoms)
+            for i, atom in enumerate(parts):
+                meet(atom, f"{name}[{dim}]" + (f".{i}" if len(parts) > 1 else ""), "parameter")
+    for node, spec in analyzer.specs.items():
+        for letter in sorted(spec.normalized):
+            for atom in analyzer.letters[node][letter].leaves():
+                meet(atom, f"{node}.{letter}", "normalized")
+    for name, dims in analyzer.atoms.items():
+        for atom in leaves(a for dim in dims for a in dim):
+            meet(atom, name, None)
+    for node, own in analyzer.letters.items():
+        for letter, atom in own.items():
+            for leaf in atom.leaves():
+                meet(leaf, f"{node}.{letter}", None)
+    by_name = {names[key]: frozenset(found) for key, found in roles.items()}
+    return names, {n: Factor(n, f.size, by_name[n]) for n, f in taken.items()}
+
+
+def _input_name(name: str, dim: int) -> str:
+    return {0: "batch", 1: "seq"}.get(dim, f"{name}[{dim}]")
+
+

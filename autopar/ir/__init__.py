@@ -1,0 +1,43 @@
+"""The words everyone shares: mesh, layout, conversion, graph, plan. Plain data, no torch."""
+
+from autopar.ir.conversion import CollectiveCall, Step, calls, steps, walk
+from autopar.ir.graph import (
+    PARTIAL,
+    UNSPLIT,
+    Choice,
+    Factor,
+    Graph,
+    Labels,
+    Op,
+    Tensor,
+    is_legal,
+    operand_layouts,
+    result_layouts,
+)
+from autopar.ir.layout import (
+    WHOLE,
+    Dims,
+    Layout,
+    P,
+    R,
+    S,
+    State,
+    V,
+    divides,
+    format_layout,
+    local_elements,
+    local_factors,
+    local_shape,
+    parse_layout,
+    shape_of,
+)
+from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+from autopar.ir.plan import ParameterPlan, Plan
+
+__all__ = [
+    "PARTIAL", "PIPELINE_AXIS", "UNSPLIT", "WHOLE",
+    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Mesh", "Op", "P", "ParameterPlan",
+    "Plan", "R", "S", "State", "Step", "Tensor", "V",
+    "calls", "divides", "format_layout", "is_legal", "local_elements", "local_factors", "local_shape", "operand_layouts",
+    "parse_layout", "result_layouts", "shape_of", "steps", "walk",
+]  # fmt: skip

@@ -1,0 +1,200 @@
+"""Conversions: the steps that turn one layout into another, and their transposes.
+
+Each step changes the state along one mesh axis, and has the transposed step as its backward:
+
+    R -> V      nothing            all-reduce       P -> V      all-reduce      all-reduce
+    P -> R      all-reduce         nothing          R -> P      keep 1/n        nothing
+    S -> V      all-gather         reduce-scatter   V -> R      nothing         keep 1/n
+    P -> S      reduce-scatter     all-gather       S -> P      zero-pad        local slice
+    S -> R      all-gather         local slice      V -> P      keep 1/n        keep 1/n
+    R -> S      local slice        all-gather
+    V -> S      local slice        zero-pad
+    S -> S'     all-to-all         all-to-all
+
+[Note: nested splits] When axes a < t split the same factor, a is the major one: rank (i, j) holds the
+j-th part of the i-th part. While t holds its part, a can neither leave the factor nor arrive at it,
+because the parts would interleave. `steps` therefore moves the minor axis first where it must move
+anyway, and otherwise un-nests it (gather), moves the major one, and splits again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.ir.layout import (
+    WHOLE,
+    Dims,
+    Layout,
+    R,
+    State,
+    local_elements,
+    local_factors,
+    local_shape,
+)
+from autopar.ir.mesh import Mesh
+
+
+class Transition(NamedTuple):
+    """What a step does in forward and in backward."""
+
+    forward: str
+    backward: str
+
+
+TRANSITIONS = {
+    "RV": Transition("vary", "all_reduce"),
+    "PR": Transition("all_reduce", "vary"),
+    "SV": Transition("all_gather", "reduce_scatter"),
+    "PS": Transition("reduce_scatter", "all_gather"),
+    "SR": Transition("all_gather", "shard"),
+    "RS": Transition("shard", "all_gather"),
+    "VS": Transition("shard", "pad"),
+    "SS": Transition("all_to_all", "all_to_all"),
+    "PV": Transition("all_reduce", "all_reduce"),
+    "RP": Transition("partial", "vary"),
+    "VR": Transition("vary", "partial"),
+    "SP": Transition("pad", "shard"),
+    "VP": Transition("partial", "partial"),
+}
+
+# Steps that shrink the tensor come first and steps that grow it last, so that the others move little.
+_ORDER = ("shard", "reduce_scatter", "vary", "partial", "all_to_all", "all_reduce", "all_gather", "pad")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change of state along one mesh axis; `axis` is the axis' position in the mesh."""
+
+    axis: int
+    source: State
+    target: State
+
+    @property
+    def transition(self) -> Transition:
+        return TRANSITIONS[self.source.kind + self.target.kind]
+
+
+@functools.cache
+def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The steps from one layout to another, in an order that respects nesting.
+
+    See [Note: nested splits]. The same layouts give no steps.
+    """
+    current = list(source)
+    goal = list(target)
+    result: list[Step] = []
+    while current != goal:
+        step = _next_legal(current, goal) or _unnest(current, goal)
+        result.append(step)
+        current[step.axis] = step.target
+    return tuple(result)
+
+
+def _next_legal(current: list[State], goal: list[State]) -> Step | None:
+    pending = [Step(a, s, g) for a, (s, g) in enumerate(zip(current, goal, strict=True)) if s != g]
+    pending = [_detour(step) for step in pending]
+    legal = [step for step in pending if _is_legal(step, current, goal)]
+    return min(legal, key=lambda step: _ORDER.index(step.transition.forward), default=None)
+
+
+def _detour(step: Step) -> Step:
+    """A chunk S(d.*) has no factor structure: it is gathered before anything else is done with it."""
+    if step.source.kind == step.target.kind == "S" and WHOLE in (step.source.factor, step.target.factor):
+        return Step(step.axis, step.source, R)
+    return step
+
+
+def _is_legal(step: Step, current: list[State], goal: list[State]) -> bool:
+    later = range(step.axis + 1, len(current))
+    if step.source.kind == "S" and any(current[t] == step.source for t in later):
+        return False
+    if step.target.kind != "S":
+        return True
+    if any(_chunk_meets_factor(state, step.target) for state in current):
+        return False
+    waiting = any(goal[a] == step.target != current[a] for a in range(step.axis))
+    leaving = any(current[a] == step.target != goal[a] for a in range(step.axis))
+    return not (waiting or leaving or any(current[t] == step.target for t in later))
+
+
+def _chunk_meets_factor(a: State, b: State) -> bool:
+    """Whether one state chunks a dim of which the other splits a factor."""
+    return a.kind == b.kind == "S" and a.dim == b.dim and (a.factor == WHOLE) != (b.factor == WHOLE)
+
+
+def _unnest(current: list[State], goal: list[State]) -> Step:
+    """Gathers the most minor axis that stands in the way of a pending step."""
+    for axis in reversed(range(len(current))):
+        state = current[axis]
+        blocks = any(
+            current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis)
+        )
+        if state.kind == "S" and blocks:
+            return Step(axis, state, R)
+    for axis in reversed(range(len(current))):
+        if current[axis].kind == "S" and current[axis] != goal[axis]:
+            return Step(axis, current[axis], R)
+    raise AssertionError(f"no legal step from {current} to {goal}")
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A step as a call on the local tensor.
+
+    Attributes:
+        name, backward: the op and its transpose, of `TRANSITIONS`.
+        dims: the dims of the (reshaped) local tensor it works on.
+        axis: position of the mesh axis.
+        before: the shape the local tensor is viewed in first, so that a minor factor is a dim of its
+            own; None where no view is needed.
+        after: the shape of the local tensor in its new layout, where a view was needed.
+    """
+
+    name: str
+    backward: str
+    dims: tuple[int, ...]
+    axis: int
+    before: tuple[int, ...] | None = None
+    after: tuple[int, ...] | None = None
+
+
+def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[CollectiveCall, ...]:
+    """The steps from one layout of a tensor to another, as calls."""
+    result = []
+    layout = source
+    for step in steps(source, target):
+        after = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
+        result.append(_call(dims, step, layout, after, mesh))
+        layout = after
+    return tuple(result)
+
+
+def _call(dims: Dims, step: Step, before: Layout, after: Layout, mesh: Mesh) -> CollectiveCall:
+    splits = [state for state in (step.source, step.target) if state.kind == "S"]
+    name, backward = step.transition
+    if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(splits):
+        return CollectiveCall(name, backward, tuple(s.dim for s in splits), step.axis)
+    # A dim without factors (of size 1) keeps its place as a factor of 1.
+    factors = [sizes or (1,) for sizes in local_factors(dims, before, mesh)]
+    positions = [sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0) for s in splits]
+    return CollectiveCall(
+        name, backward, tuple(positions), step.axis,
+        before=tuple(size for sizes in factors for size in sizes),
+        after=local_shape(dims, after, mesh),
+    )  # fmt: skip
+
+
+def walk(
+    dims: Dims, source: Layout, target: Layout, mesh: Mesh
+) -> Iterator[tuple[Step, int, int]]:
+    """Yields every step with the elements that a rank holds before and after it."""
+    layout = list(source)
+    before = local_elements(dims, source, mesh)
+    for step in steps(source, target):
+        layout[step.axis] = step.target
+        after = local_elements(dims, tuple(layout), mesh)
+        yield step, before, after
+        before = after

@@ -1,0 +1,171 @@
+"""The model as the search sees it: tensors with factored dims, and ops with choices.
+
+Nothing here knows torch. `autopar.factors` makes a `Graph` of a captured model; the search picks one
+`Choice` per op and mesh axis, and one storage per parameter; `autopar.passes` carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.ir.layout import Dims, Layout, State, divides, shape_of
+from autopar.ir.mesh import Mesh
+
+UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
+PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the captured graph, with its global (unsplit) sizes.
+
+    Attributes:
+        name: unique in the graph.
+        dims: factor sizes of each dim, most significant first.
+        factors: names of those factors, of the same structure; "" for a factor nobody named.
+        itemsize_bytes: bytes of one element.
+        needs_grad: whether a gradient flows back through it.
+    """
+
+    name: str
+    dims: Dims
+    factors: tuple[tuple[str, ...], ...]
+    itemsize_bytes: int
+    needs_grad: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self.dims)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run an op along one mesh axis.
+
+    Attributes:
+        label: `-` (split nothing), a factor of the op's rule such as `k` or `k.1`, or `+...` (pass P).
+        operands: the state each tensor operand must be in, in the order of `Op.operands`.
+        results: the state each tensor result is then in.
+        size: size of the factor that is split; the axis size must divide it. 0 where nothing is split.
+        factor: the name of that factor in the whole graph, "" where nothing is split.
+    """
+
+    label: str
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+    size: int = 0
+    factor: str = ""
+
+    @property
+    def splits(self) -> bool:
+        """Whether the work of the op is divided among the ranks of the axis."""
+        return self.size > 0
+
+
+@dataclass(frozen=True)
+class Op:
+    """A node of the graph.
+
+    Attributes:
+        name: unique; the name of the node in the captured graph.
+        kind: the operator, such as `aten.linear`.
+        operands: names of its tensor operands (one may occur twice).
+        results: names of its tensor results.
+        choices: the ways to run it along an axis; `-` is always the first.
+        flops: forward floating-point operations of the whole op; element-wise ops count one each.
+        saved: names of the operands and results that autograd keeps for backward.
+        is_view: whether it moves no data.
+        module: path of the module it came from, "" at the top.
+        has_rule: False for an op without a rule, which therefore runs replicated.
+    """
+
+    name: str
+    kind: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    flops: int = 0
+    saved: tuple[str, ...] = ()
+    is_view: bool = False
+    module: str = ""
+    has_rule: bool = True
+
+    def choice(self, label: str) -> Choice:
+        """The choice with this label; the caller guarantees that it exists."""
+        return next(choice for choice in self.choices if choice.label == label)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A named model dimension that runs through many tensors.
+
+    Attributes:
+        name: such as `batch`, `seq` or `mlp.up.out`.
+        size: elements.
+        roles: among "batch" (leading dim of an input), "input" (any other dim of an input),
+            "parameter" (occurs in a parameter) and "normalized" (some op normalizes over it).
+    """
+
+    name: str
+    size: int
+    roles: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured model.
+
+    Attributes:
+        tensors: every tensor by name.
+        ops: in topological order.
+        parameters: qualified parameter name -> tensor name. Tied parameters share one tensor and
+            stand here once, under the first of their names.
+        buffers: qualified buffer name -> tensor name; buffers are stored replicated.
+        inputs: input name -> tensor name; a rank can take any part of an input for free.
+        outputs: names of the result tensors; each is delivered without P.
+        factors: every named factor.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ops: tuple[Op, ...]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    inputs: Mapping[str, str]
+    outputs: tuple[str, ...]
+    factors: Mapping[str, Factor] = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def producer(self) -> Mapping[str, Op]:
+        """Tensor name -> the op that makes it; leaves have none."""
+        return {name: op for op in self.ops for name in op.results}
+
+
+Labels = tuple[str, ...]  # the label of an op's choice on every mesh axis
+
+
+def operand_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
+    """The layout each tensor operand of `op` must have, given its choice on every axis."""
+    chosen = [op.choice(label) for label in labels]
+    return tuple(tuple(c.operands[i] for c in chosen) for i in range(len(op.operands)))
+
+
+def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
+    """The layout each tensor result of `op` then has."""
+    chosen = [op.choice(label) for label in labels]
+    return tuple(tuple(c.results[i] for c in chosen) for i in range(len(op.results)))
+
+
+def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
+    """Whether every operand and result of `op` can be cut as these choices ask."""
+    names = (*op.operands, *op.results)
+    layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))
+    return all(
+        divides(graph.tensors[name].dims, layout, mesh)
+        for name, layout in zip(names, layouts, strict=True)
+    )

@@ -1,0 +1,164 @@
+"""Layouts: how one tensor lies on the mesh.
+
+For each mesh axis a tensor is in one of four states (docs/design.md, "Layouts and conversions"):
+
+    R        replicated, and every rank does the same with it       gradient: R
+    V        replicated, but each rank does different work with it   gradient: P
+    S(d.f)   split along factor f of dim d                           gradient: S(d.f)
+    P        partial: the value is the sum over the axis             gradient: R
+
+A dim is an ordered list of factors, most significant first: after `view(4096 -> 32, 128)` the dim of
+size 4096 has the factors (32, 128) everywhere it flows, and S(0.1) splits the 128. When two axes
+split the same factor, the earlier axis is the major one, as in DTensor. S(d.*) cuts the whole dim
+into contiguous chunks whatever its factors are; only parameters at rest are kept so.
+
+Grammar of the text:  state = "R" | "V" | "P" | "S(" dim ["." (factor | "*")] ")"
+                      layout = "R" | state "@" axis {" " state "@" axis}       (axes in R are left out)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.errors import LayoutError
+from autopar.ir.mesh import Mesh
+
+Dims = tuple[tuple[int, ...], ...]  # factor sizes of every dim of a tensor; a dim of size 1 is (1,) or ()
+WHOLE = -1  # the factor of S(d.*)
+
+
+@dataclass(frozen=True, order=True)
+class State:
+    """State of a tensor along one mesh axis; `dim` and `factor` are those of S alone."""
+
+    kind: Literal["P", "R", "S", "V"]
+    dim: int = -1
+    factor: int = 0
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "S") == (self.dim >= 0), self
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        suffix = {0: "", WHOLE: ".*"}.get(self.factor, f".{self.factor}")
+        return f"S({self.dim}{suffix})"
+
+    @classmethod
+    def parse(cls, text: str) -> State:
+        """Reads `R`, `V`, `P`, `S(1)`, `S(1.2)` or `S(1.*)`, the inverse of `str`."""
+        if text in ("R", "V", "P"):
+            return cls(text)  # type: ignore[arg-type]
+        match = re.fullmatch(r"S\((\d+)(?:\.(\d+|\*))?\)", text)
+        if not match:
+            raise LayoutError(f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1) or S(0.*).")
+        factor = match[2] or "0"
+        return cls("S", int(match[1]), WHOLE if factor == "*" else int(factor))
+
+
+R = State("R")
+V = State("V")
+P = State("P")
+
+
+@functools.cache
+def S(dim: int, factor: int = 0) -> State:
+    """Split along `factor` of `dim`; `factor=WHOLE` cuts the dim into contiguous chunks."""
+    return State("S", dim, factor)
+
+
+Layout = tuple[State, ...]  # one state per mesh axis, in the order of the axes
+
+
+def format_layout(layout: Layout, mesh: Mesh) -> str:
+    """Text of a layout, `S(0)@dp S(1)@tp`; the inverse of `parse_layout`."""
+    named = [
+        f"{state}@{name}" for state, name in zip(layout, mesh.names, strict=True) if state != R
+    ]
+    return " ".join(named) or "R"
+
+
+def parse_layout(text: str, mesh: Mesh) -> Layout:
+    """Reads the text of a layout; axes that are not named are in R."""
+    layout = [R] * len(mesh.axes)
+    for part in text.split():
+        if part == "R":
+            continue
+        state, at, name = part.partition("@")
+        if not at:
+            raise LayoutError(f"The layout {text!r} names no axis in {part!r}; write S(0)@dp.")
+        layout[mesh.index(name)] = _canonical(State.parse(state))
+    return tuple(layout)
+
+
+def _canonical(state: State) -> State:
+    """The one object of an R, so that `is R` holds after parsing."""
+    return {"R": R, "V": V, "P": P}.get(state.kind, state)
+
+
+def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
+    """Into how many parts the layout cuts one factor."""
+    return math.prod(
+        size for state, size in zip(layout, mesh.sizes, strict=True) if state == State("S", dim, factor)
+    )
+
+
+def local_factors(dims: Dims, layout: Layout, mesh: Mesh) -> Dims:
+    """Factor sizes of the part of a tensor that one rank holds.
+
+    A dim in S(d.*) has one factor, its chunk. Raises LayoutError where a factor does not divide.
+    """
+    return tuple(_local_dim(sizes, layout, mesh, dim) for dim, sizes in enumerate(dims))
+
+
+def _local_dim(sizes: tuple[int, ...], layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
+    chunks = split_count(layout, mesh, dim, WHOLE)
+    if chunks > 1:
+        sizes = (math.prod(sizes),)
+        return (_divide(sizes[0], chunks, layout, mesh, dim),)
+    return tuple(
+        _divide(size, split_count(layout, mesh, dim, factor), layout, mesh, dim)
+        for factor, size in enumerate(sizes)
+    )
+
+
+def _divide(size: int, parts: int, layout: Layout, mesh: Mesh, dim: int) -> int:
+    if size % parts:
+        raise LayoutError(
+            f"The layout {format_layout(layout, mesh)} cuts a factor of size {size} of dim {dim} "
+            f"into {parts} parts, which does not divide it."
+        )
+    return size // parts
+
+
+def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
+    """Whether every factor is divisible by what the layout cuts it into, and S(d.*) stands alone."""
+    for dim, sizes in enumerate(dims):
+        chunked = [state for state in layout if state == S(dim, WHOLE)]
+        touched = [state for state in layout if state.kind == "S" and state.dim == dim]
+        if chunked and len(touched) > len(chunked):
+            return False
+        if math.prod(sizes) % split_count(layout, mesh, dim, WHOLE):
+            return False
+        if any(size % split_count(layout, mesh, dim, i) for i, size in enumerate(sizes)):
+            return False
+    return True
+
+
+def shape_of(dims: Dims) -> tuple[int, ...]:
+    """Shape of a tensor whose dims have these factors."""
+    return tuple(math.prod(sizes) for sizes in dims)
+
+
+def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of the part of a tensor that one rank holds."""
+    return shape_of(local_factors(dims, layout, mesh))
+
+
+def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
+    """Number of elements that one rank holds."""
+    return math.prod(local_shape(dims, layout, mesh))

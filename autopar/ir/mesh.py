@@ -1,0 +1,89 @@
+"""The device mesh as data: named axes with sizes, the earlier axis being the major one.
+
+A mesh here names no device and needs no process group, so that plans can be made anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import MeshError
+
+PIPELINE_AXIS = "pp"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes of a device mesh, in order.
+
+    Attributes:
+        axes: pairs (name, size); ranks are numbered row-major, as in `torch.distributed.DeviceMesh`.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise MeshError("A mesh needs at least one axis, for example {'dp': 2}.")
+        if len(set(self.names)) != len(self.names):
+            raise MeshError(f"The axis names {list(self.names)} repeat; name each axis once.")
+        for name, size in self.axes:
+            if not name.isidentifier():
+                raise MeshError(f"The axis name {name!r} is not an identifier such as 'dp' or 'tp'.")
+            if not isinstance(size, int) or size < 1:
+                raise MeshError(f"Axis {name!r} has size {size!r}; a size is a positive integer.")
+
+    @classmethod
+    def of(cls, axes: Mesh | Mapping[str, int]) -> Mesh:
+        """Makes a mesh of a mapping from axis name to size; a mesh is returned as it is."""
+        return axes if isinstance(axes, Mesh) else cls(tuple(axes.items()))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Reads `dp=2,tp=4`, the inverse of `str`."""
+        axes = []
+        for part in text.split(","):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not equals or not size.isdigit():
+                raise MeshError(f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4.")
+            axes.append((name, int(size)))
+        return cls(tuple(axes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def index(self, name: str) -> int:
+        """Position of the axis called `name`. Raises MeshError if there is none."""
+        if name not in self.names:
+            raise MeshError(f"The mesh {self} has no axis {name!r}.")
+        return self.names.index(name)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Position of `rank` along every axis, row-major."""
+        assert 0 <= rank < self.size, (rank, self)
+        result = []
+        for size in reversed(self.sizes):
+            rank, position = divmod(rank, size)
+            result.append(position)
+        return tuple(reversed(result))
+
+    def peers(self, rank: int, axis: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in their position along `axis` alone, in order."""
+        stride = math.prod(self.sizes[axis + 1 :])
+        first = rank - self.coordinates(rank)[axis] * stride
+        return tuple(first + position * stride for position in range(self.sizes[axis]))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)

@@ -1,0 +1,239 @@
+"""A plan: every choice of a parallelization, as data.
+
+The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
+
+    autopar plan 1
+    mesh dp=2,tp=2
+    model 5be0c1...                                   fingerprint of the captured graph
+    recipe dp:zero3,tp:tp
+    micro-batches 1
+    parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | micro_batch
+                                                      storage | resident | when gradients are reduced
+    input tokens: S(0)@dp
+    op linear_1: b j                                  one label per mesh axis
+    note ...                                          what was chosen and why
+
+A parameter lives in its *storage* layout between steps (as a DTensor), is converted once per step to
+its *resident* layout, and from there inside the graph to whatever each op takes. ZeRO's stages
+(Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from autopar.errors import LayoutError, MeshError, PlanError
+from autopar.ir.graph import Labels
+from autopar.ir.layout import Layout, format_layout, parse_layout
+from autopar.ir.mesh import Mesh
+
+VERSION = 1
+Reduction = Literal["step", "micro_batch"]
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How one parameter lies on the mesh.
+
+    Attributes:
+        storage: layout between steps; R or S of every axis, so that DTensor can name it.
+        resident: layout from the start of a step to its end.
+        reduce: whether the gradient of the resident copy goes back to the storage layout once per
+            step or after every micro-batch.
+    """
+
+    storage: Layout
+    resident: Layout
+    reduce: Reduction = "step"
+
+    def zero_stage(self, axis: int) -> int:
+        """The ZeRO stage along one axis: 0 (replicated), 1, 2 or 3 (gathered around each use)."""
+        if self.storage[axis].kind != "S":
+            return 0
+        if self.resident[axis] == self.storage[axis]:
+            return 3
+        return 1 if self.reduce == "step" else 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All choices for one captured model on one mesh.
+
+    Attributes:
+        mesh: the axes, major first.
+        fingerprint: of the captured graph the plan was made for.
+        recipe: the recipe it was searched under, as text.
+        micro_batches: into how many parts `step` cuts its batch.
+        parameters: parameter name -> how it lies.
+        inputs: input name -> layout of the part each rank takes.
+        ops: op name -> the label of its choice on every axis.
+        notes: what was chosen and why, for people.
+    """
+
+    mesh: Mesh
+    fingerprint: str
+    recipe: str
+    micro_batches: int
+    parameters: Mapping[str, ParameterPlan]
+    inputs: Mapping[str, Layout]
+    ops: Mapping[str, Labels]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        def text(layout: Layout) -> str:
+            return format_layout(layout, self.mesh)
+
+        lines = [
+            f"autopar plan {VERSION}",
+            f"mesh {self.mesh}",
+            f"model {self.fingerprint}",
+            f"recipe {self.recipe}",
+            f"micro-batches {self.micro_batches}",
+        ]
+        lines += [
+            f"parameter {name}: {text(p.storage)} | {text(p.resident)} | {p.reduce}"
+            for name, p in self.parameters.items()
+        ]
+        lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
+        lines += [f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()]
+        return lines + [f"note {note}" for note in self.notes]
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Reads the text of a plan, the inverse of `str`. Raises PlanError naming the line."""
+        lines = text.splitlines()
+        head = [line.partition(" ") for line in lines[:5]]
+        if [word for word, _, _ in head] != ["autopar", "mesh", "model", "recipe", "micro-batches"]:
+            raise PlanError(
+                "This is not the text of a plan: its first five lines should begin with autopar, "
+                f"mesh, model, recipe and micro-batches, and begin with {[w for w, _, _ in head]}."
+            )
+        if head[0][2] != f"plan {VERSION}":
+            raise _wrong_version(head[0][2].removeprefix("plan "))
+        document: dict[str, Any] = {
+            "version": VERSION, "mesh": head[1][2], "model": head[2][2], "recipe": head[3][2],
+            "micro_batches": int(head[4][2]), "parameters": {}, "inputs": {}, "ops": {}, "notes": [],
+        }  # fmt: skip
+        for number, line in enumerate(lines[5:], start=6):
+            _read_line(line, number, document)
+        return cls.from_json(document)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values; the inverse of `from_json`."""
+
+        def text(layout: Layout) -> str:
+            return format_layout(layout, self.mesh)
+
+        return {
+            "version": VERSION,
+            "mesh": str(self.mesh),
+            "model": self.fingerprint,
+            "recipe": self.recipe,
+            "micro_batches": self.micro_batches,
+            "parameters": {
+                name: [text(p.storage), text(p.resident), p.reduce]
+                for name, p in self.parameters.items()
+            },
+            "inputs": {name: text(layout) for name, layout in self.inputs.items()},
+            "ops": {name: " ".join(labels) for name, labels in self.ops.items()},
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> Plan:
+        """Makes a plan of JSON values. Raises PlanError for another version or a missing part."""
+        if not isinstance(document, dict) or "version" not in document:
+            raise PlanError("This is not a plan: it has no field 'version'.")
+        if document["version"] != VERSION:
+            raise _wrong_version(document["version"])
+        try:
+            mesh = Mesh.parse(document["mesh"])
+            return cls(
+                mesh=mesh,
+                fingerprint=document["model"],
+                recipe=document["recipe"],
+                micro_batches=document["micro_batches"],
+                parameters={
+                    name: _parameter_plan(fields, mesh)
+                    for name, fields in document["parameters"].items()
+                },
+                inputs={k: parse_layout(v, mesh) for k, v in document["inputs"].items()},
+                ops={name: _labels(text, name, mesh) for name, text in document["ops"].items()},
+                notes=tuple(document["notes"]),
+            )
+        except KeyError as error:
+            raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
+        except (TypeError, AttributeError) as error:
+            raise PlanError(f"The plan is damaged: {error}.") from error
+        except (LayoutError, MeshError) as error:
+            raise PlanError(f"The plan is damaged: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, whole or not at all."""
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        os.replace(partial, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan that `save` wrote. Raises PlanError naming the file and what is wrong."""
+        try:
+            document = json.loads(Path(path).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} is not a whole JSON file ({error}); was it cut short?") from None
+        except OSError as error:
+            raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
+        try:
+            return cls.from_json(document)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+
+def _wrong_version(found: object) -> PlanError:
+    return PlanError(
+        f"The plan is of version {found}, and this autopar reads version {VERSION}; "
+        "make the plan again, or use the autopar that wrote it."
+    )
+
+
+def _parameter_plan(fields: list[str], mesh: Mesh) -> ParameterPlan:
+    storage, resident, reduce = fields
+    if reduce not in get_args(Reduction):
+        raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
+    return ParameterPlan(parse_layout(storage, mesh), parse_layout(resident, mesh), reduce)  # type: ignore[arg-type]
+
+
+def _labels(text: str, name: str, mesh: Mesh) -> Labels:
+    labels = tuple(text.split())
+    if len(labels) != len(mesh.axes):
+        raise PlanError(f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}.")
+    return labels
+
+
+def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
+    word, _, rest = line.partition(" ")
+    if word == "note":
+        document["notes"].append(rest)
+        return
+    name, colon, value = rest.partition(": ")
+    if not colon or word not in ("parameter", "input", "op"):
+        raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
+    document[word + "s"][name] = value.split(" | ") if word == "parameter" else value

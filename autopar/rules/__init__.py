@@ -1,0 +1,71 @@
+"""Rules: what every op family lets you split, one row (or one small function) per family.
+
+`spec(node)` finds the rule of a node. An op without a rule runs replicated and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from autopar.rules import contract, elementwise, index, loss, nn, reduce, shape
+from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec, plain
+
+Rule = Callable[[Call], Spec]
+
+RULES: Mapping[str, Rule] = {
+    **elementwise.RULES,
+    **contract.RULES,
+    **reduce.RULES,
+    **shape.RULES,
+    **index.RULES,
+    **nn.RULES,
+    **loss.RULES,
+}
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten.linear` for the node's overload `aten.linear.default`."""
+    return str(getattr(node.target, "overloadpacket", node.target))
+
+
+def find_rule(node: fx.Node) -> Rule | None:
+    """The rule of a node's op, None where there is none."""
+    target = node.target
+    if rule := RULES.get(operator_name(node)):
+        return rule
+    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return elementwise.elementwise if pointwise else None
+
+
+def spec(node: fx.Node) -> tuple[Spec, bool]:
+    """The spec of a node, and whether a rule gave it.
+
+    Without a rule, or where the rule does not apply to this call, every dim stays whole.
+    """
+    call = Call(node)
+    rule = find_rule(node)
+    if rule is not None:
+        try:
+            return rule(call), True
+        except RuleDoesNotApply:
+            pass
+    return replicated(call), False
+
+
+def replicated(call: Call) -> Spec:
+    """No dim can be split."""
+    sizes: dict[str, int] = {}
+
+    def letters(tensor: torch.Tensor, tag: str) -> Letters:
+        names, own = plain(tensor.shape, tag)
+        sizes.update(own)
+        return names
+
+    operands = tuple(letters(t, f"x{i}_") for i, t in enumerate(call.operands))
+    results = tuple(letters(t, f"y{i}_") for i, t in enumerate(call.results))
+    flops = sum(t.numel() for t in call.results)
+    everything = tuple(range(len(operands)))
+    return Spec(operands, results, sizes, whole=frozenset(sizes), flops=flops, saved_operands=everything)

@@ -1,0 +1,99 @@
+"""Point by point: every dim is aligned from the right and can be split.
+
+PyTorch tags these ops (`torch.Tag.pointwise`), so that they need no list here; what needs one is
+through which of them a partial sum may pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autopar.rules.spec import Call, Dim, Letters, Spec
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
+def _together(call: Call) -> tuple[frozenset[int], ...]:
+    """add(P, P): only if nothing but tensors is added."""
+    return (frozenset(range(len(call.operands))),) if len(call.operands) == 2 else ()
+
+
+def _each(call: Call) -> tuple[frozenset[int], ...]:
+    """mul(P, V) and mul(V, P)."""
+    return tuple(frozenset({i}) for i in range(len(call.operands)))
+
+
+def _first(call: Call) -> tuple[frozenset[int], ...]:
+    """neg(P), div(P, V)."""
+    rounds = call.arguments.get("rounding_mode") is not None
+    return () if rounds else (frozenset({0}),)
+
+
+def _branches(call: Call) -> tuple[frozenset[int], ...]:
+    """where(V, P, P)."""
+    return (frozenset({1, 2}),) if len(call.operands) == 3 else ()
+
+
+LINEAR: dict[str, Callable[[Call], tuple[frozenset[int], ...]]] = {
+    "aten.add": _together,
+    "aten.sub": _together,
+    "aten.mul": _each,
+    "aten.div": _first,
+    "aten.neg": _first,
+    "aten.where": _branches,
+    "aten.clone": _first,
+    "aten.alias": _first,
+    "aten.detach": _first,
+    "aten._to_copy": _first,
+    "aten.type_as": _first,
+}
+
+# What autograd keeps for backward; others keep their operands (Note: a coarse guess, refined by the
+# memory model).
+SAVES_NOTHING = {
+    "aten.add", "aten.sub", "aten.neg", "aten.clone", "aten.alias", "aten.detach", "aten._to_copy",
+}  # fmt: skip
+SAVES_RESULT = {"aten.tanh", "aten.sigmoid", "aten.exp", "aten.rsqrt", "aten.sqrt", "aten.relu"}
+
+
+def aligned(shape: torch.Size, rank: int) -> Letters:
+    """Letters of a tensor that is broadcast to `rank` dims; `d0` is the last dim."""
+    letters: list[Dim] = []
+    for position, size in enumerate(shape):
+        letters.append((f"d{len(shape) - 1 - position}",) if size > 1 else ())
+    assert len(shape) <= rank
+    return tuple(letters)
+
+
+def elementwise(call: Call) -> Spec:
+    """Rule of all point-wise ops."""
+    name = str(call.node.target).rsplit(".", 1)[0]
+    rank = max((t.ndim for t in [*call.operands, *call.results]), default=0)
+    operands = tuple(aligned(t.shape, rank) for t in call.operands)
+    results = tuple(aligned(t.shape, rank) for t in call.results)
+    sizes = {
+        dim[0]: size
+        for letters, tensor in zip(results, call.results, strict=True)
+        for dim, size in zip(letters, tensor.shape, strict=True)
+        if dim
+    }
+    floating = all(t.dtype in FLOATING for t in call.results)
+    linear = LINEAR.get(name, lambda _: ())(call) if floating else ()
+    spec = Spec(operands, results, sizes)
+    return Spec(
+        operands, results, sizes, linear=linear, flops=spec.points,
+        saved_operands=() if name in SAVES_NOTHING | SAVES_RESULT else tuple(range(len(operands))),
+        saved_results=(0,) if name in SAVES_RESULT else (),
+        is_view=name in ("aten.alias", "aten.detach"),
+    )  # fmt: skip
+
+
+# Point-wise ops that PyTorch 2.13 does not tag.
+UNTAGGED = (
+    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.native_dropout", "aten.dropout", "aten.copy",
+    "aten.ones_like", "aten.zeros_like", "aten.full_like", "aten.empty_like", "aten.fill",
+)  # fmt: skip
+
+RULES = {name: elementwise for name in (*LINEAR, *UNTAGGED)}

@@ -1,0 +1,121 @@
+"""Looking up by index: the dims that are looked up stay whole, the dims of the index can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from autopar.rules.spec import Call, Dim, Local, RuleDoesNotApply, Spec, plain, run_as_is
+
+aten = torch.ops.aten
+
+
+def embedding(call: Call) -> Spec:
+    """`v d, b.. -> b.. d | sum v`: over a split vocabulary each rank looks up the rows it has."""
+    weight, index = call.operands
+    where, sizes = plain(index.shape, "b")
+    sizes |= {n: int(s) for n, s in zip("vd", weight.shape, strict=True) if s > 1}
+    rows, columns = ((n,) if n in sizes else () for n in "vd")
+    return Spec(
+        ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(rows), contiguous=frozenset(rows),
+        flops=call.results[0].numel(), saved_operands=(1,), localize=_look_up_locally,
+    )  # fmt: skip
+
+
+def _look_up_locally(local: Local) -> fx.Node:
+    """Rows of other ranks are looked up as row 0 and zeroed, so that the results add up."""
+    axes = local.axes("v")
+    if not axes:
+        return run_as_is(local)
+    weight, index = local.args[:2]
+    padding = local.args[2] if len(local.args) > 2 else -1
+    here = shifted(local, index, axes, weight)
+    height = local.emit(aten.sym_size.int, weight, 0)
+    mine = local.emit(aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0),
+                      local.emit(aten.lt.Scalar, here, height))  # fmt: skip
+    rows = local.emit(aten.embedding.default, weight, local.emit(aten.mul.Tensor, here, mine))
+    found = local.emit(aten.mul.Tensor, rows, local.emit(aten.unsqueeze.default, mine, -1))
+    if padding < 0:
+        return found
+    # The padding row is looked up like any other and takes no gradient.
+    pad = local.emit(aten.unsqueeze.default, local.emit(aten.eq.Scalar, index, padding), -1)
+    return local.emit(aten.where.self, pad, local.emit(aten.detach.default, found), found)
+
+
+def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], like: fx.Node,
+            dim: int = 0) -> fx.Node:  # fmt: skip
+    """`index` counted from the first row that this rank holds of a dim split along `axes`."""
+    total = 1
+    for _, size in axes:
+        total *= size
+    device = {"device": local.node.meta["val"].device}
+    position = local.emit(aten.arange.default, total, **device)
+    for name, size in axes:
+        position = local.emit(torch.ops.autopar.shard.default, position, [0], size, name, "all_gather")
+    first = local.emit(aten.mul.Tensor, position, local.emit(aten.sym_size.int, like, dim))
+    return local.emit(aten.sub.Tensor, index, first)
+
+
+def index(call: Call) -> Spec:
+    """x[i, :, j]: the indexed dims stay whole, the index tensors are broadcast together."""
+    x, *indices = call.operands
+    given = [dim for dim, i in enumerate(call["indices"]) if i is not None]
+    if any(i.dtype not in (torch.int64, torch.int32) for i in indices):
+        raise RuleDoesNotApply("a mask as index gives a result of unknown size")
+    letters, sizes = plain(x.shape)
+    rank = max(i.ndim for i in indices)
+    chosen, broadcast = plain(torch.broadcast_shapes(*(i.shape for i in indices)), "i")
+    operands = [letters]
+    for tensor in indices:
+        lead = rank - tensor.ndim
+        dims = enumerate(tensor.shape)
+        operands.append(tuple(chosen[lead + d] if s > 1 else () for d, s in dims))
+    kept = [letter for dim, letter in enumerate(letters) if dim not in given]
+    # Adjacent indices leave their dims in place, others move them to the front (NumPy's rule).
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    place = given[0] if adjacent else 0
+    result: tuple[Dim, ...] = (*kept[:place], *chosen, *kept[place:])
+    whole = frozenset(letter for dim in given for letter in letters[dim])
+    return Spec(tuple(operands), (result,), sizes | broadcast, whole=whole,
+                flops=call.results[0].numel(), saved_operands=tuple(range(1, len(operands))))  # fmt: skip
+
+
+def index_select(call: Call) -> Spec:
+    """The dim stays whole in the operand and takes the index's letter in the result."""
+    letters, sizes = plain(call.operands[0].shape)
+    dim = call.dim(call["dim"])
+    count = call.operands[1].numel()
+    new: Dim = ("i",) if count > 1 else ()
+    sizes |= {"i": count} if count > 1 else {}
+    result = (*letters[:dim], new, *letters[dim + 1 :])
+    return Spec((letters, (new,) * call.operands[1].ndim), (result,), sizes,
+                whole=frozenset(letters[dim]), flops=call.results[0].numel(), saved_operands=(1,))  # fmt: skip
+
+
+def gather(call: Call) -> Spec:
+    """gather: the dim stays whole in the operand; other dims pass where the index covers them."""
+    x, where = call.operands
+    dim = call.dim(call["dim"])
+    letters, sizes = plain(x.shape, "x")
+    result, more = plain(where.shape, "i")
+    names = list(letters)
+    whole = set(letters[dim])
+    for d, (a, b) in enumerate(zip(x.shape, where.shape, strict=True)):
+        if d != dim and a == b:
+            names[d] = result[d]
+        elif d != dim:
+            whole |= {*letters[d], *result[d]}
+    used = {letter for name in names for letter in name}
+    sizes = {letter: size for letter, size in sizes.items() if letter in used} | more
+    return Spec((tuple(names), result), (result,), sizes, whole=frozenset(whole),
+                flops=where.numel(), saved_operands=(1,))  # fmt: skip
+
+
+RULES: dict[str, Callable[[Call], Spec]] = {
+    "aten.embedding": embedding,
+    "aten.index": index,
+    "aten.index_select": index_select,
+    "aten.gather": gather,
+}

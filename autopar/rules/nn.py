@@ -1,0 +1,110 @@
+"""Normalization, attention and pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.rules.notation import spec_of
+from autopar.rules.spec import Call, Dim, Letters, RuleDoesNotApply, Spec, plain
+
+
+def layer_norm(call: Call) -> Spec:
+    """layer_norm, rms_norm: the trailing `normalized_shape` dims stay whole."""
+    x = call.operands[0]
+    letters, sizes = plain(x.shape)
+    tail = letters[x.ndim - len(call["normalized_shape"]) :]
+    normalized = frozenset(letter for dim in tail for letter in dim)
+    affine = (tail,) * (len(call.operands) - 1)
+    statistics = [tuple(() if d in tail else d for d in letters)] * (len(call.results) - 1)
+    return Spec(
+        (letters, *affine), (letters, *statistics), sizes, whole=normalized, normalized=normalized,
+        flops=8 * x.numel(), saved_operands=tuple(range(min(2, len(call.operands)))),
+    )  # fmt: skip
+
+
+def batch_norm(call: Call) -> Spec:
+    """Statistics run over batch and space, so that only channels can be split."""
+    letters, sizes = plain(call.operands[0].shape)
+    channel = (letters[1],)
+    whole = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
+    results = tuple(letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results)
+    return Spec(
+        (letters, *(channel,) * (len(call.operands) - 1)), results, sizes, whole=whole,
+        flops=8 * call.operands[0].numel(), saved_operands=(0, 1),
+    )  # fmt: skip
+
+
+def group_norm(call: Call) -> Spec:
+    """group_norm: batch can be split, channels and space stay whole."""
+    letters, sizes = plain(call.operands[0].shape)
+    whole = frozenset(letter for dim in letters[1:] for letter in dim)
+    return Spec(
+        (letters, *((letters[1],),) * (len(call.operands) - 1)), (letters,), sizes, whole=whole,
+        flops=8 * call.operands[0].numel(), saved_operands=(0,),
+    )  # fmt: skip
+
+
+def attention(call: Call) -> Spec:
+    """scaled_dot_product_attention: `b.. q e!, b.. k! e!, b.. k! v! (, b.. q k!) -> b.. q v!`.
+
+    With enable_gqa the heads of the query are (kv head, group). A causal mask that the op makes
+    itself counts queries from 0, so that queries stay whole there.
+    """
+    query, key, value = call.operands[:3]
+    q = "q!" if call["is_causal"] else "q"
+    text = f"b.. {q} e!, b.. k! e!, b.. k! v!, b.. {q} k! -> b.. {q} v!"
+    flops = 2 * query.numel() * key.shape[-2] + 2 * call.results[0].numel() * key.shape[-2]
+    saved = tuple(range(len(call.operands)))
+    spec = spec_of(text, call)
+    if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
+        spec = _grouped(spec, query.shape[-3], key.shape[-3])
+    return replace(spec, flops=flops, saved_operands=saved, saved_results=(0,))
+
+
+def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
+    """Cuts the head letter `b0` of query and result into kv head and group."""
+
+    def cut(tensor: Letters) -> Letters:
+        return tuple(("b0", "group") if dim == ("b0",) else dim for dim in tensor)
+
+    sizes = dict(spec.sizes) | {"b0": kv_heads, "group": heads // kv_heads}
+    if kv_heads == 1:
+        raise RuleDoesNotApply("one kv head shared by a group")
+    q, k, v, *mask = spec.operands
+    return replace(spec, operands=(cut(q), k, v, *map(cut, mask)),
+                   results=tuple(map(cut, spec.results)), sizes=sizes)  # fmt: skip
+
+
+def pooling(call: Call) -> Spec:
+    """Pooling: batch and channels pass, space stays whole."""
+    x, y = call.operands[0], call.results[0]
+    spatial = int(str(call.node.target).split("pool")[1][0])
+    letters, sizes = plain(x.shape, "d")
+    lead = letters[: x.ndim - spatial]
+    tail, more = plain(y.shape, "y")
+    result: tuple[Dim, ...] = (*lead, *tail[y.ndim - spatial :])
+    sizes |= {n: s for n, s in more.items() if (n,) in tail[y.ndim - spatial :]}
+    whole = frozenset(n for n in sizes if (n,) not in lead)
+    return Spec((letters,), (result,) * len(call.results), sizes, whole=whole, flops=x.numel(),
+                saved_operands=(0,))  # fmt: skip
+
+
+RULES: dict[str, Callable[[Call], Spec]] = {
+    "aten.layer_norm": layer_norm,
+    "aten.rms_norm": layer_norm,
+    "aten.native_layer_norm": layer_norm,
+    "aten.group_norm": group_norm,
+    "aten.batch_norm": batch_norm,
+    "aten._native_batch_norm_legit_functional": batch_norm,
+    "aten._native_batch_norm_legit_no_training": batch_norm,
+    "aten._native_batch_norm_legit": batch_norm,
+    "aten.scaled_dot_product_attention": attention,
+    **{
+        f"aten.{name}": pooling
+        for name in (
+            "max_pool1d", "max_pool2d", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d",
+            "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
+        )
+    },
+}  # fmt: skip

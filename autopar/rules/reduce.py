@@ -1,0 +1,96 @@
+"""Reductions, and ops that work along one dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autopar.rules.shape import FIRST, along
+from autopar.rules.spec import Call, Dim, Letters, Local, Spec, parts, plain
+
+aten = torch.ops.aten
+
+
+def _reduced(call: Call) -> tuple[int, ...]:
+    return call.dims(call.arguments.get("dim"))
+
+
+def _shapes(call: Call, gone: tuple[int, ...]) -> tuple[Letters, Letters, dict[str, int]]:
+    letters, sizes = plain(call.operands[0].shape)
+    kept: list[Dim] = [() if dim in gone else letter for dim, letter in enumerate(letters)]
+    if call.results[0].ndim < len(letters):
+        kept = [letter for dim, letter in enumerate(letters) if dim not in gone]
+    return letters, tuple(kept), sizes
+
+
+def summed(call: Call) -> Spec:
+    """sum: splitting a summed dim leaves a partial sum."""
+    gone = _reduced(call)
+    letters, result, sizes = _shapes(call, gone)
+    sums = frozenset(letter for dim in gone for letter in letters[dim])
+    spec = Spec((letters,), (result,), sizes, sums=sums, linear=FIRST)
+    return replace(spec, flops=spec.points)
+
+
+def averaged(call: Call) -> Spec:
+    """mean: a sum whose divisor counts the whole dim."""
+    spec = summed(call)
+    return replace(spec, normalized=spec.sums if call.results[0].ndim else frozenset(),
+                   localize=_average_locally(sorted(spec.sums)))  # fmt: skip
+
+
+def _average_locally(letters: list[str]) -> Callable[[Local], fx.Node]:
+    def localize(local: Local) -> fx.Node:
+        mean = local.emit(local.node.target, *local.args, **local.kwargs)
+        divisor = parts(local, letters)
+        return mean if divisor == 1 else local.emit(aten.div.Scalar, mean, divisor)
+
+    return localize
+
+
+def whole_reduction(call: Call) -> Spec:
+    """amax, var, argmax ...: the reduced dims stay whole."""
+    gone = _reduced(call)
+    letters, result, sizes = _shapes(call, gone)
+    whole = frozenset(letter for dim in gone for letter in letters[dim])
+    spec = Spec((letters,), (result,) * len(call.results), sizes, whole=whole, saved_operands=(0,))
+    return replace(spec, flops=spec.points)
+
+
+def _dim(call: Call) -> tuple[int, ...]:
+    return (call.dim(call["dim"]),)
+
+
+def scanned(call: Call) -> Spec:
+    """cumsum, softmax ...: the dim stays whole, the others pass."""
+    letters, sizes = plain(call.operands[0].shape)
+    whole = frozenset(letters[call.dim(call["dim"])])
+    spec = Spec((letters,), (letters,) * len(call.results), sizes, whole=whole, saved_results=(0,))
+    return replace(spec, flops=spec.points)
+
+
+def selected(call: Call) -> Spec:
+    """topk, sort: the dim stays whole and may change its size."""
+    return along(lambda c: (c.dim(c["dim"]),) if c.operands[0].ndim else (), linear=False)(call)
+
+
+RULES: dict[str, Callable[[Call], Spec]] = {
+    "aten.sum": summed,
+    "aten.mean": averaged,
+    **{
+        f"aten.{name}": whole_reduction
+        for name in (
+            "amax", "amin", "max", "min", "var", "std", "argmax", "argmin", "logsumexp", "prod",
+            "any", "all", "norm", "linalg_vector_norm", "var_mean",
+        )
+    },
+    **{
+        f"aten.{name}": scanned
+        for name in ("cumsum", "cumprod", "softmax", "_softmax", "log_softmax", "_log_softmax")
+    },
+    "aten.topk": selected,
+    "aten.sort": selected,
+}  # fmt: skip

@@ -1,0 +1,169 @@
+"""What an op lets you split, as data: letters on the dims of its operands and results.
+
+A `Spec` is the expanded form of one line such as `b.. k, j k, +j -> b.. j | sum k` for one node. A dim
+is a tuple of letters, most significant first, so that a view is a rule like any other: merging dims
+of sizes 4 and 16 is `b, s -> b s` with one dim `(b, s)` in the result. Dims of size 1 have no letter.
+
+From a spec follow the choices (`autopar.factors`), the cost (the product of its letters' sizes), what
+is saved for backward, and how the op runs on local shards (`localize`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+Dim = tuple[str, ...]
+Letters = tuple[Dim, ...]  # one tensor
+
+
+class Local(Protocol):
+    """The node being lowered, as a localizer sees it (implemented by autopar.passes.partition)."""
+
+    node: fx.Node
+    args: tuple[Any, ...]  # arguments with the converted local operands in place
+    kwargs: dict[str, Any]
+    result_shapes: tuple[tuple[int, ...], ...]  # local shapes of the results
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds a call to the local graph."""
+        ...
+
+    def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the mesh axes along which `letter` is split, major first."""
+        ...
+
+
+class RuleDoesNotApply(Exception):
+    """Raised by a rule for a call that it does not cover; the op then runs replicated."""
+
+
+Localizer = Callable[[Local], fx.Node]
+
+
+def run_as_is(local: Local) -> fx.Node:
+    """The op on local operands with the arguments of the original call."""
+    return local.emit(local.node.target, *local.args, **local.kwargs)
+
+
+def parts(local: Local, letters: Sequence[str]) -> int:
+    """Into how many parts the product of these letters is cut."""
+    return math.prod(size for letter in letters for _, size in local.axes(letter))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The rule of one node.
+
+    Attributes:
+        operands: letters of every tensor operand, in the order they occur in the arguments.
+        results: letters of every tensor result.
+        sizes: elements of each letter.
+        sums: letters summed away; splitting one leaves the results in P.
+        whole: letters that cannot be split.
+        contiguous: letters of which only the most significant factor can be split, because the op
+            counts positions from the first that a rank holds.
+        additive: positions of operands that are added to the result, and so must be in P when a
+            letter is summed over a split (a bias is added once, not once per rank).
+        linear: sets of operand positions; with these in P and the others in V, the results are in P.
+        flops: forward floating-point operations of the whole op.
+        saved_operands, saved_results: positions of what autograd keeps for backward.
+        is_view: whether the op moves no data.
+        normalized: letters the op normalizes over.
+        localize: runs the op on local shards.
+    """
+
+    operands: tuple[Letters, ...]
+    results: tuple[Letters, ...]
+    sizes: Mapping[str, int]
+    sums: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
+    additive: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    flops: int = 0
+    saved_operands: tuple[int, ...] = ()
+    saved_results: tuple[int, ...] = ()
+    is_view: bool = False
+    normalized: frozenset[str] = frozenset()
+    localize: Localizer = field(default=run_as_is, compare=False)
+
+    @property
+    def points(self) -> int:
+        """Size of the iteration space: the product of all letters."""
+        return math.prod(self.sizes.values())
+
+    def splittable(self, letter: str) -> bool:
+        """Whether the op can run with `letter` split."""
+        if letter in self.whole or any(_count(t, letter) > 1 for t in self.operands + self.results):
+            return False
+        return letter in self.sums or all(_count(t, letter) for t in self.results)
+
+
+def _count(tensor: Letters, letter: str) -> int:
+    return sum(dim.count(letter) for dim in tensor)
+
+
+class Call:
+    """A node of the captured graph as a rule sees it: arguments by name, tensors by position."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.operand_nodes = tensor_operands(node)
+        self.operands: list[torch.Tensor] = [n.meta["val"] for n in self.operand_nodes]
+        self.results: list[torch.Tensor] = tensor_results(node)
+        self.arguments = _bind(node)
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument called `name` in the op's schema, its default where it was not given."""
+        return self.arguments[name]
+
+    def dim(self, value: int, operand: int = 0) -> int:
+        """A dimension argument made non-negative for this operand."""
+        return value % max(self.operands[operand].ndim, 1)
+
+    def dims(self, value: int | Sequence[int] | None) -> tuple[int, ...]:
+        """A list of dimensions of the first operand; None and () mean all."""
+        if value is None or value == [] or value == ():
+            return tuple(range(self.operands[0].ndim))
+        return tuple(self.dim(d) for d in ([value] if isinstance(value, int) else value))
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor-valued nodes among the arguments, in order, with repetition."""
+    found: list[fx.Node] = []
+
+    def visit(argument: fx.Node) -> fx.Node:
+        if isinstance(argument.meta.get("val"), torch.Tensor):
+            found.append(argument)
+        return argument
+
+    fx.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+def tensor_results(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors a node yields: one, or those of its tuple."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _bind(node: fx.Node) -> dict[str, Any]:
+    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    schema = node.target._schema.arguments
+    bound = {a.name: a.default_value for a in schema}
+    bound.update(zip((a.name for a in schema), node.args, strict=False))
+    bound.update(node.kwargs)
+    return bound
+
+
+def plain(shape: Sequence[int], prefix: str = "d") -> tuple[Letters, dict[str, int]]:
+    """One letter per dim of size over 1: `d0`, `d1` ..., and their sizes."""
+    letters = tuple((f"{prefix}{i}",) if size > 1 else () for i, size in enumerate(shape))
+    return letters, {f"{prefix}{i}": size for i, size in enumerate(shape) if size > 1}

@@ -1,0 +1,201 @@
+"""The collectives of the rewritten graph, as differentiable custom ops.
+
+All ops share one signature,
+
+    torch.ops.autopar.NAME(x, dims, size, group, backward) -> Tensor
+
+where `dims` are dimensions of `x` (none, one, or for all-to-all the dim to gather and the dim to cut),
+`size` is the number of ranks of the group, `group` is the name of a mesh axis until the graph is
+bound to process groups and a c10d group name afterwards, and `backward` names the transposed op of
+autopar/ir/conversion.py, which autograd runs on the gradient with the dims reversed.
+
+`LOCAL` states what every op means for the tensors of all ranks at once. It is the definition; the
+process-group kernels in `KERNELS`, built on `torch.ops._c10d_functional`, must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar import _torch
+
+SIGNATURE = "(Tensor x, int[] dims, int size, str group, str backward) -> Tensor"
+
+# --- the definition: shards of all ranks of a group, and the position of one of them -> its result
+
+
+def _keep_first(shards: Sequence[Tensor], position: int) -> Tensor:
+    return shards[position] if position == 0 else torch.zeros_like(shards[position])
+
+
+def _cut(x: Tensor, dim: int, size: int, position: int) -> Tensor:
+    width = x.shape[dim] // size
+    return x.narrow(dim, position * width, width)
+
+
+def _widen(x: Tensor, dim: int, size: int, position: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= size
+    result = x.new_zeros(shape)
+    _cut(result, dim, size, position).copy_(x)
+    return result
+
+
+def _sum(shards: Sequence[Tensor]) -> Tensor:
+    result = shards[0]
+    for shard in shards[1:]:
+        result = result + shard
+    return result
+
+
+def _exchange(shards: Sequence[Tensor], position: int, gathered: int, cut: int) -> Tensor:
+    return torch.cat([_cut(x, cut, len(shards), position) for x in shards], gathered)
+
+
+LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[int]], Tensor]] = {
+    "vary": lambda xs, i, dims: xs[i],
+    "partial": lambda xs, i, dims: _keep_first(xs, i),
+    "all_reduce": lambda xs, i, dims: _sum(xs),
+    "all_gather": lambda xs, i, dims: torch.cat(list(xs), dims[0]),
+    "reduce_scatter": lambda xs, i, dims: _cut(_sum(xs), dims[0], len(xs), i),
+    "shard": lambda xs, i, dims: _cut(xs[i], dims[0], len(xs), i).contiguous(),
+    "pad": lambda xs, i, dims: _widen(xs[i], dims[0], len(xs), i),
+    "all_to_all": lambda xs, i, dims: _exchange(xs, i, *dims),
+}
+NAMES = tuple(LOCAL)
+
+
+# --- the kernels on process groups
+
+
+def _rank(group: str) -> int:
+    return _torch.resolve_group(group).rank()
+
+
+def _on_bytes(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Runs a kernel that only moves data; backends know no bool."""
+    if x.dtype is torch.bool:
+        return kernel(x.view(torch.uint8)).view(torch.bool)
+    return kernel(x)
+
+
+def _group_all_reduce(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    return _torch.all_reduce(x.contiguous(), group)
+
+
+def _group_all_gather(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    gathered = _on_bytes(lambda y: _torch.all_gather(y, size, group), x.contiguous())
+    return gathered if dims[0] == 0 else torch.cat(gathered.chunk(size), dims[0])
+
+
+def _group_reduce_scatter(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    stacked = x if dims[0] == 0 else torch.cat(x.chunk(size, dims[0]))
+    return _torch.reduce_scatter(stacked.contiguous(), size, group)
+
+
+def _group_all_to_all(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    gathered, cut = dims
+    stacked = torch.cat(x.chunk(size, cut)).contiguous()
+    received = _on_bytes(lambda y: _torch.all_to_all(y, size, group), stacked)
+    return torch.cat(received.chunk(size), gathered)
+
+
+def _group_shard(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    return _cut(x, dims[0], size, _rank(group)).clone(memory_format=torch.contiguous_format)
+
+
+def _group_pad(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    return _widen(x, dims[0], size, _rank(group))
+
+
+def _group_partial(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    return x.clone() if _rank(group) == 0 else torch.zeros_like(x)
+
+
+def _group_vary(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
+    return x.view_as(x)
+
+
+KERNELS: dict[str, Callable[[Tensor, list[int], int, str], Tensor]] = {
+    "vary": _group_vary,
+    "partial": _group_partial,
+    "all_reduce": _group_all_reduce,
+    "all_gather": _group_all_gather,
+    "reduce_scatter": _group_reduce_scatter,
+    "shard": _group_shard,
+    "pad": _group_pad,
+    "all_to_all": _group_all_to_all,
+}
+
+
+# --- shapes, autograd and registration
+
+
+def result_shape(name: str, shape: Sequence[int], dims: Sequence[int], size: int) -> list[int]:
+    """Shape of the result of op `name` for one rank's `x` of the given shape."""
+    result = list(shape)
+    grows = {"all_gather": dims, "pad": dims, "all_to_all": dims[:1]}.get(name, ())
+    shrinks = {"reduce_scatter": dims, "shard": dims, "all_to_all": dims[1:]}.get(name, ())
+    for dim in grows:
+        result[dim] *= size
+    for dim in shrinks:
+        assert result[dim] % size == 0, (name, shape, dims, size)
+        result[dim] //= size
+    return result
+
+
+class _Transposed(torch.autograd.Function):
+    """Runs a collective in forward and its transpose in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: tuple[str, list[int], int, str, str]) -> Tensor:
+        ctx.call = call
+        name, dims, size, group, backward = call
+        with _torch.below_autograd():
+            return _torch.autopar_op(name)(x, dims, size, group, backward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        name, dims, size, group, backward = ctx.call
+        return _torch.autopar_op(backward)(grad, dims[::-1], size, group, name), None
+
+
+def _register(library: torch.library.Library, name: str) -> None:
+    def kernel(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
+        return KERNELS[name](x, dims, size, group)
+
+    def fake(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
+        return x.new_empty(result_shape(name, x.shape, dims, size))
+
+    def autograd(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
+        return _Transposed.apply(x, (name, dims, size, group, backward))  # type: ignore[no-any-return]
+
+    alias = name == "vary"
+    library.define(name + (SIGNATURE if not alias else SIGNATURE.replace("Tensor", "Tensor(a)")))
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    library.impl(name, autograd, "Autograd")
+    library.impl(name, fake, "Meta")
+
+
+def register() -> torch.library.Library:
+    """Defines `torch.ops.autopar.*`; the ops live as long as the returned library.
+
+    Called once, below: importing this module is what makes the ops exist.
+    """
+    library = torch.library.Library("autopar", "DEF")
+    for name in NAMES:
+        _register(library, name)
+    return library
+
+
+LIBRARY = register()
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The c10d name under which the kernels find a process group again."""
+    return group.group_name

@@ -1,0 +1,61 @@
+"""Checks that an axis of the mesh is of any use, with errors that say which sizes would be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from autopar.errors import MeshError, SearchError
+from autopar.ir import Graph, Mesh, Plan
+from autopar.search.recipes import ChoiceFilter, Recipe
+
+
+def check_axes(graph: Graph, mesh: Mesh) -> None:
+    """Raises MeshError if the size of some axis divides no factor and no dim of any parameter."""
+    factors = {(c.factor or c.label, c.size) for op in graph.ops for c in op.choices if c.splits}
+    stored = {
+        (f"dim {dim} of {name}", math.prod(sizes))
+        for name, tensor in graph.parameters.items()
+        for dim, sizes in enumerate(graph.tensors[tensor].dims)
+    }
+    for axis, size in mesh.axes:
+        if all(found % size for _, found in factors | stored):
+            raise MeshError(
+                f"Axis {axis} has size {size}, which divides nothing in this model. The closest sizes "
+                f"in it are {_closest(size, factors or stored)}; choose a size that divides one of them."
+            )
+
+
+def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
+    by_size: dict[int, list[str]] = {}
+    for name, found in sorted(named):
+        if found > 1:
+            by_size.setdefault(found, []).append(name)
+    nearest = sorted(by_size, key=lambda found: (abs(math.log(found / size)), found))[:3]
+    return ", ".join(f"{found} ({by_size[found][0]})" for found in nearest) or "none above 1"
+
+
+def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
+    """Raises SearchError if a recipe was asked for on an axis along which it could split nothing."""
+    for position, (axis, size) in enumerate(plan.mesh.axes):
+        recipe = recipes[position]
+        if recipe.may is None or size == 1:
+            continue
+        if not any(op.choice(plan.ops[op.name][position]).splits for op in graph.ops):
+            raise SearchError(
+                f"The recipe {recipe.name} splits nothing along {axis}={size}: it splits "
+                f"{_splittable(graph, recipe)}, beside what the other axes split."
+            )
+
+
+def _splittable(graph: Graph, recipe: Recipe) -> str:
+    choices = ChoiceFilter(graph, recipe)
+    kinds = (*(recipe.may or ()), *recipe.must, *recipe.products_must)
+    sizes = {
+        (choice.factor, choice.size)
+        for op in graph.ops
+        for choice in op.choices
+        if choice.splits and any(kind(choices.roles(choice)) for kind in kinds)
+    }
+    listed = ", ".join(f"{name} of size {size}" for name, size in sorted(sizes)[:4])
+    return listed or "no factor of this model"

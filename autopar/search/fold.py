@@ -1,0 +1,266 @@
+"""Folding: repeated blocks share one copy of the decisions.
+
+A deep model is a short list of ops said many times over. `fold` finds the repetition in the sequence of
+ops from what they are (kind, shapes, choices), not from their names, and puts the k-th ops of all
+instances of a block into one *class*. All members of a class then take the same choice.
+
+Whatever the classes are, the price of a plan is counted exactly: tensors that are made by the same
+class and consumed by the same classes share an *entry*, which remembers how many they are. The tensor
+between two blocks and the one after the last block are two entries, because their consumers differ.
+A wrong class could cost quality but never correctness, so the search for repetition may be simple:
+
+1. Number every op by its signature: the text of the model becomes a sequence of integers.
+2. For every likely period p (a frequent distance between equal numbers) compare the sequence with
+   itself shifted by p; a stretch of equality is a block said again and again. Take the one that saves
+   most, keep its first instance, and begin again with the shorter sequence, until nothing repeats.
+
+So several runs (encoder, decoder), first and last blocks that differ, and blocks inside blocks are found.
+Each round is linear in the ops. A block has at least `MIN_BLOCK` ops (shorter ones are doubled until
+they have), so that neighbours such as Megatron's column and row split may still choose differently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cost_model import SavedTensors, keeps
+from autopar.ir import Graph, Op, Tensor
+
+MIN_BLOCK = 8  # ops; below it a "block" would be one linear and its activation
+_CANDIDATE_PERIODS = 64
+
+
+@dataclass(frozen=True)
+class OpClass:
+    """Ops that share one choice per axis; `op` is the first of them and stands for all."""
+
+    op: Op
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Tensors that are made and consumed alike, and so share their conversions.
+
+    Attributes:
+        tensor: the first of them.
+        names: of all of them.
+        leaf: "parameter", "buffer" or "input" for a leaf, else "".
+        producer: class and position of the result, for what an op makes.
+        consumers: class and position of every operand, distinct and in order.
+        is_output: whether the model returns it.
+        is_saved: whether autograd keeps it, under this name or as a view.
+    """
+
+    tensor: Tensor
+    names: tuple[str, ...]
+    leaf: str
+    producer: tuple[int, int] | None
+    consumers: tuple[tuple[int, int], ...]
+    is_output: bool
+    is_saved: bool
+
+
+@dataclass(frozen=True)
+class SavedEntry:
+    """Memory that autograd keeps, of tensors that are saved alike.
+
+    Attributes:
+        tensor: the first of them; the one whose memory it is.
+        count: how many.
+        savers: for every op class that keeps it: the class, the position among its operands and
+            results, and the name of the tensor it keeps (the first one's, or a view of it).
+    """
+
+    tensor: Tensor
+    count: int
+    savers: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A graph with its repetition taken out."""
+
+    classes: tuple[OpClass, ...]
+    entries: tuple[Entry, ...]
+    saved: tuple[SavedEntry, ...]
+    class_of: Mapping[str, int]
+
+
+def fold(
+    graph: Graph, *, mark: Callable[[str], Hashable] = lambda name: None, repeats: bool = True
+) -> Fold:
+    """Folds a graph.
+
+    `mark` gives what is special about an op or parameter of this name (a pin, say); only those with
+    equal marks share decisions. With `repeats=False` every op is a class of its own.
+    """
+    groups = _groups(graph, mark) if repeats else [[index] for index in range(len(graph.ops))]
+    classes = tuple(
+        OpClass(graph.ops[group[0]], tuple(graph.ops[i].name for i in group)) for group in groups
+    )
+    class_of = {name: index for index, each in enumerate(classes) for name in each.members}
+    saved = SavedTensors(graph)
+    return Fold(
+        classes=classes,
+        entries=_entries(graph, class_of, saved, mark),
+        saved=_saved_entries(graph, class_of, saved),
+        class_of=class_of,
+    )
+
+
+def _groups(graph: Graph, mark: Callable[[str], Hashable]) -> list[list[int]]:
+    """Positions of the ops of every class, in order of their first."""
+    sequence = _number([(_signature(op, graph), mark(op.name)) for op in graph.ops])
+    groups = [[index] for index in range(len(graph.ops))]
+    while repeat := _best_repeat(sequence):
+        start, period, count = repeat
+        stop = start + period * count
+        block = [
+            [i for at in range(start + offset, stop, period) for i in groups[at]]
+            for offset in range(period)
+        ]
+        groups = groups[:start] + block + groups[stop:]
+        sequence = np.concatenate([sequence[: start + period], sequence[stop:]])
+    return groups
+
+
+def _number(keys: Sequence[Hashable]) -> np.ndarray:
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def _signature(op: Op, graph: Graph) -> Hashable:
+    """All of an op that its price and its strategies depend on, names left out."""
+    tensors = [graph.tensors[name] for name in (*op.operands, *op.results)]
+    leaves = tuple(name not in graph.producer for name in op.operands)
+    return (
+        op.kind,
+        tuple((t.dims, t.itemsize_bytes, t.needs_grad) for t in tensors),
+        tuple((c.label, c.operands, c.results, c.size, _roles(c.factor, graph)) for c in op.choices),
+        tuple(t.name in op.saved for t in tensors),
+        leaves,
+        op.flops,
+        op.is_view,
+    )
+
+
+def _roles(factor: str, graph: Graph) -> frozenset[str]:
+    found = graph.factors.get(factor)
+    return found.roles if found else frozenset()
+
+
+def _best_repeat(sequence: np.ndarray) -> tuple[int, int, int] | None:
+    """Start, period and count of the repetition that saves most ops, or None."""
+    best: tuple[int, int, int] | None = None
+    saves = 0
+    for period in _periods(sequence):
+        equal = np.concatenate([[False], sequence[:-period] == sequence[period:], [False]])
+        edges = np.flatnonzero(equal[1:] != equal[:-1])
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        if not len(lengths):
+            continue
+        longest = int(np.argmax(lengths))
+        count = int(lengths[longest]) // period + 1
+        if (count - 1) * period > saves:
+            saves = (count - 1) * period
+            best = (int(starts[longest]), period, count)
+    return best
+
+
+def _periods(sequence: np.ndarray) -> list[int]:
+    """The likeliest periods, short ones first, each made long enough for a block."""
+    order = np.argsort(sequence, kind="stable")
+    same = sequence[order][:-1] == sequence[order][1:]
+    gaps = Counter((order[1:] - order[:-1])[same].tolist())
+    frequent = sorted(gaps, key=lambda gap: (-gaps[gap], gap))[:_CANDIDATE_PERIODS]
+    return sorted({gap * -(-MIN_BLOCK // gap) for gap in frequent if gap < len(sequence)})
+
+
+def _entries(
+    graph: Graph, class_of: Mapping[str, int], saved: SavedTensors, mark: Callable[[str], Hashable]
+) -> tuple[Entry, ...]:
+    consumers, producers = _uses(graph, class_of)
+    kept = {
+        saved.root(name) for op in graph.ops if keeps(op, graph.tensors) for name in op.saved
+    }
+    leaves = _leaves(graph)
+    outputs = set(graph.outputs)
+    groups: dict[Hashable, Entry] = {}
+    names: dict[Hashable, list[str]] = {}
+    for name, tensor in graph.tensors.items():
+        leaf, public_name = leaves.get(name, ("", name))
+        entry = Entry(
+            tensor, (), leaf, producers.get(name), tuple(sorted(consumers.get(name, ()))),
+            name in outputs, name in kept,
+        )  # fmt: skip
+        key = (
+            tensor.dims, tensor.itemsize_bytes, tensor.needs_grad, leaf, entry.producer,
+            entry.consumers, entry.is_output, entry.is_saved, mark(public_name) if leaf else None,
+        )  # fmt: skip
+        groups.setdefault(key, entry)
+        names.setdefault(key, []).append(name)
+    return tuple(
+        Entry(
+            e.tensor, tuple(names[key]), e.leaf, e.producer, e.consumers, e.is_output, e.is_saved
+        )
+        for key, e in groups.items()
+    )
+
+
+def _uses(
+    graph: Graph, class_of: Mapping[str, int]
+) -> tuple[dict[str, set[tuple[int, int]]], dict[str, tuple[int, int]]]:
+    consumers: dict[str, set[tuple[int, int]]] = {}
+    producers: dict[str, tuple[int, int]] = {}
+    for op in graph.ops:
+        index = class_of[op.name]
+        for position, name in enumerate(op.operands):
+            consumers.setdefault(name, set()).add((index, position))
+        for position, name in enumerate(op.results):
+            producers[name] = (index, position)
+    return consumers, producers
+
+
+def _leaves(graph: Graph) -> dict[str, tuple[str, str]]:
+    """Tensor name -> what kind of leaf it is, and its public name."""
+    kinds = (("buffer", graph.buffers), ("input", graph.inputs), ("parameter", graph.parameters))
+    return {name: (kind, public) for kind, leaves in kinds for public, name in leaves.items()}
+
+
+def _saved_entries(
+    graph: Graph, class_of: Mapping[str, int], saved: SavedTensors
+) -> tuple[SavedEntry, ...]:
+    """Groups the memory that backward needs by who saves it, and through which views."""
+    stored = {*graph.parameters.values(), *graph.buffers.values()}
+    savers: dict[str, dict[Hashable, tuple[int, int, str]]] = {}
+    for op in graph.ops:
+        if not keeps(op, graph.tensors):
+            continue
+        for position, name in enumerate((*op.operands, *op.results)):
+            root = saved.root(name)
+            if name in op.saved and root not in stored:
+                index = class_of[op.name]
+                key = (index, position, _path(name, graph, class_of, saved))
+                savers.setdefault(root, {})[key] = (index, position, name)
+    groups: dict[Hashable, tuple[Tensor, list[str], tuple[tuple[int, int, str], ...]]] = {}
+    for root, found in savers.items():
+        tensor = graph.tensors[root]
+        alike = (tensor.dims, tensor.itemsize_bytes, frozenset(found))
+        groups.setdefault(alike, (tensor, [], tuple(found.values())))[1].append(root)
+    return tuple(SavedEntry(t, len(roots), found) for t, roots, found in groups.values())
+
+
+def _path(
+    name: str, graph: Graph, class_of: Mapping[str, int], saved: SavedTensors
+) -> tuple[int, ...]:
+    """Classes of the views between a saved tensor and the memory it lies in."""
+    path = []
+    while view := saved.view(name):
+        path.append(class_of[graph.producer[name].name])
+        name = view.operand
+    return tuple(path)

@@ -1,0 +1,365 @@
+"""The mixed-integer program of one mesh axis, given the choices on the others.
+
+Let x[c, k] be 1 if op class c takes choice k along the axis, p[e, i] be 1 if parameter e follows
+strategy i, and y[e, g, s, t] pay for converting tensor e from layout s to layout t. Layouts are full: what
+the axis leaves open stands beside what the other axes have, so every price is the price of the whole
+plan. The consumers of e whose operands agree on the other axes form a group g, and within it pay a
+conversion once:
+
+    minimize    sum of seconds * (x, p, y)
+    subject to  sum_k x[c, k] = 1,  sum_i p[e, i] = 1
+                sum_s y[e, g, s, t] >= x[c, t]          for every consumer c that needs layout t
+                sum_t y[e, g, s, t] >= x[e, s]          what is made in s starts from s
+                y[e, g, s, t] <= x[e, s]                and nothing else does
+                bytes of parameters and of what is saved <= bound
+
+where x[c, t] sums the choices that need layout t, x[e, s] those (or the strategies) that make e in s.
+With one consumer the first two are equations and the polytope is that of a transport problem, which is
+why the relaxation is nearly always integral. The y need not be declared integer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autopar.ir import Labels, Layout, ParameterPlan, R, State
+from autopar.search.parameters import Strategy, fastest, pareto
+from autopar.search.problem import Problem
+from autopar.search.solver import Objective, Program
+
+_ByLayout = dict[Layout, list[int]]  # layout -> the columns under which a tensor is made, or needed, in it
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Every decision, by class and entry of the folded graph.
+
+    Attributes:
+        labels: for every class, its label on every axis.
+        parameters: entry -> how its parameters lie.
+        inputs: entry -> the layout that is taken of an input.
+    """
+
+    labels: tuple[Labels, ...]
+    parameters: Mapping[int, ParameterPlan]
+    inputs: Mapping[int, Layout]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An assignment with the price the solver put on it."""
+
+    assignment: Assignment
+    seconds: float
+    bytes: int
+    gap: float
+    shape: tuple[int, int, int]
+
+
+class AxisProgram:
+    """Builds and reads the program of one axis.
+
+    With `thrifty=False` a parameter has only the fastest of the strategies that serve it equally; what
+    is then found is the fastest plan if memory is no matter. With `thrifty=True` it has all that save
+    bytes for their seconds.
+    """
+
+    def __init__(self, problem: Problem, axis: int, given: Assignment, *, thrifty: bool) -> None:
+        self.problem, self.axis, self.given = problem, axis, given
+        self._select = pareto if thrifty else fastest
+        self.program = Program()
+        self._ops: dict[int, dict[int, Labels]] = {}
+        self._parameters: dict[int, dict[int, ParameterPlan]] = {}
+        self._inputs: dict[int, dict[int, Layout]] = {}
+        self._shared_memory: list[tuple[float, list[list[int]]]] = []
+        self._one = self.program.binary(bytes=problem.buffer_bytes)
+        self.program.row([self._one], lower=1.0, upper=1.0)
+        self._add_ops()
+        for index in problem.priced_entries:
+            self._add_entry(index)
+        self._add_saved()
+
+    def solve(
+        self, *, minimize: Objective = "seconds", max_bytes: float | None = None
+    ) -> Outcome | None:
+        """The best assignment, or None if no assignment stays within `max_bytes`."""
+        solution = self.program.solve(minimize=minimize, max_bytes=max_bytes)
+        if solution is None:
+            return None
+        chosen = {column for column, value in enumerate(solution.values) if value > 0.5}
+        assignment = Assignment(
+            labels=self._read_labels(chosen),
+            parameters={e: _pick(options, chosen) for e, options in self._parameters.items()},
+            inputs={e: _pick(options, chosen) for e, options in self._inputs.items()},
+        )
+        return Outcome(
+            assignment, solution.seconds, self._bytes(chosen), solution.gap, self.program.shape
+        )
+
+    def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:
+        problem = self.problem
+        labels = {index: _pick(options, chosen) for index, options in self._ops.items()}
+        for index, maker in problem.collapsed.items():
+            labels[index] = problem.follow(index, labels[maker.index])
+        return tuple(labels[index] for index in range(len(problem.ops)))
+
+    def _bytes(self, chosen: set[int]) -> int:
+        """Bytes of a rank: those of the chosen binaries, and what several of them keep together."""
+        own = sum(self.program.bytes[column] for column in chosen if self.program.is_binary(column))
+        shared = sum(
+            size
+            for size, savers in self._shared_memory
+            if any(column in chosen for columns in savers for column in columns)
+        )
+        return round(own + shared)
+
+    # Decisions
+
+    def _add_ops(self) -> None:
+        for index in self.problem.free:
+            given = self.given.labels[index]
+            columns = {}
+            for rank, choice in enumerate(self.problem.allowed(index, self.axis, given)):
+                labels = (*given[: self.axis], choice.label, *given[self.axis + 1 :])
+                seconds = self.problem.op_seconds(index, labels)
+                columns[self.program.binary(seconds=seconds, preference=float(rank))] = labels
+            self._choose_one(columns)
+            self._ops[index] = columns
+
+    def _choose_one(self, columns: Iterable[int]) -> None:
+        self.program.row(list(columns), lower=1.0, upper=1.0)
+
+    def _labels(self, index: int) -> list[tuple[int, Labels]]:
+        """The columns that decide for a class, each with the labels the class then has."""
+        maker = self.problem.collapsed.get(index)
+        if maker is None:
+            return list(self._ops[index].items())
+        made = self._ops[maker.index].items()
+        return [(column, self.problem.follow(index, labels)) for column, labels in made]
+
+    def _add_entry(self, index: int) -> None:
+        entry = self.problem.entries[index]
+        demands = [self._demand(*consumer) for consumer in entry.consumers]
+        if entry.leaf == "parameter" and len(demands) == 1:
+            self._add_lone_parameter(index, demands[0])
+        elif entry.leaf == "parameter":
+            self._convert(index, self._parameter(index, demands), demands)
+        elif entry.leaf == "input":
+            self._convert(index, self._input(index, demands), demands)
+        elif entry.leaf == "buffer":
+            self._convert(index, {self.problem.whole: [self._one]}, demands)
+        else:
+            self._convert(index, self._made(index), demands)
+
+    def _demand(self, index: int, position: int) -> _ByLayout:
+        """The layouts in which a class needs an operand."""
+        return _by_layout(
+            (self.problem.layouts(index, labels).operands[position], column)
+            for column, labels in self._labels(index)
+        )
+
+    def _made(self, index: int) -> _ByLayout:
+        """The layouts in which a tensor is made."""
+        maker = self.problem.made[index]
+        return _by_layout(
+            (maker.layout(self.problem.layouts(maker.index, labels).results), column)
+            for column, labels in self._ops[maker.index].items()
+        )
+
+    def _input(self, index: int, demands: list[_ByLayout]) -> _ByLayout:
+        """An input is taken whole, or as one of its consumers needs it."""
+        layouts = {self.problem.whole: None}
+        for demand in demands:
+            layouts |= {
+                tuple(s if s.kind == "S" else R for s in layout): None for layout in demand
+            }
+        options = {self.program.binary(preference=1.0): layout for layout in layouts}
+        self._choose_one(options)
+        self._inputs[index] = options
+        return _by_layout((layout, column) for column, layout in options.items())
+
+    def _parameter(self, index: int, demands: list[_ByLayout]) -> _ByLayout:
+        """The resident layouts of a parameter with several consumers, or none."""
+        needed = _needed([layout for demand in demands for layout in demand], self.problem)
+        by_resident: dict[Layout, list[Strategy]] = {}
+        for strategy in self.problem.strategies[index]:
+            if self.problem.serves(index, strategy.plan.resident, needed, open_axis=self.axis):
+                by_resident.setdefault(strategy.plan.resident, []).append(strategy)
+        options = {
+            self._strategy(strategy, len(self.problem.entries[index].names)): strategy.plan
+            for alike in by_resident.values()
+            for strategy in self._select(alike)
+        }
+        self._choose_one(options)
+        self._parameters[index] = options
+        return _by_layout((plan.resident, column) for column, plan in options.items())
+
+    def _strategy(self, strategy: Strategy, count: int) -> int:
+        return self.program.binary(
+            seconds=strategy.seconds * count, bytes=strategy.bytes * count, preference=1.0
+        )
+
+    def _add_lone_parameter(self, index: int, demand: _ByLayout) -> None:
+        """A parameter with one consumer: its best strategies are known for each layout needed."""
+        count = len(self.problem.entries[index].names)
+        options = self._parameters[index] = {}
+        for target, needing in demand.items():
+            best = self._select(self._serving(index, target))
+            if not best:
+                self._forbid(needing)
+            elif len(best) == 1:
+                self._charge(needing, best[0].seconds * count, best[0].bytes * count)
+                options.update(dict.fromkeys(needing, best[0].plan))
+            else:
+                columns = {self._strategy(strategy, count): strategy.plan for strategy in best}
+                self.program.row(list(columns), needing, lower=0.0, upper=0.0)
+                options.update(columns)
+
+    def _serving(self, index: int, target: Layout) -> list[Strategy]:
+        """The strategies that can serve a use, with the seconds of that use added."""
+        problem = self.problem
+        needed = _needed([target], problem)
+        count = len(problem.entries[index].names)
+        return [
+            Strategy(plan, seconds + problem.conversion_seconds(index, plan.resident, target) / count, size)
+            for plan, seconds, size in problem.strategies[index]
+            if problem.serves(index, plan.resident, needed)
+        ]
+
+    # Conversions
+
+    def _convert(self, index: int, sources: _ByLayout, demands: list[_ByLayout]) -> None:
+        groups: dict[Layout, list[_ByLayout]] = {}
+        for demand in demands:
+            groups.setdefault(self._elsewhere(next(iter(demand))), []).append(demand)
+        delivered: dict[Layout, Layout] = {}
+        if self.problem.entries[index].is_output:
+            delivered = {s: tuple(R if x.kind == "P" else x for x in s) for s in sources}
+            groups.setdefault(self._elsewhere(next(iter(delivered.values()))), [])
+        for elsewhere, group in groups.items():
+            mine = {s: t for s, t in delivered.items() if self._elsewhere(t) == elsewhere}
+            self._convert_group(index, sources, group, mine)
+
+    def _elsewhere(self, layout: Layout) -> Layout:
+        """A layout without the axis that is being decided."""
+        return layout[: self.axis] + layout[self.axis + 1 :]
+
+    def _convert_group(
+        self, index: int, sources: _ByLayout, demands: list[_ByLayout], delivered: dict[Layout, Layout]
+    ) -> None:
+        targets = list(dict.fromkeys([t for d in demands for t in d] + list(delivered.values())))
+        prices = {(s, t): self._price(index, s, t) for s in sources for t in targets}
+        if not any(price is None or price > 0 for price in prices.values()):
+            return
+        if not demands:
+            for source, target in delivered.items():
+                self._charge(sources[source], prices[source, target])
+        elif len(targets) == 1:
+            for source, columns in sources.items():
+                self._charge(columns, prices[source, targets[0]])
+        elif len(sources) == 1 and len(demands) == 1 and not delivered:
+            for target, columns in demands[0].items():
+                self._charge(columns, prices[next(iter(sources)), target])
+        else:
+            self._flow(prices, sources, demands, delivered)
+
+    def _price(self, index: int, source: Layout, target: Layout) -> float | None:
+        """Seconds of a conversion, None where a parameter may not be used so."""
+        problem = self.problem
+        if problem.entries[index].leaf == "parameter":
+            needed = _needed([target], problem)
+            if not problem.serves(index, source, needed, mixed=True):
+                return None
+        return problem.conversion_seconds(index, source, target)
+
+    def _charge(self, columns: list[int], seconds: float | None, size_bytes: float = 0.0) -> None:
+        if seconds is None:
+            self._forbid(columns)
+            return
+        for column in columns:
+            self.program.seconds[column] += seconds
+            self.program.bytes[column] += size_bytes
+
+    def _forbid(self, columns: list[int]) -> None:
+        for column in columns:
+            self.program.forbid(column)
+
+    def _flow(
+        self,
+        prices: dict[tuple[Layout, Layout], float | None],
+        sources: _ByLayout,
+        demands: list[_ByLayout],
+        delivered: dict[Layout, Layout],
+    ) -> None:
+        """Adds the y of a group and the rows that tie them to what is made and needed."""
+        y = {
+            pair: self.program.continuous(seconds=price)
+            for pair, price in prices.items()
+            if price is not None
+        }
+        alone = len(demands) == 1 and not delivered
+        slack = 0.0 if alone else math.inf
+        for demand in demands:
+            for target, columns in demand.items():
+                into = [column for (_, t), column in y.items() if t == target]
+                self.program.row(into, columns, lower=0.0, upper=slack)
+        for source, columns in sources.items():
+            out = {t: column for (s, t), column in y.items() if s == source}
+            self.program.row(list(out.values()), columns, lower=0.0, upper=slack)
+            for target, column in out.items():
+                if target == delivered.get(source):
+                    self.program.row([column], columns, lower=0.0, upper=0.0)
+                elif not alone:
+                    self.program.row([column], columns, lower=-math.inf, upper=0.0)
+
+    # Memory
+
+    def _add_saved(self) -> None:
+        for entry in self.problem.fold.saved:
+            savers: dict[tuple[str, Layout], list[list[int]]] = {}
+            for index, position, name in entry.savers:
+                for memory, columns in self._memory(index, position, name).items():
+                    if columns not in savers.setdefault(memory, []):
+                        savers[memory].append(columns)
+            for (name, layout), keeping in savers.items():
+                self._keep(entry.count * self.problem.bytes(name, layout), keeping)
+
+    def _memory(self, index: int, position: int, name: str) -> dict[tuple[str, Layout], list[int]]:
+        """Memory that a class may keep -> the columns under which it does."""
+        found: dict[tuple[str, Layout], list[int]] = {}
+        for column, labels in self._labels(index):
+            layouts = self.problem.layouts(index, labels)
+            layout = (*layouts.operands, *layouts.results)[position]
+            found.setdefault(self.problem.saved.memory(name, layout), []).append(column)
+        return found
+
+    def _keep(self, size_bytes: int, keeping: list[list[int]]) -> None:
+        if len(keeping) == 1:
+            self._charge(keeping[0], 0.0, size_bytes)
+            return
+        kept = self.program.continuous(bytes=size_bytes)
+        self._shared_memory.append((size_bytes, keeping))
+        for columns in keeping:
+            self.program.row([kept], columns, lower=0.0, upper=math.inf)
+
+
+def _needed(layouts: list[Layout], problem: Problem) -> list[frozenset[State]]:
+    """For every axis the states that the uses of a parameter need."""
+    return [frozenset(layout[a] for layout in layouts) for a in range(len(problem.mesh.axes))]
+
+
+def _by_layout(pairs: Iterable[tuple[Layout, int]]) -> _ByLayout:
+    found: _ByLayout = {}
+    for layout, column in pairs:
+        found.setdefault(layout, []).append(column)
+    return found
+
+
+def _pick(options: Mapping[int, _T], chosen: set[int]) -> _T:
+    picked = [option for column, option in options.items() if column in chosen]
+    assert len(picked) == 1, f"the solver chose {len(picked)} of {len(options)} options"
+    return picked[0]

@@ -1,0 +1,165 @@
+"""The ways a parameter can lie on the mesh: every legal (storage, resident, reduction).
+
+Along one axis these are the stages of ZeRO (Rajbhandari et al. 2020), see `autopar.ir.plan`:
+
+    stage 0      storage R      resident V, or R where every use is R
+    stage 1, 2   storage S(d)   the same; gradients reduced per step (1) or per micro-batch (2)
+    stage 3      storage S(d)   resident S(d): gathered around each use, or used as it is (tensor parallel)
+
+S(d) splits the major factor of dim d, as DTensor does; where the axis does not divide that but divides
+the whole dim, it is S(d.*). The same dim is never split by S(d.*) and by something else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from autopar.cost_model import Hardware, Sizes, parameter_bytes, per_step_seconds
+from autopar.errors import RecipeError
+from autopar.ir import WHOLE, Mesh, ParameterPlan, R, S, State, Tensor, V, divides
+from autopar.ir.plan import Reduction
+from autopar.search.pins import AxisStates
+from autopar.search.recipes import Recipe
+
+
+class Strategy(NamedTuple):
+    """A way to keep a parameter, with its price."""
+
+    plan: ParameterPlan
+    seconds: float
+    bytes: int
+
+
+class _AxisOption(NamedTuple):
+    storage: State
+    resident: State
+    stages: tuple[int, ...]
+    falls_back: bool  # stage 0 where the recipe asks for more, but no dim divides
+
+
+def strategies(
+    tensor: Tensor,
+    name: str,
+    recipes: Sequence[Recipe],
+    pinned: AxisStates,
+    *,
+    micro_batches: int,
+    sizes: Sizes,
+    hardware: Hardware,
+) -> tuple[Strategy, ...]:
+    """All strategies that the recipes and pins leave. Raises RecipeError where these conflict."""
+    plans = list(_plans(tensor, recipes, dict(pinned), sizes.mesh))
+    if not plans:
+        asked = ", ".join(f"{state}@{sizes.mesh.names[axis]}" for axis, state in pinned)
+        names = ", ".join(
+            f"{axis}:{row.name}" for axis, row in zip(sizes.mesh.names, recipes, strict=True)
+        )
+        raise RecipeError(
+            f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe {names} on "
+            f"the mesh {sizes.mesh} leaves no such storage."
+        )
+    return tuple(
+        priced(plan, tensor, micro_batches=micro_batches, sizes=sizes, hardware=hardware)
+        for plan in plans
+    )
+
+
+def priced(
+    plan: ParameterPlan, tensor: Tensor, *, micro_batches: int, sizes: Sizes, hardware: Hardware
+) -> Strategy:
+    """A plan with its seconds per step outside the graph, and its bytes."""
+    seconds = per_step_seconds(tensor, plan, micro_batches, sizes=sizes, hardware=hardware)
+    return Strategy(plan, seconds, parameter_bytes(tensor, plan, sizes).total)
+
+
+def _plans(
+    tensor: Tensor, recipes: Sequence[Recipe], pinned: dict[int, State], mesh: Mesh
+) -> Iterator[ParameterPlan]:
+    per_axis = [
+        _axis_options(tensor, recipe, size, pinned.get(axis))
+        for axis, (recipe, size) in enumerate(zip(recipes, mesh.sizes, strict=True))
+    ]
+    combined = [options for options in itertools.product(*per_axis) if _legal(options, tensor, mesh)]
+    fewest = min((_fallbacks(options) for options in combined), default=0)
+    for options in combined:
+        if _fallbacks(options) == fewest:
+            storage = tuple(option.storage for option in options)
+            resident = tuple(option.resident for option in options)
+            for reduce in _reductions(options):
+                yield ParameterPlan(storage, resident, reduce)
+
+
+def _fallbacks(options: Sequence[_AxisOption]) -> int:
+    return sum(option.falls_back for option in options)
+
+
+def _legal(options: Sequence[_AxisOption], tensor: Tensor, mesh: Mesh) -> bool:
+    return divides(tensor.dims, tuple(option.storage for option in options), mesh)
+
+
+def _reductions(options: Sequence[_AxisOption]) -> Iterator[Reduction]:
+    """When gradients are reduced: what every axis that stores less than is resident agrees to."""
+    sharded = [set(o.stages) for o in options if o.storage.kind == "S" and o.storage != o.resident]
+    agreed = set.intersection(*sharded) if sharded else {1}
+    if 1 in agreed:
+        yield "step"
+    if 2 in agreed:
+        yield "micro_batch"
+
+
+def _axis_options(
+    tensor: Tensor, recipe: Recipe, size: int, pinned: State | None
+) -> list[_AxisOption]:
+    shards = _shards(tensor, size)
+    sharded = tuple(stage for stage in recipe.stages if stage in (1, 2))
+    options = []
+    if 0 in recipe.stages or pinned is None:
+        falls_back = 0 not in recipe.stages
+        options += [_AxisOption(R, resident, (0,), falls_back) for resident in (R, V)]
+    for shard in shards:
+        if sharded:
+            options += [_AxisOption(shard, resident, sharded, False) for resident in (R, V)]
+        if 3 in recipe.stages:
+            options.append(_AxisOption(shard, shard, (3,), False))
+    return [option for option in options if pinned in (None, option.storage)]
+
+
+def _shards(tensor: Tensor, size: int) -> list[State]:
+    """The split states that a parameter can be stored in along an axis of this size."""
+    if size == 1:
+        return []
+    found = []
+    for dim, factors in enumerate(tensor.dims):
+        if factors and factors[0] % size == 0:
+            found.append(S(dim))
+        elif math.prod(factors) % size == 0:
+            found.append(S(dim, WHOLE))
+    return found
+
+
+
+def pareto(found: Sequence[Strategy]) -> list[Strategy]:
+    """The strategies that no other beats or equals in both seconds and bytes, fastest first."""
+    kept: list[Strategy] = []
+    for strategy in sorted(found, key=lambda each: (_rounded(each.seconds), each.bytes)):
+        if not kept or strategy.bytes < kept[-1].bytes:
+            kept.append(strategy)
+    return kept
+
+
+def fastest(found: Sequence[Strategy]) -> list[Strategy]:
+    """The fastest strategy; of equally fast ones that which shards least."""
+
+    def key(strategy: Strategy) -> tuple[float, int]:
+        shards = sum(state.kind == "S" for state in strategy.plan.storage)
+        return _rounded(strategy.seconds), shards
+
+    return [min(found, key=key)] if found else []
+
+
+def _rounded(seconds: float) -> float:
+    """Seconds to twelve digits: sums in another order must not decide between equals."""
+    return float(f"{seconds:.11e}")

@@ -1,0 +1,149 @@
+"""Pins: single choices that a user fixes, by glob pattern over names.
+
+    {"layers.*.mlp.up.weight": "S(0)@tp"}     how parameters are stored along an axis (R or S)
+    {"linear_*": "j@tp"}                      which choice ops take along an axis
+
+A pattern is matched against the parameters where its text is a state, else against the ops. Axes that
+the text does not name stay free; later pins win over earlier ones for the same name and axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from autopar.errors import LayoutError, MeshError, RecipeError
+from autopar.ir import WHOLE, Graph, Mesh, Op, S, State, Tensor
+
+AxisStates = tuple[tuple[int, State], ...]
+AxisLabels = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Pins resolved against a graph and a mesh.
+
+    Attributes:
+        storage: parameter name -> the storage state on some axes.
+        labels: op name -> the label of its choice on some axes.
+    """
+
+    storage: Mapping[str, AxisStates] = field(default_factory=dict)
+    labels: Mapping[str, AxisLabels] = field(default_factory=dict)
+
+
+def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pins:
+    """Matches every pin. Raises RecipeError for one that cannot hold, saying why."""
+    storage: dict[str, dict[int, State]] = {}
+    labels: dict[str, dict[int, str]] = {}
+    for pattern, text in (pins or {}).items():
+        parts = [_axis_of(part, pattern, text, mesh) for part in text.split()]
+        if not parts:
+            raise RecipeError(f"The pin {pattern!r} says nothing; write a state such as S(0)@tp.")
+        if all(_is_state(value) for value, _ in parts):
+            _pin_storage(pattern, parts, graph, mesh, storage)
+        else:
+            _pin_labels(pattern, parts, graph, mesh, labels)
+    return Pins(
+        {name: tuple(sorted(states.items())) for name, states in storage.items()},
+        {name: tuple(sorted(by_axis.items())) for name, by_axis in labels.items()},
+    )
+
+
+def _axis_of(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[str, int]:
+    value, at, axis = part.partition("@")
+    if not at:
+        raise RecipeError(f"The pin {pattern!r}: {text!r} names no axis; write {value}@{mesh.names[0]}.")
+    try:
+        return value, mesh.index(axis)
+    except MeshError as error:
+        raise RecipeError(f"The pin {pattern!r}: {text!r} cannot hold: {error}") from None
+
+
+def _is_state(text: str) -> bool:
+    try:
+        State.parse(text)
+    except LayoutError:
+        return False
+    return True
+
+
+def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
+    names = list(names)
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        some = ", ".join(names[:3])
+        raise RecipeError(
+            f"The pin {pattern!r} matches no {what} of the model, whose {len(names)} {what}s are named "
+            f"like {some}."
+        )
+    return found
+
+
+def _pin_storage(
+    pattern: str,
+    parts: list[tuple[str, int]],
+    graph: Graph,
+    mesh: Mesh,
+    storage: dict[str, dict[int, State]],
+) -> None:
+    for name in _matching(pattern, graph.parameters, "parameter"):
+        tensor = graph.tensors[graph.parameters[name]]
+        for text, axis in parts:
+            state = _storable(State.parse(text), tensor, axis, mesh, f"{pattern!r} on {name}")
+            storage.setdefault(name, {})[axis] = state
+
+
+def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -> State:
+    """The state as a parameter is stored in it: S(d) of a dim of several factors may mean S(d.*)."""
+    axis_name, size = mesh.axes[axis]
+    if state.kind == "R":
+        return state
+    if state.kind != "S" or state.factor > 0:
+        raise RecipeError(
+            f"The pin {where} asks to store it as {state}, and a parameter is stored as R or S(dim)."
+        )
+    if state.dim >= len(tensor.dims):
+        raise RecipeError(
+            f"The pin {where} asks for dim {state.dim}, and its shape is {tensor.shape}."
+        )
+    factors = tensor.dims[state.dim]
+    if state.factor == 0 and factors and factors[0] % size == 0:
+        return state
+    if math.prod(factors) % size:
+        raise RecipeError(
+            f"The pin {where} cannot hold: dim {state.dim} has size {math.prod(factors)}, which "
+            f"{axis_name}={size} does not divide."
+        )
+    return S(state.dim, WHOLE)
+
+
+def _pin_labels(
+    pattern: str,
+    parts: list[tuple[str, int]],
+    graph: Graph,
+    mesh: Mesh,
+    labels: dict[str, dict[int, str]],
+) -> None:
+    for name in _matching(pattern, graph.by_name, "op"):
+        for label, axis in parts:
+            _check_label(graph.by_name[name], label, mesh.axes[axis], pattern)
+            labels.setdefault(name, {})[axis] = label
+
+
+def _check_label(op: Op, label: str, axis: tuple[str, int], pattern: str) -> None:
+    axis_name, size = axis
+    found = [choice for choice in op.choices if choice.label == label]
+    if not found:
+        known = ", ".join(choice.label for choice in op.choices)
+        raise RecipeError(
+            f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, and its choices "
+            f"are {known}."
+        )
+    if found[0].size % size:
+        raise RecipeError(
+            f"The pin {pattern!r} on {op.name} cannot hold: its factor {label} has size "
+            f"{found[0].size}, which {axis_name}={size} does not divide."
+        )

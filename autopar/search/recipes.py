@@ -1,0 +1,193 @@
+"""Recipes: named sets of constraints on the search, as rows of a table.
+
+A recipe says, for one mesh axis, which factors ops may split and which they must, and how parameters
+may be stored. It knows factors by their roles (`autopar.ir.Factor.roles`), never by name:
+
+    batch    the leading dim of an input
+    model    a dim of a parameter that is no dim of an input and is not normalized: Megatron's columns
+             and rows (heads, ffn), but not the residual stream
+    seq      any other dim of an input
+
+and every op may always run unsplit or pass P through. Text: one recipe for all axes, `zero3`, or one
+for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopar.errors import RecipeError
+from autopar.ir import Choice, Graph, Mesh, Op
+
+Roles = frozenset[str]
+Which = Callable[[Roles], bool]
+
+
+def is_batch(roles: Roles) -> bool:
+    return "batch" in roles
+
+
+def is_model(roles: Roles) -> bool:
+    return "parameter" in roles and not roles & {"batch", "input", "normalized"}
+
+
+def is_seq(roles: Roles) -> bool:
+    return "input" in roles and not roles & {"batch", "parameter"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row: constraints on one mesh axis.
+
+    Attributes:
+        name: as users write it.
+        may: kinds of factors that ops may split; None for any.
+        must: kinds of factors that every op able to split one must split one of.
+        products_must: the same for contractions with a parameter alone, and before `must`.
+        stages: ZeRO stages that a parameter may have; 3 includes parameters stored as they are used.
+        gathers: whether a parameter stored split may be used in another layout.
+        meaning: for people.
+    """
+
+    name: str
+    meaning: str
+    may: tuple[Which, ...] | None = None
+    must: tuple[Which, ...] = ()
+    products_must: tuple[Which, ...] = ()
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    gathers: bool = True
+
+
+_ROWS = (
+    Recipe("auto", "anything, whatever is fastest"),
+    Recipe("ddp", "batch split, parameters replicated", (), (is_batch,), stages=(0,)),
+    Recipe("zero1", "ddp with optimizer states sharded", (), (is_batch,), stages=(1,)),
+    Recipe("zero2", "zero1 with gradients sharded", (), (is_batch,), stages=(2,)),
+    Recipe("zero3", "zero2 with parameters sharded", (), (is_batch,), stages=(3,)),
+    Recipe(
+        "tp", "Megatron: columns, then rows, of the matrices",
+        (is_model,), (), (is_model,), stages=(0, 3), gathers=False,
+    ),
+    Recipe(
+        "tp+sp", "tp with the rest split along the sequence",
+        (is_model, is_seq), (is_seq,), (is_model,), stages=(0, 3), gathers=False,
+    ),
+)  # fmt: skip
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({row.name: row for row in _ROWS})
+ALIASES: Mapping[str, str] = MappingProxyType({"fsdp": "zero3"})
+
+RecipeLike = str | Mapping[str, str]
+
+
+def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
+    """The row for every axis of the mesh. Raises RecipeError for an unknown recipe or axis."""
+    named = _parse(recipe)
+    if isinstance(named, str):
+        return tuple(_row(named) for _ in mesh.names)
+    unknown = [axis for axis in named if axis not in mesh.names]
+    if unknown:
+        raise RecipeError(
+            f"The recipe {format_recipe(recipe)!r} names the axis {unknown[0]!r}, and the mesh {mesh} "
+            f"has {', '.join(mesh.names)}."
+        )
+    rows = tuple(_row(named.get(axis, "auto")) for axis in mesh.names)
+    _check_reductions(rows, mesh)
+    return rows
+
+
+def format_recipe(recipe: RecipeLike) -> str:
+    """The text of a recipe, with aliases resolved; the inverse of what `resolve` reads."""
+    named = _parse(recipe)
+    if isinstance(named, str):
+        return _row(named).name
+    return ",".join(f"{axis}:{_row(name).name}" for axis, name in named.items())
+
+
+def recipe_axes(recipe: RecipeLike) -> tuple[str, ...]:
+    """The axes a recipe names, none if it is one for all."""
+    named = _parse(recipe)
+    return () if isinstance(named, str) else tuple(named)
+
+
+def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
+    if not isinstance(recipe, str):
+        return recipe
+    if ":" not in recipe:
+        return recipe.strip()
+    named = {}
+    for part in recipe.split(","):
+        axis, colon, name = (piece.strip() for piece in part.partition(":"))
+        if not colon or not axis or axis in named:
+            raise RecipeError(f"Cannot read {part!r} in the recipe {recipe!r}; write dp:zero3,tp:tp.")
+        named[axis] = name
+    return named
+
+
+def _row(name: str) -> Recipe:
+    name = ALIASES.get(name, name)
+    if name not in RECIPES:
+        known = ", ".join([*RECIPES, *(f"{a} (= {b})" for a, b in ALIASES.items())])
+        raise RecipeError(f"There is no recipe {name!r}; choose among {known}.")
+    return RECIPES[name]
+
+
+def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
+    """A parameter's gradients are reduced over all axes once per step, or all per micro-batch."""
+    stages = {row.stages: axis for row, axis in zip(rows, mesh.names, strict=True)}
+    if (1,) in stages and (2,) in stages:
+        raise RecipeError(
+            f"zero1 on {stages[(1,)]} reduces gradients once per step and zero2 on {stages[(2,)]} per "
+            "micro-batch, and a gradient is reduced over all axes at once; name the same on both."
+        )
+
+
+class ChoiceFilter:
+    """Which choices of an op the recipe of one axis leaves."""
+
+    def __init__(self, graph: Graph, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._graph = graph
+        self._from_parameters = _from_parameters(graph)
+
+    def allowed(self, op: Op, legal: Sequence[Choice]) -> list[Choice]:
+        """The choices among `legal` that the recipe leaves to `op`; never none if `-` is there."""
+        recipe = self.recipe
+        if recipe.may is None:
+            return list(legal)
+        forced = self._splitting(op, legal, recipe.products_must) if self._is_product(op) else []
+        if forced:
+            return forced
+        free = self._splitting(op, legal, recipe.may)
+        forced = self._splitting(op, legal, recipe.must)
+        if forced and all(choice in forced for choice in free):
+            return forced
+        return [choice for choice in legal if not choice.splits or choice in free]
+
+    def _splitting(self, op: Op, legal: Sequence[Choice], kinds: Iterable[Which]) -> list[Choice]:
+        return [
+            choice
+            for choice in legal
+            if choice.splits and any(kind(self.roles(choice)) for kind in kinds)
+        ]
+
+    def roles(self, choice: Choice) -> Roles:
+        """Roles of the factor that `choice` splits."""
+        factor = self._graph.factors.get(choice.factor)
+        return factor.roles if factor else frozenset()
+
+    def _is_product(self, op: Op) -> bool:
+        """Whether `op` sums over a dim of a matrix that comes from a parameter (or looks it up)."""
+        sums = any(c.splits and any(s.kind == "P" for s in c.results) for c in op.choices)
+        return sums and any(name in self._from_parameters for name in op.operands)
+
+
+def _from_parameters(graph: Graph) -> frozenset[str]:
+    """Tensors of two dims or more that are parameters, or casts and views of one."""
+    found = set(graph.parameters.values())
+    for op in graph.ops:
+        if op.operands and all(name in found for name in op.operands):
+            found.update(op.results)
+    return frozenset(name for name in found if len(graph.tensors[name].dims) >= 2)

@@ -1,0 +1,263 @@
+"""The search for a plan: one mesh axis at a time, from several starts, until nothing changes.
+
+The program of one axis (`autopar.search.milp`) is exact given the other axes. `search` solves it axis by
+axis, beginning with every axis unsplit, in every order of the axes; with memory relaxed by what the
+axes still to come can divide. From the best of these descents the plan is expanded to the whole graph,
+priced again node by node (`autopar.cost_model.price`), and must cost what the solver said.
+
+One axis is solved to a proven optimum. Over several axes the result is a local optimum: no single axis
+can be improved while the others stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost_model import Cost, Hardware, price
+from autopar.errors import MeshError, SearchError
+from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, ParameterPlan, Plan
+from autopar.search.checks import check_axes, check_used
+from autopar.search.milp import Assignment, AxisProgram, Outcome
+from autopar.search.notes import explain
+from autopar.search.pins import resolve_pins
+from autopar.search.problem import Problem
+from autopar.search.recipes import RecipeLike, format_recipe, recipe_axes, resolve
+
+_MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
+_TOLERANCE = 1e-6  # relative, between the solver's price and the plan's
+
+
+def search(
+    graph: Graph,
+    mesh: Mesh | Mapping[str, int],
+    *,
+    hardware: Hardware,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    micro_batches: int = 1,
+    fingerprint: str = "",
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+) -> Plan:
+    """Finds the fastest plan for `graph` on `mesh` that fits into memory.
+
+    Args:
+        graph: the captured model, at the size of one micro-batch.
+        hardware: what the prices are made of.
+        recipe: constraints, see `autopar.search.recipes`.
+        pins: single choices that are fixed, see `autopar.search.pins`.
+        memory_bytes: bound on the bytes of a rank; None for what the hardware has.
+        micro_batches: how many of them make a step.
+        fingerprint: of the captured model, noted in the plan.
+        fixed_storage: parameters whose plan is already made, by name.
+
+    Raises RecipeError for a recipe or pin that cannot hold, MeshError for an axis that divides nothing,
+    SearchError if no plan fits into memory.
+    """
+    found = search_with_cost(
+        graph, mesh, hardware=hardware, recipe=recipe, pins=pins, memory_bytes=memory_bytes,
+        micro_batches=micro_batches, fingerprint=fingerprint, fixed_storage=fixed_storage,
+    )  # fmt: skip
+    return found.plan
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan with its price and what is known about its optimality.
+
+    Attributes:
+        plan: the plan.
+        cost: as `autopar.cost_model.price` counts it.
+        gap: the largest relative gap that the solver left open along one axis, 0 if proven.
+        programs: rows, columns and binaries of the program of every axis, in order.
+        descents: seconds of the plan that every start ended in, inf where it did not fit.
+    """
+
+    plan: Plan
+    cost: Cost
+    gap: float
+    programs: tuple[tuple[int, int, int], ...]
+    descents: tuple[float, ...]
+
+
+def search_with_cost(
+    graph: Graph,
+    mesh: Mesh | Mapping[str, int],
+    *,
+    hardware: Hardware,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    micro_batches: int = 1,
+    fingerprint: str = "",
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    repeats: bool = True,
+) -> Found:
+    """`search`, with the figures behind it. With `repeats=False` blocks are not folded."""
+    mesh = Mesh.of(mesh)
+    if PIPELINE_AXIS in mesh.names:
+        raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
+    rows = resolve(recipe, mesh)
+    check_axes(graph, mesh)
+    problem = Problem(
+        graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
+        micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
+    )  # fmt: skip
+    bound = hardware.memory_bytes if memory_bytes is None else memory_bytes
+    descents = [_descend(problem, order, bound) for order in _orders(mesh)]
+    best = min(descents, key=lambda d: (max(d.bytes, bound), d.seconds))
+    if best.bytes > bound:
+        raise _does_not_fit(best, bound, mesh, format_recipe(recipe))
+    plan = expand(problem, best.assignment, format_recipe(recipe), fingerprint)
+    check_used(graph, plan, rows)
+    cost = price(graph, plan, hardware)
+    _agree(best, cost)
+    seconds = tuple(d.seconds if d.bytes <= bound else math.inf for d in descents)
+    notes = explain(graph, plan, cost, bound_bytes=bound, hardware=hardware)
+    return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds)
+
+
+def search_mesh(
+    graph: Graph,
+    world_size: int,
+    *,
+    hardware: Hardware,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    micro_batches: int = 1,
+    fingerprint: str = "",
+) -> Plan:
+    """The best plan over all meshes of at most two axes, named dp and tp, with `world_size` ranks.
+
+    A recipe that names both axes is tried on two axes only. Raises SearchError with every mesh's
+    reason if none has a plan.
+    """
+    found: list[Found] = []
+    reasons: list[str] = []
+    for mesh in _meshes(world_size, recipe_axes(recipe)):
+        try:
+            found.append(
+                search_with_cost(
+                    graph, mesh, hardware=hardware, recipe=recipe, pins=pins,
+                    memory_bytes=memory_bytes, micro_batches=micro_batches, fingerprint=fingerprint,
+                )
+            )  # fmt: skip
+        except (MeshError, SearchError) as error:
+            reasons.append(f"{mesh}: {error}")
+    if not found:
+        raise SearchError("\n".join([f"No mesh of {world_size} ranks has a plan.", *reasons]))
+    best = min(found, key=lambda each: each.cost.seconds)
+    others = [f"{each.plan.mesh} {each.cost.seconds * 1e3:.3f} ms" for each in found if each is not best]
+    note = f"the fastest of the meshes of {world_size} ranks; the others: {', '.join(others) or 'none'}"
+    return replace(best.plan, notes=(*best.plan.notes, note))
+
+
+def _meshes(world_size: int, named: Sequence[str]) -> Iterator[Mesh]:
+    for major in range(1, world_size + 1):
+        minor, rest = divmod(world_size, major)
+        if rest == 0 and (len(named) > 1 or 1 < major < world_size):
+            yield Mesh((("dp", major), ("tp", minor)))
+    if len(named) <= 1:
+        yield Mesh(((named[0] if named else "dp", world_size),))
+
+
+def _orders(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Every order of the axes that have more than one rank; the first, slowest, axis leads."""
+    axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1] or [0]
+    return list(itertools.permutations(axes))
+
+
+@dataclass(frozen=True)
+class _Descent:
+    assignment: Assignment
+    seconds: float
+    bytes: int
+    gap: float
+    programs: tuple[tuple[int, int, int], ...]
+
+
+def _descend(problem: Problem, order: Sequence[int], bound: int) -> _Descent:
+    """Solves axis after axis in this order until a whole round changes nothing."""
+    assignment = _unsplit(problem)
+    latest: dict[int, Outcome] = {}
+    best = (math.inf, math.inf)
+    for round_number in range(_MAX_ROUNDS):
+        for position, axis in enumerate(order):
+            later = math.prod(problem.mesh.sizes[a] for a in order[position + 1 :])
+            relaxed = bound * (later if round_number == 0 else 1)
+            latest[axis] = _solve_axis(problem, axis, assignment, relaxed)
+            assignment = latest[axis].assignment
+        last = latest[order[-1]]
+        reached = (max(last.bytes, bound), last.seconds)
+        if len(order) == 1 or reached >= (best[0], best[1] * (1 - 1e-9)):
+            break
+        best = reached
+    return _Descent(
+        assignment,
+        last.seconds,
+        last.bytes,
+        max(each.gap for each in latest.values()),
+        tuple(latest[axis].shape for axis in sorted(latest)),
+    )
+
+
+def _solve_axis(problem: Problem, axis: int, given: Assignment, bound: int) -> Outcome:
+    """The fastest assignment within the bound, or the smallest one if none is within."""
+    fastest = AxisProgram(problem, axis, given, thrifty=False).solve()
+    if fastest is not None and fastest.bytes <= bound:
+        return fastest
+    program = AxisProgram(problem, axis, given, thrifty=True)
+    found = program.solve(max_bytes=bound) or program.solve(minimize="bytes")
+    if found is None:
+        names = ", ".join(problem.mesh.names)
+        raise SearchError(f"The recipe and the pins on the axes {names} leave no plan at all.")
+    return found
+
+
+def _unsplit(problem: Problem) -> Assignment:
+    labels = tuple((UNSPLIT,) * len(problem.mesh.axes) for _ in problem.ops)
+    return Assignment(labels, {}, {})
+
+
+def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: str) -> Plan:
+    """The plan for the whole graph: what a class or entry decided, for every member."""
+    graph, entries = problem.graph, problem.entries
+    at = {name: (index, entry) for index, entry in enumerate(entries) for name in entry.names}
+
+    def layout(tensor: str) -> Layout:
+        return assignment.inputs.get(at[tensor][0], problem.whole)
+
+    return Plan(
+        mesh=problem.mesh,
+        fingerprint=fingerprint,
+        recipe=recipe,
+        micro_batches=problem.micro_batches,
+        parameters={
+            name: assignment.parameters[at[tensor][0]] for name, tensor in graph.parameters.items()
+        },
+        inputs={name: layout(tensor) for name, tensor in graph.inputs.items()},
+        ops={op.name: assignment.labels[problem.fold.class_of[op.name]] for op in graph.ops},
+    )
+
+
+def _agree(found: _Descent, cost: Cost) -> None:
+    assert math.isclose(found.seconds, cost.seconds, rel_tol=_TOLERANCE, abs_tol=1e-15), (
+        f"the solver said {found.seconds!r} s, and the expanded plan costs {cost.seconds!r} s"
+    )
+    assert found.bytes == cost.memory_bytes, (
+        f"the solver said {found.bytes} bytes, and the expanded plan takes {cost.memory_bytes}"
+    )
+
+
+def _does_not_fit(found: _Descent, bound: int, mesh: Mesh, recipe: str) -> SearchError:
+    free = "" if recipe == "auto" else f' recipe="auto" instead of {recipe!r},'
+    return SearchError(
+        f"No plan for the mesh {mesh} fits into {bound / 1e9:.3f} GB: the smallest found takes "
+        f"{found.bytes / 1e9:.3f} GB of a rank, {(found.bytes - bound) / 1e9:.3f} GB too much. What would "
+        f"help:{free} more ranks, a smaller batch (or more micro-batches of a smaller one), or "
+        f"memory_bytes={found.bytes} if a rank has that much."
+    )

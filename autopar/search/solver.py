@@ -1,0 +1,165 @@
+"""A mixed-integer program as arrays, solved by HiGHS (Huangfu and Hall 2018).
+
+Every column has two prices, seconds and bytes; one of the two is minimized, and the bytes may be bounded
+by a row. Runs are repeatable: one thread, a fixed seed, and a limit in branch-and-bound nodes that
+strikes before the one in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import highspy
+import numpy as np
+
+from autopar.errors import SearchError
+
+_SCALE = 1e6  # the objective is brought to about this size, far above HiGHS' absolute tolerances
+_RELATIVE_GAP = 1e-7
+_MAX_NODES = 20_000
+_MAX_SECONDS = 120.0
+
+Objective = Literal["seconds", "bytes"]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What HiGHS found.
+
+    Attributes:
+        values: of the columns.
+        seconds: the price of the values in seconds, preferences left out.
+        bytes: their price in bytes.
+        gap: how far the bound it proved lies below the objective, as a part of the objective.
+    """
+
+    values: np.ndarray
+    seconds: float
+    bytes: float
+    gap: float
+
+
+class Program:
+    """Columns and rows, added one by one and handed to HiGHS as arrays at once.
+
+    A *preference* is a small extra price that only breaks ties; it is scaled so that all preferences
+    together stay under a millionth of the objective.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.bytes: list[float] = []
+        self._preference: list[float] = []
+        self._upper: list[float] = []
+        self._binary: list[bool] = []
+        self._row_lower: list[float] = []
+        self._row_upper: list[float] = []
+        self._starts: list[int] = [0]
+        self._indices: list[int] = []
+        self._values: list[float] = []
+
+    def binary(self, *, seconds: float = 0.0, bytes: float = 0.0, preference: float = 0.0) -> int:
+        """Adds a column that is 0 or 1; returns its index."""
+        return self._column(seconds, bytes, preference, True)
+
+    def continuous(self, *, seconds: float = 0.0, bytes: float = 0.0) -> int:
+        """Adds a column between 0 and 1; returns its index."""
+        return self._column(seconds, bytes, 0.0, False)
+
+    def _column(self, seconds: float, bytes: float, preference: float, binary: bool) -> int:
+        self.seconds.append(seconds)
+        self.bytes.append(bytes)
+        self._preference.append(preference)
+        self._upper.append(1.0)
+        self._binary.append(binary)
+        return len(self.seconds) - 1
+
+    def is_binary(self, column: int) -> bool:
+        return self._binary[column]
+
+    def forbid(self, column: int) -> None:
+        """Fixes a column to 0."""
+        self._upper[column] = 0.0
+
+    def row(
+        self, plus: Sequence[int], minus: Sequence[int] = (), *, lower: float, upper: float
+    ) -> None:
+        """Adds lower <= sum of the columns `plus` - sum of the columns `minus` <= upper."""
+        self._indices += [*plus, *minus]
+        self._values += [1.0] * len(plus) + [-1.0] * len(minus)
+        self._starts.append(len(self._indices))
+        self._row_lower.append(lower)
+        self._row_upper.append(upper)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, columns, and how many of these are binary."""
+        return len(self._row_lower), len(self.seconds), sum(self._binary)
+
+    def solve(
+        self, *, minimize: Objective = "seconds", max_bytes: float | None = None
+    ) -> Solution | None:
+        """The best values, or None if there are none. Raises SearchError at the limits of time."""
+        solver = highspy.Highs()
+        for option, value in _OPTIONS.items():
+            solver.setOptionValue(option, value)
+        solver.passModel(self._model(minimize, max_bytes))
+        solver.run()
+        status = solver.getModelStatus()
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return None
+        info = solver.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            raise SearchError(
+                f"The solver found no plan within its limits ({_MAX_SECONDS:.0f} s); a recipe or pins "
+                "make the problem smaller."
+            )
+        values = np.asarray(solver.getSolution().col_value)
+        gap = 0.0 if status == highspy.HighsModelStatus.kOptimal else float(info.mip_gap)
+        return Solution(
+            values, float(values @ self.seconds), float(values @ self.bytes), gap
+        )
+
+    def _model(self, minimize: Objective, max_bytes: float | None) -> highspy.HighsLp:
+        starts, indices, values = self._starts, self._indices, self._values
+        lower, upper = self._row_lower, self._row_upper
+        if max_bytes is not None:
+            heavy = np.flatnonzero(self.bytes)
+            indices = [*indices, *heavy.tolist()]
+            values = [*values, *(np.asarray(self.bytes)[heavy] / max_bytes).tolist()]
+            starts = [*starts, len(indices)]
+            lower, upper = [*lower, -highspy.kHighsInf], [*upper, 1.0]
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self.seconds), len(lower)
+        lp.col_cost_ = self._objective(minimize)
+        lp.col_lower_ = np.zeros(len(self.seconds))
+        lp.col_upper_ = np.array(self._upper)
+        lp.row_lower_, lp.row_upper_ = np.array(lower), np.array(upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.array(starts, dtype=np.int32)
+        lp.a_matrix_.index_ = np.array(indices, dtype=np.int32)
+        lp.a_matrix_.value_ = np.array(values)
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [kinds[binary] for binary in self._binary]
+        return lp
+
+    def _objective(self, minimize: Objective) -> np.ndarray:
+        costs = np.array(self.seconds if minimize == "seconds" else self.bytes)
+        size = costs.max(initial=0.0) or 1.0
+        preference = np.array(self._preference)
+        tie_break = preference / (preference.sum() or 1.0) * 1e-6
+        return _SCALE * (costs / size + tie_break)
+
+
+_OPTIONS = {
+    "output_flag": False,
+    "threads": 1,
+    "random_seed": 0,
+    "mip_rel_gap": _RELATIVE_GAP,
+    "mip_abs_gap": 0.0,
+    "mip_feasibility_tolerance": 1e-9,
+    "mip_max_nodes": _MAX_NODES,
+    "time_limit": _MAX_SECONDS,
+}

@@ -1,0 +1,209 @@
+"""The price of a whole plan, node by node: the oracle that the search must agree with.
+
+    seconds of a step = micro-batches * (every op + every conversion in the graph)
+                        + every parameter's way from storage to use and its gradient's way back
+
+Nothing overlaps with anything here. The graph is captured at the size of one micro-batch. A value is
+converted once for each distinct layout that its consumers need. A parameter that is gathered for its
+uses, and saved for backward, is gathered once more there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost_model.collectives import Seconds, communicates, conversion_seconds
+from autopar.cost_model.compute import op_seconds
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.memory import ParameterBytes, SavedTensors, keeps, parameter_bytes
+from autopar.cost_model.sizes import Sizes
+from autopar.ir import (
+    Graph,
+    Layout,
+    ParameterPlan,
+    Plan,
+    R,
+    Tensor,
+    operand_layouts,
+    result_layouts,
+    steps,
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of a training step and memory of a rank, by kind.
+
+    Attributes:
+        compute_seconds: ops, forward and backward.
+        conversion_seconds: conversions of activations and their gradients.
+        parameter_seconds: conversions of parameters and their gradients.
+        parameter_bytes, gradient_bytes, optimizer_bytes, saved_bytes, buffer_bytes: see
+            `autopar.cost_model.memory`.
+    """
+
+    compute_seconds: float
+    conversion_seconds: float
+    parameter_seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    buffer_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.compute_seconds + self.conversion_seconds + self.parameter_seconds
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a rank."""
+        return (
+            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+            + self.saved_bytes + self.buffer_bytes
+        )  # fmt: skip
+
+
+def price(graph: Graph, plan: Plan, hardware: Hardware) -> Cost:
+    """Time and memory of `plan`, which must fit `graph` (an op without labels is a KeyError)."""
+    pricer = _Pricer(graph, plan, hardware)
+    in_graph = pricer.conversions()
+    stored = [pricer.parameter_bytes(name) for name in graph.parameters]
+    return Cost(
+        compute_seconds=plan.micro_batches * pricer.compute_seconds(),
+        conversion_seconds=plan.micro_batches * in_graph.activations,
+        parameter_seconds=plan.micro_batches * in_graph.parameters
+        + sum(pricer.per_step_seconds(name) for name in graph.parameters),
+        parameter_bytes=sum(each.parameter for each in stored),
+        gradient_bytes=sum(each.gradient for each in stored),
+        optimizer_bytes=sum(each.optimizer for each in stored),
+        saved_bytes=pricer.saved_bytes(),
+        buffer_bytes=sum(pricer.whole_bytes(name) for name in graph.buffers.values()),
+    )
+
+
+def per_step_seconds(
+    tensor: Tensor, plan: ParameterPlan, micro_batches: int, *, sizes: Sizes, hardware: Hardware
+) -> float:
+    """Seconds per step of a parameter between its storage and its resident layout."""
+    seconds = conversion_seconds(
+        tensor, plan.storage, plan.resident, sizes=sizes, hardware=hardware
+    )
+    times = micro_batches if plan.reduce == "micro_batch" else 1
+    return seconds.forward + times * seconds.backward
+
+
+def use_seconds(
+    tensor: Tensor, resident: Layout, target: Layout, saved: bool, *, sizes: Sizes, hardware: Hardware
+) -> float:
+    """Seconds of a parameter between its resident layout and a use, forward and backward.
+
+    A copy that takes communication is not kept: if it is `saved`, backward makes it once more.
+    """
+    seconds = conversion_seconds(tensor, resident, target, sizes=sizes, hardware=hardware)
+    again = saved and tensor.needs_grad and any(map(communicates, steps(resident, target)))
+    return seconds.total + (seconds.forward if again else 0.0)
+
+
+@dataclass(frozen=True)
+class _InGraph:
+    activations: float
+    parameters: float
+
+
+class _Pricer:
+    """One pass over a graph and a plan; every method is a sum over nodes."""
+
+    def __init__(self, graph: Graph, plan: Plan, hardware: Hardware) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.hardware = hardware
+        self.sizes = Sizes(plan.mesh)
+        self.saved = SavedTensors(graph)
+        self.whole: Layout = (R,) * len(plan.mesh.axes)
+        self.operands = {op.name: operand_layouts(op, plan.ops[op.name]) for op in graph.ops}
+        self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
+
+    def compute_seconds(self) -> float:
+        return sum(
+            op_seconds(
+                op, self.plan.ops[op.name], self.graph.tensors, sizes=self.sizes, hardware=self.hardware
+            ).total
+            for op in self.graph.ops
+        )
+
+    def conversions(self) -> _InGraph:
+        produced = self._produced()
+        parameters = set(self.graph.parameters.values())
+        kept = self._saved_roots()
+        seconds = {True: 0.0, False: 0.0}
+        for name, targets in self._targets(produced).items():
+            tensor, source = self.graph.tensors[name], produced[name]
+            for target in targets:
+                if name in parameters:
+                    cost = use_seconds(
+                        tensor, source, target, name in kept, sizes=self.sizes, hardware=self.hardware
+                    )
+                else:
+                    cost = self._convert(tensor, source, target).total
+                seconds[name in parameters] += cost
+        return _InGraph(activations=seconds[False], parameters=seconds[True])
+
+    def _convert(self, tensor: Tensor, source: Layout, target: Layout) -> Seconds:
+        return conversion_seconds(tensor, source, target, sizes=self.sizes, hardware=self.hardware)
+
+    def _produced(self) -> dict[str, Layout]:
+        produced = {name: self.whole for name in self.graph.buffers.values()}
+        produced |= {self.graph.inputs[name]: at for name, at in self.plan.inputs.items()}
+        for name, tensor in self.graph.parameters.items():
+            produced[tensor] = self.plan.parameters[name].resident
+        for op in self.graph.ops:
+            produced.update(zip(op.results, self.results[op.name], strict=True))
+        return produced
+
+    def _targets(self, produced: dict[str, Layout]) -> dict[str, dict[Layout, None]]:
+        """Tensor name -> the distinct layouts its consumers need, in order of first use."""
+        targets: dict[str, dict[Layout, None]] = {}
+        for op in self.graph.ops:
+            for name, layout in zip(op.operands, self.operands[op.name], strict=True):
+                targets.setdefault(name, {})[layout] = None
+        for name in self.graph.outputs:
+            delivered = tuple(R if state.kind == "P" else state for state in produced[name])
+            targets.setdefault(name, {})[delivered] = None
+        return targets
+
+    def _saved_roots(self) -> set[str]:
+        return {
+            self.saved.root(name)
+            for op in self.graph.ops
+            if keeps(op, self.graph.tensors)
+            for name in op.saved
+        }
+
+    def per_step_seconds(self, name: str) -> float:
+        tensor, plan = self.graph.tensors[self.graph.parameters[name]], self.plan.parameters[name]
+        return per_step_seconds(
+            tensor, plan, self.plan.micro_batches, sizes=self.sizes, hardware=self.hardware
+        )
+
+    def parameter_bytes(self, name: str) -> ParameterBytes:
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        return parameter_bytes(tensor, self.plan.parameters[name], self.sizes)
+
+    def whole_bytes(self, name: str) -> int:
+        return self.sizes.bytes(self.graph.tensors[name], self.whole)
+
+    def saved_bytes(self) -> int:
+        stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
+        seen: dict[tuple[str, Layout], int] = {}
+        for op in self.graph.ops:
+            if not keeps(op, self.graph.tensors):
+                continue
+            names = (*op.operands, *op.results)
+            layouts = (*self.operands[op.name], *self.results[op.name])
+            for name, layout in zip(names, layouts, strict=True):
+                if name in op.saved and self.saved.root(name) not in stored:
+                    root, at = self.saved.memory(name, layout)
+                    seen[root, at] = self.sizes.bytes(self.graph.tensors[root], at)
+        return sum(seen.values())

@@ -1,0 +1,33 @@
+"""Graph to graph: one file per rewrite, and the lists of them, in the order they run.
+
+`CLEANUP` makes a captured graph fit for analysis; `partition` turns it into the program of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.passes.partition import partition
+from autopar.passes.remove_assertions import remove_assertions
+from autopar.passes.reshape_views import reshape_views
+from autopar.passes.retarget import bind_groups, retarget_device
+from autopar.passes.verifier import verify_graph
+
+Pass = Callable[[fx.GraphModule], None]
+
+CLEANUP: tuple[Pass, ...] = (
+    remove_assertions,  # they speak of global shapes and devices, and compute nothing
+    reshape_views,  # a view's strides need not be those of the local tensor
+)
+
+
+def clean_up(module: fx.GraphModule) -> None:
+    """Runs `CLEANUP` in place, with the verifier after every pass."""
+    for rewrite in CLEANUP:
+        rewrite(module)
+        verify_graph(module, after=rewrite.__name__)
+
+
+__all__ = ["CLEANUP", "bind_groups", "clean_up", "partition", "retarget_device", "verify_graph"]

@@ -1,0 +1,186 @@
+"""The captured graph and a plan -> the program of one rank.
+
+Every op is run on local shards, on operands converted to the layouts its choices ask for. One
+conversion per (tensor, layout) is shared by all consumers, so that autograd sums their gradients
+before the one backward collective.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture import Captured
+from autopar.factors import Analysis, is_getitem, output_nodes
+from autopar.ir import (
+    CollectiveCall,
+    Layout,
+    Mesh,
+    P,
+    Plan,
+    R,
+    calls,
+    local_shape,
+    operand_layouts,
+    result_layouts,
+)
+from autopar.rules.spec import tensor_operands
+from autopar.runtime import collectives as _collectives  # noqa: F401  (defines torch.ops.autopar)
+
+aten = torch.ops.aten
+
+
+def partition(captured: Captured, analysis: Analysis, plan: Plan) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
+    """Returns the local graph and the layouts of its outputs.
+
+    The graph takes parameters (resident), buffers, constants and inputs like the captured one, and
+    returns the same outputs; collectives name mesh axes.
+    """
+    return _Partitioner(captured, analysis, plan).run()
+
+
+def deliverable(layout: Layout) -> Layout:
+    """The layout in which a graph output leaves: partial sums are added up."""
+    return tuple(R if state == P else state for state in layout)
+
+
+class _Partitioner:
+    def __init__(self, captured: Captured, analysis: Analysis, plan: Plan) -> None:
+        self.captured, self.analysis, self.plan = captured, analysis, plan
+        self.mesh: Mesh = plan.mesh
+        self.graph = fx.Graph()
+        self.placed: dict[tuple[str, Layout], fx.Node] = {}  # one node per (tensor, layout)
+        self.produced: dict[str, Layout] = {}
+        self.replicated: Layout = (R,) * len(self.mesh.axes)
+
+    def run(self) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
+        for node in self.captured.module.graph.nodes:
+            if node.op == "placeholder":
+                self._place_leaf(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                self._place_call(node)
+        layouts = self._place_outputs()
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule(torch.nn.Module(), self.graph), layouts
+
+    # --- nodes
+
+    def _place_leaf(self, node: fx.Node) -> None:
+        new = self.graph.placeholder(node.name)
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        self._produce(node.name, self._leaf_layout(node.name), new)
+
+    def _leaf_layout(self, name: str) -> Layout:
+        if name in self.captured.parameters:
+            return self.plan.parameters[self.captured.parameters[name]].resident
+        if name in self.captured.inputs:
+            return self.plan.inputs[self.captured.inputs[name]]
+        return self.replicated
+
+    def _place_call(self, node: fx.Node) -> None:
+        op = self.analysis.graph.by_name[node.name]
+        labels = self.plan.ops[node.name]
+        wanted = operand_layouts(op, labels)
+        operands = [self.convert(t, layout) for t, layout in zip(op.operands, wanted, strict=True)]
+        layouts = result_layouts(op, labels)
+        shapes = tuple(
+            local_shape(self.analysis.graph.tensors[t].dims, layout, self.mesh)
+            for t, layout in zip(op.results, layouts, strict=True)
+        )
+        local = _LocalCall(self, node, operands, shapes, labels)
+        new = self.analysis.specs[node.name].localize(local)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self._produce(op.results[0], layouts[0], new)
+            return
+        for i, (name, layout) in enumerate(zip(op.results, layouts, strict=True)):
+            self._produce(name, layout, self.graph.call_function(operator.getitem, (new, i)))
+
+    def _place_outputs(self) -> tuple[Layout, ...]:
+        names = [self.analysis.names[n.name][0] for n in output_nodes(self.captured.module)]
+        layouts = []
+        for i, name in enumerate(names):
+            keep = i in self.captured.mutated or (self.captured.is_step and i == len(names) - 1)
+            layouts.append(self.replicated if keep else deliverable(self.produced[name]))
+        results = [self.convert(name, to) for name, to in zip(names, layouts, strict=True)]
+        self.graph.output(tuple(results))
+        return tuple(layouts)
+
+    # --- conversions
+
+    def _produce(self, tensor: str, layout: Layout, node: fx.Node) -> None:
+        self.produced[tensor] = layout
+        self.placed[tensor, layout] = node
+
+    def convert(self, tensor: str, target: Layout) -> fx.Node:
+        """The node that holds `tensor` in layout `target`, made at its first use."""
+        found = self.placed.get((tensor, target))
+        if found is None:
+            found = self.placed[tensor, target] = self._conversion(tensor, target)
+        return found
+
+    def _conversion(self, tensor: str, target: Layout) -> fx.Node:
+        spec = self.analysis.graph.tensors[tensor]
+        source = self.produced[tensor]
+        node = self.placed[tensor, source]
+        for call in calls(spec.dims, source, target, self.mesh):
+            if call.name != "vary" or spec.needs_grad:
+                node = self._emit(node, call)
+        return node
+
+    def _emit(self, node: fx.Node, call: CollectiveCall) -> fx.Node:
+        if call.before is not None:
+            node = self.graph.call_function(aten.reshape.default, (node, list(call.before)))
+        name, size = self.mesh.axes[call.axis]
+        op = getattr(torch.ops.autopar, call.name).default
+        node = self.graph.call_function(op, (node, list(call.dims), size, name, call.backward))
+        if call.after is not None:
+            node = self.graph.call_function(aten.reshape.default, (node, list(call.after)))
+        return node
+
+
+class _LocalCall:
+    """What a localizer sees (autopar.rules.spec.Local)."""
+
+    def __init__(
+        self,
+        owner: _Partitioner,
+        node: fx.Node,
+        operands: list[fx.Node],
+        result_shapes: tuple[tuple[int, ...], ...],
+        labels: tuple[str, ...],
+    ) -> None:
+        self._owner, self._labels = owner, labels
+        self.node = node
+        self.result_shapes = result_shapes
+        self.args, self.kwargs = _substitute(node, operands)
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self._owner.graph.call_function(target, args, kwargs)
+        kept = ("nn_module_stack", "stack_trace")
+        new.meta = {key: self.node.meta[key] for key in kept if key in self.node.meta}
+        return new
+
+    def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
+        own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]
+        labels = own.get(letter, ())
+        axes = self._owner.mesh.axes
+        return tuple(axis for axis, label in zip(axes, self._labels, strict=True) if label in labels)
+
+
+def _substitute(
+    node: fx.Node, operands: list[fx.Node]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with its tensor operands replaced, in the order `tensor_operands` finds them."""
+    remaining = iter(operands)
+
+    def replace(argument: fx.Node) -> Any:
+        return next(remaining) if isinstance(argument.meta.get("val"), torch.Tensor) else argument
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), replace)
+    assert next(remaining, None) is None and len(operands) == len(tensor_operands(node))
+    return args, kwargs

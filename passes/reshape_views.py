@@ -1,0 +1,16 @@
+"""view(x, shape), _unsafe_view(x, shape) -> reshape(x, shape)."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def reshape_views(module: fx.GraphModule) -> None:
+    """Local tensors, and captured ones run again (T5, Swin), may have strides that view rejects."""
+    for node in module.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+    module.recompile()

@@ -1,0 +1,30 @@
+"""A portable program -> one that runs: on this device, on these process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+
+def retarget_device(module: fx.GraphModule, device: torch.device) -> None:
+    """f(..., device=captured) -> f(..., device=device): factories ran where the model was captured."""
+    for node in module.graph.nodes:
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": device}
+    module.recompile()
+
+
+def bind_groups(module: fx.GraphModule, groups: Mapping[str, str]) -> None:
+    """autopar::op(..., axis, ...) -> autopar::op(..., c10d group of that axis, ...)."""
+    for node in module.graph.nodes:
+        if is_collective(node):
+            x, dims, size, axis, backward = node.args
+            node.args = (x, dims, size, groups[axis], backward)
+    module.recompile()
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node is one of torch.ops.autopar."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"

@@ -1,0 +1,56 @@
+"""Invariants of a graph, checked between passes. A failure shows the node and its neighbourhood.
+
+1. Every argument is defined before it is used, and belongs to this graph.
+2. There is one output node, and it stands last.
+3. Nothing is changed in place: every op is functional.
+4. A collective has the dims its kind needs, a size of at least 2, and the transposed op as backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.errors import VerifierError
+from autopar.ir.conversion import TRANSITIONS
+from autopar.passes.retarget import is_collective
+
+DIMS = {"vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2}  # the others have one
+
+
+def verify_graph(module: fx.GraphModule, *, after: str) -> None:
+    """Raises VerifierError naming the broken invariant, the node, and the pass it was found after."""
+    seen: set[fx.Node] = set()
+    nodes = list(module.graph.nodes)
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            if argument not in seen:
+                raise _broken(node, f"argument {argument} is not defined before it", after)
+        seen.add(node)
+        _verify_node(node, after)
+    if [n.op for n in nodes].count("output") != 1 or nodes[-1].op != "output":
+        raise _broken(nodes[-1], "there must be one output node, and it stands last", after)
+
+
+def _verify_node(node: fx.Node, after: str) -> None:
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        raise _broken(node, "an op must not change its arguments", after)
+    if is_collective(node):
+        _verify_collective(node, after)
+
+
+def _verify_collective(node: fx.Node, after: str) -> None:
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    _, dims, size, _, backward = node.args
+    if len(dims) != DIMS.get(name, 1):  # type: ignore[arg-type]
+        raise _broken(node, f"{name} takes {DIMS.get(name, 1)} dims, not {dims}", after)
+    if not isinstance(size, int) or size < 2:
+        raise _broken(node, f"a collective over {size} ranks", after)
+    if not any(t.forward == name and t.backward == backward for t in TRANSITIONS.values()):
+        raise _broken(node, f"{backward} is not the transpose of any {name}", after)
+
+
+def _broken(node: fx.Node, invariant: str, after: str) -> VerifierError:
+    near = [*node.all_input_nodes, node, *node.users]
+    lines = "\n".join(f"  {'->' if n is node else '  '} {n.format_node()}" for n in near)
+    return VerifierError(f"After {after}, node {node.name}: {invariant}.\n{lines}")
