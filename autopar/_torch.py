@@ -55,8 +55,8 @@ def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def forbid_custom_functions() -> Iterator[list[str]]:
-    """Collects the names of the autograd.Functions applied inside, which a graph would not keep."""
+def custom_functions() -> Iterator[list[str]]:
+    """Collects the names of the autograd.Functions applied inside, whose backward a graph would not keep."""
     seen: list[str] = []
     original = torch.autograd.Function.__dict__["apply"]
 

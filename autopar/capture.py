@@ -147,7 +147,7 @@ def _capture(
 
 
 def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _torch.forbid_custom_functions() as custom, warnings.catch_warnings():
+    with _torch.custom_functions() as custom, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
         try:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
@@ -156,9 +156,12 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         except Exception as error:
             raise _explained(error, wrapper) from error
     if custom:
-        raise CaptureError(
-            f"The model uses torch.autograd.Function {custom[0]}, whose backward a captured graph "
-            "would lose. Write it with ordinary ops, or as a torch.library.custom_op."
+        warnings.warn(
+            f"The model uses the torch.autograd.Functions {sorted(set(custom))}. The captured graph "
+            "keeps their forward, and takes its derivative as the backward; where the written "
+            "backward is another (a straight-through estimator), write the function as a "
+            "torch.library.custom_op. autopar.verify tells the difference.",
+            stacklevel=2,
         )
     return exported
 
@@ -204,6 +207,7 @@ def _describe(
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     named = {s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.PARAMETER}
     parameters, tied = _merge_tied(module, named, dict(wrapper.named_parameters(remove_duplicate=False)))
+    _order_placeholders(module, specs, (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR))
     users = [s for s in specs if s.kind == kinds.USER_INPUT]
     tensors = {i: s.arg.name for i, s in enumerate(users) if isinstance(leaves[i], Tensor)}
     mutated = [s for s in signature.output_specs if "MUTATION" in s.kind.name]
@@ -256,6 +260,18 @@ def _merge_tied(
         tied[name] = kept[owner]
     module.recompile()
     return kept, tied
+
+
+def _order_placeholders(module: fx.GraphModule, specs: Any, kinds: tuple[Any, ...]) -> None:
+    """Parameters, buffers, constants, then inputs, whatever order export gave them."""
+    nodes = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
+    ordered = [s for kind in kinds for s in specs if s.kind == kind]
+    ordered += [s for s in specs if s.kind not in kinds]
+    anchor = next(n for n in module.graph.nodes if n.op != "placeholder")
+    for spec in ordered:
+        if spec.arg.name in nodes:
+            anchor.prepend(nodes[spec.arg.name])
+    module.recompile()
 
 
 def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

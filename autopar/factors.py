@@ -62,7 +62,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
             continue
         if x.size == y.size:
             y.same = x
-        elif max(x.size, y.size) % min(x.size, y.size) == 0:
+        elif min(x.size, y.size) and max(x.size, y.size) % min(x.size, y.size) == 0:
             large, small = (x, y) if x.size > y.size else (y, x)
             rest = Atom(large.size // small.size)
             large.parts = [small, rest]
@@ -157,7 +157,7 @@ class _Analyzer:
         value = node.meta.get("val")
         if not isinstance(value, TorchTensor):
             return
-        self._add_tensor(node.name, value, [[Atom(s)] if s > 1 else [] for s in value.shape])
+        self._add_tensor(node.name, value, [[Atom(s)] if s != 1 else [] for s in value.shape])
         self.names[node.name] = (node.name,)
         name = self.captured.parameters.get(node.name)
         if name is not None and name not in self.captured.frozen:

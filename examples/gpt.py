@@ -6,6 +6,7 @@ Letters in shapes: B batch, S sequence, D width, N heads, H = D / N width of a h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query, key and value are apart, so that each splits along its heads."""
+    """Causal self-attention; query, key and value are apart, so that each splits along heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -125,8 +126,8 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def example() -> tuple[GPT, tuple[Tensor, Tensor], object]:
-    """A GPT of 124 million parameters' shape without weights, for `autopar explain gpt:example`."""
+def example() -> tuple[GPT, tuple[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """A GPT in the sizes of GPT-2 small, without weights: a target for `autopar explain`."""
     with torch.device("meta"):
         model = GPT(GPTConfig(seq_len=1024, layers=12, heads=12, width=768))
         tokens = torch.empty(64, 1024, dtype=torch.long)

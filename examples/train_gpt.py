@@ -101,8 +101,10 @@ def losses_in_one_process(
 
 
 def worst_difference(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference between two runs over the steps that both made."""
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=False))
+    """The largest relative difference over the steps of `reference`; nan if any loss is."""
+    expected = torch.tensor(reference, dtype=torch.float64)
+    found = torch.tensor(losses[: len(reference)], dtype=torch.float64)
+    return ((found - expected).abs() / expected.abs()).max().item()
 
 
 def loss_bar(console: Console) -> Progress:
@@ -157,7 +159,7 @@ def draw_losses(losses: list[float], entropy_nats: float, path: Path) -> None:
 def complaints(losses: list[float], reference: list[float], entropy_nats: float) -> list[str]:
     """What is wrong with a run, in sentences; empty if nothing is."""
     found = []
-    if reference and not worst_difference(losses, reference) <= TOLERANCE:  # also if it is nan
+    if reference and not worst_difference(losses, reference) <= TOLERANCE:  # nor nan
         found.append(f"The losses differ from one process by more than {TOLERANCE:g} (relative).")
     if not mean_of_last(losses) < entropy_nats - MARGIN_NATS:
         found.append(f"The loss did not fall {MARGIN_NATS} nats below the byte-unigram entropy.")

@@ -43,11 +43,13 @@ def find_rule(node: fx.Node) -> Rule | None:
 def spec(node: fx.Node) -> tuple[Spec, bool]:
     """The spec of a node, and whether a rule gave it.
 
-    Without a rule, or where the rule does not apply to this call, every dim stays whole.
+    Without a rule, where the rule does not apply to this call, and on empty tensors, every dim stays
+    whole.
     """
     call = Call(node)
     rule = find_rule(node)
-    if rule is not None:
+    empty = any(t.numel() == 0 for t in [*call.operands, *call.results])
+    if rule is not None and not empty:
         try:
             return rule(call), True
         except RuleDoesNotApply:

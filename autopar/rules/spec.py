@@ -164,6 +164,6 @@ def _bind(node: fx.Node) -> dict[str, Any]:
 
 
 def plain(shape: Sequence[int], prefix: str = "d") -> tuple[Letters, dict[str, int]]:
-    """One letter per dim of size over 1: `d0`, `d1` ..., and their sizes."""
-    letters = tuple((f"{prefix}{i}",) if size > 1 else () for i, size in enumerate(shape))
-    return letters, {f"{prefix}{i}": size for i, size in enumerate(shape) if size > 1}
+    """One letter per dim of a size other than 1: `d0`, `d1` ..., and their sizes."""
+    letters = tuple((f"{prefix}{i}",) if size != 1 else () for i, size in enumerate(shape))
+    return letters, {f"{prefix}{i}": size for i, size in enumerate(shape) if size != 1}
