@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,14 +60,17 @@ class Captured:
     mutated: Mapping[int, str]
     is_step: bool
     training: bool
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the graph: its ops, shapes, dtypes and parameter names, and of nothing else."""
+        """A hash of the graph: its ops, shapes, dtypes and parameter names, and of nothing else.
+
+        Devices are left out, so that a plan made of a model on the meta device fits the real one.
+        """
         digest = hashlib.sha256()
         for node in self.module.graph.nodes:
-            digest.update(f"{node.op} {node.target} {node.args} {node.kwargs}".encode())
+            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
+            digest.update(f"{node.op} {node.target} {node.args} {kwargs}".encode())
             digest.update(repr([(tuple(t.shape), t.dtype) for t in _tensors(node)]).encode())
         digest.update(repr(sorted(self.parameters.items())).encode())
         return digest.hexdigest()[:16]

@@ -186,7 +186,7 @@ def mean_of_last(losses: list[float], count: int = 20) -> float:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--steps", default=400, help="Training steps.")
+@click.option("--steps", default=300, help="Training steps.")
 @click.option("--check-steps", default=10, help="Steps to compare with one process.")
 @click.option("--batch-size", default=32, help="Passages in a global batch.")
 @click.option("--seq-len", default=64, help="Bytes in a passage.")
@@ -245,7 +245,7 @@ def main(
         draw_losses(losses, entropy_nats, out / "loss.png")
     report(console, losses, reference, entropy_nats, out)
     dist.destroy_process_group()
-    if found := complaints(losses, reference, entropy_nats):
+    if on_first and (found := complaints(losses, reference, entropy_nats)):
         raise click.ClickException(" ".join(found))
 
 

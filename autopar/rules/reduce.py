@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.rules.elementwise import elementwise
 from autopar.rules.shape import FIRST, along
 from autopar.rules.spec import Call, Dim, Letters, Local, Spec, parts, plain
 
@@ -60,6 +61,11 @@ def whole_reduction(call: Call) -> Spec:
     return replace(spec, flops=spec.points)
 
 
+def extremum(call: Call) -> Spec:
+    """min and max are point-wise between two tensors, and reductions of one."""
+    return elementwise(call) if len(call.operands) == 2 else whole_reduction(call)
+
+
 def _dim(call: Call) -> tuple[int, ...]:
     return (call.dim(call["dim"]),)
 
@@ -83,7 +89,7 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     **{
         f"aten.{name}": whole_reduction
         for name in (
-            "amax", "amin", "max", "min", "var", "std", "argmax", "argmin", "logsumexp", "prod",
+            "amax", "amin", "var", "std", "argmax", "argmin", "logsumexp", "prod",
             "any", "all", "norm", "linalg_vector_norm", "var_mean",
         )
     },
@@ -91,6 +97,8 @@ RULES: dict[str, Callable[[Call], Spec]] = {
         f"aten.{name}": scanned
         for name in ("cumsum", "cumprod", "softmax", "_softmax", "log_softmax", "_log_softmax")
     },
+    "aten.max": extremum,
+    "aten.min": extremum,
     "aten.topk": selected,
     "aten.sort": selected,
 }  # fmt: skip

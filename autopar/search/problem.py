@@ -10,8 +10,10 @@ its own, so collapsing never changes the optimum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes, conversion_seconds, op_seconds, use_seconds
 from autopar.errors import RecipeError
@@ -74,6 +76,7 @@ class Problem:
         collapsed: class of a collapsed view -> how its operand is made.
         strategies: entry of a parameter -> its strategies.
         fixed: entries whose parameter the caller fixed.
+        solved: what the programs of single axes gave, by all they depend on.
         priced_entries: all entries but those inside a producer with its collapsed views.
     """
 
@@ -90,38 +93,44 @@ class Problem:
         repeats: bool = True,
     ) -> None:
         self.graph, self.mesh, self.hardware = graph, mesh, hardware
-        self.recipes, self.pins, self.micro_batches = tuple(recipes), pins, micro_batches
+        self.pins, self.micro_batches, self.fixed_storage = pins, micro_batches, fixed_storage
         self.sizes = Sizes(mesh)
         self.saved = SavedTensors(graph)
-        self.fold: Fold = fold(
-            graph,
-            mark=lambda name: (pins.labels.get(name), pins.storage.get(name), fixed_storage.get(name)),
-            repeats=repeats,
-        )
-        self.entries = self.fold.entries
-        self.ops = [each.op for each in self.fold.classes]
-        self.counts = [len(each.members) for each in self.fold.classes]
-        self._filters = [ChoiceFilter(graph, recipe) for recipe in recipes]
-        self._dividing = [self._dividing_choices(op) for op in self.ops]
-        self._entries_of: dict[int, list[int]] = {}
-        for index, entry in enumerate(self.entries):
-            if entry.producer is not None:
-                self._entries_of.setdefault(entry.producer[0], []).append(index)
-        self.collapsed, self.made = self._collapse()
-        self.free = [c for c in range(len(self.ops)) if c not in self.collapsed]
         self.whole: Layout = (R,) * len(mesh.axes)
         self.buffer_bytes = sum(self.bytes(name, self.whole) for name in graph.buffers.values())
-        self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
-        self._fixed_storage = fixed_storage
-        self.fixed: set[int] = set()
-        self.strategies = self._strategies()
-        self._kinds: dict[object, int] = {}
-        self._kind_of = [self._kind(entry) for entry in self.entries]
+        self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
+        self.entries = self.fold.entries
+        self.ops = [each.op for each in self.fold.classes]
+        self._counts = [len(each.members) for each in self.fold.classes]
+        self._entries_of = self._find_entries()
+        self._dividing = [self._dividing_choices(op) for op in self.ops]
+        self._kind_of = self._number_kinds()
+        self._layouts: dict[tuple[int, Labels], Layouts] = {}
         self._legal: dict[tuple[int, Labels], bool] = {}
         self._cuts: dict[tuple[Dims, Layout], bool] = {}
-        self._layouts: dict[tuple[int, Labels], Layouts] = {}
         self._op_seconds: dict[tuple[int, Labels], float] = {}
         self._conversions: dict[tuple[int, Layout, Layout], float] = {}
+        self._constrain(recipes)
+
+    def under(self, recipes: Sequence[Recipe]) -> Problem:
+        """The same problem under other recipes; remembered prices are shared."""
+        other = copy.copy(self)
+        other._constrain(recipes)
+        return other
+
+    def _constrain(self, recipes: Sequence[Recipe]) -> None:
+        self.recipes = tuple(recipes)
+        self._filters = [ChoiceFilter(self.graph, recipe) for recipe in recipes]
+        self.collapsed, self.made = self._collapse()
+        self.free = [c for c in range(len(self.ops)) if c not in self.collapsed]
+        self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
+        self.fixed: set[int] = set()
+        self.strategies = self._strategies()
+        self.solved: dict[object, Any] = {}
+
+    def _mark(self, name: str) -> Hashable:
+        """What keeps an op or parameter from sharing decisions with others."""
+        return self.pins.labels.get(name), self.pins.storage.get(name), self.fixed_storage.get(name)
 
     def allowed(self, index: int, axis: int, labels: Labels) -> list[Choice]:
         """The choices of a class along `axis` that are legal given its labels on the other axes."""
@@ -147,7 +156,7 @@ class Problem:
         if key not in self._op_seconds:
             op, tensors = self.ops[index], self.graph.tensors
             one = op_seconds(op, labels, tensors, sizes=self.sizes, hardware=self.hardware).total
-            self._op_seconds[key] = one * self.counts[index] * self.micro_batches
+            self._op_seconds[key] = one * self._counts[index] * self.micro_batches
         return self._op_seconds[key]
 
     def conversion_seconds(self, index: int, source: Layout, target: Layout) -> float:
@@ -215,14 +224,27 @@ class Problem:
             entry.tensor, source, target, sizes=self.sizes, hardware=self.hardware
         ).total
 
-    def _kind(self, entry: Entry) -> int:
-        """A number for all entries whose conversions cost the same."""
-        tensor, is_parameter = entry.tensor, entry.leaf == "parameter"
-        key = (
-            tensor.dims, tensor.itemsize_bytes, tensor.needs_grad, is_parameter,
-            is_parameter and entry.is_saved,
-        )  # fmt: skip
-        return self._kinds.setdefault(key, len(self._kinds))
+    def _number_kinds(self) -> list[int]:
+        """For every entry a number that it shares with those whose conversions cost the same."""
+        numbers: dict[object, int] = {}
+
+        def kind(entry: Entry) -> int:
+            tensor, is_parameter = entry.tensor, entry.leaf == "parameter"
+            key = (
+                tensor.dims, tensor.itemsize_bytes, tensor.needs_grad, is_parameter,
+                is_parameter and entry.is_saved,
+            )  # fmt: skip
+            return numbers.setdefault(key, len(numbers))
+
+        return [kind(entry) for entry in self.entries]
+
+    def _find_entries(self) -> dict[int, list[int]]:
+        """Class -> the entries of what it makes."""
+        found: dict[int, list[int]] = {}
+        for index, entry in enumerate(self.entries):
+            if entry.producer is not None:
+                found.setdefault(entry.producer[0], []).append(index)
+        return found
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
         """For every axis the choices whose factor the axis size divides; `-` on an axis of size 1."""
@@ -280,7 +302,7 @@ class Problem:
             if entry.leaf != "parameter":
                 continue
             tensor, name = entry.tensor, public[entry.names[0]]
-            if fixed := self._fixed_storage.get(name):
+            if fixed := self.fixed_storage.get(name):
                 self.fixed.add(index)
                 found[index] = (priced(fixed, tensor, **shared),)  # type: ignore[arg-type]
                 continue

@@ -1,9 +1,15 @@
 """The search for a plan: one mesh axis at a time, from several starts, until nothing changes.
 
 The program of one axis (`autopar.search.milp`) is exact given the other axes. `search` solves it axis by
-axis, beginning with every axis unsplit, in every order of the axes; with memory relaxed by what the
-axes still to come can divide. From the best of these descents the plan is expanded to the whole graph,
-priced again node by node (`autopar.cost_model.price`), and must cost what the solver said.
+axis until no axis can be improved. Descents begin
+
+- with every axis unsplit, in every order of the axes, memory relaxed by what the axes still to come can
+  divide;
+- if several axes are free, with what is found when the first of them must split the batch and the others
+  what Megatron splits, for every number of first ones.
+
+From the best of these the plan is expanded to the whole graph, priced again node by node
+(`autopar.cost_model.price`), and must cost what the solver said.
 
 One axis is solved to a proven optimum. Over several axes the result is a local optimum: no single axis
 can be improved while the others stay.
@@ -22,9 +28,9 @@ from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, ParameterPla
 from autopar.search.checks import check_axes, check_used
 from autopar.search.milp import Assignment, AxisProgram, Outcome
 from autopar.search.notes import explain
-from autopar.search.pins import resolve_pins
+from autopar.search.pins import Pins, resolve_pins
 from autopar.search.problem import Problem
-from autopar.search.recipes import RecipeLike, format_recipe, recipe_axes, resolve
+from autopar.search.recipes import RECIPES, RecipeLike, format_recipe, recipe_axes, resolve
 
 _MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
 _TOLERANCE = 1e-6  # relative, between the solver's price and the plan's
@@ -108,6 +114,7 @@ def search_with_cost(
     )  # fmt: skip
     bound = hardware.memory_bytes if memory_bytes is None else memory_bytes
     descents = [_descend(problem, order, bound) for order in _orders(mesh)]
+    descents += _from_presets(problem, bound)
     best = min(descents, key=lambda d: (max(d.bytes, bound), d.seconds))
     if best.bytes > bound:
         raise _does_not_fit(best, bound, mesh, format_recipe(recipe))
@@ -180,26 +187,51 @@ class _Descent:
     programs: tuple[tuple[int, int, int], ...]
 
 
-def _descend(problem: Problem, order: Sequence[int], bound: int) -> _Descent:
-    """Solves axis after axis in this order until a whole round changes nothing."""
-    assignment = _unsplit(problem)
+def _from_presets(problem: Problem, bound: int) -> Iterator[_Descent]:
+    """Descents that begin at what people know to work on several axes: batch first, Megatron last."""
+    free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
+    if len(free) < 2 or problem.pins != Pins() or problem.fixed_storage:
+        return
+    axes = range(len(problem.recipes))
+    for batch_axes in range(1, len(free) + 1):
+        rows = list(problem.recipes)
+        for position, axis in enumerate(free):
+            rows[axis] = _PRESETS[position >= batch_axes]
+        start = _descend(problem.under(rows), axes, bound)
+        yield _descend(problem, axes, bound, start=start.assignment)
+
+
+_PRESETS = tuple(
+    replace(RECIPES[name], stages=RECIPES["auto"].stages, gathers=True) for name in ("ddp", "tp+sp")
+)
+
+
+def _descend(
+    problem: Problem, order: Sequence[int], bound: int, start: Assignment | None = None
+) -> _Descent:
+    """Solves axis after axis, round after round, until every axis is best given the others.
+
+    Without a `start` the axes to come are unsplit in the first round, and memory is relaxed by them.
+    """
+    assignment = start or _unsplit(problem)
     latest: dict[int, Outcome] = {}
-    best = (math.inf, math.inf)
-    for round_number in range(_MAX_ROUNDS):
-        for position, axis in enumerate(order):
-            later = math.prod(problem.mesh.sizes[a] for a in order[position + 1 :])
-            relaxed = bound * (later if round_number == 0 else 1)
-            latest[axis] = _solve_axis(problem, axis, assignment, relaxed)
-            assignment = latest[axis].assignment
-        last = latest[order[-1]]
-        reached = (max(last.bytes, bound), last.seconds)
-        if len(order) == 1 or reached >= (best[0], best[1] * (1 - 1e-9)):
+    reached = (math.inf, math.inf)
+    settled = 0
+    for turn, axis in enumerate(tuple(order) * _MAX_ROUNDS):
+        to_come = order[turn + 1 :] if start is None else ()
+        relaxed = bound * math.prod(problem.mesh.sizes[a] for a in to_come)
+        found = latest[axis] = _solve_axis(problem, axis, assignment, relaxed)
+        assignment = found.assignment
+        score = (max(found.bytes, bound), found.seconds)
+        better = score < (reached[0], reached[1] * (1 - 1e-9))
+        settled = 1 if better or turn < len(order) else settled + 1
+        reached = score
+        if settled == len(order):
             break
-        best = reached
     return _Descent(
         assignment,
-        last.seconds,
-        last.bytes,
+        found.seconds,
+        found.bytes,
         max(each.gap for each in latest.values()),
         tuple(latest[axis].shape for axis in sorted(latest)),
     )
@@ -207,6 +239,14 @@ def _descend(problem: Problem, order: Sequence[int], bound: int) -> _Descent:
 
 def _solve_axis(problem: Problem, axis: int, given: Assignment, bound: int) -> Outcome:
     """The fastest assignment within the bound, or the smallest one if none is within."""
+    elsewhere = tuple((*labels[:axis], *labels[axis + 1 :]) for labels in given.labels)
+    key = (axis, elsewhere, bound)
+    if key not in problem.solved:
+        problem.solved[key] = _solve_anew(problem, axis, given, bound)
+    return problem.solved[key]
+
+
+def _solve_anew(problem: Problem, axis: int, given: Assignment, bound: int) -> Outcome:
     fastest = AxisProgram(problem, axis, given, thrifty=False).solve()
     if fastest is not None and fastest.bytes <= bound:
         return fastest

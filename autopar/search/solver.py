@@ -20,6 +20,11 @@ _SCALE = 1e6  # the objective is brought to about this size, far above HiGHS' ab
 _RELATIVE_GAP = 1e-7
 _MAX_NODES = 20_000
 _MAX_SECONDS = 120.0
+_INTEGRAL = 1e-9  # how far from 0 or 1 a value of the relaxation may be
+_INFEASIBLE = (
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kUnboundedOrInfeasible,
+)
 
 Objective = Literal["seconds", "bytes"]
 
@@ -101,26 +106,45 @@ class Program:
     def solve(
         self, *, minimize: Objective = "seconds", max_bytes: float | None = None
     ) -> Solution | None:
-        """The best values, or None if there are none. Raises SearchError at the limits of time."""
+        """The best values, or None if there are none. Raises SearchError at the limits of time.
+
+        The linear relaxation comes first: it is often integral, and then there is nothing to search.
+        """
         solver = highspy.Highs()
         for option, value in _OPTIONS.items():
             solver.setOptionValue(option, value)
         solver.passModel(self._model(minimize, max_bytes))
+        solver.setOptionValue("solve_relaxation", True)
         solver.run()
-        status = solver.getModelStatus()
-        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        if solver.getModelStatus() in _INFEASIBLE:
             return None
-        info = solver.getInfo()
+        if self._is_integral(solver):
+            return self._solution(solver, gap=0.0)
+        solver.setOptionValue("solve_relaxation", False)
+        solver.run()
+        return self._searched(solver)
+
+    def _searched(self, solver: highspy.Highs) -> Solution | None:
+        status, info = solver.getModelStatus(), solver.getInfo()
+        if status in _INFEASIBLE:
+            return None
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise SearchError(
-                f"The solver found no plan within its limits ({_MAX_SECONDS:.0f} s); a recipe or pins "
-                "make the problem smaller."
+                f"The solver found no plan within {_MAX_SECONDS:.0f} s and {_MAX_NODES} nodes; a recipe "
+                "or pins make the problem smaller."
             )
+        optimal = status == highspy.HighsModelStatus.kOptimal
+        return self._solution(solver, gap=0.0 if optimal else float(info.mip_gap))
+
+    def _is_integral(self, solver: highspy.Highs) -> bool:
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return False
+        values = np.asarray(solver.getSolution().col_value)[np.array(self._binary)]
+        return bool(np.all(np.abs(values - np.round(values)) < _INTEGRAL))
+
+    def _solution(self, solver: highspy.Highs, *, gap: float) -> Solution:
         values = np.asarray(solver.getSolution().col_value)
-        gap = 0.0 if status == highspy.HighsModelStatus.kOptimal else float(info.mip_gap)
-        return Solution(
-            values, float(values @ self.seconds), float(values @ self.bytes), gap
-        )
+        return Solution(values, float(values @ self.seconds), float(values @ self.bytes), gap)
 
     def _model(self, minimize: Objective, max_bytes: float | None) -> highspy.HighsLp:
         starts, indices, values = self._starts, self._indices, self._values

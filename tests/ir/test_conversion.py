@@ -1,0 +1,99 @@
+"""Conversions, on small tensors and on all ranks at once."""
+
+import itertools
+
+import pytest
+import torch
+
+from autopar.ir import WHOLE, Mesh, P, R, S, V, calls, divides, steps
+from autopar.ir.conversion import TRANSITIONS
+from autopar.runtime.simulate import convert, shard
+
+STATES = [R, V, P, S(0), S(0, 1), S(1)]
+DIMS = ((4, 4), (8,))
+
+
+def text(source, target):
+    return [f"{s.axis}:{s.source}->{s.target} {s.transition.forward}" for s in steps(source, target)]
+
+
+def test_one_axis_takes_one_step():
+    for source, target in itertools.product(STATES, STATES):
+        assert len(steps((source,), (target,))) == (source != target)
+
+
+def test_tensor_parallel_and_sequence_parallel_by_name():
+    assert text((P,), (R,)) == ["0:P->R all_reduce"]
+    assert text((P,), (S(1),)) == ["0:P->S(1) reduce_scatter"]
+    assert text((S(1),), (V,)) == ["0:S(1)->V all_gather"]
+
+
+def test_leaving_the_major_axis_unnests_the_minor_one():
+    # See [Note: nested splits]: dp cannot leave S(0) while tp cuts dp's part.
+    assert text((S(0), S(0)), (R, S(0))) == [
+        "1:S(0)->R all_gather",
+        "0:S(0)->R all_gather",
+        "1:R->S(0) shard",
+    ]
+
+
+def test_leaving_the_minor_axis_does_not():
+    assert text((S(0), S(0)), (S(0), R)) == ["1:S(0)->R all_gather"]
+
+
+def test_reductions_come_before_gathers():
+    # the all-gather over dp then moves the reduced tensor, and both move half as much
+    assert text((S(0), P), (V, S(1))) == ["1:P->S(1) reduce_scatter", "0:S(0)->V all_gather"]
+
+
+def test_a_chunk_is_gathered_before_a_factor_is_split():
+    assert text((S(0, WHOLE), R), (V, S(0))) == ["0:S(0.*)->V all_gather", "1:R->S(0) shard"]
+
+
+def test_every_transition_has_the_transpose_of_its_transpose():
+    # S -> V gathers and reduce-scatters back; P -> S reduce-scatters and gathers back
+    pairs = {(t.forward, t.backward) for t in TRANSITIONS.values()}
+    assert all((backward, forward) in pairs for forward, backward in pairs)
+
+
+def values(full, layout, mesh):
+    """Local tensors of all ranks whose sum or union is `full`."""
+    ranks = [shard(full, DIMS, layout, mesh, rank).clone() for rank in range(mesh.size)]
+    for rank, local in enumerate(ranks):
+        if any(s == P and mesh.coordinates(rank)[axis] for axis, s in enumerate(layout)):
+            local.zero_()
+    return ranks
+
+
+@pytest.mark.parametrize("shape", [{"a": 2}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}])
+def test_every_conversion_on_every_mesh(shape):
+    mesh = Mesh.of(shape)
+    full = torch.arange(128.0, dtype=torch.float64).reshape(16, 8)
+    layouts = [x for x in itertools.product(STATES, repeat=len(shape)) if divides(DIMS, x, mesh)]
+    pairs = list(itertools.product(layouts, layouts))
+    for source, target in pairs[:: 1 if len(shape) < 3 else 17]:
+        got = convert(values(full, source, mesh), DIMS, source, target, mesh)
+        want = values(full, target, mesh)
+        if P not in target:
+            assert all(map(torch.equal, got, want)), (source, target)
+        else:
+            assert torch.equal(summed(got, target, mesh), summed(want, target, mesh)), (source, target)
+
+
+def summed(ranks, layout, mesh):
+    """The sum over the partial axes, for rank 0's coordinates elsewhere."""
+    picked = [
+        local
+        for rank, local in enumerate(ranks)
+        if all(s == P or not i for s, i in zip(layout, mesh.coordinates(rank), strict=True))
+    ]
+    return torch.stack(picked).sum(0)
+
+
+def test_a_major_factor_needs_no_view_and_a_minor_one_does():
+    mesh = Mesh.of({"a": 2})
+    (major,) = calls(DIMS, (S(0),), (V,), mesh)
+    (minor,) = calls(DIMS, (S(0, 1),), (V,), mesh)
+    assert (major.dims, major.before, major.after) == ((0,), None, None)
+    # local rows are (4, 2): gathered along the second, and merged to 16 rows
+    assert (minor.dims, minor.before, minor.after) == ((1,), (4, 2, 8), (16, 8))

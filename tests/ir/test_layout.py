@@ -1,0 +1,67 @@
+import pytest
+
+from autopar.errors import LayoutError
+from autopar.ir import (
+    WHOLE,
+    Mesh,
+    P,
+    R,
+    S,
+    State,
+    V,
+    divides,
+    format_layout,
+    local_factors,
+    local_shape,
+    parse_layout,
+)
+
+MESH = Mesh.of({"dp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize("state", [R, V, P, S(0), S(1, 2), S(3, WHOLE)])
+def test_state_reads_back(state):
+    assert State.parse(str(state)) == state
+
+
+@pytest.mark.parametrize("layout", [(R, R), (S(0), R), (S(0), S(0, 1)), (P, V), (S(1, WHOLE), R)])
+def test_layout_reads_back(layout):
+    assert parse_layout(format_layout(layout, MESH), MESH) == layout
+
+
+def test_replicated_axes_are_left_out_of_the_text():
+    assert format_layout((S(0), R), MESH) == "S(0)@dp"
+    assert format_layout((R, R), MESH) == "R"
+
+
+def test_unreadable_state():
+    with pytest.raises(LayoutError, match=r"Cannot read the state 'S\[0\]'; write R, V, P, S\(0\)"):
+        State.parse("S[0]")
+
+
+def test_both_axes_on_one_factor_multiply():
+    # 8 rows over 2 * 2 ranks are 2 each; the 5 columns stay
+    assert local_shape(((8,), (5,)), (S(0), S(0)), MESH) == (2, 5)
+
+
+def test_a_minor_factor_is_cut_inside_each_major_one():
+    # (3, 4) * 16: the 4 is halved, 3 * 2 * 16 = 96 columns are left of 192
+    dims = ((7,), (3, 4, 16))
+    assert local_factors(dims, (S(1, 1), R), MESH) == ((7,), (3, 2, 16))
+    assert local_shape(dims, (S(1, 1), R), MESH) == (7, 96)
+
+
+def test_a_chunk_cuts_the_whole_dim():
+    # 3 * 64 has an odd major factor, and 192 / 2 = 96
+    assert not divides(((3, 64),), (S(0), R), MESH)
+    assert divides(((3, 64),), (S(0, WHOLE), R), MESH)
+    assert local_shape(((3, 64),), (S(0, WHOLE), R), MESH) == (96,)
+
+
+def test_a_chunk_and_a_factor_do_not_share_a_dim():
+    assert not divides(((4, 4),), (S(0, WHOLE), S(0)), MESH)
+
+
+def test_what_does_not_divide_says_so():
+    with pytest.raises(LayoutError, match=r"S\(0\)@dp cuts a factor of size 3 of dim 0 into 2 parts"):
+        local_shape(((3,),), (S(0), R), MESH)

@@ -1,0 +1,99 @@
+import dataclasses
+import json
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.ir import Mesh, ParameterPlan, Plan, R, S, V
+
+PLAN = Plan(
+    mesh=Mesh.of({"dp": 2, "tp": 2}),
+    fingerprint="5be0c1",
+    recipe="dp:zero3,tp:tp",
+    micro_batches=2,
+    parameters={"up.weight": ParameterPlan((S(1), S(0)), (V, S(0)), "micro_batch")},
+    inputs={"tokens": (S(0), R)},
+    ops={"linear_1": ("b0", "j")},
+    notes=("dp splits batch",),
+)
+
+TEXT = """\
+autopar plan 1
+mesh dp=2,tp=2
+model 5be0c1
+recipe dp:zero3,tp:tp
+micro-batches 2
+parameter up.weight: S(1)@dp S(0)@tp | V@dp S(0)@tp | micro_batch
+input tokens: S(0)@dp
+op linear_1: b0 j
+note dp splits batch
+"""
+
+
+def test_text_and_back():
+    assert str(PLAN) == TEXT
+    assert Plan.parse(TEXT) == PLAN
+    assert hash(Plan.parse(TEXT)) == hash(PLAN)
+
+
+def test_json_and_back(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    assert json.loads(path.read_text())["version"] == 1
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PLAN.recipe = "ddp"
+
+
+def test_zero_stages_are_read_off_the_layouts():
+    stages = {
+        0: ParameterPlan((R,), (V,)),
+        1: ParameterPlan((S(0),), (V,), "step"),
+        2: ParameterPlan((S(0),), (V,), "micro_batch"),
+        3: ParameterPlan((S(0),), (S(0),)),
+    }
+    assert {stage: plan.zero_stage(0) for stage, plan in stages.items()} == {i: i for i in range(4)}
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(PlanError, match=r"plan.json is not a whole JSON file .*cut short"):
+        Plan.load(path)
+
+
+def test_another_version_is_named():
+    with pytest.raises(PlanError, match="of version 2, and this autopar reads version 1"):
+        Plan.parse(TEXT.replace("plan 1", "plan 2"))
+    with pytest.raises(PlanError, match="of version 7"):
+        Plan.from_json(PLAN.to_json() | {"version": 7})
+
+
+def test_a_missing_part_is_named():
+    document = PLAN.to_json()
+    del document["inputs"]
+    with pytest.raises(PlanError, match="has no field 'inputs'"):
+        Plan.from_json(document)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("op linear_1: b0 j", "op linear_1: b0", "Op linear_1 has 1 labels for the 2 axes"),
+        ("input tokens", "inputs tokens", "Cannot read line 7 of the plan"),
+        ("S(0)@dp\n", "S(0)@pp\n", "has no axis 'pp'"),
+        ("| micro_batch", "| sometimes", "not per 'sometimes'"),
+    ],
+)
+def test_damage_is_named(old, new, says):
+    with pytest.raises(PlanError, match=says):
+        Plan.parse(TEXT.replace(old, new))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(PlanError, match="No such file"):
+        Plan.load(tmp_path / "none.json")

@@ -1,0 +1,78 @@
+"""The program of one axis against brute force over every plan of tiny graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import SearchError
+from autopar.ir import Graph
+from autopar.search import search_with_cost
+from tests.search.graphs import Builder
+from tests.search.toy import TOY, priced_plans
+
+
+def one_layer() -> Graph:
+    """relu(x W) summed."""
+    b = Builder({"b": 8, "k": 16, "j": 32}, itemsize_bytes=4)
+    x, w = b.input("x", "b k"), b.parameter("w", "j k")
+    y = b.op("linear", "b k, j k -> b j", [x, w], linear=[[0]])
+    y = b.op("relu", "b j -> b j", [y], saves=[], saves_result=True)
+    b.output(b.op("sum", "b j ->", [y], saves=[], linear=[[0]]))
+    return b.graph()
+
+
+def residual() -> Graph:
+    """A value with two consumers, one of them a view, and a parameter used twice."""
+    b = Builder({"b": 4, "k": 8, "h": 2, "e": 4}, itemsize_bytes=4)
+    x, w = b.input("x", "b (h e)"), b.parameter("w", "h e")
+    y = b.op("mul", "b (h e), h e -> b (h e)", [x, w], linear=[[0]])
+    z = b.op("view", "b (h e) -> b h e", [y], view=True, linear=[[0]])
+    z = b.op("mul", "b h e, h e -> b h e", [z, w], linear=[[0]])
+    b.output(b.op("dot", "b (h e), b h e ->", [y, z]))
+    return b.graph()
+
+
+def chain_of_views() -> Graph:
+    """linear -> view -> view -> linear: both views collapse."""
+    b = Builder({"b": 4, "k": 8, "h": 4, "e": 2}, itemsize_bytes=4)
+    x, w = b.input("x", "b k"), b.parameter("w", "(h e) k")
+    y = b.op("linear", "b k, (h e) k -> b (h e)", [x, w], linear=[[0]])
+    y = b.op("view", "b (h e) -> b h e", [y], view=True, linear=[[0]])
+    y = b.op("view", "b h e -> h b e", [y], view=True, linear=[[0]])
+    b.output(b.op("square", "h b e -> h b e", [y]))
+    return b.graph()
+
+
+GRAPHS = {"one layer": one_layer, "residual": residual, "chain of views": chain_of_views}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_optimum_is_that_of_brute_force(name: str, micro_batches: int) -> None:
+    graph = GRAPHS[name]()
+    best = min(cost.seconds for _, cost in priced_plans(graph, 2, micro_batches))
+    found = search_with_cost(graph, {"x": 2}, hardware=TOY, micro_batches=micro_batches)
+    assert found.cost.seconds == pytest.approx(best, rel=1e-9)
+    assert found.gap == 0.0
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_optimum_under_any_memory_bound_is_that_of_brute_force(name: str) -> None:
+    graph = GRAPHS[name]()
+    plans = priced_plans(graph, 2, micro_batches=2)
+    sizes = sorted({cost.memory_bytes for _, cost in plans})
+    for bound in sizes[:: max(1, len(sizes) // 6)]:
+        best = min(cost.seconds for _, cost in plans if cost.memory_bytes <= bound)
+        found = search_with_cost(
+            graph, {"x": 2}, hardware=TOY, micro_batches=2, memory_bytes=bound
+        )
+        assert found.cost.memory_bytes <= bound
+        assert found.cost.seconds == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_below_the_smallest_plan_the_error_names_it(name: str) -> None:
+    graph = GRAPHS[name]()
+    smallest = min(cost.memory_bytes for _, cost in priced_plans(graph, 2))
+    with pytest.raises(SearchError, match=rf"memory_bytes={smallest} if a rank has that much"):
+        search_with_cost(graph, {"x": 2}, hardware=TOY, memory_bytes=smallest - 1)
