@@ -9,6 +9,9 @@ AutoparError (ValueError)
  +-- SearchError      no plan satisfies the constraints (memory, pins)
  +-- StepError        a batch, a loss function or a loss that `step` cannot use
 
+RuntimeError
+ +-- PeerError        a collective that failed because another rank died or hangs
+
 Our own mistakes are `assert`s or `VerifierError`, which is not a ValueError on purpose.
 """
 
@@ -45,6 +48,19 @@ class SearchError(AutoparError):
 
 class StepError(AutoparError):
     """A batch, loss function or loss that `step` cannot use."""
+
+
+class PeerError(RuntimeError):
+    """A collective failed, because another rank died, hangs, or runs something else.
+
+    Attributes:
+        collective: its name, such as `all_reduce`.
+        group: the c10d name of the process group.
+    """
+
+    def __init__(self, message: str, *, collective: str, group: str) -> None:
+        super().__init__(message)
+        self.collective, self.group = collective, group
 
 
 class VerifierError(AssertionError):

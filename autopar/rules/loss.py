@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.rules.index import shifted
-from autopar.rules.spec import Call, Local, Spec, plain
+from autopar.rules.spec import Call, Local, Spec, plain, run_as_is
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # values of the op's `reduction` argument (torch.nn._reduction)
@@ -55,8 +55,8 @@ class _Localizer:
     def __call__(self, local: Local) -> fx.Node:
         axes = [axis for letter in self.channel for axis in local.axes(letter)]
         token_axes = [axis for letter in self.tokens for axis in local.axes(letter)]
-        if not axes and not token_axes:
-            return local.emit(local.node.target, *local.args, **local.kwargs)
+        if self.reduction not in (MEAN, SUM) or not (axes or token_axes):
+            return run_as_is(local)
         x, target = local.args[:2]
         if axes:
             total = self._over_classes(local, x, target, tuple(axes))

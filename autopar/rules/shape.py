@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,62 +27,61 @@ def _expand_locally(local: Local) -> fx.Node:
 def view(call: Call) -> Spec:
     """`b, s -> b s` and its like: both shapes are cut at each other's boundaries."""
     source, target = list(call.operands[0].shape), list(call.results[0].shape)
-    groups = list(common_factors(source, target))
-    sizes = {f"d{i}": size for i, (size, *_) in enumerate(groups) if size > 1}
-    whole = frozenset(f"d{i}" for i, (_, _, _, agrees) in enumerate(groups) if not agrees)
     letters: list[list[str]] = [[] for _ in source]
     result: list[list[str]] = [[] for _ in target]
-    for i, (_, left, right, _) in enumerate(groups):
-        for dim in left:
-            letters[dim].append(f"d{i}")
-        for dim in right:
-            result[dim].append(f"d{i}")
+    sizes: dict[str, int] = {}
+    whole: set[str] = set()
+    for i, (left, right) in enumerate(common_factors(source, target)):
+        agrees = len(left) == len(right) == 1
+        for pieces, side, tag in ((left, letters, "x"), (right, result, "y")):
+            for j, (size, dim) in enumerate(pieces):
+                letter = f"d{i}" if agrees else f"{tag}{i}_{j}"
+                side[dim].append(letter)
+                sizes[letter] = size
+                whole.update(() if agrees else (letter,))
     return Spec(
-        (_frozen(letters),), (_frozen(result),), sizes, whole=whole, linear=FIRST, is_view=True,
-        localize=_reshape_locally,
+        (_frozen(letters),), (_frozen(result),), sizes, whole=frozenset(whole), linear=FIRST,
+        is_view=True, localize=_reshape_locally,
     )  # fmt: skip
 
 
-def common_factors(
-    source: Sequence[int], target: Sequence[int]
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], bool]]:
+Pieces = list[tuple[int, int]]  # (size, dim) of parts of dims, most significant first
+
+
+def common_factors(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[Pieces, Pieces]]:
     """Cuts two shapes of the same size at each other's boundaries, most significant first.
 
-    Yields (size, dims of the source, dims of the target, agrees). Where neither size divides the
-    other, one factor spans several dims until the boundaries meet again, and does not agree.
+    Yields the pieces of either side that make up each other: one piece and one piece of the same
+    size, or, where neither size divides the other, all pieces until the boundaries meet again.
     """
     left = [(size, dim) for dim, size in enumerate(source) if size != 1]
     right = [(size, dim) for dim, size in enumerate(target) if size != 1]
     while left and right:
         (a, i), (b, j) = left.pop(0), right.pop(0)
-        small, large = min(a, b), max(a, b)
-        if small and large % small == 0:
-            yield small, (i,), (j,), True
+        small = min(a, b)
+        if max(a, b) % small == 0:
+            yield [(small, i)], [(small, j)]
             if a > small:
                 left.insert(0, (a // small, i))
             if b > small:
                 right.insert(0, (b // small, j))
         else:
-            yield _until_boundaries_meet(left, right, (a, i), (b, j))
+            yield _until_boundaries_meet([(a, i)], [(b, j)], left, right)
     assert not left and not right, (source, target)
 
 
 def _until_boundaries_meet(
-    left: list[tuple[int, int]],
-    right: list[tuple[int, int]],
-    a: tuple[int, int],
-    b: tuple[int, int],
-) -> tuple[int, tuple[int, ...], tuple[int, ...], bool]:
-    (x, i), (y, j) = a, b
-    dims, other = [i], [j]
-    while x != y:
-        if x < y:
-            size, dim = left.pop(0)
-            x, dims = x * size, [*dims, dim]
+    taken: Pieces, other: Pieces, left: Pieces, right: Pieces
+) -> tuple[Pieces, Pieces]:
+    def total(pieces: Pieces) -> int:
+        return math.prod(size for size, _ in pieces)
+
+    while total(taken) != total(other):
+        if total(taken) < total(other):
+            taken.append(left.pop(0))
         else:
-            size, dim = right.pop(0)
-            y, other = y * size, [*other, dim]
-    return x, tuple(dims), tuple(other), False
+            other.append(right.pop(0))
+    return taken, other
 
 
 def _frozen(letters: list[list[str]]) -> Letters:

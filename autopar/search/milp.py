@@ -301,20 +301,26 @@ class AxisProgram:
             for pair, price in prices.items()
             if price is not None
         }
-        alone = len(demands) == 1 and not delivered
-        slack = 0.0 if alone else math.inf
+        if len(demands) == 1 and not delivered:
+            self._transport(y, sources, demands[0])
+            return
         for demand in demands:
-            for target, columns in demand.items():
-                into = [column for (_, t), column in y.items() if t == target]
-                self.program.row(into, columns, lower=0.0, upper=slack)
+            if len(demand) == 1 and False:
+                pass
+            z = {pair: self.program.continuous() for pair in y if pair[1] in demand}
+            self._transport(z, sources, demand)
+            for pair, column in z.items():
+                self.program.row([y[pair]], [column], lower=0.0, upper=math.inf)
+        for source, target in delivered.items():
+            self.program.row([y[source, target]], sources[source], lower=0.0, upper=math.inf)
+
+    def _transport(self, y: dict[tuple[Layout, Layout], int], sources: _ByLayout, demand: _ByLayout) -> None:
+        for target, columns in demand.items():
+            into = [column for (_, t), column in y.items() if t == target]
+            self.program.row(into, columns, lower=0.0, upper=0.0)
         for source, columns in sources.items():
-            out = {t: column for (s, t), column in y.items() if s == source}
-            self.program.row(list(out.values()), columns, lower=0.0, upper=slack)
-            for target, column in out.items():
-                if target == delivered.get(source):
-                    self.program.row([column], columns, lower=0.0, upper=0.0)
-                elif not alone:
-                    self.program.row([column], columns, lower=-math.inf, upper=0.0)
+            out = [column for (s, _), column in y.items() if s == source]
+            self.program.row(out, columns, lower=0.0, upper=0.0)
 
     # Memory
 

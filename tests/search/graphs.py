@@ -1,8 +1,8 @@
 """Small graphs for tests, written as rows such as `x: b s k, w: j k -> y: b s j`.
 
 A word of a row is a dim; `(h d)` is a dim of two factors. Equal words in one row are one factor, and
-their sizes come from `sizes`. A factor may be split unless it ends in `!`; one that stands in no result is
-summed away.
+their sizes come from `sizes` (`d'` is another factor of the size of `d`). A factor may be split unless it ends
+in `!`; one that stands in no result is summed away.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Builder:
                 continue
             states = tuple(_at(dims, letter) or V for dims in operands)
             made = _at(result, letter) or P
-            size = self.sizes[letter]
-            choices.append(Choice(letter, states, (made,), size, letter))
+            size = self.sizes[_plain(letter)]
+            choices.append(Choice(letter, states, (made,), size, _plain(letter)))
         for positions in linear:
             label = "+" + "+".join(map(str, positions))
             states = tuple(P if i in positions else V for i in range(len(operands)))

@@ -1,0 +1,240 @@
+"""Transfers: several local tensors converted at once, one flat collective per hop.
+
+A `Hop` is a `CollectiveCall` with the local shapes around it; the hops from one layout to another are a
+route, and the transposed hops in reverse order take the gradient back. `Transfer` runs tensors whose
+routes name the same ops and axes together: a collective moves them in one buffer, and starts before
+it is waited for, so that what is computed meanwhile overlaps with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import PeerError
+from autopar.ir import Dims, Layout, Mesh, calls, local_shape
+from autopar.runtime.collectives import KERNELS, group_name, result_shape
+from autopar.runtime.world import World
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective on a local tensor.
+
+    Attributes:
+        name, backward: the op and its transpose.
+        dims: dims of the viewed tensor.
+        axis: position of the mesh axis; it has at least two ranks.
+        size: ranks of the axis.
+        before: shape of the local tensor.
+        viewed: shape it is viewed in for the op.
+        result: shape of the op's result.
+        after: shape that is viewed in then.
+    """
+
+    name: str
+    backward: str
+    dims: tuple[int, ...]
+    axis: int
+    size: int
+    before: Shape
+    viewed: Shape
+    result: Shape
+    after: Shape
+
+    def transposed(self) -> Hop:
+        """The hop that takes the gradient back."""
+        return Hop(
+            self.backward, self.name, self.dims[::-1], self.axis, self.size,
+            self.after, self.result, self.viewed, self.before,
+        )  # fmt: skip
+
+
+Route = tuple[Hop, ...]
+
+
+def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Route:
+    """The hops from one layout of a tensor to another; axes of one rank need none."""
+    hops = []
+    shape = local_shape(dims, source, mesh)
+    for call in calls(dims, source, target, mesh):
+        size = mesh.sizes[call.axis]
+        viewed = call.before or shape
+        result = tuple(result_shape(call.name, viewed, call.dims, size))
+        after = call.after or result
+        if size > 1:
+            hops.append(
+                Hop(call.name, call.backward, call.dims, call.axis, size, shape, viewed, result, after)
+            )
+        shape = after
+    return tuple(hops)
+
+
+def transposed(hops: Route) -> Route:
+    """The route of the gradient."""
+    return tuple(hop.transposed() for hop in reversed(hops))
+
+
+def signature(hops: Route) -> tuple[tuple[str, int], ...]:
+    """What two routes must share to be travelled together; `vary` moves nothing and does not count."""
+    return tuple((hop.name, hop.axis) for hop in hops if hop.name != "vary")
+
+
+class Transfer:
+    """Tensors on their way; the first collective has started when the constructor returns.
+
+    The tensors are given up: the transfer may write into them.
+    """
+
+    def __init__(self, routes: Sequence[Route], tensors: Sequence[Tensor], world: World) -> None:
+        moving = [tuple(hop for hop in hops if hop.name != "vary") for hops in routes]
+        assert len({signature(hops) for hops in moving}) <= 1, "routes must share one signature"
+        self._world = world
+        self._stages = [list(stage) for stage in zip(*moving, strict=True)]
+        self._tensors = list(tensors)
+        self._started: _Started | None = None
+        self._advance()
+
+    def wait(self) -> list[Tensor]:
+        """Finishes the journey and returns the tensors in their new layout."""
+        while self._started is not None:
+            started, self._started = self._started, None
+            self._arrive(started.hops, started.wait())
+            self._advance()
+        return self._tensors
+
+    def _advance(self) -> None:
+        """Runs local hops up to the next collective, and starts that."""
+        while self._stages and self._started is None:
+            hops = self._stages.pop(0)
+            tensors = [x.reshape(hop.viewed) for x, hop in zip(self._tensors, hops, strict=True)]
+            self._tensors = []
+            start = _STARTS.get(hops[0].name)
+            if start is not None:
+                self._started = start(hops, tensors, self._world)
+            else:
+                self._arrive(hops, _run_locally(hops, tensors, self._world))
+
+    def _arrive(self, hops: list[Hop], tensors: list[Tensor]) -> None:
+        self._tensors = [x.reshape(hop.after) for x, hop in zip(tensors, hops, strict=True)]
+
+
+def _run_locally(hops: list[Hop], tensors: list[Tensor], world: World) -> list[Tensor]:
+    """Hops that are no flat collective, one by one."""
+    name = group_name(_group(hops[0], world))
+    return [
+        KERNELS[hop.name](x, list(hop.dims), hop.size, name)
+        for hop, x in zip(hops, tensors, strict=True)
+    ]
+
+
+@dataclass
+class _Started:
+    """A collective under way and what to do with its result."""
+
+    hops: list[Hop]
+    work: Any
+    group: dist.ProcessGroup
+    unpack: Callable[[], list[Tensor]]
+
+    def wait(self) -> list[Tensor]:
+        with naming_failures(self.hops[0].name, self.group):
+            self.work.wait()
+        return self.unpack()
+
+
+@contextlib.contextmanager
+def naming_failures(collective: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Turns what a backend raises into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()
+        name = group_name(group)
+        raise PeerError(reason[0] if reason else "no reason", collective=collective, group=name) from error
+
+
+def _group(hop: Hop, world: World) -> dist.ProcessGroup:
+    group = world.groups[hop.axis]
+    assert group is not None, hop
+    return group
+
+
+def _start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> _Started:
+    group = _group(hops[0], world)
+    if len(tensors) == 1:
+        flat = tensors[0].contiguous().view(-1)
+    else:
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+    shapes = [hop.result for hop in hops]
+
+    def unpack() -> list[Tensor]:
+        parts = flat.split([shape.numel() for shape in map(torch.Size, shapes)])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    with naming_failures("all_reduce", group):
+        work = dist.all_reduce(flat, group=group, async_op=True)
+    return _Started(hops, work, group, unpack)
+
+
+def _start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> _Started:
+    group, size = _group(hops[0], world), hops[0].size
+    flat = torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+    gathered = flat.new_empty(size, flat.numel())
+
+    def unpack() -> list[Tensor]:
+        parts = gathered.split([torch.Size(hop.viewed).numel() for hop in hops], dim=1)
+        return [_join(part, hop) for part, hop in zip(parts, hops, strict=True)]
+
+    with naming_failures("all_gather", group):
+        work = dist.all_gather_into_tensor(gathered.view(-1), flat.contiguous(), group=group, async_op=True)
+    return _Started(hops, work, group, unpack)
+
+
+def _join(rows: Tensor, hop: Hop) -> Tensor:
+    """One row per rank -> the shards concatenated along the hop's dim."""
+    shards = rows.unflatten(1, hop.viewed) if hop.viewed else rows.view(hop.size)
+    return shards.movedim(0, hop.dims[0]).reshape(hop.result)
+
+
+def _start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -> _Started:
+    group, size = _group(hops[0], world), hops[0].size
+    sizes = [torch.Size(hop.result).numel() for hop in hops]
+    stacked = _stack(hops, tensors, sizes)
+    tensors.clear()
+    reduced = stacked.new_empty(sum(sizes))
+
+    def unpack() -> list[Tensor]:
+        parts = reduced.split(sizes)
+        return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
+
+    with naming_failures("reduce_scatter", group):
+        work = dist.reduce_scatter_tensor(reduced, stacked.view(-1), group=group, async_op=True)
+    return _Started(hops, work, group, unpack)
+
+
+def _stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    """The parts that go to rank i, of all tensors, as row i."""
+    size = hops[0].size
+    cut = [x.unflatten(h.dims[0], (size, -1)).movedim(h.dims[0], 0) for x, h in zip(tensors, hops, strict=True)]
+    if len(cut) == 1:
+        return cut[0].contiguous().view(size, -1)
+    stacked = tensors[0].new_empty(size, sum(sizes))
+    for rows, part in zip(stacked.split(sizes, dim=1), cut, strict=True):
+        rows.unflatten(1, part.shape[1:]).copy_(part)
+    return stacked
+
+
+_STARTS: dict[str, Callable[[list[Hop], list[Tensor], World], _Started]] = {
+    "all_reduce": _start_all_reduce,
+    "all_gather": _start_all_gather,
+    "reduce_scatter": _start_reduce_scatter,
+}

@@ -1,0 +1,94 @@
+"""Proves a rule: an op alone in a graph, run with every choice on an axis of two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import capture_step
+from autopar.factors import analyze
+from autopar.ir import UNSPLIT, Mesh, ParameterPlan, Plan, R, is_legal
+from autopar.passes import clean_up
+from autopar.program import build_program
+from autopar.runtime.simulate import run
+
+MESH = Mesh.of({"a": 2})
+
+
+class Alone(nn.Module):
+    """sum(op(tensors) * weights): floating tensors are parameters, the others buffers."""
+
+    def __init__(self, op: Callable[..., object], tensors: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.op, self.names = op, []
+        for i, x in enumerate(tensors):
+            self.names.append(f"x{i}")
+            if x.is_floating_point():
+                self.register_parameter(f"x{i}", nn.Parameter(x.clone()))
+            else:
+                self.register_buffer(f"x{i}", x.clone())
+
+    def forward(self) -> Tensor:
+        result = self.op(*(getattr(self, name) for name in self.names))
+        parts = [r for r in (result if isinstance(result, (tuple, list)) else [result])]
+        floating = [r for r in parts if r.is_floating_point()]
+        weighted = [torch.linspace(1, 2, r.numel(), dtype=r.dtype).reshape(r.shape) * r for r in floating]
+        return torch.stack([w.sum() for w in weighted]).sum()
+
+
+def labels_of(op: Callable[..., object], *tensors: Tensor, kind: str) -> set[str]:
+    """The choices that the rule of the op called `kind` offers."""
+    graph = _analyzed(Alone(op, tensors))[1].graph
+    return {c.label for o in graph.ops if o.kind == kind for c in o.choices}
+
+
+def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:
+    """Compares every choice of every op called `kind` with the unsplit op; returns how many there were."""
+    module = Alone(op, tensors)
+    module().backward()
+    captured, analysis = _analyzed(module)
+    graph = analysis.graph
+    tried = 0
+    for node in (o for o in graph.ops if o.kind == kind):
+        assert node.has_rule, f"no rule for {kind}"
+        for choice in node.choices:
+            if is_legal(graph, node, (choice.label,), MESH):
+                _compare(module, captured, analysis, node.name, choice.label)
+                tried += 1
+    assert tried, f"{kind} is not in the graph: {[o.kind for o in graph.ops]}"
+    return tried
+
+
+def _analyzed(module):
+    captured = capture_step(module, (), {}, None)
+    clean_up(captured.module)
+    return captured, analyze(captured)
+
+
+def _compare(module, captured, analysis, name, label):
+    ops = {o.name: (label if o.name == name else UNSPLIT,) for o in analysis.graph.ops}
+    parameters = {n: ParameterPlan((R,), (R,)) for n in analysis.graph.parameters}
+    plan = Plan(MESH, captured.fingerprint, "", 1, parameters, {}, ops)
+    program = build_program(captured, analysis, plan)
+    own = dict(module.named_parameters())
+    leaves = {
+        s.name: [own[s.name].detach().clone().requires_grad_() for _ in range(2)]
+        for s in program.parameters
+    }
+    buffers = dict(module.named_buffers())
+    fixed = [[buffers[s.name]] * 2 for s in program.buffers] + [[c] * 2 for c in program.constants]
+    (losses,) = run(program, [*leaves.values(), *fixed])
+    want = module()
+    torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+    for loss in losses:
+        torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12, msg=f"{name} split by {label}")
+    for parameter, ranks in leaves.items():
+        grad = own[parameter].grad
+        for x in ranks:
+            got = torch.zeros_like(x) if x.grad is None else x.grad
+            wanted = torch.zeros_like(x) if grad is None else grad
+            torch.testing.assert_close(
+                got, wanted, rtol=1e-9, atol=1e-11, msg=f"gradient of {parameter}, {name} split by {label}"
+            )

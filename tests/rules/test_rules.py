@@ -1,0 +1,122 @@
+"""Every op family, with every choice it offers, against the unsplit op: forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from proof import labels_of, prove
+
+
+def rand(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def ids(high, *shape):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape) * 7 % high
+
+
+CLASSES = torch.tensor([[0, 3, -100, 5], [1, 2, 2, -100]])
+
+SAMPLES = [
+    ("aten.linear", F.linear, rand(2, 4, 6), rand(8, 6), rand(8)),
+    ("aten.linear", F.linear, rand(4, 6), rand(8, 6)),
+    ("aten.addmm", torch.addmm, rand(8), rand(4, 6), rand(6, 8)),
+    ("aten.bmm", torch.bmm, rand(2, 4, 6), rand(2, 6, 8)),
+    ("aten.baddbmm", torch.baddbmm, rand(2, 4, 8), rand(2, 4, 6), rand(2, 6, 8)),
+    ("aten.matmul", torch.matmul, rand(2, 4, 4, 6), rand(4, 6, 8)),
+    ("aten.matmul", torch.matmul, rand(4, 6), rand(6)),
+    ("aten.einsum", lambda a, b: torch.einsum("bik,jk->bij", a, b), rand(2, 4, 6), rand(8, 6)),
+    ("aten.conv1d", F.conv1d, rand(2, 4, 8), rand(6, 4, 3), rand(6)),
+    ("aten.conv2d", F.conv2d, rand(2, 4, 8, 8), rand(6, 4, 3, 3), rand(6)),
+    ("aten.conv2d", lambda x, w, b: F.conv2d(x, w, b, groups=4), rand(2, 4, 8, 8), rand(8, 1, 3, 3), rand(8)),
+    ("aten.conv2d", lambda x, w, b: F.conv2d(x, w, b, groups=2), rand(2, 8, 4, 4), rand(4, 4, 3, 3), rand(4)),
+    ("aten.embedding", lambda w, i: F.embedding(i, w), rand(8, 6), ids(8, 2, 4)),
+    ("aten.embedding", lambda w, i: F.embedding(i, w, padding_idx=3), rand(8, 6), ids(8, 2, 4)),
+    ("aten.cross_entropy_loss", F.cross_entropy, rand(8, 6), ids(6, 8)),
+    ("aten.cross_entropy_loss", F.cross_entropy, rand(2, 6, 4), CLASSES),
+    ("aten.cross_entropy_loss", lambda x, t: F.cross_entropy(x, t, reduction="sum"), rand(2, 6, 4), CLASSES),
+    ("aten.cross_entropy_loss", lambda x, t: F.cross_entropy(x, t, reduction="none"), rand(2, 6, 4), CLASSES),
+    ("aten.cross_entropy_loss", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), rand(2, 6, 4), CLASSES),
+    ("aten.cross_entropy_loss", lambda x, t: F.cross_entropy(x, t, ignore_index=2), rand(8, 6), ids(6, 8)),
+    ("aten.cross_entropy_loss", lambda x, t, w: F.cross_entropy(x, t, w.exp().detach()), rand(2, 6, 4), CLASSES, rand(6)),
+    ("aten.cross_entropy_loss", lambda x, p: F.cross_entropy(x, p.softmax(1)), rand(8, 6), rand(8, 6)),
+    ("aten.layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), rand(2, 4, 6), rand(6), rand(6)),
+    ("aten.group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), rand(2, 4, 6), rand(4), rand(4)),
+    ("aten.scaled_dot_product_attention", F.scaled_dot_product_attention, rand(2, 4, 6, 8), rand(2, 4, 4, 8), rand(2, 4, 4, 8)),
+    ("aten.scaled_dot_product_attention", lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
+     rand(2, 4, 6, 8), rand(2, 4, 4, 8), rand(2, 4, 4, 8), rand(2, 1, 6, 4)),
+    ("aten.scaled_dot_product_attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+     rand(2, 4, 6, 8), rand(2, 4, 6, 8), rand(2, 4, 6, 8)),
+    ("aten.scaled_dot_product_attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+     rand(2, 8, 6, 8), rand(2, 2, 6, 8), rand(2, 2, 6, 8)),
+    ("aten.add", torch.add, rand(2, 4, 6), rand(4, 1)),
+    ("aten.add", lambda x, y: torch.add(x, y, alpha=2), rand(2, 4), rand(2, 4)),
+    ("aten.sub", torch.sub, rand(2, 4), rand(2, 4)),
+    ("aten.mul", torch.mul, rand(2, 4), rand(4)),
+    ("aten.mul", lambda x: x * x, rand(2, 4)),
+    ("aten.div", torch.div, rand(2, 4), rand(4)),
+    ("aten.where", torch.where, rand(2, 4) > 0, rand(2, 4), rand(4)),
+    ("aten.gelu", F.gelu, rand(2, 4)),
+    ("aten.pow", lambda x: x**3, rand(2, 4)),
+    ("aten.masked_fill", lambda x, m: x.masked_fill(m, -1.0), rand(2, 4), rand(2, 4) > 0),
+    ("aten.sum", lambda x: x.sum((0, 2)), rand(2, 4, 6)),
+    ("aten.mean", lambda x: x.mean(-1, keepdim=True), rand(2, 4, 6)),
+    ("aten.mean", lambda x: x.mean(), rand(2, 4, 6)),
+    ("aten.amax", lambda x: x.amax(1), rand(2, 4, 6)),
+    ("aten.var", lambda x: x.var(-1), rand(2, 4, 6)),
+    ("aten.softmax", lambda x: x.softmax(-1), rand(2, 4, 6)),
+    ("aten.logsumexp", lambda x: x.logsumexp(1), rand(2, 4, 6)),
+    ("aten.cumsum", lambda x: x.cumsum(1), rand(2, 4, 6)),
+    ("aten.reshape", lambda x: (x * 1).reshape(8, 6) * 1, rand(2, 4, 6)),
+    ("aten.reshape", lambda x: (x * 1).reshape(2, 2, 2, 6) * 1, rand(2, 4, 6)),
+    ("aten.reshape", lambda x: (x * 1).reshape(3, 4) * 1, rand(2, 6)),
+    ("aten.permute", lambda x: x.permute(2, 0, 1), rand(2, 4, 6)),
+    ("aten.transpose", lambda x: x.transpose(-1, 0), rand(2, 4, 6)),
+    ("aten.unsqueeze", lambda x: x.unsqueeze(-1), rand(2, 4)),
+    ("aten.squeeze", lambda x: x.squeeze(1), rand(2, 1, 4)),
+    ("aten.expand", lambda x: x.expand(6, 2, 4), rand(2, 1)),
+    ("aten.slice", lambda x: x[:, 1:3], rand(2, 4, 6)),
+    ("aten.slice", lambda x: torch.ops.aten.slice.Tensor(x, 1, 0, 4), rand(2, 4, 6)),
+    ("aten.select", lambda x: x.select(1, 2), rand(2, 4, 6)),
+    ("aten.cat", lambda x, y: torch.cat([x, y], 1), rand(2, 4), rand(2, 6)),
+    ("aten.stack", lambda x, y: torch.stack([x, y], 1), rand(2, 4), rand(2, 4)),
+    ("aten.split", lambda x: x.split(2, 1), rand(2, 6)),
+    ("aten.split_with_sizes", lambda x: x.split([2, 4], 1), rand(2, 6)),
+    ("aten.unbind", lambda x: x.unbind(0), rand(2, 6)),
+    ("aten.pad", lambda x: F.pad(x, (1, 1)), rand(2, 4)),
+    ("aten.pad", lambda x: F.pad(x, (0, 0, 1, 0), value=2.0), rand(2, 4)),
+    ("aten.repeat", lambda x: x.repeat(3, 1, 2), rand(2, 4)),
+    ("aten.flip", lambda x: x.flip(1), rand(2, 4)),
+    ("aten.index", lambda x, i: x[:, i], rand(2, 6), ids(6, 4)),
+    ("aten.index", lambda x, i, j: x[i, :, j], rand(4, 2, 6), ids(4, 4, 1), ids(6, 2)),
+    ("aten.index_select", lambda x, i: x.index_select(1, i), rand(2, 6), ids(6, 4)),
+    ("aten.gather", lambda x, i: x.gather(1, i), rand(2, 6), ids(6, 2, 4)),
+    ("aten.topk", lambda x: x.topk(2, 1), rand(2, 6)),
+    ("aten.max_pool2d", lambda x: F.max_pool2d(x, 2), rand(2, 4, 4, 4)),
+    ("aten.adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, 2), rand(2, 4, 4, 4)),
+    ("aten.min", torch.min, rand(2, 4), rand(4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s[0].removeprefix("aten."))
+def test_every_choice_equals_the_unsplit_op(sample):
+    kind, op, *tensors = sample
+    assert prove(op, *tensors, kind=kind) >= 1
+
+
+def test_linear_splits_batch_rows_and_columns():
+    choices = labels_of(F.linear, rand(2, 4, 6), rand(8, 6), rand(8), kind="aten.linear")
+    assert choices == {"-", "b1", "b0", "k", "j"}
+    # without a bias, a partial sum of the input passes too
+    assert labels_of(F.linear, rand(4, 6), rand(8, 6), kind="aten.linear") == {"-", "b0", "k", "j", "+0"}
+
+
+def test_softmax_keeps_its_dim_whole():
+    assert labels_of(lambda x: x.softmax(1), rand(2, 4, 6), kind="aten.softmax") == {"-", "d0", "d2"}
+
+
+def test_causal_attention_keeps_queries_whole():
+    def causal(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    tensors = rand(2, 4, 6, 8), rand(2, 4, 6, 8), rand(2, 4, 6, 8)
+    assert labels_of(causal, *tensors, kind="aten.scaled_dot_product_attention") == {"-", "b1", "b0"}

@@ -1,0 +1,177 @@
+"""Recipes and pins: what they mean, and what they say when they cannot hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import RecipeError
+from autopar.ir import Graph, Mesh, Plan, R, S, V, operand_layouts
+from autopar.search import RECIPES, format_recipe, resolve, search
+from tests.search.graphs import LlamaSizes, llama
+from tests.search.toy import TOY
+
+SIZES = LlamaSizes(
+    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
+)
+
+
+def factors(graph: Graph, plan: Plan, axis: int = 0) -> dict[str, str]:
+    return {op.name: op.choice(plan.ops[op.name][axis]).factor for op in graph.ops}
+
+
+def stages(plan: Plan, axis: int = 0) -> set[int]:
+    return {how.zero_stage(axis) for how in plan.parameters.values()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stage"), [("ddp", 0), ("zero1", 1), ("zero2", 2), ("zero3", 3), ("fsdp", 3)]
+)
+def test_data_parallel_recipes_split_the_batch_and_name_the_stage(recipe: str, stage: int) -> None:
+    graph = llama(SIZES)
+    plan = search(graph, {"x": 4}, hardware=TOY, recipe=recipe)
+    split = factors(graph, plan)
+    assert {split[op.name] for op in graph.ops if op.kind != "cos"} == {"b"}
+    assert split["cos_0"] == ""  # it has no batch, and runs whole on every rank
+    assert stages(plan) == {stage}
+
+
+def test_tp_is_megatron() -> None:
+    """Columns and rows of every matrix; everything around them whole on every rank."""
+    graph = llama(SIZES)
+    plan = search(graph, {"x": 4}, hardware=TOY, recipe="tp")
+    split = factors(graph, plan)
+    for op in graph.ops:
+        if op.kind in ("linear", "embedding", "attention"):
+            assert split[op.name] in ("h", "f", "v"), op.name
+        if op.kind in ("add", "pow", "mean", "rsqrt"):
+            assert split[op.name] == "" and plan.ops[op.name] == ("-",), op.name
+    stored = plan.parameters
+    assert stored["layers.1.mlp.up.weight"].storage == (S(0),)
+    assert stored["layers.1.mlp.down.weight"].storage == (S(1),)
+    assert stored["layers.1.mlp.norm.weight"].storage == (R,)
+
+
+def test_tp_sp_splits_the_rest_along_the_sequence() -> None:
+    graph = llama(SIZES)
+    plan = search(graph, {"x": 4}, hardware=TOY, recipe="tp+sp")
+    split = factors(graph, plan)
+    around = ("add", "pow", "mean", "rsqrt", "cast")
+    assert {split[op.name] for op in graph.ops if op.kind in around[:4]} == {"s"}
+    norm = plan.parameters["layers.0.mlp.norm.weight"]
+    assert (norm.storage, norm.resident) == ((R,), (V,))
+
+
+def test_parameters_are_used_as_stored_under_tp() -> None:
+    graph = llama(SIZES)
+    for recipe in ("tp", "tp+sp"):
+        plan = search(graph, {"x": 4}, hardware=TOY, recipe=recipe)
+        by_tensor = {tensor: plan.parameters[name] for name, tensor in graph.parameters.items()}
+        for op in graph.ops:
+            layouts = operand_layouts(op, plan.ops[op.name])
+            for name, layout in zip(op.operands, layouts, strict=True):
+                if name in by_tensor and by_tensor[name].storage[0].kind == "S":
+                    assert layout == by_tensor[name].storage
+
+
+def test_recipes_combine_over_axes() -> None:
+    graph = llama(SIZES)
+    plan = search(
+        graph, {"dp": 2, "tp": 2}, hardware=TOY, recipe={"dp": "zero3", "tp": "tp+sp"}
+    )
+    assert set(factors(graph, plan, 0).values()) == {"b", ""}
+    assert set(factors(graph, plan, 1).values()) <= {"s", "h", "f", "v", "t", ""}
+    assert stages(plan, 0) == {3}
+    weight = plan.parameters["layers.0.mlp.up.weight"]
+    assert weight.storage[1] == S(0) and weight.storage[0].kind == "S"
+
+
+def test_ddp_over_two_axes_splits_the_batch_over_both() -> None:
+    graph = llama(SIZES)
+    plan = search(graph, {"x": 2, "y": 4}, hardware=TOY, recipe="ddp")
+    assert plan.inputs["tokens"] == (S(0), S(0))
+
+
+def test_the_text_of_a_recipe_reads_back() -> None:
+    mesh = Mesh.of({"dp": 2, "tp": 2})
+    for text in ("auto", "zero3", "dp:zero3,tp:tp+sp", "tp:tp"):
+        assert format_recipe(text) == text
+        assert resolve(format_recipe(text), mesh) == resolve(text, mesh)
+    assert format_recipe({"dp": "fsdp"}) == "dp:zero3"
+    assert [row.name for row in resolve("tp:tp", mesh)] == ["auto", "tp"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("zero4", "There is no recipe 'zero4'; choose among " + ", ".join(RECIPES)),
+        ("dp:ddp,ep:tp", "names the axis 'ep', and the mesh dp=2,tp=2 has dp, tp"),
+        ("dp:ddp,tp", "Cannot read 'tp' in the recipe"),
+        ("dp:zero1,tp:zero2", "reduces gradients once per step and zero2 on tp per micro-batch"),
+    ],
+)
+def test_recipes_that_cannot_hold(recipe: str, says: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        resolve(recipe, Mesh.of({"dp": 2, "tp": 2}))
+    assert says in str(error.value)
+
+
+# Pins
+
+
+def pinned(pins: dict[str, str], recipe: str = "auto") -> Plan:
+    return search(llama(SIZES), {"dp": 2, "tp": 4}, hardware=TOY, pins=pins, recipe=recipe)
+
+
+def test_a_pin_fixes_the_storage_of_all_it_matches() -> None:
+    plan = pinned({"layers.*.mlp.up.weight": "S(1)@tp"})
+    for layer in range(2):
+        assert plan.parameters[f"layers.{layer}.mlp.up.weight"].storage[1] == S(1)
+
+
+def test_a_pin_of_one_layer_leaves_the_others_free() -> None:
+    plan = pinned({"layers.0.mlp.up.weight": "S(1)@tp R@dp"})
+    free = pinned({})
+    assert plan.parameters["layers.0.mlp.up.weight"].storage == (R, S(1))
+    name = "layers.1.mlp.up.weight"
+    assert plan.parameters[name].storage == free.parameters[name].storage
+
+
+def test_a_pin_fixes_the_choice_of_an_op() -> None:
+    plan = pinned({"add_*": "-@tp"})
+    assert {labels[1] for name, labels in plan.ops.items() if name.startswith("add_")} == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        ({"layers.*.moe": "S(0)@tp"}, "'layers.*.moe' matches no parameter of the model, whose"),
+        ({"conv_*": "j@tp"}, "'conv_*' matches no op of the model"),
+        ({"norm.weight": "S(1)@tp"}, "asks for dim 1, and its shape is (32,)"),
+        ({"norm.weight": "S(0)@ep"}, "The mesh dp=2,tp=4 has no axis 'ep'"),
+        ({"norm.weight": "S(0)"}, "names no axis; write S(0)@dp"),
+        ({"norm.weight": "P@tp"}, "asks to store it as P, and a parameter is stored as R or S(dim)"),
+        ({"cos_0": "z@tp"}, "asks cos_0 (cos) for the choice 'z', and its choices are -, s, e"),
+    ],
+)
+def test_pins_that_cannot_hold(pins: dict[str, str], says: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        pinned(pins)
+    assert says in str(error.value)
+
+
+def test_a_pin_that_does_not_divide_gives_the_numbers() -> None:
+    with pytest.raises(RecipeError) as error:
+        search(llama(SIZES), {"tp": 64}, hardware=TOY, pins={"norm.weight": "S(0)@tp"})
+    assert "dim 0 has size 32, which tp=64 does not divide" in str(error.value)
+    with pytest.raises(RecipeError) as error:
+        search(llama(SIZES), {"tp": 64}, hardware=TOY, pins={"add_*": "s@tp"})
+    assert "its factor s has size 16, which tp=64 does not divide" in str(error.value)
+
+
+def test_a_pin_against_the_recipe_says_so() -> None:
+    with pytest.raises(RecipeError) as error:
+        pinned({"norm.weight": "S(0)@dp"}, recipe="ddp")
+    assert "norm.weight of shape (32,) is pinned to S(0)@dp, and the recipe dp:ddp" in str(error.value)
+    with pytest.raises(RecipeError) as error:
+        pinned({"add_*": "d@tp"}, recipe="dp:ddp,tp:tp")
+    assert "the recipe tp leaves it only -, +0+1" in str(error.value)
