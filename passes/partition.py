@@ -98,7 +98,7 @@ class _Partitioner:
             self._produce(op.results[0], layouts[0], new)
             return
         for i, (name, layout) in enumerate(zip(op.results, layouts, strict=True)):
-            self._produce(name, layout, self.graph.call_function(operator.getitem, (new, i)))
+            self._produce(name, layout, self.call(operator.getitem, (new, i)))
 
     def _place_outputs(self) -> tuple[Layout, ...]:
         names = [self.analysis.names[n.name][0] for n in output_nodes(self.captured.module)]
@@ -134,13 +134,18 @@ class _Partitioner:
 
     def _emit(self, node: fx.Node, call: CollectiveCall) -> fx.Node:
         if call.before is not None:
-            node = self.graph.call_function(aten.reshape.default, (node, list(call.before)))
+            node = self.call(aten.reshape.default, (node, list(call.before)))
         name, size = self.mesh.axes[call.axis]
         op = getattr(torch.ops.autopar, call.name).default
-        node = self.graph.call_function(op, (node, list(call.dims), size, name, call.backward))
+        node = self.call(op, (node, list(call.dims), size, name, call.backward))
         if call.after is not None:
-            node = self.graph.call_function(aten.reshape.default, (node, list(call.after)))
+            node = self.call(aten.reshape.default, (node, list(call.after)))
         return node
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """Adds a call, named for its op."""
+        name = getattr(getattr(target, "overloadpacket", target), "__name__", "call")
+        return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
 
 
 class _LocalCall:
@@ -160,7 +165,7 @@ class _LocalCall:
         self.args, self.kwargs = _substitute(node, operands)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self._owner.graph.call_function(target, args, kwargs)
+        new = self._owner.call(target, args, kwargs)
         kept = ("nn_module_stack", "stack_trace")
         new.meta = {key: self.node.meta[key] for key in kept if key in self.node.meta}
         return new

@@ -179,7 +179,7 @@ class Program:
 
 _OPTIONS = {
     "output_flag": False,
-    "threads": 1,
+    "threads": 1, "presolve": "off",
     "random_seed": 0,
     "mip_rel_gap": _RELATIVE_GAP,
     "mip_abs_gap": 0.0,
