@@ -7,16 +7,46 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of this c10d group name."""
     return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Lets collectives of this group fail after waiting for so long."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def local_tensor(parameter: nn.Parameter) -> Tensor:
+    """The local shard of a DTensor parameter, or a plain parameter's values, without autograd."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def differentiable_local(parameter: nn.Parameter) -> Tensor:
+    """The local shard as a function of the parameter, whose gradient is of the same placements."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local(grad_placements=parameter.placements)
+    return parameter
+
+
+def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
+    """Adds a local gradient to `parameter.grad`."""
+    if parameter.grad is not None:
+        grad = parameter.grad
+        (grad._local_tensor if isinstance(grad, DTensor) else grad).add_(local)
+    elif isinstance(parameter, DTensor):
+        parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+    else:
+        parameter.grad = local
 
 
 def below_autograd() -> AbstractContextManager[None]:

@@ -173,8 +173,8 @@ class _LocalCall:
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]
         labels = own.get(letter, ())
-        axes = self._owner.mesh.axes
-        return tuple(axis for axis, label in zip(axes, self._labels, strict=True) if label in labels)
+        axes = zip(self._owner.mesh.axes, self._labels, strict=True)
+        return tuple(axis for axis, label in axes if label in labels and axis[1] > 1)
 
 
 def _substitute(

@@ -162,12 +162,13 @@ class CollectiveCall:
 
 
 def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[CollectiveCall, ...]:
-    """The steps from one layout of a tensor to another, as calls."""
+    """The steps from one layout of a tensor to another, as calls; an axis of one rank needs none."""
     result = []
     layout = source
     for step in steps(source, target):
         after = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
-        result.append(_call(dims, step, layout, after, mesh))
+        if mesh.sizes[step.axis] > 1:
+            result.append(_call(dims, step, layout, after, mesh))
         layout = after
     return tuple(result)
 

@@ -1,21 +1,23 @@
 """The mixed-integer program of one mesh axis, given the choices on the others.
 
 Let x[c, k] be 1 if op class c takes choice k along the axis, p[e, i] be 1 if parameter e follows
-strategy i, and y[e, g, s, t] pay for converting tensor e from layout s to layout t. Layouts are full: what
-the axis leaves open stands beside what the other axes have, so every price is the price of the whole
-plan. The consumers of e whose operands agree on the other axes form a group g, and within it pay a
-conversion once:
+strategy i, and let y[e, g, s, t] pay for converting tensor e from layout s to layout t. Layouts are
+full: what the axis leaves open stands beside what the other axes have, so every price is the price
+of the whole plan. The consumers of e whose operands agree on the other axes form a group g, and
+within it pay for a conversion once; z[c, s, t] says which one consumer c makes use of:
 
     minimize    sum of seconds * (x, p, y)
     subject to  sum_k x[c, k] = 1,  sum_i p[e, i] = 1
-                sum_s y[e, g, s, t] >= x[c, t]          for every consumer c that needs layout t
-                sum_t y[e, g, s, t] >= x[e, s]          what is made in s starts from s
-                y[e, g, s, t] <= x[e, s]                and nothing else does
+                sum_s z[c, s, t] = x[c, t]     what c needs in layout t comes from somewhere
+                sum_t z[c, s, t] = x[e, s]     what is made in layout s goes somewhere
+                z[c, s, t] <= y[e, g, s, t]    for every consumer c of e in g
                 bytes of parameters and of what is saved <= bound
 
-where x[c, t] sums the choices that need layout t, x[e, s] those (or the strategies) that make e in s.
-With one consumer the first two are equations and the polytope is that of a transport problem, which is
-why the relaxation is nearly always integral. The y need not be declared integer.
+where x[c, t] sums the choices that need layout t, x[e, s] those (or the strategies) that make e in
+s. The z of one consumer are the polytope of a transport problem. (One y instead of the z of all
+consumers, with inequalities, is smaller and as right for integers; its relaxation is up to 14 % off
+on Llama and took seconds to close, while this one was integral whenever memory did not bind.) The y
+and z need not be declared integer.
 """
 
 from __future__ import annotations
@@ -51,25 +53,36 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An assignment with the price the solver put on it."""
+    """An assignment with the price the solver put on it.
+
+    Attributes:
+        assignment: the decisions.
+        seconds: of a step.
+        bytes: of a rank.
+        gap: that the solver left open, relative.
+        shape: rows, columns and binaries of the program.
+        thrifty: whether strategies that save memory for time were in it.
+    """
 
     assignment: Assignment
     seconds: float
     bytes: int
     gap: float
     shape: tuple[int, int, int]
+    thrifty: bool
 
 
 class AxisProgram:
     """Builds and reads the program of one axis.
 
-    With `thrifty=False` a parameter has only the fastest of the strategies that serve it equally; what
-    is then found is the fastest plan if memory is no matter. With `thrifty=True` it has all that save
-    bytes for their seconds.
+    With `thrifty=False` a parameter has only the fastest of the strategies that serve it equally;
+    what is then found is the fastest plan if memory is no matter. With `thrifty=True` it has all that
+    save bytes for their seconds.
     """
 
     def __init__(self, problem: Problem, axis: int, given: Assignment, *, thrifty: bool) -> None:
         self.problem, self.axis, self.given = problem, axis, given
+        self._thrifty = thrifty
         self._select = pareto if thrifty else fastest
         self.program = Program()
         self._ops: dict[int, dict[int, Labels]] = {}
@@ -97,8 +110,9 @@ class AxisProgram:
             inputs={e: _pick(options, chosen) for e, options in self._inputs.items()},
         )
         return Outcome(
-            assignment, solution.seconds, self._bytes(chosen), solution.gap, self.program.shape
-        )
+            assignment, solution.seconds, self._bytes(chosen), solution.gap, self.program.shape,
+            self._thrifty,
+        )  # fmt: skip
 
     def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:
         problem = self.problem
@@ -295,7 +309,7 @@ class AxisProgram:
         demands: list[_ByLayout],
         delivered: dict[Layout, Layout],
     ) -> None:
-        """Adds the y of a group and the rows that tie them to what is made and needed."""
+        """Adds the y and z of a group and the rows that tie them to what is made and needed."""
         y = {
             pair: self.program.continuous(seconds=price)
             for pair, price in prices.items()
@@ -305,8 +319,6 @@ class AxisProgram:
             self._transport(y, sources, demands[0])
             return
         for demand in demands:
-            if len(demand) == 1 and False:
-                pass
             z = {pair: self.program.continuous() for pair in y if pair[1] in demand}
             self._transport(z, sources, demand)
             for pair, column in z.items():
@@ -314,12 +326,15 @@ class AxisProgram:
         for source, target in delivered.items():
             self.program.row([y[source, target]], sources[source], lower=0.0, upper=math.inf)
 
-    def _transport(self, y: dict[tuple[Layout, Layout], int], sources: _ByLayout, demand: _ByLayout) -> None:
+    def _transport(
+        self, z: dict[tuple[Layout, Layout], int], sources: _ByLayout, demand: _ByLayout
+    ) -> None:
+        """What is made in a layout goes somewhere, and what is needed in one comes from somewhere."""
         for target, columns in demand.items():
-            into = [column for (_, t), column in y.items() if t == target]
+            into = [column for (_, t), column in z.items() if t == target]
             self.program.row(into, columns, lower=0.0, upper=0.0)
         for source, columns in sources.items():
-            out = [column for (s, _), column in y.items() if s == source]
+            out = [column for (s, _), column in z.items() if s == source]
             self.program.row(out, columns, lower=0.0, upper=0.0)
 
     # Memory

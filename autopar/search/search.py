@@ -216,20 +216,21 @@ def _descend(
     assignment = start or _unsplit(problem)
     latest: dict[int, Outcome] = {}
     reached = (math.inf, math.inf)
-    settled = 0
+    settled, tight = 0, False
     for turn, axis in enumerate(tuple(order) * _MAX_ROUNDS):
         to_come = order[turn + 1 :] if start is None else ()
         relaxed = bound * math.prod(problem.mesh.sizes[a] for a in to_come)
-        found = latest[axis] = _solve_axis(problem, axis, assignment, relaxed)
-        assignment = found.assignment
+        found = latest[axis] = _solve_axis(problem, axis, assignment, relaxed, tight=tight)
+        assignment, tight = found.assignment, found.thrifty
         score = (max(found.bytes, bound), found.seconds)
         better = score < (reached[0], reached[1] * (1 - 1e-9))
         settled = 1 if better or turn < len(order) else settled + 1
         reached = score
         if settled == len(order):
             break
+    found = _loosen(problem, axis, found, bound)
     return _Descent(
-        assignment,
+        found.assignment,
         found.seconds,
         found.bytes,
         max(each.gap for each in latest.values()),
@@ -237,19 +238,35 @@ def _descend(
     )
 
 
-def _solve_axis(problem: Problem, axis: int, given: Assignment, bound: int) -> Outcome:
-    """The fastest assignment within the bound, or the smallest one if none is within."""
+def _loosen(problem: Problem, axis: int, found: Outcome, bound: int) -> Outcome:
+    """The plan that shards least among those as fast, if the bound that once was tight is not now."""
+    if not found.thrifty:
+        return found
+    loose = _solve_axis(problem, axis, found.assignment, bound, tight=False)
+    return loose if not loose.thrifty and loose.seconds <= found.seconds * (1 + 1e-9) else found
+
+
+def _solve_axis(
+    problem: Problem, axis: int, given: Assignment, bound: int, *, tight: bool
+) -> Outcome:
+    """The fastest assignment within the bound, or the smallest one if none is within.
+
+    Unless memory is known to be `tight`, first as if there were no bound.
+    """
     elsewhere = tuple((*labels[:axis], *labels[axis + 1 :]) for labels in given.labels)
-    key = (axis, elsewhere, bound)
+    key = (axis, elsewhere, bound, tight)
     if key not in problem.solved:
-        problem.solved[key] = _solve_anew(problem, axis, given, bound)
+        problem.solved[key] = _solve_anew(problem, axis, given, bound, tight)
     return problem.solved[key]
 
 
-def _solve_anew(problem: Problem, axis: int, given: Assignment, bound: int) -> Outcome:
-    fastest = AxisProgram(problem, axis, given, thrifty=False).solve()
-    if fastest is not None and fastest.bytes <= bound:
-        return fastest
+def _solve_anew(
+    problem: Problem, axis: int, given: Assignment, bound: int, tight: bool
+) -> Outcome:
+    if not tight:
+        fastest = AxisProgram(problem, axis, given, thrifty=False).solve()
+        if fastest is not None and fastest.bytes <= bound:
+            return fastest
     program = AxisProgram(problem, axis, given, thrifty=True)
     found = program.solve(max_bytes=bound) or program.solve(minimize="bytes")
     if found is None:

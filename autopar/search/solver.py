@@ -70,7 +70,7 @@ class Program:
         return self._column(seconds, bytes, preference, True)
 
     def continuous(self, *, seconds: float = 0.0, bytes: float = 0.0) -> int:
-        """Adds a column between 0 and 1; returns its index."""
+        """Adds a column between 0 and 1 that may be broken; returns its index."""
         return self._column(seconds, bytes, 0.0, False)
 
     def _column(self, seconds: float, bytes: float, preference: float, binary: bool) -> int:
@@ -179,11 +179,18 @@ class Program:
 
 _OPTIONS = {
     "output_flag": False,
-    "threads": 1, "presolve": "off",
+    "threads": 1,
     "random_seed": 0,
     "mip_rel_gap": _RELATIVE_GAP,
     "mip_abs_gap": 0.0,
     "mip_feasibility_tolerance": 1e-9,
     "mip_max_nodes": _MAX_NODES,
     "time_limit": _MAX_SECONDS,
+    # The bound at the root is within a few percent, and the tree small: measured on Llama 8B under a
+    # tight memory bound, restarts and these heuristics took five sixths of the time.
+    "mip_allow_restart": False,
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
 }

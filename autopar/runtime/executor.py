@@ -1,0 +1,123 @@
+"""Programs bound to this rank's devices and process groups, and how a step of one is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.passes import bind_groups, retarget_device
+from autopar.program import Program
+from autopar.runtime.parameters import ParameterStore, Residents
+from autopar.runtime.reducer import Reducer
+from autopar.runtime.world import World
+
+
+class BoundProgram:
+    """A program that runs on this rank.
+
+    Args:
+        program: the portable program.
+        store: the parameters at rest.
+        model: whose buffers it reads and updates.
+        bucket_bytes: about how much one collective carries.
+    """
+
+    def __init__(
+        self, program: Program, store: ParameterStore, model: nn.Module, *, bucket_bytes: int
+    ) -> None:
+        self.program, self.world, self._model = program, store.world, model
+        self._graph = _copy(program.module)
+        retarget_device(self._graph, self.world.device)
+        bind_groups(self._graph, self.world.group_names)
+        self._constants = [x.to(self.world.device) for x in program.constants]
+        self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
+        self._reducer = Reducer(
+            self._residents,
+            every_micro_batch=[program.storage(s.name).reduce == "micro_batch" for s in program.parameters],
+            late=frozenset(),
+            order=completion_order(self._graph, len(program.parameters)),
+            bucket_bytes=bucket_bytes,
+        )
+
+    def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
+        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients."""
+        self._reducer.forget()
+        if self._residents.refresh():
+            self._reducer.attach()
+        total: Tensor | None = None
+        for number, inputs in enumerate(batch):
+            loss = self._micro_batch(inputs, len(batch), last=number == len(batch) - 1)
+            total = loss if total is None else total + loss
+        self._residents.release()
+        assert total is not None
+        return total
+
+    def _micro_batch(self, inputs: list[Tensor], count: int, *, last: bool) -> Tensor:
+        with torch.enable_grad():
+            *updates, loss = self._graph(*self._residents.leaves, *self._state(), *inputs)
+        self._reducer.begin(last=last)
+        # The total is the mean over micro-batches, so each gives its share of the gradient.
+        loss.backward(torch.full_like(loss, 1 / count))
+        self._reducer.finish()
+        self._write_back(updates)
+        return loss.detach() / count
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The local outputs, differentiable in the parameters at rest if autograd is on."""
+        if torch.is_grad_enabled():
+            parameters = self._residents.differentiable()
+        else:
+            self._residents.refresh()
+            parameters = self._residents.leaves
+        outputs = list(self._graph(*parameters, *self._state(), *inputs))
+        count = len(self.program.mutated)
+        self._write_back(outputs[:count])
+        return outputs[count:]
+
+    # --- buffers
+
+    def _state(self) -> list[Tensor]:
+        """Buffers and constants. A buffer that will be updated is passed as a copy: backward may need it."""
+        mutated = set(self.program.mutated.values())
+        buffers = [self._buffer(spec.name) for spec in self.program.buffers]
+        names = [spec.name for spec in self.program.buffers]
+        copies = [b.clone() if n in mutated else b for n, b in zip(names, buffers, strict=True)]
+        return copies + self._constants
+
+    def _buffer(self, name: str) -> Tensor:
+        return self._model.get_buffer(name)
+
+    @torch.no_grad()
+    def _write_back(self, updates: Sequence[Tensor]) -> None:
+        for position, name in self.program.mutated.items():
+            self._buffer(name).copy_(updates[position])
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def completion_order(module: fx.GraphModule, parameters: int) -> list[int]:
+    """Parameters in the order in which backward completes their gradients: that of first use, reversed."""
+    position = {node: i for i, node in enumerate(module.graph.nodes)}
+    leaves = module.graph.find_nodes(op="placeholder")[:parameters]
+
+    def first_use(node: fx.Node) -> int:
+        return min((position[user] for user in node.users), default=0)
+
+    return sorted(range(parameters), key=lambda i: (-first_use(leaves[i]), i))
+
+
+def unflatten_outputs(program: Program, outputs: Sequence[Any]) -> Any:
+    """The model's result with its tensors in place."""
+    remaining = iter(outputs)
+    count = len(outputs) + len(program.out_literals)
+    literals = program.out_literals
+    leaves = [literals[i] if i in literals else next(remaining) for i in range(count)]
+    return torch.utils._pytree.tree_unflatten(leaves, program.out_spec)

@@ -1,0 +1,246 @@
+"""Parameters at rest and in use.
+
+At rest every parameter is a DTensor in its storage layout, swapped into the user's own Parameter object,
+so that an optimizer made before is still right. In use it is a plain leaf in its resident layout:
+
+    storage == resident       the leaf is the stored shard itself (DDP, tensor parallel, ZeRO-3)
+    storage -> all-gathers    a full buffer lives between steps; the stored shard is a view of it, so that
+                              the optimizer updates its part in place (ZeRO-1 and 2)
+    anything else             converted into a temporary at the start of every step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from autopar import _torch
+from autopar.ir import Layout, R, V
+from autopar.program import Program, TensorSpec
+from autopar.runtime.simulate import shard
+from autopar.runtime.transfer import Route, Transfer, route, signature, transposed
+from autopar.runtime.world import World
+
+
+def placements(layout: Layout) -> tuple[Placement, ...]:
+    """DTensor's words for a storage layout."""
+    assert all(state.kind in "RS" for state in layout), layout
+    return tuple(Shard(state.dim) if state.kind == "S" else Replicate() for state in layout)
+
+
+@dataclass
+class Kept:
+    """A parameter at rest.
+
+    Attributes:
+        spec: name, global shape and dims.
+        parameter: the user's object; a DTensor unless the world is a single rank.
+        storage: its layout.
+        gathered: the layout of `full`, with R for V.
+        full: the buffer that the stored shard is a view of, if one is kept.
+        part: the stored shard as a view of `full`.
+    """
+
+    spec: TensorSpec
+    parameter: nn.Parameter
+    storage: Layout
+    gathered: Layout
+    full: Tensor | None
+    part: Tensor | None
+
+    @property
+    def local(self) -> Tensor:
+        """The stored shard."""
+        return _torch.local_tensor(self.parameter)
+
+
+class ParameterStore:
+    """All parameters of a model at rest, by name; tied ones once."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.kept: dict[str, Kept] = {}
+
+    def fill(self, program: Program, model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Cuts full values, one at a time, and swaps them into the model's parameters.
+
+        Parameters that the program does not use are stored replicated.
+        """
+        specs = {spec.name: spec for spec in program.parameters}
+        parameters = dict(model.named_parameters())
+        replicated = (R,) * len(self.world.mesh.axes)
+        for name, value in values:
+            spec = specs.get(name) or _unused(name, value, replicated)
+            storage = program.storage(name).storage if name in specs else replicated
+            self._keep(spec, storage, parameters[name], value)
+
+    def _keep(self, spec: TensorSpec, storage: Layout, parameter: nn.Parameter, value: Tensor) -> None:
+        mesh, rank = self.world.mesh, self.world.rank
+        gathered = without_v(spec.layout)
+        full = part = None
+        if _gathers(route(spec.dims, storage, gathered, mesh)):
+            full = shard(value, spec.dims, gathered, mesh, rank).clone(memory_format=torch.contiguous_format)
+            part = cut(full, route(spec.dims, storage, gathered, mesh), self.world)
+        own = shard(value, spec.dims, storage, mesh, rank)
+        local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
+        self._swap(parameter, local, spec, storage)
+        self.kept[spec.name] = Kept(spec, parameter, storage, gathered, full, part)
+
+    def _swap(self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, storage: Layout) -> None:
+        stored: Tensor = local
+        if self.world.device_mesh is not None:
+            stored = DTensor.from_local(
+                local, self.world.device_mesh, placements(storage), run_check=False,
+                shape=torch.Size(spec.shape), stride=_contiguous_stride(spec.shape),
+            )  # fmt: skip
+        parameter.grad = None
+        torch.utils.swap_tensors(parameter, nn.Parameter(stored, requires_grad=parameter.requires_grad))
+
+
+def _unused(name: str, value: Tensor, layout: Layout) -> TensorSpec:
+    dims = tuple((size,) for size in value.shape)
+    return TensorSpec(name, dims, tuple(value.shape), value.dtype, layout)
+
+
+def without_v(layout: Layout) -> Layout:
+    """The layout with R for V, which differ in gradients alone."""
+    return tuple(R if state == V else state for state in layout)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _gathers(hops: Route) -> bool:
+    return bool(hops) and all(hop.name == "all_gather" and hop.viewed == hop.before for hop in hops)
+
+
+def cut(full: Tensor, hops: Route, world: World) -> Tensor:
+    """The part of a gathered tensor that this rank gave, as a view; the hops are all gathers."""
+    position = world.mesh.coordinates(world.rank)
+    for hop in reversed(hops):
+        width = hop.before[hop.dims[0]]
+        full = full.narrow(hop.dims[0], position[hop.axis] * width, width)
+    return full
+
+
+class Residents:
+    """The parameters of one program in their resident layouts, in the order of its arguments.
+
+    Attributes:
+        leaves: what the program takes and gradients accumulate in; valid after `refresh`.
+        returns: the route of every leaf's gradient back to its storage layout.
+    """
+
+    def __init__(self, program: Program, store: ParameterStore, *, bucket_bytes: int) -> None:
+        self.store, self.world, self._bucket_bytes = store, store.world, bucket_bytes
+        self.kept = [store.kept[spec.name] for spec in program.parameters]
+        self._layouts = [spec.layout for spec in program.parameters]
+        mesh = self.world.mesh
+        routes = [
+            route(kept.spec.dims, kept.storage, layout, mesh)
+            for kept, layout in zip(self.kept, self._layouts, strict=True)
+        ]
+        self._routes = routes
+        self.returns = [transposed(hops) for hops in routes]
+        self._moving = [i for i, hops in enumerate(routes) if signature(hops)]
+        self._batches = batches(
+            self._moving, [signature(r) for r in routes], [k.local for k in self.kept], bucket_bytes
+        )
+        self.leaves: list[Tensor] = [torch.empty(0)] * len(self.kept)
+        self._sources = [0] * len(self.kept)  # where the shard that a leaf was made of lies
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        """Brings every leaf up to date with the stored shards; returns whether any is a new tensor."""
+        changed = False
+        for i, kept in enumerate(self.kept):
+            if i not in self._moving or self._keeps(i):
+                changed |= self._settle(i, kept)
+        under_way: list[tuple[list[int], Transfer]] = []
+        for batch in self._batches:
+            under_way.append((batch, self._start(batch)))
+            if len(under_way) > 1:  # one moves while another is unpacked: no more memory than two need
+                changed |= self._land(*under_way.pop(0))
+        for batch, transfer in under_way:
+            changed |= self._land(batch, transfer)
+        return changed
+
+    def _land(self, batch: list[int], transfer: Transfer) -> bool:
+        """Puts gathered values where they belong."""
+        for i, value in zip(batch, transfer.wait(), strict=True):
+            full = self.kept[i].full
+            if full is not None and self._keeps(i):
+                full.copy_(value)
+            else:
+                self._set_leaf(i, value)
+        return not all(self._keeps(i) for i in batch)
+
+    def release(self) -> None:
+        """Frees the leaves that are temporaries of one step."""
+        for i in self._moving:
+            if not self._keeps(i):
+                self.leaves[i] = torch.empty(0)
+
+    def differentiable(self) -> list[Tensor]:
+        """The resident tensors as functions of the stored parameters, for a forward under autograd."""
+        names = self.world.group_names
+        axes = self.world.mesh.names
+        result = []
+        for kept, hops in zip(self.kept, self._routes, strict=True):
+            x = _torch.differentiable_local(kept.parameter)
+            for hop in hops:
+                op = _torch.autopar_op(hop.name)
+                group = names[axes[hop.axis]]
+                x = op(x.reshape(hop.viewed), list(hop.dims), hop.size, group, hop.backward)
+                x = x.reshape(hop.after)
+            result.append(x)
+        return result
+
+    def _keeps(self, i: int) -> bool:
+        return self.kept[i].full is not None and without_v(self._layouts[i]) == self.kept[i].gathered
+
+    def _settle(self, i: int, kept: Kept) -> bool:
+        """Points a leaf at the stored shard or its full buffer, unless it does already."""
+        local = kept.local
+        if self._sources[i] == local.data_ptr():
+            return False
+        if kept.full is None or not self._keeps(i):
+            self._set_leaf(i, local)
+        else:
+            assert kept.part is not None
+            if kept.part.data_ptr() != local.data_ptr():  # someone replaced the parameter's tensor
+                kept.part.copy_(local)
+            self._set_leaf(i, kept.full)
+        self._sources[i] = local.data_ptr()
+        return True
+
+    def _set_leaf(self, i: int, value: Tensor) -> None:
+        self.leaves[i] = value.detach().requires_grad_(self.kept[i].parameter.requires_grad)
+
+    def _start(self, batch: Sequence[int]) -> Transfer:
+        return Transfer([self._routes[i] for i in batch], [self.kept[i].local for i in batch], self.world)
+
+
+def batches(
+    indices: Iterable[int],
+    signatures: Sequence[tuple[tuple[str, int], ...]],
+    tensors: Sequence[Tensor],
+    bucket_bytes: int,
+) -> list[list[int]]:
+    """Indices in order, in runs of equal signature and dtype, each of about `bucket_bytes`."""
+    open_runs: dict[object, list[int]] = {}
+    filled: dict[object, int] = {}
+    result: list[list[int]] = []
+    for i in indices:
+        key = (signatures[i], tensors[i].dtype)
+        if key not in open_runs or filled[key] >= bucket_bytes:
+            open_runs[key], filled[key] = [], 0
+            result.append(open_runs[key])
+        open_runs[key].append(i)
+        filled[key] += tensors[i].nbytes
+    return result

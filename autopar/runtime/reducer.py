@@ -1,0 +1,152 @@
+"""Gradients on their way from the leaves back to the parameters at rest.
+
+Leaves whose gradients travel by the same ops over the same axes share a bucket. A bucket leaves as soon
+as the last of its gradients is complete and every bucket before it has left, so that all ranks start the
+same collectives in the same order while backward goes on. What a bucket carries is freed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autopar import _torch
+from autopar.runtime.parameters import Residents, batches
+from autopar.runtime.transfer import Transfer, signature
+
+_MOST_UNDER_WAY = 2  # of buckets that shrink on arrival: more would keep full gradients alive
+
+
+@dataclass
+class Bucket:
+    """Leaves whose gradients travel together.
+
+    Attributes:
+        members: positions of the leaves.
+        every_micro_batch: whether it leaves after every micro-batch or only after the last.
+        shrinks: whether its gradients become smaller on the way.
+        ready: members whose gradient is complete in this micro-batch.
+        transfer: under way.
+        sent: members that are under way.
+    """
+
+    members: list[int]
+    every_micro_batch: bool
+    shrinks: bool
+    ready: set[int] = field(default_factory=set)
+    transfer: Transfer | None = None
+    sent: list[int] = field(default_factory=list)
+
+
+class Reducer:
+    """Reduces the gradients of one program's residents.
+
+    Args:
+        residents: the leaves and their routes back.
+        every_micro_batch: per leaf, whether its gradient goes back after every micro-batch.
+        late: leaves whose gradient is complete only when backward has ended.
+        order: positions of the leaves in the order in which backward completes them, about.
+        bucket_bytes: about how much one collective carries.
+    """
+
+    def __init__(
+        self,
+        residents: Residents,
+        *,
+        every_micro_batch: Sequence[bool],
+        late: frozenset[int],
+        order: Sequence[int],
+        bucket_bytes: int,
+    ) -> None:
+        self._residents = residents
+        self._late = late
+        self._buckets = self._make_buckets(every_micro_batch, order, bucket_bytes)
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
+        self._departing: list[Bucket] = []  # this micro-batch's buckets that wait for gradients
+        self._under_way: list[Bucket] = []
+
+    def _make_buckets(
+        self, every_micro_batch: Sequence[bool], order: Sequence[int], bucket_bytes: int
+    ) -> list[Bucket]:
+        returns = self._residents.returns
+        signatures = [(("when", int(each)), *signature(r)) for r, each in zip(returns, every_micro_batch, strict=True)]
+        shapes = [torch.empty(_start_shape(r, k.local), dtype=k.local.dtype, device="meta")
+                  for r, k in zip(returns, self._residents.kept, strict=True)]
+        return [
+            Bucket(members, every_micro_batch[members[0]], _shrinks(signatures[members[0]]))
+            for members in batches(order, signatures, shapes, bucket_bytes)
+        ]
+
+    def attach(self) -> None:
+        """Watches the leaves; to be called again when they are new tensors."""
+        for i, leaf in enumerate(self._residents.leaves):
+            if leaf.requires_grad and i not in self._late:
+                leaf.register_post_accumulate_grad_hook(lambda _, i=i: self._complete(i))
+
+    def begin(self, *, last: bool) -> None:
+        """Before the backward of a micro-batch."""
+        self._departing = [b for b in self._buckets if last or b.every_micro_batch]
+        self._under_way = []
+        for bucket in self._buckets:
+            bucket.ready, bucket.transfer, bucket.sent = set(), None, []
+
+    def finish(self) -> None:
+        """After the backward of a micro-batch: sends what is left, and hands all gradients over."""
+        while self._departing:
+            self._send(self._departing.pop(0))
+        while self._under_way:
+            self._receive(self._under_way.pop(0))
+
+    def forget(self) -> None:
+        """Drops the gradients of a step that did not end."""
+        for leaf in self._residents.leaves:
+            leaf.grad = None
+
+    def _complete(self, i: int) -> None:
+        bucket = self._bucket_of[i]
+        bucket.ready.add(i)
+        while self._departing and self._is_full(self._departing[0]):
+            self._send(self._departing.pop(0))
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        leaves = self._residents.leaves
+        return all(i in bucket.ready for i in bucket.members if leaves[i].requires_grad)
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        shrinking = [b for b in self._under_way if b.shrinks]
+        if bucket.shrinks and len(shrinking) >= _MOST_UNDER_WAY:
+            self._under_way.remove(shrinking[0])
+            self._receive(shrinking[0])
+        gradients: list[Tensor] = []
+        for i in bucket.members:
+            leaf = self._residents.leaves[i]
+            if leaf.grad is not None:
+                bucket.sent.append(i)
+                gradients.append(leaf.grad)
+                leaf.grad = None
+        if gradients:
+            routes = [self._residents.returns[i] for i in bucket.sent]
+            bucket.transfer = Transfer(routes, gradients, self._residents.world)
+            self._under_way.append(bucket)
+
+    @torch.no_grad()
+    def _receive(self, bucket: Bucket) -> None:
+        assert bucket.transfer is not None
+        gradients = bucket.transfer.wait()
+        bucket.transfer = None
+        for i, gradient in zip(bucket.sent, gradients, strict=True):
+            parameter = self._residents.kept[i].parameter
+            if parameter.requires_grad:
+                _torch.accumulate_gradient(parameter, gradient)
+
+
+def _start_shape(hops: Sequence[object], local: Tensor) -> tuple[int, ...]:
+    return hops[0].before if hops else tuple(local.shape)  # type: ignore[attr-defined]
+
+
+def _shrinks(names: Sequence[tuple[str, int]]) -> bool:
+    return any(name in ("reduce_scatter", "shard") for name, _ in names)
