@@ -242,8 +242,9 @@ def _loosen(problem: Problem, axis: int, found: Outcome, bound: int) -> Outcome:
     """The plan that shards least among those as fast, if the bound that once was tight is not now."""
     if not found.thrifty:
         return found
-    loose = _solve_axis(problem, axis, found.assignment, bound, tight=False)
-    return loose if not loose.thrifty and loose.seconds <= found.seconds * (1 + 1e-9) else found
+    loose = AxisProgram(problem, axis, found.assignment, thrifty=False).solve()
+    fits = loose is not None and loose.bytes <= bound
+    return loose if loose and fits and loose.seconds <= found.seconds * (1 + 1e-9) else found
 
 
 def _solve_axis(

@@ -1,0 +1,224 @@
+"""The compiled module: a user's model that runs as programs on this rank.
+
+It has the model's submodules, parameters and buffers under their own names, so that optimizers,
+checkpoints, `train()` and `eval()` find everything where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import PeerError, PlanError
+from autopar.ir import ParameterPlan, Plan
+from autopar.program import Program
+from autopar.runtime.executor import BoundProgram, unflatten_outputs
+from autopar.runtime.initialise import InitFunction, initial_values, place_buffers
+from autopar.runtime.inputs import Arguments, accepts, cut_inputs, first_micro_batch
+from autopar.runtime.outputs import as_dtensor
+from autopar.runtime.parameters import ParameterStore
+from autopar.runtime.stand_ins import stand_ins
+from autopar.runtime.world import World
+
+Outputs = Literal["local", "dtensor"]
+
+
+class Planner(Protocol):
+    """Makes programs and knows the mesh they run on (implemented by autopar.api)."""
+
+    def program(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        is_step: bool,
+        fixed: Mapping[str, ParameterPlan] | None,
+    ) -> Program:
+        """Captures and plans; `fixed` are the parameters that already lie somewhere."""
+        ...
+
+    def world(self) -> World:
+        """The mesh as it runs; known once the first program is."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a compiled module behaves.
+
+    Attributes:
+        micro_batches: into how many parts `step` cuts its batch.
+        device: where it runs.
+        init_fn: initialises one meta-device module in place of its `reset_parameters`.
+        seed: of the initial values of a meta-device model.
+        outputs: what `model(...)` returns: local tensors, or DTensors.
+        bucket_bytes: about how much one collective carries.
+    """
+
+    micro_batches: int
+    device: torch.device
+    init_fn: InitFunction | None
+    seed: int
+    outputs: Outputs
+    bucket_bytes: int
+
+
+@dataclass
+class _Ready:
+    """A program with the mode it was captured in."""
+
+    bound: BoundProgram
+    training: bool
+
+
+class CompiledModule(nn.Module):
+    """What `autopar.compile` returns.
+
+    `step(*batch)` runs forward and backward of a global batch and leaves gradients; `model(*inputs)` runs
+    the forward alone. Everything else is as in the model that was compiled: parameters, buffers,
+    `state_dict` and attributes have their original names.
+    """
+
+    def __init__(self, model: nn.Module, planner: Planner, settings: Settings) -> None:
+        super().__init__()
+        # The tables themselves are shared, so that names need no prefix and changes are seen by both.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, table, getattr(model, table))
+        object.__setattr__(self, "_original", model)
+        self.training = model.training
+        self._planner, self._settings = planner, settings
+        self._store: ParameterStore | None = None
+        self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
+        self._steps = 0
+
+    # --- running
+
+    def step(self, *batch: Any, **kwargs: Any) -> Tensor:
+        """Runs forward and backward of one global batch; gradients are then ready in `.grad`.
+
+        Args:
+            batch: the model's inputs, and behind them what the loss function takes besides the model's
+                result. Each tensor is of the global shape, of which this rank takes its part, or of the
+                shape of that part.
+            kwargs: keyword arguments of the model.
+
+        Returns:
+            The loss of the whole batch, the mean over micro-batches; the same on every rank.
+
+        Raises StepError for a batch of another shape, PeerError if another rank died or hangs.
+        """
+        arguments = Arguments.of(batch, kwargs)
+        bound = self._program(arguments, is_step=True)
+        parts = cut_inputs(bound.program, arguments, self._settings.micro_batches, bound.world)
+        self._steps += 1
+        try:
+            return bound.step(parts)
+        except PeerError as error:
+            raise bound.world.explain(error, f"Step {self._steps}") from error
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.
+
+        Inputs are as in `step`. A shape seen for the first time is taken as the global one.
+        """
+        arguments = Arguments.of(args, kwargs)
+        bound = self._program(arguments, is_step=False)
+        inputs = cut_inputs(bound.program, arguments, 1, bound.world)[0]
+        try:
+            outputs = bound.forward(inputs)
+        except PeerError as error:
+            raise bound.world.explain(error, "The forward") from error
+        if self._settings.outputs == "dtensor":
+            specs = bound.program.outputs
+            outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
+        return unflatten_outputs(bound.program, outputs)
+
+    def prepare(self, *batch: Any, **kwargs: Any) -> None:
+        """Captures and plans for a batch of this global shape, which `step` then also takes."""
+        self._add(Arguments.of(batch, kwargs), is_step=True)
+
+    # --- programs
+
+    def _program(self, arguments: Arguments, *, is_step: bool) -> BoundProgram:
+        ready = [
+            each.bound
+            for each in self._ready[is_step]
+            if each.training == self.training and arguments.fits(each.bound.program)
+        ]
+        count = self._settings.micro_batches if is_step else 1
+        for bound in ready:
+            if accepts(bound.program, arguments, count, bound.world):
+                return bound
+        if ready and is_step:
+            return ready[0]  # which says what is wrong with the shape
+        return self._add(arguments, is_step=is_step)
+
+    def _add(self, arguments: Arguments, *, is_step: bool) -> BoundProgram:
+        model, device = self._original, self._settings.device
+        count = self._settings.micro_batches if is_step else 1
+        fixed = None if self._store is None else self.plan.parameters
+        with stand_ins(model, first_micro_batch(arguments, count), device) as fakes:
+            args, kwargs = arguments.rebuild(fakes)
+            program = self._planner.program(model, args, kwargs, is_step=is_step, fixed=fixed)
+        if self._store is None:
+            self._store = self._place(program)
+        bound = BoundProgram(program, self._store, model, bucket_bytes=self._settings.bucket_bytes)
+        self._ready[is_step].append(_Ready(bound, self.training))
+        return bound
+
+    def _place(self, program: Program) -> ParameterStore:
+        """Puts parameters and buffers to rest."""
+        model, world = self._original, self._planner.world()
+        store = ParameterStore(world)
+        settings = self._settings
+        store.fill(
+            program, model, initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed)
+        )
+        place_buffers(model, world)
+        return store
+
+    # --- what was chosen
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first program. Raises PlanError before there is one."""
+        ready = self._ready[True] + self._ready[False]
+        if not ready:
+            raise PlanError(
+                "There is no plan yet: it is made at the first call. Pass example_inputs to "
+                "autopar.compile to have it at once."
+            )
+        return min(ready, key=lambda each: each.bound.number).bound.program.plan
+
+    # --- the model behind
+
+    @property
+    def original(self) -> nn.Module:
+        """The model that was compiled; its parameters are the compiled module's."""
+        return self._original
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        """Sets the mode of the model, as `nn.Module.train` does."""
+        self.training = mode
+        self._original.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's own state dict; parameters are DTensors."""
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the model, as `nn.Module.load_state_dict` does."""
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
