@@ -1,0 +1,28 @@
+"""autopar: an auto-parallelization compiler for PyTorch.
+
+    model = autopar.compile(model, loss_fn=loss_fn)     under torchrun, or alone
+    loss = model.step(tokens, targets)                  forward and backward; gradients are ready
+    print(model.plan)                                   what was chosen and why
+"""
+
+from autopar.api import compile
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    LayoutError,
+    MeshError,
+    PeerError,
+    PlanError,
+    RecipeError,
+    SearchError,
+    StepError,
+)
+from autopar.ir import Mesh, ParameterPlan, Plan
+from autopar.runtime.module import CompiledModule
+from autopar.verify import VerifyReport, verify
+
+__all__ = [
+    "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "ParameterPlan",
+    "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError", "VerifyReport", "compile",
+    "verify",
+]  # fmt: skip

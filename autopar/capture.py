@@ -87,7 +87,7 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.train(model.training)
+        self.training = model.training  # not train(): submodules keep their own modes
 
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
@@ -121,6 +121,13 @@ def capture_step(
 def capture_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Captures the forward alone."""
     return _capture(_WithLoss(model, None), args, kwargs, is_step=False)
+
+
+def run_with_loss(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
+) -> Tensor:
+    """Forward and loss without capture, as the single device runs them."""
+    return _WithLoss(model, loss_fn)(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:

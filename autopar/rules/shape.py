@@ -184,6 +184,35 @@ def stacked(call: Call) -> Spec:
     return Spec((letters,) * len(call.operands), (result,), sizes, whole=frozenset(new), linear=everything)
 
 
+def cut(call: Call) -> Spec:
+    """split into n equal parts: `n! s -> s, s ...`, so that each part can be split alike.
+
+    A fused projection of query, key and value is then split inside each of them. Unequal parts keep
+    the dim whole.
+    """
+    dim, count = call.dim(call["dim"]), len(call.results)
+    sizes_along = {t.shape[dim] for t in call.results}
+    if len(sizes_along) != 1 or count == 1:
+        return along(_dim)(call)
+    letters, sizes = plain(call.operands[0].shape)
+    size = sizes_along.pop()
+    inner: Dim = ("s",) if size > 1 else ()
+    sizes = {k: v for k, v in sizes.items() if k != f"d{dim}"} | {"n": count} | dict.fromkeys(inner, size)
+    operand = (*letters[:dim], ("n", *inner), *letters[dim + 1 :])
+    result = (*letters[:dim], inner, *letters[dim + 1 :])
+    return Spec(
+        (operand,), (result,) * count, sizes, whole=frozenset({"n"}), linear=FIRST, is_view=True,
+        localize=_cut_locally(dim),
+    )  # fmt: skip
+
+
+def _cut_locally(dim: int) -> Callable[[Local], fx.Node]:
+    def localize(local: Local) -> fx.Node:
+        return local.emit(aten.split.Tensor, local.args[0], local.result_shapes[0][dim], dim)
+
+    return localize
+
+
 def unbound(call: Call) -> Spec:
     """unbind: every result lacks the dim, which stays whole."""
     return along(_dim)(call)
@@ -256,9 +285,9 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.slice": sliced,
     "aten.cat": joined,
     "aten.stack": stacked,
-    "aten.split": along(_dim),
-    "aten.split_with_sizes": along(_dim),
-    "aten.chunk": along(_dim),
+    "aten.split": cut,
+    "aten.split_with_sizes": cut,
+    "aten.chunk": cut,
     "aten.unbind": unbound,
     "aten.pad": padded,
     "aten.constant_pad_nd": padded,

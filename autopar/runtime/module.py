@@ -6,13 +6,12 @@ checkpoints, `train()` and `eval()` find everything where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import PeerError, PlanError
 from autopar.ir import ParameterPlan, Plan
@@ -47,6 +46,10 @@ class Planner(Protocol):
         """The mesh as it runs; known once the first program is."""
         ...
 
+    def explain(self, plan: Plan) -> object:
+        """The plan of the first program for people."""
+        ...
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -71,10 +74,10 @@ class Settings:
 
 @dataclass
 class _Ready:
-    """A program with the mode it was captured in."""
+    """A program with the mode that every submodule had when it was captured."""
 
     bound: BoundProgram
-    training: bool
+    training: tuple[bool, ...]
 
 
 class CompiledModule(nn.Module):
@@ -87,15 +90,16 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, planner: Planner, settings: Settings) -> None:
         super().__init__()
+        self._planner, self._settings = planner, settings
+        self._store: ParameterStore | None = None
+        self._plan: Plan | None = None
+        self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
+        self._steps = 0
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, table, getattr(model, table))
         object.__setattr__(self, "_original", model)
         self.training = model.training
-        self._planner, self._settings = planner, settings
-        self._store: ParameterStore | None = None
-        self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
-        self._steps = 0
 
     # --- running
 
@@ -149,7 +153,7 @@ class CompiledModule(nn.Module):
         ready = [
             each.bound
             for each in self._ready[is_step]
-            if each.training == self.training and arguments.fits(each.bound.program)
+            if each.training == self._modes() and arguments.fits(each.bound.program)
         ]
         count = self._settings.micro_batches if is_step else 1
         for bound in ready:
@@ -162,15 +166,18 @@ class CompiledModule(nn.Module):
     def _add(self, arguments: Arguments, *, is_step: bool) -> BoundProgram:
         model, device = self._original, self._settings.device
         count = self._settings.micro_batches if is_step else 1
-        fixed = None if self._store is None else self.plan.parameters
+        fixed = None if self._plan is None else self.plan.parameters
         with stand_ins(model, first_micro_batch(arguments, count), device) as fakes:
             args, kwargs = arguments.rebuild(fakes)
             program = self._planner.program(model, args, kwargs, is_step=is_step, fixed=fixed)
         if self._store is None:
-            self._store = self._place(program)
+            self._store, self._plan = self._place(program), program.plan
         bound = BoundProgram(program, self._store, model, bucket_bytes=self._settings.bucket_bytes)
-        self._ready[is_step].append(_Ready(bound, self.training))
+        self._ready[is_step].append(_Ready(bound, self._modes()))
         return bound
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._original.modules())
 
     def _place(self, program: Program) -> ParameterStore:
         """Puts parameters and buffers to rest."""
@@ -188,13 +195,16 @@ class CompiledModule(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan of the first program. Raises PlanError before there is one."""
-        ready = self._ready[True] + self._ready[False]
-        if not ready:
+        if self._plan is None:
             raise PlanError(
                 "There is no plan yet: it is made at the first call. Pass example_inputs to "
                 "autopar.compile to have it at once."
             )
-        return min(ready, key=lambda each: each.bound.number).bound.program.plan
+        return self._plan
+
+    def explain(self) -> object:
+        """What was chosen and why, in the model's own words; prints as tables."""
+        return self._planner.explain(self.plan)
 
     # --- the model behind
 
@@ -222,3 +232,10 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = self.__dict__.get("_original")
+        if original is None or name in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(original, name, value)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar import _torch
+from autopar.errors import CaptureError
 from autopar.ir import Layout, R, V
 from autopar.program import Program, TensorSpec
 from autopar.runtime.simulate import shard
-from autopar.runtime.transfer import Route, Transfer, route, signature, transposed
+from autopar.runtime.transfer import Route, Transfer, route, signature, transposed, travel
 from autopar.runtime.world import World
 
 
@@ -98,7 +99,14 @@ class ParameterStore:
                 shape=torch.Size(spec.shape), stride=_contiguous_stride(spec.shape),
             )  # fmt: skip
         parameter.grad = None
-        torch.utils.swap_tensors(parameter, nn.Parameter(stored, requires_grad=parameter.requires_grad))
+        new = nn.Parameter(stored, requires_grad=parameter.requires_grad)
+        try:
+            torch.utils.swap_tensors(parameter, new)
+        except RuntimeError as error:
+            raise CaptureError(
+                f"Parameter {spec.name} cannot be made a DTensor in place, because something holds on to it "
+                f"({error}). Compile the model before anything else traces or runs it."
+            ) from error
 
 
 def _unused(name: str, value: Tensor, layout: Layout) -> TensorSpec:
@@ -188,18 +196,10 @@ class Residents:
 
     def differentiable(self) -> list[Tensor]:
         """The resident tensors as functions of the stored parameters, for a forward under autograd."""
-        names = self.world.group_names
-        axes = self.world.mesh.names
-        result = []
-        for kept, hops in zip(self.kept, self._routes, strict=True):
-            x = _torch.differentiable_local(kept.parameter)
-            for hop in hops:
-                op = _torch.autopar_op(hop.name)
-                group = names[axes[hop.axis]]
-                x = op(x.reshape(hop.viewed), list(hop.dims), hop.size, group, hop.backward)
-                x = x.reshape(hop.after)
-            result.append(x)
-        return result
+        return [
+            travel(_torch.differentiable_local(kept.parameter), hops, self.world)
+            for kept, hops in zip(self.kept, self._routes, strict=True)
+        ]
 
     def _keeps(self, i: int) -> bool:
         return self.kept[i].full is not None and without_v(self._layouts[i]) == self.kept[i].gathered

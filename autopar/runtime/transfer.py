@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Dims, Layout, Mesh, calls, local_shape
 from autopar.runtime.collectives import KERNELS, group_name, result_shape
@@ -86,6 +87,15 @@ def transposed(hops: Route) -> Route:
 def signature(hops: Route) -> tuple[tuple[str, int], ...]:
     """What two routes must share to be travelled together; `vary` moves nothing and does not count."""
     return tuple((hop.name, hop.axis) for hop in hops if hop.name != "vary")
+
+
+def travel(x: Tensor, hops: Route, world: World) -> Tensor:
+    """Takes one tensor along a route, differentiably."""
+    for hop in hops:
+        op = _torch.autopar_op(hop.name)
+        group = world.group_names[world.mesh.names[hop.axis]]
+        x = op(x.reshape(hop.viewed), list(hop.dims), hop.size, group, hop.backward).reshape(hop.after)
+    return x
 
 
 class Transfer:

@@ -222,7 +222,7 @@ class AxisProgram:
         count = len(self.problem.entries[index].names)
         options = self._parameters[index] = {}
         for target, needing in demand.items():
-            best = self._select(self._serving(index, target))
+            best = self._select(self.problem.serving(index, target))
             if not best:
                 self._forbid(needing)
             elif len(best) == 1:
@@ -232,17 +232,6 @@ class AxisProgram:
                 columns = {self._strategy(strategy, count): strategy.plan for strategy in best}
                 self.program.row(list(columns), needing, lower=0.0, upper=0.0)
                 options.update(columns)
-
-    def _serving(self, index: int, target: Layout) -> list[Strategy]:
-        """The strategies that can serve a use, with the seconds of that use added."""
-        problem = self.problem
-        needed = _needed([target], problem)
-        count = len(problem.entries[index].names)
-        return [
-            Strategy(plan, seconds + problem.conversion_seconds(index, plan.resident, target) / count, size)
-            for plan, seconds, size in problem.strategies[index]
-            if problem.serves(index, plan.resident, needed)
-        ]
 
     # Conversions
 

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
+from collections.abc import Sequence
 
 from autopar.cost_model import Cost, Hardware
 from autopar.ir import Graph, ParameterPlan, Plan
 
 
 def explain(
-    graph: Graph, plan: Plan, cost: Cost, *, bound_bytes: int, hardware: Hardware
+    graph: Graph,
+    plan: Plan,
+    cost: Cost,
+    *,
+    bound_bytes: int,
+    hardware: Hardware,
+    descents_seconds: Sequence[float],
 ) -> tuple[str, ...]:
-    """Lines on what every axis splits, and on where time and memory go."""
+    """Lines on what every axis splits, where time and memory go, and what else was found."""
     axes = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
-    return (*axes, _time_line(cost, hardware), _memory_line(cost, bound_bytes), *_warnings(graph))
+    others = _others_line(cost, descents_seconds)
+    return (
+        *axes, _time_line(cost, hardware), _memory_line(cost, bound_bytes), *others, *_warnings(graph),
+    )  # fmt: skip
 
 
 def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
     name, size = plan.mesh.axes[axis]
     split = Counter(
-        choice.factor or choice.label
+        _any_layer(choice.factor or choice.label)
         for op in graph.ops
         if (choice := op.choice(plan.ops[op.name][axis])).splits
     )
@@ -27,6 +39,11 @@ def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
     stages = Counter(_stage(graph, name, plan, axis) for name in plan.parameters)
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(stages.items()))
     return f"{name}={size} splits {factors or 'nothing'}; parameters: {stored or 'none'}"
+
+
+def _any_layer(name: str) -> str:
+    """The name with its numbers starred, so that all layers are named alike."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _stage(graph: Graph, name: str, plan: Plan, axis: int) -> str:
@@ -64,6 +81,15 @@ def _memory_line(cost: Cost, bound_bytes: int) -> str:
     }  # fmt: skip
     parts = " + ".join(f"{size / 1e9:.3f} {kind}" for kind, size in kinds.items() if size)
     return f"{cost.memory_bytes / 1e9:.3f} GB a rank of {bound_bytes / 1e9:.3f} = {parts or '0'}"
+
+
+def _others_line(cost: Cost, descents_seconds: Sequence[float]) -> tuple[str, ...]:
+    """The other local optima, if there are any; inf stands for one that does not fit."""
+    others = sorted({f"{s * 1e3:.3f} ms" for s in descents_seconds if math.isfinite(s)})
+    others = [each for each in others if each != f"{cost.seconds * 1e3:.3f} ms"]
+    if not others:
+        return ()
+    return (f"best of {len(descents_seconds)} descents; others ended at {', '.join(others)}",)
 
 
 def _warnings(graph: Graph) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from autopar.cost_model import Hardware, Sizes, parameter_bytes, per_step_seconds
 from autopar.errors import RecipeError
-from autopar.ir import WHOLE, Mesh, ParameterPlan, R, S, State, Tensor, V, divides
+from autopar.ir import WHOLE, Layout, Mesh, ParameterPlan, R, S, State, Tensor, V, divides
 from autopar.ir.plan import Reduction
 from autopar.search.pins import AxisStates
 from autopar.search.recipes import Recipe
@@ -50,7 +50,11 @@ def strategies(
     sizes: Sizes,
     hardware: Hardware,
 ) -> tuple[Strategy, ...]:
-    """All strategies that the recipes and pins leave. Raises RecipeError where these conflict."""
+    """The strategies that the recipes and pins leave and that are the best of some kind.
+
+    Of those with the same resident layout, which serve the same uses, only the fastest is kept, and
+    what saves bytes for more seconds. Raises RecipeError where recipes and pins leave nothing.
+    """
     plans = list(_plans(tensor, recipes, dict(pinned), sizes.mesh))
     if not plans:
         asked = ", ".join(f"{state}@{sizes.mesh.names[axis]}" for axis, state in pinned)
@@ -61,10 +65,12 @@ def strategies(
             f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe {names} on "
             f"the mesh {sizes.mesh} leaves no such storage."
         )
-    return tuple(
-        priced(plan, tensor, micro_batches=micro_batches, sizes=sizes, hardware=hardware)
-        for plan in plans
-    )
+    by_resident: dict[Layout, list[Strategy]] = {}
+    for plan in plans:
+        found = priced(plan, tensor, micro_batches=micro_batches, sizes=sizes, hardware=hardware)
+        by_resident.setdefault(plan.resident, []).append(found)
+    best = [each for alike in by_resident.values() for each in (*fastest(alike), *pareto(alike))]
+    return tuple(dict.fromkeys(best))
 
 
 def priced(

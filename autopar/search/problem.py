@@ -126,6 +126,7 @@ class Problem:
         self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
         self.fixed: set[int] = set()
         self.strategies = self._strategies()
+        self._serving: dict[tuple[int, int, Layout], list[Strategy]] = {}
         self.solved: dict[object, Any] = {}
 
     def _mark(self, name: str) -> Hashable:
@@ -177,6 +178,19 @@ class Problem:
             next(choice.label for choice in choices if choice.operands[0] == state)
             for state in given
         )
+
+    def serving(self, index: int, target: Layout) -> list[Strategy]:
+        """The strategies that can serve a use of a parameter, with that use's seconds added."""
+        key = (self._kind_of[index], id(self.strategies[index]), target)
+        if key not in self._serving:
+            needed = [frozenset({state}) for state in target]
+            entry, times = self.entries[index], self.micro_batches
+            self._serving[key] = [
+                Strategy(plan, seconds + times * self._convert(entry, plan.resident, target), size)
+                for plan, seconds, size in self.strategies[index]
+                if self.serves(index, plan.resident, needed)
+            ]
+        return self._serving[key]
 
     def serves(
         self,

@@ -123,7 +123,9 @@ def search_with_cost(
     cost = price(graph, plan, hardware)
     _agree(best, cost)
     seconds = tuple(d.seconds if d.bytes <= bound else math.inf for d in descents)
-    notes = explain(graph, plan, cost, bound_bytes=bound, hardware=hardware)
+    notes = explain(
+        graph, plan, cost, bound_bytes=bound, hardware=hardware, descents_seconds=seconds
+    )  # fmt: skip
     return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds)
 
 

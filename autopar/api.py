@@ -1,0 +1,303 @@
+"""The front door: `compile`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar import report
+from autopar.capture import LossFunction
+from autopar.cost_model import Hardware, find_hardware
+from autopar.errors import AutoparError, MeshError
+from autopar.ir import Mesh, ParameterPlan, Plan, R
+from autopar.planning import Prepared, make_plan, prepare_forward, prepare_step, refuse_pipeline
+from autopar.program import Program, build_program
+from autopar.runtime.initialise import InitFunction
+from autopar.runtime.module import CompiledModule, Outputs, Settings
+from autopar.runtime.world import World, set_timeout
+from autopar.search import RecipeLike
+
+MeshLike = DeviceMesh | Mesh | Mapping[str, int]
+_BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+
+
+def compile(
+    model: nn.Module,
+    *,
+    example_inputs: Any = None,
+    loss_fn: LossFunction | None = None,
+    mesh: MeshLike | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    micro_batches: int = 1,
+    hardware: Hardware | str | None = None,
+    memory_bytes: int | None = None,
+    device: torch.device | str | None = None,
+    init_fn: InitFunction | None = None,
+    seed: int = 0,
+    outputs: Outputs = "local",
+    timeout_seconds: float | None = None,
+    bucket_bytes: int = _BUCKET_BYTES,
+) -> CompiledModule:
+    """Makes a single-device model run on all ranks.
+
+    Under `torchrun` the default process group is used, and made if there is none; without it the model
+    runs on one rank. Every rank calls this with the same arguments.
+
+    Args:
+        model: plain PyTorch; its parameters may be on the meta device. They become DTensors in place, so
+            that an optimizer made of them before stays valid.
+        example_inputs: a global batch as `step` takes it: a tuple, a dict of keyword arguments, or one
+            tensor. Without it the first call is the example.
+        loss_fn: takes the model's result and then the last entries of the batch, and returns a scalar;
+            None if the model returns its loss itself.
+        mesh: the axes; without it its shape is searched too.
+        plan: one made before, or the file it was saved in; nothing is searched then.
+        recipe: constraints on the search, for all axes or by axis: `{"dp": "zero3", "tp": "tp"}`.
+        pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
+        micro_batches: into how many parts `step` cuts the batch along dim 0 of every input.
+        hardware: what to price for, a catalogue name or figures; by default that of the device's kind.
+        memory_bytes: bound on the memory of a rank; by default what the hardware has.
+        device: where this rank computes; by default the model's own device, or the mesh's kind for a
+            model on the meta device.
+        init_fn: called with each meta-device module that owns tensors, in place of its
+            `reset_parameters()`.
+        seed: of the initial values of a meta-device model.
+        outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
+        timeout_seconds: how long a collective may wait for the other ranks before the step ends with an
+            error; by default as the process groups have it. Gloo notices a dead process at once.
+        bucket_bytes: about how much one collective carries.
+
+    Raises MeshError if the world does not match the mesh, PlanError for a plan of another model,
+    CaptureError, RecipeError or SearchError where no plan can be made.
+    """
+    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    planner = _Planner(
+        loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
+        memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
+        micro_batches=_micro_batches(micro_batches, loaded), device=_device(model, mesh, device),
+    )  # fmt: skip
+    settings = Settings(
+        micro_batches=planner.micro_batches, device=planner.device, init_fn=init_fn, seed=seed,
+        outputs=outputs, bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    compiled = CompiledModule(model, planner, settings)
+    if example_inputs is not None:
+        args, kwargs = split_example(example_inputs)
+        compiled.prepare(*args, **kwargs)
+    return compiled
+
+
+def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of an example: a tuple or list, a dict of keyword arguments, or one input."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def _micro_batches(asked: int, plan: Plan | None) -> int:
+    if plan is None or asked == plan.micro_batches:
+        return asked
+    if asked == 1:
+        return plan.micro_batches
+    raise AutoparError(
+        f"The plan was made for {plan.micro_batches} micro-batches, and compile was given "
+        f"micro_batches={asked}; leave it out, or make another plan."
+    )
+
+
+def _device(
+    model: nn.Module, mesh: MeshLike | None, device: torch.device | str | None
+) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    own = {p.device for p in model.parameters() if not p.is_meta}
+    if len(own) > 1:
+        raise AutoparError(
+            f"The model lies on several devices ({', '.join(sorted(map(str, own)))}); move it to one, or "
+            "pass device=... to autopar.compile."
+        )
+    if own:
+        return own.pop()
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+class _Planner:
+    """Makes programs, one plan for all ranks, and the mesh they run on."""
+
+    def __init__(
+        self,
+        *,
+        loss_fn: LossFunction | None,
+        mesh: MeshLike | None,
+        plan: Plan | None,
+        recipe: RecipeLike,
+        pins: Mapping[str, str] | None,
+        hardware: Hardware | str | None,
+        memory_bytes: int | None,
+        micro_batches: int,
+        device: torch.device,
+        timeout_seconds: float | None,
+    ) -> None:
+        self.device, self.micro_batches = device, micro_batches
+        self._loss_fn, self._plan = loss_fn, plan
+        self._recipe, self._pins, self._memory_bytes = recipe, pins, memory_bytes
+        self._hardware, self._assumed = _hardware(hardware, device)
+        self._timeout_seconds = timeout_seconds
+        self._device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+        join_process_group(device)
+        self._mesh = _axes(mesh, plan)
+        if self._mesh is not None:
+            check_world(self._mesh)
+        self._world: World | None = None
+        self._first: Prepared | None = None
+
+    def program(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        is_step: bool,
+        fixed: Mapping[str, ParameterPlan] | None,
+    ) -> Program:
+        """Captures and plans; `fixed` are the parameters that already lie somewhere."""
+        if is_step:
+            prepared = prepare_step(model, args, kwargs, loss_fn=self._loss_fn)
+        else:
+            prepared = prepare_forward(model, args, kwargs)
+        plan = self._plan if fixed is None else None
+        if plan is None:
+            plan = agreed(lambda: self._search(prepared, fixed, is_step=is_step))
+        program = build_program(prepared.captured, prepared.analysis, plan)
+        if self._first is None:
+            self._first, self._mesh = prepared, plan.mesh
+        return program
+
+    def _search(
+        self, prepared: Prepared, fixed: Mapping[str, ParameterPlan] | None, *, is_step: bool
+    ) -> Plan:
+        if fixed is not None:
+            fixed = _with_unused(fixed, prepared, self._mesh)
+        plan = make_plan(
+            prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
+            recipe=self._recipe, pins=self._pins, memory_bytes=self._memory_bytes,
+            micro_batches=self.micro_batches if is_step else 1, fixed_storage=fixed,
+        )  # fmt: skip
+        return replace(plan, notes=(*plan.notes, *self._assumed))
+
+    def world(self) -> World:
+        """The mesh as it runs; known once the first program is."""
+        if self._world is None:
+            assert self._mesh is not None, "the mesh is known once there is a program"
+            self._world = make_world(self._mesh, self.device, self._device_mesh)
+            if self._timeout_seconds is not None:
+                set_timeout(self._world, self._timeout_seconds)
+        return self._world
+
+    def explain(self, plan: Plan) -> report.Explanation:
+        """The plan of the first program for people."""
+        assert self._first is not None, "a plan was made for a program"
+        return report.Explanation(plan, self._first.analysis.graph)
+
+
+def _with_unused(
+    fixed: Mapping[str, ParameterPlan], prepared: Prepared, mesh: Mesh | None
+) -> Mapping[str, ParameterPlan]:
+    """Parameters that the first program had not are stored replicated."""
+    assert mesh is not None
+    replicated = ParameterPlan((R,) * len(mesh.axes), (R,) * len(mesh.axes))
+    return {name: fixed.get(name, replicated) for name in prepared.analysis.graph.parameters}
+
+
+def _hardware(
+    hardware: Hardware | str | None, device: torch.device
+) -> tuple[Hardware, tuple[str, ...]]:
+    """What to price for, and a note where it was assumed."""
+    if isinstance(hardware, Hardware):
+        return hardware, ()
+    if hardware is not None:
+        return find_hardware(hardware), ()
+    name = "cpu-gloo" if device.type == "cpu" else "h100"
+    return find_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
+
+
+def _axes(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
+    """The mesh as data, None if it is to be searched. Raises MeshError where plan and mesh differ."""
+    if mesh is None:
+        return plan.mesh if plan is not None else None
+    axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
+    refuse_pipeline(axes)
+    if plan is not None and plan.mesh != axes:
+        raise MeshError(f"The plan was made for the mesh {plan.mesh}, and the mesh given is {axes}.")
+    return axes
+
+
+def _device_mesh_axes(mesh: DeviceMesh) -> Mesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',))."
+        )
+    return Mesh(tuple(zip(names, tuple(mesh.mesh.shape), strict=True)))
+
+
+def join_process_group(device: torch.device) -> None:
+    """Under torchrun, makes the default process group if there is none yet."""
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    if launched and not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+
+
+def world_size() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raises MeshError with both numbers unless the mesh has as many ranks as run."""
+    if mesh.size != world_size():
+        raise MeshError(
+            f"The mesh {mesh} has {mesh.size} ranks, and {world_size()} run here. Start as many with "
+            f"torchrun --nproc-per-node {mesh.size}, or give a mesh of {world_size()}."
+        )
+
+
+def make_world(mesh: Mesh, device: torch.device, device_mesh: DeviceMesh | None) -> World:
+    """The process groups of the mesh; a single rank without a default group needs none."""
+    if device_mesh is None and dist.is_initialized():
+        device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.names)
+    return World(mesh, device, device_mesh)
+
+
+def agreed(make: Callable[[], Plan]) -> Plan:
+    """The plan that the first rank makes, on every rank. Its error, too, is raised on every rank."""
+    if world_size() == 1:
+        return make()
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [str(make())]
+        except AutoparError as error:
+            made = [(type(error).__name__, str(error))]
+    dist.broadcast_object_list(made, src=0)
+    if isinstance(made[0], str):
+        return Plan.parse(made[0])
+    raise _error_of(*made[0])
+
+
+def _error_of(name: str, text: str) -> AutoparError:
+    from autopar import errors
+
+    return getattr(errors, name)(text)  # type: ignore[no-any-return]

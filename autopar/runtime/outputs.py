@@ -1,0 +1,32 @@
+"""Outputs of a forward as DTensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.ir import WHOLE, Layout, R
+from autopar.program import TensorSpec
+from autopar.runtime.parameters import placements
+from autopar.runtime.transfer import route, travel
+from autopar.runtime.world import World
+
+
+def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
+    """A local output as a DTensor; a single rank returns it as it is.
+
+    DTensor knows no splits of minor factors: along such axes the output is gathered first.
+    """
+    if world.device_mesh is None:
+        return x
+    target = _nameable(spec.layout)
+    x = travel(x, route(spec.dims, spec.layout, target, world.mesh), world)
+    return DTensor.from_local(
+        x, world.device_mesh, placements(target), run_check=False,
+        shape=torch.Size(spec.shape), stride=torch.empty(spec.shape, device="meta").stride(),
+    )  # fmt: skip
+
+
+def _nameable(layout: Layout) -> Layout:
+    return tuple(s if s.kind == "S" and s.factor in (0, WHOLE) else R for s in layout)

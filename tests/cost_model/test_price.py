@@ -1,0 +1,248 @@
+"""Prices that can be checked by hand, and laws that no price may break."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from autopar.cost_model import (
+    H100, HARDWARE, Hardware, Link, Sizes, collective_seconds, conversion_seconds, find_hardware,
+    op_seconds, parameter_bytes, price,
+)  # fmt: skip
+from autopar.errors import AutoparError
+from autopar.ir import Mesh, P, ParameterPlan, Plan, R, S, Tensor, V
+from autopar.ir.conversion import TRANSITIONS
+from tests.search.graphs import Builder, mlp
+
+MACHINE = Hardware(
+    name="round numbers",
+    peak_flops=((2, 1e12), (4, 1e11)),
+    memory_bytes_per_second=1e10,
+    memory_bytes=10**9,
+    launch_seconds=0.0,
+    devices_per_node=8,
+    inside_node=Link(1e9, 1e-6),
+    across_nodes=Link(1e8, 1e-5),
+)
+STATES = (R, V, S(0), S(1), P)
+NAMES = sorted({name for transition in TRANSITIONS.values() for name in transition})
+
+
+def seconds(name: str, before: int, after: int, ranks: int = 4) -> float:
+    return collective_seconds(
+        name, before_bytes=before, after_bytes=after, ranks=ranks, link=MACHINE.inside_node,
+        hardware=MACHINE,
+    )  # fmt: skip
+
+
+# Collectives
+
+
+def test_a_ring_by_hand() -> None:
+    """4 ranks, 1 GB whole: 3 hops of 1 us, and 3/4 GB over a link of 1 GB/s."""
+    assert seconds("all_gather", 250_000_000, 10**9) == pytest.approx(3e-6 + 0.75)
+    assert seconds("reduce_scatter", 10**9, 250_000_000) == pytest.approx(3e-6 + 0.75)
+    assert seconds("all_reduce", 10**9, 10**9) == pytest.approx(2 * (3e-6 + 0.75))
+    assert seconds("all_to_all", 10**9, 10**9) == pytest.approx(3e-6 + 0.75)
+
+
+def test_local_steps_by_hand() -> None:
+    """Memory moves 10 GB/s: a slice of 0.25 GB is read and written, a pad writes the whole."""
+    assert seconds("shard", 10**9, 250_000_000) == pytest.approx(0.05)
+    assert seconds("pad", 250_000_000, 10**9) == pytest.approx(0.125)
+    assert seconds("partial", 10**9, 10**9) == pytest.approx(0.2)
+    assert seconds("vary", 10**9, 10**9) == 0.0
+
+
+def test_all_reduce_costs_reduce_scatter_and_all_gather() -> None:
+    for whole, ranks in itertools.product((1, 1000, 10**9), (2, 3, 8)):
+        parts = seconds("reduce_scatter", whole, whole // ranks, ranks) + seconds(
+            "all_gather", whole // ranks, whole, ranks
+        )
+        assert seconds("all_reduce", whole, whole, ranks) == parts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_bytes_never_cost_less(name: str) -> None:
+    costs = [seconds(name, size, size) for size in (0, 1, 100, 10**4, 10**8, 10**10)]
+    assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_pays_nothing(name: str) -> None:
+    assert seconds(name, 10**9, 10**9, ranks=1) == 0.0
+
+
+def test_an_unknown_collective_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="no formula for the collective 'broadcast'"):
+        seconds("broadcast", 1, 1)
+
+
+def test_a_conversion_is_the_sum_of_its_steps() -> None:
+    """S -> V gathers 1 GB forward and reduce-scatters it backward; without gradient only forward."""
+    sizes = Sizes(Mesh.of({"x": 4}))
+    tensor = Tensor("t", ((500,), (1_000_000,)), (("",), ("",)), 2, True)
+    found = conversion_seconds(tensor, (S(0),), (V,), sizes=sizes, hardware=MACHINE)
+    assert found == pytest.approx((3e-6 + 0.75, 3e-6 + 0.75))
+    frozen = dataclasses.replace(tensor, needs_grad=False)
+    found = conversion_seconds(frozen, (S(0),), (V,), sizes=sizes, hardware=MACHINE)
+    assert found == pytest.approx((3e-6 + 0.75, 0.0))
+
+
+def test_every_conversion_has_a_price_that_grows_with_the_tensor() -> None:
+    sizes = Sizes(Mesh.of({"x": 2, "y": 2}))
+    layouts = list(itertools.product(STATES, repeat=2))
+    for source, target in itertools.product(layouts, layouts):
+        costs = [
+            sum(conversion_seconds(
+                Tensor("t", ((8,), (width,)), (("",), ("",)), 4, True), source, target,
+                sizes=sizes, hardware=MACHINE,
+            ))
+            for width in (8, 64, 512)
+        ]  # fmt: skip
+        assert costs == sorted(costs)
+
+
+# Hardware
+
+
+def test_the_last_axes_lie_inside_a_node() -> None:
+    mesh = Mesh.of({"dp": 4, "tp": 8})
+    assert MACHINE.link(mesh, 1) == MACHINE.inside_node
+    assert MACHINE.link(mesh, 0) == MACHINE.across_nodes
+
+
+def test_ranks_of_a_node_share_the_way_out() -> None:
+    """16 ranks on one axis: 8 of them in each node, with 8 links out of 0.1 GB/s each."""
+    link = MACHINE.link(Mesh.of({"dp": 16}), 0)
+    assert link == Link(8e8, MACHINE.across_nodes.latency_seconds)
+
+
+def test_the_catalogue_finds_by_name() -> None:
+    assert find_hardware("h100") is H100
+    with pytest.raises(AutoparError, match="choose one of h100, a100, cpu-gloo"):
+        find_hardware("h1000")
+    assert all(hardware.name == name for name, hardware in HARDWARE.items())
+
+
+# Ops
+
+
+def test_a_matrix_product_by_hand() -> None:
+    """1000 x 1000 x 1000 in 2 bytes: 2e9 FLOP at 1 TFLOP/s, 6 MB at 10 GB/s; backward twice that."""
+    b = Builder({"b": 1000, "k": 1000, "j": 1000})
+    x = b.op("scale", "b k, k -> b k", [b.input("x", "b k"), b.parameter("s", "k")])
+    b.op("linear", "b k, j k -> b j", [x, b.parameter("w", "j k")], linear=[[0]])
+    graph, sizes = b.graph(), Sizes(Mesh.of({"x": 4}))
+
+    def cost(label: str) -> tuple[float, float]:
+        return op_seconds(
+            graph.ops[1], (label,), graph.tensors, sizes=sizes, hardware=MACHINE
+        )
+
+    assert cost("-") == pytest.approx((2e-3, 4e-3))
+    assert cost("b") == pytest.approx((0.5e-3, 1e-3))
+    # an addition of a million elements: 4 MB in, 2 MB out, bound by memory, backward as forward
+    scale = op_seconds(graph.ops[0], ("-",), graph.tensors, sizes=sizes, hardware=MACHINE)
+    assert scale == pytest.approx((4.002e-4, 4.002e-4))
+
+
+def test_views_are_free_and_what_needs_no_gradient_has_no_backward() -> None:
+    b = Builder({"b": 10, "k": 10})
+    x = b.input("x", "b k")
+    b.op("view", "b k -> k b", [x], view=True)
+    b.op("cos", "b k -> b k", [x])
+    graph, sizes = b.graph(), Sizes(Mesh.of({"x": 2}))
+    costs = [
+        op_seconds(op, ("-",), graph.tensors, sizes=sizes, hardware=MACHINE) for op in graph.ops
+    ]
+    assert costs[0] == (0.0, 0.0)
+    assert costs[1] == (pytest.approx(4e-8), 0.0)
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("plan", "per_parameter"),
+    [  # bytes per float32 parameter on 4 ranks: copy + gradient + two states of AdamW
+        (ParameterPlan((R,), (V,)), 4 + 4 + 8),
+        (ParameterPlan((S(0),), (V,)), 4 + 4 + 8 / 4),
+        (ParameterPlan((S(0),), (V,), "micro_batch"), 4 + 4 / 4 + 8 / 4),
+        (ParameterPlan((S(0),), (S(0),)), 16 / 4),
+    ],
+)
+def test_the_stages_of_zero(plan: ParameterPlan, per_parameter: float) -> None:
+    tensor = Tensor("w", ((400,), (10,)), (("",), ("",)), 4, True)
+    found = parameter_bytes(tensor, plan, Sizes(Mesh.of({"x": 4})))
+    assert found.total == 4000 * per_parameter
+    frozen = parameter_bytes(dataclasses.replace(tensor, needs_grad=False), plan, Sizes(Mesh.of({"x": 4})))
+    assert found.parameter == frozen.total
+
+
+def test_a_saved_value_is_counted_once_for_each_layout() -> None:
+    """y is saved by two ops that see it whole and one that sees a half, through a view."""
+    b = Builder({"b": 8, "k": 4}, itemsize_bytes=4)
+    y = b.op("scale", "b k, k -> b k", [b.input("x", "b k"), b.parameter("s", "k")], saves=[])
+    view = b.op("view", "b k -> k b", [y], view=True)
+    names = [b.op("square", "b k -> b k", [y]), b.op("cube", "b k -> b k", [y])]
+    names.append(b.op("sine", "k b -> k b", [view]))
+    graph = b.graph()
+    ops = {op.name: ("-",) for op in graph.ops} | {names[2]: ("b",)}
+    plan = Plan(
+        Mesh.of({"x": 2}), "", "auto", 1, {"s": ParameterPlan((R,), (R,))}, {"x": (R,)}, ops
+    )
+    # whole: 8 * 4 * 4 = 128, once for three names of the same memory; half: 64
+    assert price(graph, plan, MACHINE).saved_bytes == 128 + 64
+
+
+# Whole plans
+
+
+def ddp(micro_batches: int, stage: str) -> Plan:
+    graph = mlp()
+    parameter = {
+        "ddp": ParameterPlan((R,), (V,)), "zero1": ParameterPlan((S(0),), (V,)),
+        "zero2": ParameterPlan((S(0),), (V,), "micro_batch"), "zero3": ParameterPlan((S(0),), (S(0),)),
+    }[stage]  # fmt: skip
+    ops = {op.name: ("b",) for op in graph.ops}
+    return Plan(
+        Mesh.of({"x": 4}), "", stage, micro_batches, dict.fromkeys(graph.parameters, parameter),
+        {"x": (S(0),)}, ops,
+    )  # fmt: skip
+
+
+def test_data_parallelism_by_hand() -> None:
+    """Two matrices of 16 * 32 float32 = 2048 bytes, all-reduced once: 6 hops and 3/2 of the bytes."""
+    each = 2 * (3e-6 + 0.75 * 2048 / 1e9)
+    cost = price(mlp(), ddp(1, "ddp"), MACHINE)
+    assert cost.parameter_seconds == pytest.approx(2 * each)
+    assert cost.conversion_seconds == pytest.approx(2 * (3e-6 + 0.75 * 4 / 1e9))  # the loss
+    assert price(mlp(), ddp(5, "ddp"), MACHINE).parameter_seconds == pytest.approx(2 * each)
+    assert price(mlp(), ddp(5, "zero1"), MACHINE).parameter_seconds == pytest.approx(2 * each)
+
+
+def test_zero_2_and_3_by_hand() -> None:
+    """With m micro-batches stage 2 scatters m times; stage 3 gathers 2m times and scatters m times."""
+    half = 3e-6 + 0.75 * 2048 / 1e9  # an all-gather or a reduce-scatter of one matrix
+    for m in (1, 5):
+        assert price(mlp(), ddp(m, "zero2"), MACHINE).parameter_seconds == pytest.approx(
+            2 * (1 + m) * half
+        )
+        assert price(mlp(), ddp(m, "zero3"), MACHINE).parameter_seconds == pytest.approx(
+            2 * 3 * m * half
+        )
+
+
+def test_ops_and_conversions_run_once_for_each_micro_batch() -> None:
+    one, five = (price(mlp(), ddp(m, "ddp"), MACHINE) for m in (1, 5))
+    assert five.compute_seconds == pytest.approx(5 * one.compute_seconds)
+    assert five.conversion_seconds == pytest.approx(5 * one.conversion_seconds)
+
+
+def test_an_op_without_labels_is_an_error() -> None:
+    plan = ddp(1, "ddp")
+    with pytest.raises(KeyError):
+        price(mlp(layers=2), plan, MACHINE)
