@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -29,6 +31,16 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 def local_tensor(parameter: nn.Parameter) -> Tensor:
     """The local shard of a DTensor parameter, or a plain parameter's values, without autograd."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> Tensor:
+    """A DTensor of this global shape over a local shard that is on any device, also on meta."""
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def differentiable_local(parameter: nn.Parameter) -> Tensor:
@@ -100,6 +112,21 @@ def custom_functions() -> Iterator[list[str]]:
         yield seen
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to sum `x` over the group, in place."""
+    return group.allreduce([x])
+
+
+def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to concatenate the `x` of all ranks into `result`, both flat."""
+    return group._allgather_base(result, x)
+
+
+def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to sum `x` over the group and to leave this rank's part in `result`, both flat."""
+    return group._reduce_scatter_base(result, x)
 
 
 def user_line(error: BaseException) -> str:

@@ -86,8 +86,8 @@ def compile(
         micro_batches=_micro_batches(micro_batches, loaded), device=_device(model, mesh, device),
     )  # fmt: skip
     settings = Settings(
-        micro_batches=planner.micro_batches, device=planner.device, init_fn=init_fn, seed=seed,
-        outputs=outputs, bucket_bytes=bucket_bytes,
+        micro_batches=planner.micro_batches, device=planner.device, device_mesh=planner.device_mesh(),
+        init_fn=init_fn, seed=seed, outputs=outputs, bucket_bytes=bucket_bytes,
     )  # fmt: skip
     compiled = CompiledModule(model, planner, settings)
     if example_inputs is not None:
@@ -162,6 +162,12 @@ class _Planner:
             check_world(self._mesh)
         self._world: World | None = None
         self._first: Prepared | None = None
+
+    def device_mesh(self) -> DeviceMesh | None:
+        """A mesh over all ranks: that of the plan if its shape is known, else of one axis."""
+        if self._mesh is not None:
+            return self.world().device_mesh
+        return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
 
     def program(
         self,

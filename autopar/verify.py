@@ -93,25 +93,56 @@ def verify(
         seed: of the random plan.
         loss_fn: as in `compile`.
     """
-    args, kwargs = _split(example_inputs)
-    kwargs = dict(sorted(kwargs.items()))
-    model = copy.deepcopy(model)  # capture leaves weak references on what it saw
-    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
-    chosen = _plan(prepared, Mesh.of(mesh), plan, recipe, seed)
-    program = build_program(prepared.captured, prepared.analysis, chosen)
-    loss, gradients = _single_device(model, args, kwargs, prepared.captured, loss_fn)
-    losses, stored = _simulated(program, model, args, kwargs)
-    errors = _gradient_errors(program, stored, gradients)
-    worst = max(errors, key=lambda name: _nan_last(errors[name]), default="none")
-    return VerifyReport(
-        mesh=chosen.mesh,
-        recipe=chosen.recipe,
-        loss_error=max((_relative(each, loss) for each in losses), key=_nan_last),
-        worst_gradient_error=errors.get(worst, 0.0),
-        worst_parameter=worst,
-        tolerance=tolerance(prepared),
-        parameters=len(errors),
-    )
+    subject = Subject.of(model, example_inputs, loss_fn=loss_fn)
+    return subject.compare(_plan(subject.prepared, Mesh.of(mesh), plan, recipe, seed))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured model with what a single device computes, to hold any number of plans against.
+
+    Attributes:
+        model: a copy of the user's.
+        args, kwargs: the batch.
+        prepared: its captured step.
+        loss: of the single device.
+        gradients: of the single device, None for a parameter that the model does not use.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    prepared: Prepared
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, example_inputs: Any, *, loss_fn: LossFunction | None = None
+    ) -> Subject:
+        """Captures a model and runs it eagerly once."""
+        args, kwargs = _split(example_inputs)
+        kwargs = dict(sorted(kwargs.items()))
+        model = copy.deepcopy(model)  # capture leaves weak references on what it saw
+        prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+        loss, gradients = _single_device(model, args, kwargs, prepared.captured, loss_fn)
+        return cls(model, args, kwargs, prepared, loss, gradients)
+
+    def compare(self, plan: Plan) -> VerifyReport:
+        """Simulates a plan and compares loss and gradients. Raises PlanError for another model's."""
+        program = build_program(self.prepared.captured, self.prepared.analysis, plan)
+        losses, stored = _simulated(program, self.model, self.args, self.kwargs)
+        errors = _gradient_errors(program, stored, self.gradients)
+        worst = max(errors, key=lambda name: _nan_last(errors[name]), default="none")
+        return VerifyReport(
+            mesh=plan.mesh,
+            recipe=plan.recipe,
+            loss_error=max((_relative(each, self.loss) for each in losses), key=_nan_last),
+            worst_gradient_error=errors.get(worst, 0.0),
+            worst_parameter=worst,
+            tolerance=tolerance(self.prepared),
+            parameters=len(errors),
+        )
 
 
 def tolerance(prepared: Prepared) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from autopar import _torch
 from autopar.errors import CaptureError
 from autopar.runtime.world import World
 
@@ -36,7 +37,7 @@ def initial_values(
                 yield from _materialised(module, path, names, done, world, init_fn)
     for name, parameter in model.named_parameters():
         if id(parameter) not in done:
-            value = parameter.detach().to(world.device, copy=True).contiguous()
+            value = _torch.local_tensor(parameter).to(world.device, copy=True).contiguous()
             world.broadcast(value)
             yield name, value
 
@@ -72,7 +73,7 @@ def _materialised(
     initialise = init_fn or _reset_function(module, path)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     for name, parameter in parameters.items():
-        real = torch.empty_like(parameter, device=world.device)
+        real = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
         module._parameters[name] = nn.Parameter(real, requires_grad=parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:

@@ -6,16 +6,19 @@ checkpoints, `train()` and `eval()` find everything where it was.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PeerError, PlanError
 from autopar.ir import ParameterPlan, Plan
 from autopar.program import Program
+from autopar.runtime.adoption import adopt
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.initialise import InitFunction, initial_values, place_buffers
 from autopar.runtime.inputs import Arguments, accepts, cut_inputs, first_micro_batch
@@ -58,6 +61,8 @@ class Settings:
     Attributes:
         micro_batches: into how many parts `step` cuts its batch.
         device: where it runs.
+        device_mesh: any mesh over all ranks, for parameters to become DTensors before there is a plan;
+            None for a single rank without process groups.
         init_fn: initialises one meta-device module in place of its `reset_parameters`.
         seed: of the initial values of a meta-device model.
         outputs: what `model(...)` returns: local tensors, or DTensors.
@@ -66,6 +71,7 @@ class Settings:
 
     micro_batches: int
     device: torch.device
+    device_mesh: DeviceMesh | None
     init_fn: InitFunction | None
     seed: int
     outputs: Outputs
@@ -90,6 +96,8 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, planner: Planner, settings: Settings) -> None:
         super().__init__()
+        if settings.device_mesh is not None:
+            weakref.finalize(self, adopt(model, settings.device_mesh))
         self._planner, self._settings = planner, settings
         self._store: ParameterStore | None = None
         self._plan: Plan | None = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar import _torch
 from autopar.errors import CaptureError
@@ -94,10 +94,7 @@ class ParameterStore:
     def _swap(self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, storage: Layout) -> None:
         stored: Tensor = local
         if self.world.device_mesh is not None:
-            stored = DTensor.from_local(
-                local, self.world.device_mesh, placements(storage), run_check=False,
-                shape=torch.Size(spec.shape), stride=_contiguous_stride(spec.shape),
-            )  # fmt: skip
+            stored = _torch.dtensor(local, self.world.device_mesh, placements(storage), spec.shape)
         parameter.grad = None
         new = nn.Parameter(stored, requires_grad=parameter.requires_grad)
         try:
@@ -117,10 +114,6 @@ def _unused(name: str, value: Tensor, layout: Layout) -> TensorSpec:
 def without_v(layout: Layout) -> Layout:
     """The layout with R for V, which differ in gradients alone."""
     return tuple(R if state == V else state for state in layout)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _gathers(hops: Route) -> bool:

@@ -191,7 +191,7 @@ def _start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> _
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     with naming_failures("all_reduce", group):
-        work = dist.all_reduce(flat, group=group, async_op=True)
+        work = _torch.start_all_reduce(flat, group)
     return _Started(hops, work, group, unpack)
 
 
@@ -205,7 +205,7 @@ def _start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> _
         return [_join(part, hop) for part, hop in zip(parts, hops, strict=True)]
 
     with naming_failures("all_gather", group):
-        work = dist.all_gather_into_tensor(gathered.view(-1), flat.contiguous(), group=group, async_op=True)
+        work = _torch.start_all_gather(gathered.view(-1), flat.contiguous(), group)
     return _Started(hops, work, group, unpack)
 
 
@@ -227,7 +227,7 @@ def _start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) 
         return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
 
     with naming_failures("reduce_scatter", group):
-        work = dist.reduce_scatter_tensor(reduced, stacked.view(-1), group=group, async_op=True)
+        work = _torch.start_reduce_scatter(reduced, stacked.view(-1), group)
     return _Started(hops, work, group, unpack)
 
 

@@ -1,0 +1,69 @@
+"""Tiny models, and plans for them made by hand."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, GPTConfig, loss_fn
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, ...]
+
+
+class MLP(nn.Module):
+    """Two linear maps around a ReLU."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Normed(nn.Module):
+    """A linear map between batch norms: it has buffers that training changes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(width)
+        self.linear = nn.Linear(width, width)
+        self.second = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.linear(self.first(x)))
+
+
+class Tied(nn.Module):
+    """Embedding and head share one weight."""
+
+    def __init__(self, vocabulary: int = 16, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.middle = nn.Linear(width, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(tokens))))
+
+
+def mean_square(y: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(y, target)
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batch, object]:
+    """(model, batch, loss) by name; the same in every process."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        return MLP().to(dtype), (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)), mean_square
+    if name == "normed":
+        return Normed().to(dtype), (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)), mean_square
+    if name == "tied":
+        tokens = torch.randint(0, 16, (8, 4))
+        return Tied().to(dtype), (tokens, tokens.roll(1, 1)), loss_fn
+    assert name == "gpt", name
+    tokens = torch.randint(0, 256, (8, 8))
+    model = GPT(GPTConfig(seq_len=8, layers=2, heads=4, width=16)).to(dtype)
+    return model, (tokens, tokens.roll(1, 1)), loss_fn

@@ -1,0 +1,117 @@
+"""Real ranks for tests: processes that talk over Gloo, and are never left behind or waited for forever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = multiprocessing.get_context("spawn")
+TIMEOUT_SECONDS = 60  # of a task on all ranks
+GLOO_SECONDS = 30  # that a rank waits for another
+
+
+class RankFailed(AssertionError):
+    """A task raised on some rank; the message has the traceback."""
+
+
+class Ranks:
+    """`count` processes in one process group, started at the first task."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, task: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls `task(*args)` on every rank; returns the results by rank.
+
+        Tasks are functions of a module's top level. A task that fails or takes too long ends all ranks;
+        the next one starts new ones.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((task, args))
+        try:
+            return self._results()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _results(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        rank_of = {id(pipe): rank for rank, pipe in enumerate(self._pipes)}
+        while len(results) < self.count:
+            waiting = [p for rank, p in enumerate(self._pipes) if rank not in results]
+            ready = wait(waiting, timeout=TIMEOUT_SECONDS)
+            if not ready:
+                raise RankFailed(f"ranks {sorted(set(range(self.count)) - set(results))} hang")
+            for pipe in ready:
+                rank = rank_of[id(pipe)]
+                ok, value = pipe.recv()  # type: ignore[union-attr]
+                if not ok:
+                    raise RankFailed(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.count)]
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        for rank in range(self.count):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(rank, self.count, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    join(rank, count, store)
+    while True:
+        try:
+            task, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, task(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def join(rank: int, count: int, store: str) -> None:
+    """Joins the process group whose ranks meet at the file `store`."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count,
+        timeout=timedelta(seconds=GLOO_SECONDS),
+    )  # fmt: skip
+
+
+def equal_on_all(results: Sequence[Any]) -> Any:
+    """The one result that all ranks returned."""
+    assert all(result == results[0] for result in results), results
+    return results[0]

@@ -1,0 +1,35 @@
+"""Every recipe, on real ranks, trains as a single process does; also with micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import compiled, difference, single
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "auto"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_one_axis(two_ranks: Ranks, recipe: str, micro_batches: int) -> None:
+    expected = single("gpt")
+    results = two_ranks.run(compiled, "gpt", {"dp": 2}, recipe, micro_batches)
+    assert all(difference(found, expected) < 1e-9 for found in results)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"dp": "zero3", "tp": "tp+sp"},
+        {"dp": "zero1", "tp": "tp"},
+        {"dp": "ddp", "tp": "zero3"},
+        {"dp": "zero3", "tp": "zero3"},
+        {"dp": "zero2", "tp": "zero2"},
+    ],
+    ids=str,
+)
+def test_two_axes(four_ranks: Ranks, recipe: dict[str, str]) -> None:
+    expected = single("gpt")
+    results = four_ranks.run(compiled, "gpt", {"dp": 2, "tp": 2}, recipe, 2)
+    assert all(difference(found, expected) < 1e-9 for found in results)

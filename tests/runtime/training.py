@@ -1,0 +1,80 @@
+"""The same training loop for one process and for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.capture import run_with_loss
+from autopar.planning import prepare_step
+from autopar.random_plan import random_plan
+from tests.runtime.models import Batch, make
+
+Step = Callable[..., Tensor]
+
+
+def train(model: nn.Module, step: Step, batch: Batch, *, steps: int = 3) -> dict[str, Any]:
+    """Trains with AdamW; returns the losses and the full parameters and buffers."""
+    # eps well above the noise of gradients that are zero but for rounding (a key's bias), which Adam
+    # would otherwise scale up to whole steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
+    losses = []
+    for _ in range(steps):
+        losses.append(step(*batch).item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, **full_state(model)}
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every entry of the state dict, in full."""
+    state = model.state_dict()
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in state.items()}
+
+
+def single(name: str, *, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """What a single process without autopar gets."""
+    model, batch, loss_fn = make(name, dtype)
+
+    def step(*batch: Tensor) -> Tensor:
+        loss = run_with_loss(model, batch, {}, loss_fn)  # type: ignore[arg-type]
+        loss.backward()
+        return loss.detach()
+
+    return train(model, step, batch, steps=steps)
+
+
+def compiled(
+    name: str, mesh: dict[str, int], recipe: str | dict[str, str] = "auto", micro_batches: int = 1
+) -> dict[str, Any]:
+    """What autopar gets on this rank."""
+    model, batch, loss_fn = make(name)
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches)  # type: ignore[arg-type]
+    return train(made, made.step, batch)
+
+
+def randomly(name: str, mesh: dict[str, int], seed: int) -> dict[str, Any]:
+    """The same with a plan drawn at random."""
+    model, batch, loss_fn = make(name)
+    prepared = prepare_step(*make(name)[:2], loss_fn=loss_fn)  # type: ignore[arg-type]
+    plan = random_plan(
+        prepared.analysis.graph, autopar.Mesh.of(mesh), seed=seed, fingerprint=prepared.captured.fingerprint
+    )
+    made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
+    return train(made, made.step, batch)
+
+
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest difference of losses and state, relative to the largest entry (or to 1e-3)."""
+    assert list(found) == list(expected)
+    worst = 0.0
+    for name, value in expected.items():
+        a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found[name], value))
+        worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item())
+    return worst
