@@ -116,7 +116,7 @@ def verify_command(
     result = verify(
         model, kwargs or args, mesh=axes, plan=plan, recipe=recipe, seed=seed, loss_fn=loss_fn
     )
-    Console().print(result)
+    console().print(result)
     sys.exit(0 if result.passed else 1)
 
 
@@ -130,7 +130,12 @@ def show(explanation: report.Explanation, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=1))
     else:
-        Console().print(explanation)
+        console().print(explanation)
+
+
+def console() -> Console:
+    """The terminal; a file or a pipe gets wide lines rather than the 80 columns rich assumes."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def read_pins(pins: tuple[str, ...]) -> dict[str, str]:

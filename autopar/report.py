@@ -52,7 +52,9 @@ def _parameter_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, 
     for name, how in plan.parameters.items():
         shape = "x".join(str(n) for n in graph.tensors[graph.parameters[name]].shape) or "scalar"
         stored = format_layout(how.storage, plan.mesh)
-        yield name, (shape, stored, _zero(plan, name), how.reduce.replace("_", "-"))
+        in_graph = how.resident == how.storage
+        reduced = "micro-batch" if in_graph else how.reduce.replace("_", "-")
+        yield name, (shape, stored, _zero(plan, name), reduced)
 
 
 def _zero(plan: Plan, name: str) -> str:
@@ -78,7 +80,8 @@ def _op_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, ...]]]:
     for op in graph.ops:
         if not op.is_view and op.has_rule:
             labels = plan.ops[op.name]
-            yield f"{op.module or '(top)'} {op.kind}", tuple(_split(op, label) for label in labels)
+            kind = op.kind.removeprefix("aten.")
+            yield f"{op.module or '(top)'} {kind}", tuple(_split(op, label) for label in labels)
 
 
 def _split(op: Op, label: str) -> str:
@@ -91,7 +94,7 @@ def _times(count: int) -> str:
 
 
 def _numbers_out(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
 
 
 def _folded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from autopar.capture import Captured, LossFunction, run_with_loss
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import Mesh, Plan
+from autopar.passes.retarget import draws
 from autopar.planning import Prepared, make_plan, prepare_step
 from autopar.program import Program, build_program
 from autopar.random_plan import random_plan
@@ -123,8 +125,10 @@ class Subject:
         """Captures a model and runs it eagerly once."""
         args, kwargs = _split(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
+        _require_weights(model)
         model = copy.deepcopy(model)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+        _require_determinism(prepared)
         loss, gradients = _single_device(model, args, kwargs, prepared.captured, loss_fn)
         return cls(model, args, kwargs, prepared, loss, gradients)
 
@@ -142,6 +146,24 @@ class Subject:
             worst_parameter=worst,
             tolerance=tolerance(self.prepared),
             parameters=len(errors),
+        )
+
+
+def _require_weights(model: nn.Module) -> None:
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    if empty:
+        raise AutoparError(
+            f"To prove a plan the model needs real weights, and {len(empty)} of its parameters are on the "
+            f"meta device ({empty[0]} first). Build it on the CPU, smaller if need be."
+        )
+
+
+def _require_determinism(prepared: Prepared) -> None:
+    random = [n for n in prepared.captured.module.graph.nodes if draws(n)]
+    if random:
+        raise AutoparError(
+            f"The model draws random numbers ({random[0].target}), and a plan draws others than a single "
+            "device: there is nothing to compare. Set its dropout to 0, or verify model.eval()."
         )
 
 
@@ -171,7 +193,10 @@ def _plan(
         )
     if plan is not None:
         raise AutoparError(f'A plan to verify is a Plan, "random" or None, not {plan!r}.')
-    return make_plan(prepared, mesh, hardware=find_hardware("cpu-gloo"), recipe=recipe)
+    # What is proved is the arithmetic: the ranks share this process's memory, whatever a plan would take.
+    return make_plan(
+        prepared, mesh, hardware=find_hardware("cpu-gloo"), recipe=recipe, memory_bytes=sys.maxsize
+    )
 
 
 def _single_device(

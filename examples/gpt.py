@@ -132,3 +132,10 @@ def example() -> tuple[GPT, tuple[Tensor, Tensor], Callable[[Tensor, Tensor], Te
         model = GPT(GPTConfig(seq_len=1024, layers=12, heads=12, width=768))
         tokens = torch.empty(64, 1024, dtype=torch.long)
     return model, (tokens, tokens), loss_fn
+
+
+def tiny_example() -> tuple[GPT, tuple[Tensor, Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """A GPT small enough to simulate many ranks of, in float64: a target for `autopar verify`."""
+    model = GPT(GPTConfig(seq_len=16, layers=2, heads=4, width=32)).double()
+    tokens = torch.arange(8 * 16).reshape(8, 16) * 7 % BYTES
+    return model, (tokens, tokens.roll(-1, dims=1)), loss_fn

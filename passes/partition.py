@@ -29,7 +29,7 @@ from autopar.ir import (
     result_layouts,
 )
 from autopar.rules.spec import tensor_operands
-from autopar.runtime import collectives as _collectives  # noqa: F401  (defines torch.ops.autopar)
+from autopar.runtime import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 
 aten = torch.ops.aten
 
@@ -98,7 +98,8 @@ class _Partitioner:
             self._produce(op.results[0], layouts[0], new)
             return
         for i, (name, layout) in enumerate(zip(op.results, layouts, strict=True)):
-            self._produce(name, layout, self.call(operator.getitem, (new, i)))
+            part = new[i] if isinstance(new, tuple) else self.call(operator.getitem, (new, i))
+            self._produce(name, layout, part)
 
     def _place_outputs(self) -> tuple[Layout, ...]:
         names = [self.analysis.names[n.name][0] for n in output_nodes(self.captured.module)]

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from autopar.runtime.collectives import NAMES
+
 
 def retarget_device(module: fx.GraphModule, device: torch.device) -> None:
     """f(..., device=captured) -> f(..., device=device): factories ran where the model was captured."""
@@ -26,5 +28,13 @@ def bind_groups(module: fx.GraphModule, groups: Mapping[str, str]) -> None:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node is one of torch.ops.autopar."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
+    """Whether a node is a collective of torch.ops.autopar."""
+    ours = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "autopar"
+    return ours and node.target._schema.name.split("::")[1] in NAMES  # type: ignore[union-attr]
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node takes numbers from the default generator."""
+    target = node.target
+    seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return seeded and node.op == "call_function"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
-from autopar.rules import contract, elementwise, index, loss, nn, reduce, shape
+from autopar.rules import contract, elementwise, index, loss, nn, random, reduce, shape
 from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec, plain
 
 Rule = Callable[[Call], Spec]
@@ -23,6 +23,7 @@ RULES: Mapping[str, Rule] = {
     **index.RULES,
     **nn.RULES,
     **loss.RULES,
+    **random.RULES,
 }
 
 

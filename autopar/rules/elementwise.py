@@ -92,7 +92,7 @@ def elementwise(call: Call) -> Spec:
 
 # Point-wise ops that PyTorch 2.13 does not tag.
 UNTAGGED = (
-    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.native_dropout", "aten.dropout", "aten.copy",
+    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.copy",
     "aten.ones_like", "aten.zeros_like", "aten.full_like", "aten.empty_like", "aten.fill",
 )  # fmt: skip
 

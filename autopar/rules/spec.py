@@ -43,7 +43,7 @@ class RuleDoesNotApply(Exception):
     """Raised by a rule for a call that it does not cover; the op then runs replicated."""
 
 
-Localizer = Callable[[Local], fx.Node]
+Localizer = Callable[[Local], fx.Node | tuple[fx.Node, ...]]  # a tuple for an op of several results
 
 
 def run_as_is(local: Local) -> fx.Node:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir import WHOLE, CollectiveCall, Dims, Layout, Mesh, R, calls, local_factors
-from autopar.passes.retarget import is_collective
+from autopar.passes.retarget import draws, is_collective
 from autopar.program import Program
 from autopar.runtime.collectives import LOCAL
 
@@ -111,7 +111,10 @@ def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> li
         call = CollectiveCall(name, backward, tuple(dims), mesh.index(axis))  # type: ignore[arg-type]
         return collective(call, mesh, values[x])  # type: ignore[index]
     results = []
+    generator_state = torch.get_rng_state() if draws(node) else None
     for rank in range(mesh.size):
+        if generator_state is not None:  # every rank draws the same, see [Note: keys of random ops]
+            torch.set_rng_state(generator_state)
         args, kwargs = fx.map_arg((node.args, node.kwargs), _of_rank(values, rank))
         results.append(node.target(*args, **kwargs))  # type: ignore[operator]
     return results
