@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from autopar.rules.spec import bound_arguments
 from autopar.runtime.collectives import NAMES
 
 
@@ -34,7 +35,8 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node takes numbers from the default generator."""
+    """Whether a node takes numbers from the default generator; attention does with dropout alone."""
     target = node.target
-    seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-    return seeded and node.op == "call_function"
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return bool(bound_arguments(node).get("dropout_p", True))

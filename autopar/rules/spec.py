@@ -117,7 +117,7 @@ class Call:
         self.operand_nodes = tensor_operands(node)
         self.operands: list[torch.Tensor] = [n.meta["val"] for n in self.operand_nodes]
         self.results: list[torch.Tensor] = tensor_results(node)
-        self.arguments = _bind(node)
+        self.arguments = bound_arguments(node)
 
     def __getitem__(self, name: str) -> Any:
         """The argument called `name` in the op's schema, its default where it was not given."""
@@ -154,7 +154,8 @@ def tensor_results(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def _bind(node: fx.Node) -> dict[str, Any]:
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its schema, with defaults."""
     assert isinstance(node.target, torch._ops.OpOverload), node.target
     schema = node.target._schema.arguments
     bound = {a.name: a.default_value for a in schema}

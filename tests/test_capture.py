@@ -1,0 +1,149 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.capture import capture_forward, capture_step, target_count
+from autopar.errors import CaptureError, StepError
+from autopar.passes import clean_up
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, tokens, *, shift=0.0):
+        return self.head(self.table(tokens)) * self.scale + shift
+
+
+TOKENS = torch.tensor([[1, 2, 3]])
+
+
+def test_tied_parameters_are_one_placeholder_under_their_first_name():
+    captured = capture_forward(Tied(), (TOKENS,), {})
+    assert list(captured.parameters.values()) == ["table.weight"]
+    assert dict(captured.tied) == {"head.weight": "table.weight"}
+    assert list(captured.buffers.values()) == ["scale"]
+
+
+def test_inputs_are_named_after_forward_and_literals_are_kept():
+    captured = capture_forward(Tied(), (TOKENS,), {"shift": 0.5})
+    assert list(captured.inputs.values()) == ["tokens"]
+    assert dict(captured.literals) == {1: 0.5}
+
+
+def test_placeholders_are_parameters_buffers_inputs():
+    captured = capture_forward(Tied(), (TOKENS,), {})
+    names = [n.name for n in captured.module.graph.find_nodes(op="placeholder")]
+    assert names == [*captured.parameters, *captured.buffers, *captured.inputs]
+
+
+def test_one_tensor_given_twice_stays_two_inputs():
+    captured = capture_step(Tied(), (TOKENS, TOKENS), {}, lambda y, t: F.cross_entropy(y[0], t[0]))
+    assert list(captured.inputs.values()) == ["tokens", "target"]
+
+
+def test_a_no_grad_region_keeps_its_meaning():
+    # [Note: no_grad regions]
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.a(x)
+            return self.b(x).sum()
+
+    captured = capture_step(Model(), (torch.ones(1, 2),), {}, None)
+    clean_up(captured.module)
+    targets = [str(n.target) for n in captured.module.graph.nodes if n.op == "call_function"]
+    assert targets == ["aten.linear.default", "aten.detach.default", "aten.linear.default", "aten.sum.default"]
+
+
+def test_mutated_buffers_come_before_the_outputs():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    captured = capture_step(model, (torch.randn(4, 3),), {}, lambda y: y.sum())
+    assert list(captured.mutated.values()) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+
+
+def test_the_fingerprint_sees_shapes_and_not_values_or_devices():
+    def fingerprint(model, rows):
+        return capture_forward(model, (torch.zeros(rows, 4),), {}).fingerprint
+
+    assert fingerprint(nn.Linear(4, 4), 2) == fingerprint(nn.Linear(4, 4), 2)
+    assert fingerprint(nn.Linear(4, 4), 2) != fingerprint(nn.Linear(4, 4), 3)
+    with torch.device("meta"):
+        on_meta = capture_forward(nn.Linear(4, 4), (torch.zeros(2, 4),), {}).fingerprint
+    assert on_meta == fingerprint(nn.Linear(4, 4), 2)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "count"),
+    [
+        (F.cross_entropy, 1),
+        (nn.MSELoss(), 1),
+        (lambda out: out.sum(), 0),
+        (lambda out, a, b: out.sum(), 2),
+        (lambda out, target, scale=1.0: out.sum(), 1),
+    ],
+)
+def test_targets_are_what_the_loss_needs_besides_the_result(loss_fn, count):
+    assert target_count(loss_fn) == count
+
+
+def test_no_loss_function():
+    with pytest.raises(StepError, match=r"`step` needs a loss: the model returns tensors of shapes \[\[2, 4\]\]"):
+        capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, None)
+
+
+def test_a_loss_that_is_no_scalar():
+    with pytest.raises(StepError, match=r"returns tensors of shapes \[\[2, 4\]\]; `step` needs one scalar"):
+        capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, lambda y: y * 2)
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:  # the line to blame
+            return x.sum()
+        return x.mean()
+
+
+def test_what_cannot_be_captured_names_line_and_remedy():
+    with pytest.raises(CaptureError) as error:
+        capture_step(Branching(), (torch.ones(2),), {}, None)
+    message = str(error.value)
+    assert "if x.sum() > 0:  # the line to blame" in message
+    assert "test_capture.py" in message
+    assert "use torch.where or torch.cond instead of `if`" in message
+
+
+def test_a_custom_function_is_warned_of():
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return Straight.apply(x).sum()
+
+    with pytest.warns(UserWarning, match=r"autograd.Functions \[.*Straight'\].*torch.library.custom_op"):
+        capture_step(Model(), (torch.ones(2),), {}, None)
+
+
+def test_an_input_changed_in_place():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.add_(1).sum()
+
+    with pytest.raises(CaptureError, match="changes one of its inputs in place; clone it first"):
+        capture_step(Model(), (torch.ones(2),), {}, None)
