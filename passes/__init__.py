@@ -9,8 +9,11 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.passes.group_gathers import find_gathers, group_gathers
+from autopar.passes.name_nodes import name_nodes
 from autopar.passes.partition import partition
 from autopar.passes.remove_assertions import remove_assertions
+from autopar.passes.remove_clones import remove_clones
 from autopar.passes.reshape_views import reshape_views
 from autopar.passes.retarget import bind_groups, retarget_device
 from autopar.passes.verifier import verify_graph
@@ -20,6 +23,8 @@ Pass = Callable[[fx.GraphModule], None]
 CLEANUP: tuple[Pass, ...] = (
     remove_assertions,  # they speak of global shapes and devices, and compute nothing
     reshape_views,  # a view's strides need not be those of the local tensor
+    remove_clones,  # they differ between devices, and compute nothing
+    name_nodes,  # last: what is left is named
 )
 
 
@@ -30,4 +35,7 @@ def clean_up(module: fx.GraphModule) -> None:
         verify_graph(module, after=rewrite.__name__)
 
 
-__all__ = ["CLEANUP", "bind_groups", "clean_up", "partition", "retarget_device", "verify_graph"]
+__all__ = [
+    "CLEANUP", "bind_groups", "clean_up", "find_gathers", "group_gathers", "partition",
+    "retarget_device", "verify_graph",
+]  # fmt: skip

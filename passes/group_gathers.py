@@ -1,0 +1,123 @@
+"""all_gather(p0), all_gather(p1), ... -> gather_0(p0, p1, ...): parameters that are gathered together.
+
+A parameter that is stored split and used whole (ZeRO-3) is converted inside the graph. Such chains of
+collectives are found here and replaced, several at a time, by one submodule, which moves them in one
+buffer and can gather them again in backward instead of keeping them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from autopar.passes.retarget import is_collective
+
+_RESHAPE = torch.ops.aten.reshape.default
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Collectives (and reshapes around them) between a parameter and its users.
+
+    Attributes:
+        parameter: position of the parameter among the placeholders.
+        nodes: in order; the last one is what the users take.
+    """
+
+    parameter: int
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def end(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+def find_gathers(module: fx.GraphModule, parameters: int) -> list[Chain]:
+    """The chains from the first `parameters` placeholders that hold an all_gather, by first use."""
+    leaves = module.graph.find_nodes(op="placeholder")[:parameters]
+    chains = [chain for i, leaf in enumerate(leaves) for chain in _chains(i, leaf)]
+    position = {node: i for i, node in enumerate(module.graph.nodes)}
+    return sorted(chains, key=lambda chain: _first_use(chain.end, position))
+
+
+def _chains(parameter: int, leaf: fx.Node) -> Iterator[Chain]:
+    for user in leaf.users:
+        path = [user]
+        while _converts(path[-1]) and len(path[-1].users) == 1:
+            path.append(next(iter(path[-1].users)))
+        while path and not is_collective(path[-1]):
+            path.pop()
+        if all(map(_converts, path)) and any(_name(node) == "all_gather" for node in path):
+            follower = next(iter(path[-1].users), None)
+            if len(path[-1].users) == 1 and follower is not None and follower.target is _RESHAPE:
+                path.append(follower)
+            yield Chain(parameter, tuple(path))
+
+
+def _converts(node: fx.Node) -> bool:
+    return is_collective(node) or node.target is _RESHAPE
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name.split("::")[1] if is_collective(node) else ""  # type: ignore[union-attr]
+
+
+def _first_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
+    return min((position[user] for user in node.users), default=position[node])
+
+
+def group_gathers(
+    module: fx.GraphModule,
+    chains: Sequence[Chain],
+    *,
+    key: Callable[[Chain], Hashable],
+    size_bytes: Callable[[Chain], int],
+    make: Callable[[list[Chain]], nn.Module],
+    bucket_bytes: int,
+) -> None:
+    """Replaces chains of equal `key`, in order, by calls of the submodules that `make` returns.
+
+    A group is closed when its gathered parameters exceed `bucket_bytes`.
+    """
+    for number, group in enumerate(_groups(chains, key, size_bytes, bucket_bytes)):
+        _replace(module, group, f"gather_{number}", make(group))
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _groups(
+    chains: Sequence[Chain],
+    key: Callable[[Chain], Hashable],
+    size_bytes: Callable[[Chain], int],
+    bucket_bytes: int,
+) -> list[list[Chain]]:
+    groups: list[list[Chain]] = []
+    latest: dict[Hashable, list[Chain]] = {}
+    filled: dict[Hashable, int] = {}
+    for chain in chains:
+        kind = key(chain)
+        if kind not in latest or filled[kind] + size_bytes(chain) > bucket_bytes:
+            latest[kind], filled[kind] = [], 0
+            groups.append(latest[kind])
+        latest[kind].append(chain)
+        filled[kind] += size_bytes(chain)
+    return groups
+
+
+def _replace(module: fx.GraphModule, group: list[Chain], name: str, gather: nn.Module) -> None:
+    graph = module.graph
+    leaves = graph.find_nodes(op="placeholder")
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    users = [user for chain in group for user in chain.end.users]
+    module.add_submodule(name, gather)
+    with graph.inserting_before(min(users, key=position.__getitem__)):
+        call = graph.call_module(name, tuple(leaves[chain.parameter] for chain in group))
+        for i, chain in enumerate(group):
+            chain.end.replace_all_uses_with(graph.call_function(operator.getitem, (call, i)))
+    for chain in group:
+        for node in reversed(chain.nodes):
+            graph.erase_node(node)
