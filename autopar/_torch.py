@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -127,6 +128,11 @@ def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dis
 def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to sum `x` over the group and to leave this rank's part in `result`, both flat."""
     return group._reduce_scatter_base(result, x)
+
+
+def storage_reference(x: Tensor) -> StorageWeakRef:
+    """A weak reference to a tensor's storage, whose address (`cdata`) is not used again while it lives."""
+    return StorageWeakRef(x.untyped_storage())
 
 
 def user_line(error: BaseException) -> str:

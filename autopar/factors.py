@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar import rules
 from autopar.capture import Captured
-from autopar.ir import PARTIAL, UNSPLIT, Choice, Factor, Graph, Op, P, R, S, State, Tensor, V
+from autopar.ir import PARTIAL, UNSPLIT, VARIED, Choice, Factor, Graph, Op, P, R, S, State, Tensor, V
 from autopar.rules.spec import Letters, Spec, tensor_operands, tensor_results
 
 
@@ -118,7 +118,7 @@ class _Analyzer:
         self.letters: dict[str, dict[str, Atom]] = {}
         self.conflicts: dict[str, set[str]] = {}
         self.needs_grad: set[str] = set()
-        self.is_constant: set[str] = set()
+        self.of_inputs: set[str] = set()  # tensors that depend on an input
 
     def run(self) -> Analysis:
         for node in self.nodes:
@@ -159,6 +159,8 @@ class _Analyzer:
             return
         self._add_tensor(node.name, value, [[Atom(s)] if s != 1 else [] for s in value.shape])
         self.names[node.name] = (node.name,)
+        if node.name in self.captured.inputs:
+            self.of_inputs.add(node.name)
         name = self.captured.parameters.get(node.name)
         if name is not None and name not in self.captured.frozen:
             self.needs_grad.add(node.name)
@@ -181,6 +183,8 @@ class _Analyzer:
             self._flow(node.name, self.atoms[operand], letters, own)
         for name, value, letters in zip(names, results, spec.results, strict=True):
             self._add_tensor(name, value, [[own[x] for x in dim] for dim in letters])
+        if self.of_inputs.intersection(self._operands(node)):
+            self.of_inputs.update(names)
         if self._passes_gradient(node):
             self.needs_grad |= {n for n, v in zip(names, results, strict=True) if v.is_floating_point()}
 
@@ -236,6 +240,8 @@ class _Analyzer:
 
     def _choices(self, name: str, spec: Spec) -> Iterable[Choice]:
         yield Choice(UNSPLIT, (R,) * len(spec.operands), (R,) * len(spec.results))
+        if self._is_function_of_parameters(name):
+            yield Choice(VARIED, (V,) * len(spec.operands), (V,) * len(spec.results))
         for letter, atom in self.letters[name].items():
             if not spec.splittable(letter) or letter in self.conflicts[name]:
                 continue
@@ -246,6 +252,14 @@ class _Analyzer:
             label = PARTIAL + "+".join(str(i) for i in sorted(positions))
             states = tuple(P if i in positions else V for i in range(len(spec.operands)))
             yield Choice(label, states, (P,) * len(spec.results))
+
+    def _is_function_of_parameters(self, name: str) -> bool:
+        """Casts of weights, position embeddings: what the whole batch shares. Backward is linear in the
+        gradient, so that partial gradients pass through it to the parameter, and are added up there
+        with all others.
+        """
+        results = self.names[name]
+        return not self.of_inputs.intersection(results) and bool(self.needs_grad.intersection(results))
 
     def _split(
         self, name: str, spec: Spec, letter: str, part: int, label: str, leaf: Atom

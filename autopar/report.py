@@ -86,7 +86,7 @@ def _op_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, ...]]]:
 
 def _split(op: Op, label: str) -> str:
     choice = op.choice(label)
-    return _numbers_out(choice.factor) if choice.splits else {"-": "-"}.get(label, "partial sums")
+    return _numbers_out(choice.factor) if choice.splits else {"-": "-", "~": "-"}.get(label, "partial sums")
 
 
 def _times(count: int) -> str:

@@ -1,7 +1,8 @@
 """Seconds of collectives and conversions, by the latency and bandwidth of a ring.
 
 A ring over n ranks takes n - 1 hops, and sends (n - 1) / n of the whole tensor over each link
-(Patarasuk and Yuan 2009). With B the bytes of the whole, which a rank holds on one side of the step:
+(Patarasuk and Yuan 2009). With B the bytes of the whole, which a rank holds on one side of the
+step:
 
     all_gather      (n - 1) latency + (n - 1) / n  B / bandwidth      B after the step
     reduce_scatter  the same                                          B before the step

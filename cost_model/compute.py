@@ -3,11 +3,12 @@
     forward  = launch + max(flops / peak, bytes / bandwidth)
     backward = forward * (2 for a matrix product, else 1)         (0 if nothing needs a gradient)
 
-`flops` is the whole op's, divided by the axes that split its work; `bytes` is what the rank reads and
-writes, each operand and result in its local size. The backward of a matrix product is two products of
-the same size, one per operand that needs a gradient; the backward of any other op reads and writes
-about what its forward did. Both are the usual accounting (Kaplan et al. 2020, section 2.1: 2N forward
-and 4N backward) and no measurement; attention that recomputes its scores takes about 2.5 instead of 2.
+`flops` is the whole op's, divided by the axes that split its work; `bytes` is what the rank reads
+and writes, each operand and result in its local size. The backward of a matrix product is two
+products of the same size, one per operand that needs a gradient; the backward of any other op
+reads and writes about what its forward did. Both are the usual accounting (Kaplan et al. 2020,
+section 2.1: 2N forward and 4N backward) and no measurement; attention that recomputes its scores
+takes about 2.5 instead of 2.
 """
 
 from __future__ import annotations
@@ -45,10 +46,9 @@ def backward_passes(op: Op, tensors: Mapping[str, Tensor]) -> int:
 
 def is_product(op: Op, tensors: Mapping[str, Tensor]) -> bool:
     """Whether `op` multiplies saved operands with more work than there are elements."""
-    elements = max(
-        (math.prod(tensors[name].shape) for name in (*op.operands, *op.results)), default=0
-    )
-    return op.flops > elements and any(name in op.saved for name in op.operands)
+    if not any(name in op.saved for name in op.operands):
+        return False
+    return op.flops > max(math.prod(tensors[name].shape) for name in (*op.operands, *op.results))
 
 
 def _local_flops(op: Op, labels: Labels, sizes: Sizes) -> float:
@@ -60,9 +60,7 @@ def _local_flops(op: Op, labels: Labels, sizes: Sizes) -> float:
     return op.flops / parts
 
 
-def _local_bytes(
-    op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes
-) -> int:
+def _local_bytes(op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes) -> int:
     names = (*op.operands, *op.results)
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))
     return sum(

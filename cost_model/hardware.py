@@ -61,7 +61,8 @@ class Hardware:
         """The link that collectives along one axis of the mesh run at.
 
         Ranks are numbered row-major, so the last axes lie inside a node. An axis that leaves the
-        node has there as many ranks, and so as many links to other nodes, as fit beside the later axes.
+        node has there as many ranks, and so as many links to other nodes, as fit beside the later
+        axes.
         """
         stride = math.prod(mesh.sizes[axis + 1 :])
         if stride * mesh.sizes[axis] <= self.devices_per_node:
@@ -84,12 +85,14 @@ H100 = Hardware(
     launch_seconds=4e-6,  # guess: a small kernel with its launch hidden in part
     devices_per_node=8,  # datasheet: HGX H100
     inside_node=Link(
-        360e9,  # measured: nccl-tests all-gather 17 GB on 8 H100, stas00 ml-engineering (450 in datasheet)
+        # measured: nccl-tests all-gather of 17 GB on 8 H100, stas00 ml-engineering (datasheet: 450)
+        360e9,
         1.2e-6,  # fitted: 16.9 us of a 1 KB all-reduce on 8 H100 (same source) over its 14 hops
     ),
     across_nodes=Link(
         46e9,  # measured: nccl-tests, one pair of H100 on 400 Gb/s InfiniBand (50 in datasheet)
-        1e-5,  # fitted: 69 us of a 1 KB all-reduce on 2 nodes of 8 H100, less 26 hops inside nodes, over 4
+        # fitted: 69 us of a 1 KB all-reduce on 2 nodes of 8 H100, less 26 hops inside nodes, over 4
+        1e-5,
     ),
 )
 
@@ -105,7 +108,8 @@ A100 = Hardware(
     launch_seconds=4e-6,  # guess, as for h100
     devices_per_node=8,  # datasheet: HGX A100
     inside_node=Link(
-        235e9,  # measured: nccl-tests all-reduce 17 GB on 8 A100, stas00 ml-engineering (300 in datasheet)
+        # measured: nccl-tests all-reduce of 17 GB on 8 A100, stas00 ml-engineering (datasheet: 300)
+        235e9,
         3.1e-6,  # fitted: 43.8 us of a 32 KB all-reduce on 8 A100 (same source) over its 14 hops
     ),
     across_nodes=Link(
@@ -121,12 +125,13 @@ CPU_GLOO = Hardware(
         (4, 110e9),  # measured: the same in float32
         (8, 45e9),  # measured: the same in float64
     ),
-    memory_bytes_per_second=20e9,  # measured 43e9 for one busy core, halved: a guess for ranks that share it
+    memory_bytes_per_second=20e9,  # guess: half of 43e9 measured for one busy core
     memory_bytes=8_000_000_000,  # guess
     launch_seconds=2e-6,  # measured: x + 1 on 8 elements, torch 2.13
     devices_per_node=64,  # all ranks on one machine
     inside_node=Link(
-        250e6,  # fitted: all-reduce of 32 MB in 0.19 s, 4 Gloo processes on 2 cores; all-gather is slower
+        # fitted: all-reduce of 32 MB in 0.19 s, 4 Gloo processes on 2 cores; all-gather is slower
+        250e6,
         1e-4,  # guess: wake-up of a process on a shared core
     ),
     across_nodes=Link(125e6, 2e-4),  # guess: 1 Gb/s Ethernet

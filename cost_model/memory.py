@@ -1,15 +1,15 @@
-"""Bytes that one rank holds at the end of forward: what lives between steps, and what backward needs.
+"""Bytes that one rank holds after forward: what lives between steps, and what backward needs.
 
     parameters   the resident copy (the stored shard is a part of it, never more)
-    gradients    as large as the resident copy, or as the stored shard when every micro-batch reduces
+    gradients    as large as the resident copy, or as the stored shard if every micro-batch reduces
     optimizer    AdamW: two moments in the parameter's own number format, for the stored shard
-    saved        every tensor that autograd keeps, once for each layout in which a consumer saw it
+    saved        every tensor that autograd keeps, once for each layout a consumer saw it in
     buffers      whole
 
-With N ranks and P float32 parameters these are the sums of ZeRO (Rajbhandari et al. 2020, section 3):
-16P without sharding, 8P + 8P/N for stage 1, 4P + 12P/N for stage 2, 16P/N for stage 3.
-Copies of a parameter that a use gathers are dropped after it and made again in backward, so they are
-not here; neither are transient peaks.
+With N ranks and P float32 parameters these are the sums of ZeRO (Rajbhandari et al. 2020, section
+3): 16P without sharding, 8P + 8P/N for stage 1, 4P + 12P/N for stage 2, 16P/N for stage 3. Copies
+of a parameter that a use gathers are dropped after it and made again in backward, so they are not
+here; neither are transient peaks.
 """
 
 from __future__ import annotations

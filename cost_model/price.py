@@ -3,9 +3,9 @@
     seconds of a step = micro-batches * (every op + every conversion in the graph)
                         + every parameter's way from storage to use and its gradient's way back
 
-Nothing overlaps with anything here. The graph is captured at the size of one micro-batch. A value is
-converted once for each distinct layout that its consumers need. A parameter that is gathered for its
-uses, and saved for backward, is gathered once more there.
+Nothing overlaps with anything here. The graph is captured at the size of one micro-batch. A value
+is converted once for each distinct layout that its consumers need. A parameter that is gathered
+for its uses, and saved for backward, is gathered once more there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,13 @@ def per_step_seconds(
 
 
 def use_seconds(
-    tensor: Tensor, resident: Layout, target: Layout, saved: bool, *, sizes: Sizes, hardware: Hardware
+    tensor: Tensor,
+    resident: Layout,
+    target: Layout,
+    saved: bool,
+    *,
+    sizes: Sizes,
+    hardware: Hardware,
 ) -> float:
     """Seconds of a parameter between its resident layout and a use, forward and backward.
 
@@ -128,7 +134,11 @@ class _Pricer:
     def compute_seconds(self) -> float:
         return sum(
             op_seconds(
-                op, self.plan.ops[op.name], self.graph.tensors, sizes=self.sizes, hardware=self.hardware
+                op,
+                self.plan.ops[op.name],
+                self.graph.tensors,
+                sizes=self.sizes,
+                hardware=self.hardware,
             ).total
             for op in self.graph.ops
         )
@@ -143,7 +153,12 @@ class _Pricer:
             for target in targets:
                 if name in parameters:
                     cost = use_seconds(
-                        tensor, source, target, name in kept, sizes=self.sizes, hardware=self.hardware
+                        tensor,
+                        source,
+                        target,
+                        name in kept,
+                        sizes=self.sizes,
+                        hardware=self.hardware,
                     )
                 else:
                     cost = self._convert(tensor, source, target).total

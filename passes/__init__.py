@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.name_nodes import name_nodes
+from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
 from autopar.passes.remove_assertions import remove_assertions
 from autopar.passes.remove_clones import remove_clones
@@ -36,6 +37,6 @@ def clean_up(module: fx.GraphModule) -> None:
 
 
 __all__ = [
-    "CLEANUP", "bind_groups", "clean_up", "find_gathers", "group_gathers", "partition",
-    "retarget_device", "verify_graph",
+    "CLEANUP", "bind_groups", "clean_up", "defer_loss_sum", "find_gathers", "group_gathers",
+    "hoist_input_sums", "partition", "retarget_device", "verify_graph",
 ]  # fmt: skip

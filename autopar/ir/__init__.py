@@ -4,6 +4,7 @@ from autopar.ir.conversion import CollectiveCall, Step, calls, steps, walk
 from autopar.ir.graph import (
     PARTIAL,
     UNSPLIT,
+    VARIED,
     Choice,
     Factor,
     Graph,
@@ -35,7 +36,7 @@ from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.plan import ParameterPlan, Plan
 
 __all__ = [
-    "PARTIAL", "PIPELINE_AXIS", "UNSPLIT", "WHOLE",
+    "PARTIAL", "PIPELINE_AXIS", "UNSPLIT", "VARIED", "WHOLE",
     "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Mesh", "Op", "P", "ParameterPlan",
     "Plan", "R", "S", "State", "Step", "Tensor", "V",
     "calls", "divides", "format_layout", "is_legal", "local_elements", "local_factors", "local_shape", "operand_layouts",

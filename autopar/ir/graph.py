@@ -14,6 +14,7 @@ from autopar.ir.layout import Dims, Layout, State, divides, shape_of
 from autopar.ir.mesh import Mesh
 
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
+VARIED = "~"  # label of the choice that takes and gives V: the same work everywhere, for different uses
 PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
 
 
@@ -45,7 +46,8 @@ class Choice:
     """One way to run an op along one mesh axis.
 
     Attributes:
-        label: `-` (split nothing), a factor of the op's rule such as `k` or `k.1`, or `+...` (pass P).
+        label: `-` (split nothing), `~` (split nothing, V in and out), a factor of the op's rule such
+            as `k` or `k.1`, or `+...` (pass P).
         operands: the state each tensor operand must be in, in the order of `Op.operands`.
         results: the state each tensor result is then in.
         size: size of the factor that is split; the axis size must divide it. 0 where nothing is split.

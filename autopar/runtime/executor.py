@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.passes import bind_groups, retarget_device
+from autopar.passes import (
+    bind_groups,
+    defer_loss_sum,
+    hoist_input_sums,
+    retarget_device,
+    verify_graph,
+)
 from autopar.program import Program
+from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.reducer import Reducer
+from autopar.runtime.transfer import Hop, Transfer
 from autopar.runtime.world import World
 
 
@@ -29,41 +37,61 @@ class BoundProgram:
         self, program: Program, store: ParameterStore, model: nn.Module, *, bucket_bytes: int
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
-        self._graph = _copy(program.module)
-        retarget_device(self._graph, self.world.device)
-        bind_groups(self._graph, self.world.group_names)
+        parameters = len(program.parameters)
         self._constants = [x.to(self.world.device) for x in program.constants]
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
+        self._gathers = Gathers(self._residents, self.world)
+        self._graph = _copy(program.module)
+        order = completion_order(self._graph, parameters)
+        retarget_device(self._graph, self.world.device)
+        self._loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
+        hoist_input_sums(self._graph, parameters)
+        self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
+        bind_groups(self._graph, self.world.group_names)
+        verify_graph(self._graph, after="binding to process groups")
         self._reducer = Reducer(
             self._residents,
             every_micro_batch=[program.storage(s.name).reduce == "micro_batch" for s in program.parameters],
-            late=frozenset(),
-            order=completion_order(self._graph, len(program.parameters)),
+            late=self._gathers.late,
+            order=order,
             bucket_bytes=bucket_bytes,
         )
 
     def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients."""
         self._reducer.forget()
+        self._gathers.forget()
         if self._residents.refresh():
             self._reducer.attach()
-        total: Tensor | None = None
+        self._loss = torch.zeros(())
         for number, inputs in enumerate(batch):
-            loss = self._micro_batch(inputs, len(batch), last=number == len(batch) - 1)
-            total = loss if total is None else total + loss
+            self._micro_batch(inputs, len(batch), last=number == len(batch) - 1)
         self._residents.release()
-        assert total is not None
-        return total
+        return self._loss
 
-    def _micro_batch(self, inputs: list[Tensor], count: int, *, last: bool) -> Tensor:
-        with torch.enable_grad():
+    def _micro_batch(self, inputs: list[Tensor], count: int, *, last: bool) -> None:
+        self._gathers.in_step = True
+        with torch.enable_grad(), self._gathers.watching():
             *updates, loss = self._graph(*self._residents.leaves, *self._state(), *inputs)
         self._reducer.begin(last=last)
         # The total is the mean over micro-batches, so each gives its share of the gradient.
         loss.backward(torch.full_like(loss, 1 / count))
+        self._loss = self._loss.to(loss) + loss.detach() / count
+        total = self._start_loss_sum() if last else None
+        self._gathers.finish()
         self._reducer.finish()
+        if total is not None:
+            (self._loss,) = total.wait()
         self._write_back(updates)
-        return loss.detach() / count
+
+    def _start_loss_sum(self) -> Transfer:
+        """Adds up what the ranks have of the loss; see autopar.passes.overlap_sums."""
+        mesh, shape = self.world.mesh, tuple(self._loss.shape)
+        hops = tuple(
+            Hop("all_reduce", "vary", (), mesh.index(axis), dict(mesh.axes)[axis], shape, shape, shape, shape)
+            for axis in self._loss_axes
+        )
+        return Transfer([hops], [self._loss], self.world)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """The local outputs, differentiable in the parameters at rest if autograd is on."""
@@ -72,7 +100,9 @@ class BoundProgram:
         else:
             self._residents.refresh()
             parameters = self._residents.leaves
-        outputs = list(self._graph(*parameters, *self._state(), *inputs))
+        self._gathers.in_step = False
+        with self._gathers.watching():
+            outputs = list(self._graph(*parameters, *self._state(), *inputs))
         count = len(self.program.mutated)
         self._write_back(outputs[:count])
         return outputs[count:]

@@ -20,11 +20,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar import _torch
 from autopar.errors import CaptureError
-from autopar.ir import Layout, R, V
+from autopar.ir import Layout, R, V, local_shape
 from autopar.program import Program, TensorSpec
 from autopar.runtime.simulate import shard
 from autopar.runtime.transfer import Route, Transfer, route, signature, transposed, travel
 from autopar.runtime.world import World
+
+_FEWEST_BUCKETS = 4
+_SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedDataParallel
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
@@ -155,6 +158,10 @@ class Residents:
         self.leaves: list[Tensor] = [torch.empty(0)] * len(self.kept)
         self._sources = [0] * len(self.kept)  # where the shard that a leaf was made of lies
 
+    def shape(self, i: int) -> tuple[int, ...]:
+        """Local shape of a leaf."""
+        return local_shape(self.kept[i].spec.dims, self._layouts[i], self.world.mesh)
+
     @torch.no_grad()
     def refresh(self) -> bool:
         """Brings every leaf up to date with the stored shards; returns whether any is a new tensor."""
@@ -219,13 +226,23 @@ class Residents:
         return Transfer([self._routes[i] for i in batch], [self.kept[i].local for i in batch], self.world)
 
 
+def overlapping_bytes(total_bytes: int, bucket_bytes: int) -> int:
+    """Bytes of a bucket that cut a small total into several, but not into too small ones."""
+    return min(bucket_bytes, max(total_bytes // _FEWEST_BUCKETS, _SMALLEST_BUCKET_BYTES))
+
+
 def batches(
     indices: Iterable[int],
     signatures: Sequence[tuple[tuple[str, int], ...]],
     tensors: Sequence[Tensor],
     bucket_bytes: int,
 ) -> list[list[int]]:
-    """Indices in order, in runs of equal signature and dtype, each of about `bucket_bytes`."""
+    """Indices in order, in runs of equal signature and dtype, each of about `bucket_bytes`.
+
+    Less where that were most of all there is, so that one run can travel while the next is computed.
+    """
+    indices = list(indices)
+    bucket_bytes = overlapping_bytes(sum(tensors[i].nbytes for i in indices), bucket_bytes)
     open_runs: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
     result: list[list[int]] = []

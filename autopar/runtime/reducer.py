@@ -72,7 +72,11 @@ class Reducer:
         self, every_micro_batch: Sequence[bool], order: Sequence[int], bucket_bytes: int
     ) -> list[Bucket]:
         returns = self._residents.returns
-        signatures = [(("when", int(each)), *signature(r)) for r, each in zip(returns, every_micro_batch, strict=True)]
+        signatures = [
+            (("when", int(each)), ("late", int(i in self._late)), *signature(hops))
+            for i, (hops, each) in enumerate(zip(returns, every_micro_batch, strict=True))
+        ]
+        order = sorted(order, key=lambda i: i in self._late)  # they must not hold up the others
         shapes = [torch.empty(_start_shape(r, k.local), dtype=k.local.dtype, device="meta")
                   for r, k in zip(returns, self._residents.kept, strict=True)]
         return [

@@ -21,8 +21,9 @@ def check_axes(graph: Graph, mesh: Mesh) -> None:
     for axis, size in mesh.axes:
         if all(found % size for _, found in factors | stored):
             raise MeshError(
-                f"Axis {axis} has size {size}, which divides nothing in this model. The closest sizes "
-                f"in it are {_closest(size, factors or stored)}; choose a size that divides one of them."
+                f"Axis {axis} has size {size}, which divides nothing in this model. The closest "
+                f"sizes in it are {_closest(size, factors or stored)}; choose a size that divides "
+                "one of them."
             )
 
 
@@ -36,7 +37,7 @@ def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
 
 
 def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
-    """Raises SearchError if a recipe was asked for on an axis along which it could split nothing."""
+    """Raises SearchError if a recipe was asked for on an axis where it could split nothing."""
     for position, (axis, size) in enumerate(plan.mesh.axes):
         recipe = recipes[position]
         if recipe.may is None or size == 1:

@@ -1,22 +1,25 @@
 """Folding: repeated blocks share one copy of the decisions.
 
-A deep model is a short list of ops said many times over. `fold` finds the repetition in the sequence of
-ops from what they are (kind, shapes, choices), not from their names, and puts the k-th ops of all
-instances of a block into one *class*. All members of a class then take the same choice.
+A deep model is a short list of ops said many times over. `fold` finds the repetition in the
+sequence of ops from what they are (kind, shapes, choices), not from their names, and puts the k-th
+ops of all instances of a block into one *class*. All members of a class then take the same choice.
 
 Whatever the classes are, the price of a plan is counted exactly: tensors that are made by the same
-class and consumed by the same classes share an *entry*, which remembers how many they are. The tensor
-between two blocks and the one after the last block are two entries, because their consumers differ.
-A wrong class could cost quality but never correctness, so the search for repetition may be simple:
+class and consumed by the same classes share an *entry*, which remembers how many they are. The
+tensor between two blocks and the one after the last block are two entries, because their consumers
+differ. A wrong class could cost quality but never correctness, so the search for repetition may be
+simple:
 
 1. Number every op by its signature: the text of the model becomes a sequence of integers.
 2. For every likely period p (a frequent distance between equal numbers) compare the sequence with
-   itself shifted by p; a stretch of equality is a block said again and again. Take the one that saves
-   most, keep its first instance, and begin again with the shorter sequence, until nothing repeats.
+   itself shifted by p; a stretch of equality is a block said again and again. Take the one that
+   saves most, keep its first instance, and begin again with the shorter sequence, until nothing
+   repeats.
 
-So several runs (encoder, decoder), first and last blocks that differ, and blocks inside blocks are found.
-Each round is linear in the ops. A block has at least `MIN_BLOCK` ops (shorter ones are doubled until
-they have), so that neighbours such as Megatron's column and row split may still choose differently.
+So several runs (encoder, decoder), first and last blocks that differ, and blocks inside blocks are
+found. Each round is linear in the ops. A block has at least `MIN_BLOCK` ops (shorter ones are
+doubled until they have), so that neighbours such as Megatron's column and row split may still
+choose differently.
 """
 
 from __future__ import annotations
@@ -141,7 +144,9 @@ def _signature(op: Op, graph: Graph) -> Hashable:
     return (
         op.kind,
         tuple((t.dims, t.itemsize_bytes, t.needs_grad) for t in tensors),
-        tuple((c.label, c.operands, c.results, c.size, _roles(c.factor, graph)) for c in op.choices),
+        tuple(
+            (c.label, c.operands, c.results, c.size, _roles(c.factor, graph)) for c in op.choices
+        ),
         tuple(t.name in op.saved for t in tensors),
         leaves,
         op.flops,
@@ -185,9 +190,7 @@ def _entries(
     graph: Graph, class_of: Mapping[str, int], saved: SavedTensors, mark: Callable[[str], Hashable]
 ) -> tuple[Entry, ...]:
     consumers, producers = _uses(graph, class_of)
-    kept = {
-        saved.root(name) for op in graph.ops if keeps(op, graph.tensors) for name in op.saved
-    }
+    kept = {saved.root(name) for op in graph.ops if keeps(op, graph.tensors) for name in op.saved}
     leaves = _leaves(graph)
     outputs = set(graph.outputs)
     groups: dict[Hashable, Entry] = {}
@@ -205,9 +208,7 @@ def _entries(
         groups.setdefault(key, entry)
         names.setdefault(key, []).append(name)
     return tuple(
-        Entry(
-            e.tensor, tuple(names[key]), e.leaf, e.producer, e.consumers, e.is_output, e.is_saved
-        )
+        Entry(e.tensor, tuple(names[key]), e.leaf, e.producer, e.consumers, e.is_output, e.is_saved)
         for key, e in groups.items()
     )
 

@@ -32,7 +32,9 @@ from autopar.search.parameters import Strategy, fastest, pareto
 from autopar.search.problem import Problem
 from autopar.search.solver import Objective, Program
 
-_ByLayout = dict[Layout, list[int]]  # layout -> the columns under which a tensor is made, or needed, in it
+_ByLayout = dict[
+    Layout, list[int]
+]  # layout -> the columns under which a tensor is made, or needed, in it
 _T = TypeVar("_T")
 
 
@@ -76,8 +78,8 @@ class AxisProgram:
     """Builds and reads the program of one axis.
 
     With `thrifty=False` a parameter has only the fastest of the strategies that serve it equally;
-    what is then found is the fastest plan if memory is no matter. With `thrifty=True` it has all that
-    save bytes for their seconds.
+    what is then found is the fastest plan if memory is no matter. With `thrifty=True` it has all
+    that save bytes for their seconds.
     """
 
     def __init__(self, problem: Problem, axis: int, given: Assignment, *, thrifty: bool) -> None:
@@ -188,9 +190,7 @@ class AxisProgram:
         """An input is taken whole, or as one of its consumers needs it."""
         layouts = {self.problem.whole: None}
         for demand in demands:
-            layouts |= {
-                tuple(s if s.kind == "S" else R for s in layout): None for layout in demand
-            }
+            layouts |= {tuple(s if s.kind == "S" else R for s in layout): None for layout in demand}
         options = {self.program.binary(preference=1.0): layout for layout in layouts}
         self._choose_one(options)
         self._inputs[index] = options
@@ -252,7 +252,11 @@ class AxisProgram:
         return layout[: self.axis] + layout[self.axis + 1 :]
 
     def _convert_group(
-        self, index: int, sources: _ByLayout, demands: list[_ByLayout], delivered: dict[Layout, Layout]
+        self,
+        index: int,
+        sources: _ByLayout,
+        demands: list[_ByLayout],
+        delivered: dict[Layout, Layout],
     ) -> None:
         targets = list(dict.fromkeys([t for d in demands for t in d] + list(delivered.values())))
         prices = {(s, t): self._price(index, s, t) for s in sources for t in targets}
@@ -318,7 +322,7 @@ class AxisProgram:
     def _transport(
         self, z: dict[tuple[Layout, Layout], int], sources: _ByLayout, demand: _ByLayout
     ) -> None:
-        """What is made in a layout goes somewhere, and what is needed in one comes from somewhere."""
+        """What is made in a layout goes somewhere, what is needed in one comes from somewhere."""
         for target, columns in demand.items():
             into = [column for (_, t), column in z.items() if t == target]
             self.program.row(into, columns, lower=0.0, upper=0.0)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.cost_model import Cost, Hardware
-from autopar.ir import Graph, ParameterPlan, Plan
+from autopar.ir import Graph, ParameterPlan, Plan, State
 
 
 def explain(
@@ -23,22 +23,22 @@ def explain(
     """Lines on what every axis splits, where time and memory go, and what else was found."""
     axes = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
     others = _others_line(cost, descents_seconds)
-    return (
-        *axes, _time_line(cost, hardware), _memory_line(cost, bound_bytes), *others, *_warnings(graph),
-    )  # fmt: skip
+    prices = (_time_line(cost, hardware), _memory_line(cost, bound_bytes))
+    return (*axes, *prices, *others, *_warnings(graph))
 
 
 def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
-    name, size = plan.mesh.axes[axis]
+    axis_name, size = plan.mesh.axes[axis]
     split = Counter(
         _any_layer(choice.factor or choice.label)
         for op in graph.ops
         if (choice := op.choice(plan.ops[op.name][axis])).splits
     )
     factors = ", ".join(f"{factor} ({count} ops)" for factor, count in split.most_common(6))
-    stages = Counter(_stage(graph, name, plan, axis) for name in plan.parameters)
+    uses = _parameter_uses(graph, plan, axis)
+    stages = Counter(_stage(how, uses[name], axis) for name, how in plan.parameters.items())
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(stages.items()))
-    return f"{name}={size} splits {factors or 'nothing'}; parameters: {stored or 'none'}"
+    return f"{axis_name}={size} splits {factors or 'nothing'}; parameters: {stored or 'none'}"
 
 
 def _any_layer(name: str) -> str:
@@ -46,30 +46,30 @@ def _any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def _stage(graph: Graph, name: str, plan: Plan, axis: int) -> str:
-    how = plan.parameters[name]
+def _parameter_uses(graph: Graph, plan: Plan, axis: int) -> dict[str, set[State]]:
+    """Parameter -> the states in which ops take it along the axis."""
+    name_of = {tensor: name for name, tensor in graph.parameters.items()}
+    uses: dict[str, set[State]] = {name: set() for name in graph.parameters}
+    for op in graph.ops:
+        for position, operand in enumerate(op.operands):
+            if operand in name_of:
+                choice = op.choice(plan.ops[op.name][axis])
+                uses[name_of[operand]].add(choice.operands[position])
+    return uses
+
+
+def _stage(how: ParameterPlan, uses: set[State], axis: int) -> str:
     stage = how.zero_stage(axis)
-    if stage != 3:
-        return "replicated" if stage == 0 else f"ZeRO-{stage}"
-    return "used as stored" if _as_stored(graph, name, how, plan, axis) else "ZeRO-3"
-
-
-def _as_stored(graph: Graph, name: str, how: ParameterPlan, plan: Plan, axis: int) -> bool:
-    """Whether every op takes the parameter split along the axis as it is stored: tensor parallel."""
-    tensor = graph.parameters[name]
-    return all(
-        op.choice(plan.ops[op.name][axis]).operands[position] == how.storage[axis]
-        for op in graph.ops
-        for position, operand in enumerate(op.operands)
-        if operand == tensor
-    )
+    if stage == 3:
+        return "used as stored" if uses <= {how.storage[axis]} else "ZeRO-3"
+    return "replicated" if stage == 0 else f"ZeRO-{stage}"
 
 
 def _time_line(cost: Cost, hardware: Hardware) -> str:
     return (
         f"predicted on {hardware.name}: {cost.seconds * 1e3:.3f} ms a step = "
-        f"{cost.compute_seconds * 1e3:.3f} compute + {cost.conversion_seconds * 1e3:.3f} activations "
-        f"moved + {cost.parameter_seconds * 1e3:.3f} parameters and gradients moved"
+        f"{cost.compute_seconds * 1e3:.3f} compute + {cost.conversion_seconds * 1e3:.3f} "
+        f"activations moved + {cost.parameter_seconds * 1e3:.3f} parameters and gradients moved"
     )
 
 
@@ -79,8 +79,17 @@ def _memory_line(cost: Cost, bound_bytes: int) -> str:
         "optimizer": cost.optimizer_bytes, "saved for backward": cost.saved_bytes,
         "buffers": cost.buffer_bytes,
     }  # fmt: skip
-    parts = " + ".join(f"{size / 1e9:.3f} {kind}" for kind, size in kinds.items() if size)
-    return f"{cost.memory_bytes / 1e9:.3f} GB a rank of {bound_bytes / 1e9:.3f} = {parts or '0'}"
+    parts = " + ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds.items() if size)
+    total, bound = format_bytes(cost.memory_bytes), format_bytes(bound_bytes)
+    return f"{total} a rank, of {bound}: {parts or 'nothing'}"
+
+
+def format_bytes(size: int) -> str:
+    """Bytes for people: 1.500 MB is 1,500,000 bytes."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3f} {unit}"
+    return f"{size} bytes"
 
 
 def _others_line(cost: Cost, descents_seconds: Sequence[float]) -> tuple[str, ...]:

@@ -4,10 +4,10 @@ Along one axis these are the stages of ZeRO (Rajbhandari et al. 2020), see `auto
 
     stage 0      storage R      resident V, or R where every use is R
     stage 1, 2   storage S(d)   the same; gradients reduced per step (1) or per micro-batch (2)
-    stage 3      storage S(d)   resident S(d): gathered around each use, or used as it is (tensor parallel)
+    stage 3      storage S(d)   resident S(d): gathered around each use, or used as it is
 
-S(d) splits the major factor of dim d, as DTensor does; where the axis does not divide that but divides
-the whole dim, it is S(d.*). The same dim is never split by S(d.*) and by something else.
+S(d) splits the major factor of dim d, as DTensor does; where the axis does not divide that but
+divides the whole dim, it is S(d.*). The same dim is never split by S(d.*) and by something else.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def strategies(
             f"{axis}:{row.name}" for axis, row in zip(sizes.mesh.names, recipes, strict=True)
         )
         raise RecipeError(
-            f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe {names} on "
-            f"the mesh {sizes.mesh} leaves no such storage."
+            f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe "
+            f"{names} on the mesh {sizes.mesh} leaves no such storage."
         )
     by_resident: dict[Layout, list[Strategy]] = {}
     for plan in plans:
@@ -88,7 +88,9 @@ def _plans(
         _axis_options(tensor, recipe, size, pinned.get(axis))
         for axis, (recipe, size) in enumerate(zip(recipes, mesh.sizes, strict=True))
     ]
-    combined = [options for options in itertools.product(*per_axis) if _legal(options, tensor, mesh)]
+    combined = [
+        options for options in itertools.product(*per_axis) if _legal(options, tensor, mesh)
+    ]
     fewest = min((_fallbacks(options) for options in combined), default=0)
     for options in combined:
         if _fallbacks(options) == fewest:
@@ -144,7 +146,6 @@ def _shards(tensor: Tensor, size: int) -> list[State]:
         elif math.prod(factors) % size == 0:
             found.append(S(dim, WHOLE))
     return found
-
 
 
 def pareto(found: Sequence[Strategy]) -> list[Strategy]:

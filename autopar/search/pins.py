@@ -3,8 +3,8 @@
     {"layers.*.mlp.up.weight": "S(0)@tp"}     how parameters are stored along an axis (R or S)
     {"linear_*": "j@tp"}                      which choice ops take along an axis
 
-A pattern is matched against the parameters where its text is a state, else against the ops. Axes that
-the text does not name stay free; later pins win over earlier ones for the same name and axis.
+A pattern is matched against the parameters where its text is a state, else against the ops. Axes
+that the text does not name stay free; later pins win over earlier ones for the same name and axis.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pi
 def _axis_of(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[str, int]:
     value, at, axis = part.partition("@")
     if not at:
-        raise RecipeError(f"The pin {pattern!r}: {text!r} names no axis; write {value}@{mesh.names[0]}.")
+        raise RecipeError(
+            f"The pin {pattern!r}: {text!r} names no axis; write {value}@{mesh.names[0]}."
+        )
     try:
         return value, mesh.index(axis)
     except MeshError as error:
@@ -76,8 +78,8 @@ def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
     if not found:
         some = ", ".join(names[:3])
         raise RecipeError(
-            f"The pin {pattern!r} matches no {what} of the model, whose {len(names)} {what}s are named "
-            f"like {some}."
+            f"The pin {pattern!r} matches no {what} of the model, whose {len(names)} {what}s are "
+            f"named like {some}."
         )
     return found
 
@@ -97,13 +99,14 @@ def _pin_storage(
 
 
 def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -> State:
-    """The state as a parameter is stored in it: S(d) of a dim of several factors may mean S(d.*)."""
+    """The state that a parameter can be stored in: S(d) may have to mean S(d.*)."""
     axis_name, size = mesh.axes[axis]
     if state.kind == "R":
         return state
     if state.kind != "S" or state.factor > 0:
         raise RecipeError(
-            f"The pin {where} asks to store it as {state}, and a parameter is stored as R or S(dim)."
+            f"The pin {where} asks to store it as {state}, and a parameter is stored as R or "
+            "S(dim)."
         )
     if state.dim >= len(tensor.dims):
         raise RecipeError(
@@ -139,8 +142,8 @@ def _check_label(op: Op, label: str, axis: tuple[str, int], pattern: str) -> Non
     if not found:
         known = ", ".join(choice.label for choice in op.choices)
         raise RecipeError(
-            f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, and its choices "
-            f"are {known}."
+            f"The pin {pattern!r} asks {op.name} ({op.kind}) for the choice {label!r}, and its "
+            f"choices are {known}."
         )
     if found[0].size % size:
         raise RecipeError(

@@ -1,11 +1,11 @@
 """Everything about a search that does not change while it runs: the folded graph with its prices.
 
-[Note: collapse] A view moves nothing, and converting its operand or its result costs the same. If it is
-the only consumer of its operand, and leads every state that the producer may leave the operand in to
-exactly one state of its result, then deciding for the view is deciding twice: it takes whatever state it
-is given. Its result then counts as the producer's, in the states that the views lead to. Anything else
-(casts and activations cost time, a shared operand may be converted for all at once) keeps a decision of
-its own, so collapsing never changes the optimum.
+[Note: collapse] A view moves nothing, and converting its operand or its result costs the same. If
+it is the only consumer of its operand, and leads every state that the producer may leave the
+operand in to exactly one state of its result, then deciding for the view is deciding twice: it
+takes whatever state it is given. Its result then counts as the producer's, in the states that the
+views lead to. Anything else (casts and activations cost time, a shared operand may be converted
+for all at once) keeps a decision of its own, so collapsing never changes the optimum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost_model import Hardware, SavedTensors, Sizes, conversion_seconds, op_seconds, use_seconds
+from autopar.cost_model import (
+    Hardware,
+    SavedTensors,
+    Sizes,
+    conversion_seconds,
+    op_seconds,
+    use_seconds,
+)
 from autopar.errors import RecipeError
 from autopar.ir import (
     Choice,
@@ -203,9 +210,10 @@ class Problem:
     ) -> bool:
         """Whether a parameter in this resident layout may serve uses that need these states.
 
-        Along each axis R serves uses in R alone and V is for all others, so that the gradient of V is
-        reduced once per step and that of R never. Along `open_axis` the uses are still undecided and
-        it is enough that one of them can be served; with `mixed` other uses may need what V is for.
+        Along each axis R serves uses in R alone and V is for all others, so that the gradient of V
+        is reduced once per step and that of R never. Along `open_axis` the uses are still
+        undecided and it is enough that one of them can be served; with `mixed` other uses may need
+        what V is for.
         """
         if index in self.fixed:
             return True
@@ -232,7 +240,12 @@ class Problem:
     def _convert(self, entry: Entry, source: Layout, target: Layout) -> float:
         if entry.leaf == "parameter":
             return use_seconds(
-                entry.tensor, source, target, entry.is_saved, sizes=self.sizes, hardware=self.hardware
+                entry.tensor,
+                source,
+                target,
+                entry.is_saved,
+                sizes=self.sizes,
+                hardware=self.hardware,
             )
         return conversion_seconds(
             entry.tensor, source, target, sizes=self.sizes, hardware=self.hardware
@@ -261,7 +274,7 @@ class Problem:
         return found
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
-        """For every axis the choices whose factor the axis size divides; `-` on an axis of size 1."""
+        """For every axis the choices whose factor its size divides; `-` on an axis of size 1."""
         return [
             [c for c in op.choices if c.size % size == 0] if size > 1 else [op.choices[0]]
             for size in self.mesh.sizes
@@ -343,7 +356,7 @@ class Problem:
         return collapsed, made
 
     def _is_inside(self, index: int) -> bool:
-        """Whether a tensor lies between its producer and a collapsed view, and is never converted."""
+        """Whether a tensor lies between its producer and a collapsed view: never converted."""
         return any(consumer in self.collapsed for consumer, _ in self.entries[index].consumers)
 
     def _only_operand(self, index: int) -> int | None:

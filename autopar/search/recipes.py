@@ -1,15 +1,16 @@
 """Recipes: named sets of constraints on the search, as rows of a table.
 
-A recipe says, for one mesh axis, which factors ops may split and which they must, and how parameters
-may be stored. It knows factors by their roles (`autopar.ir.Factor.roles`), never by name:
+A recipe says, for one mesh axis, which factors ops may split and which they must, and how
+parameters may be stored. It knows factors by their roles (`autopar.ir.Factor.roles`), never by
+name:
 
     batch    the leading dim of an input
-    model    a dim of a parameter that is no dim of an input and is not normalized: Megatron's columns
-             and rows (heads, ffn), but not the residual stream
+    model    a dim of a parameter that is no dim of an input and is not normalized: Megatron's
+             columns and rows (heads, ffn), but not the residual stream
     seq      any other dim of an input
 
-and every op may always run unsplit or pass P through. Text: one recipe for all axes, `zero3`, or one
-for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
+and every op may always run unsplit or pass P through. Text: one recipe for all axes, `zero3`, or
+one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,11 @@ class Recipe:
     """One row: constraints on one mesh axis.
 
     Attributes:
-        name: as users write it.
-        may: kinds of factors that ops may split; None for any.
-        must: kinds of factors that every op able to split one must split one of.
-        products_must: the same for contractions with a parameter alone, and before `must`.
-        stages: ZeRO stages that a parameter may have; 3 includes parameters stored as they are used.
-        gathers: whether a parameter stored split may be used in another layout.
-        meaning: for people.
+        name: as users write it. may: kinds of factors that ops may split; None for any. must:
+        kinds of factors that every op able to split one must split one of. products_must: the same
+        for contractions with a parameter alone, and before `must`. stages: ZeRO stages that a
+        parameter may have; 3 includes parameters stored as they are used. gathers: whether a
+        parameter stored split may be used in another layout. meaning: for people.
     """
 
     name: str
@@ -90,8 +89,8 @@ def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
     unknown = [axis for axis in named if axis not in mesh.names]
     if unknown:
         raise RecipeError(
-            f"The recipe {format_recipe(recipe)!r} names the axis {unknown[0]!r}, and the mesh {mesh} "
-            f"has {', '.join(mesh.names)}."
+            f"The recipe {format_recipe(recipe)!r} names the axis {unknown[0]!r}, and the mesh "
+            f"{mesh} has {', '.join(mesh.names)}."
         )
     rows = tuple(_row(named.get(axis, "auto")) for axis in mesh.names)
     _check_reductions(rows, mesh)
@@ -121,7 +120,9 @@ def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
     for part in recipe.split(","):
         axis, colon, name = (piece.strip() for piece in part.partition(":"))
         if not colon or not axis or axis in named:
-            raise RecipeError(f"Cannot read {part!r} in the recipe {recipe!r}; write dp:zero3,tp:tp.")
+            raise RecipeError(
+                f"Cannot read {part!r} in the recipe {recipe!r}; write dp:zero3,tp:tp."
+            )
         named[axis] = name
     return named
 
@@ -139,8 +140,9 @@ def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
     stages = {row.stages: axis for row, axis in zip(rows, mesh.names, strict=True)}
     if (1,) in stages and (2,) in stages:
         raise RecipeError(
-            f"zero1 on {stages[(1,)]} reduces gradients once per step and zero2 on {stages[(2,)]} per "
-            "micro-batch, and a gradient is reduced over all axes at once; name the same on both."
+            f"zero1 on {stages[(1,)]} reduces gradients once per step and zero2 on "
+            f"{stages[(2,)]} per micro-batch, and a gradient is reduced over all axes at once; "
+            "name the same on both."
         )
 
 

@@ -1,8 +1,8 @@
 """A mixed-integer program as arrays, solved by HiGHS (Huangfu and Hall 2018).
 
-Every column has two prices, seconds and bytes; one of the two is minimized, and the bytes may be bounded
-by a row. Runs are repeatable: one thread, a fixed seed, and a limit in branch-and-bound nodes that
-strikes before the one in seconds.
+Every column has two prices, seconds and bytes; one of the two is minimized, and the bytes may be
+bounded by a row. Runs are repeatable: one thread, a fixed seed, and a limit in branch-and-bound
+nodes that strikes before the one in seconds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import numpy as np
 from autopar.errors import SearchError
 
 _SCALE = 1e6  # the objective is brought to about this size, far above HiGHS' absolute tolerances
-_RELATIVE_GAP = 1e-7
-_MAX_NODES = 20_000
+# A ten-thousandth is far below what the prices are worth. It matters only where memory binds: the
+# bound is a knapsack whose last digits took minutes (Swin and T5 at 80 % of the memory they would
+# like).
+_RELATIVE_GAP = 1e-4
+_MAX_NODES = 1_000
 _MAX_SECONDS = 120.0
 _INTEGRAL = 1e-9  # how far from 0 or 1 a value of the relaxation may be
 _INFEASIBLE = (
@@ -49,8 +52,8 @@ class Solution:
 class Program:
     """Columns and rows, added one by one and handed to HiGHS as arrays at once.
 
-    A *preference* is a small extra price that only breaks ties; it is scaled so that all preferences
-    together stay under a millionth of the objective.
+    A *preference* is a small extra price that only breaks ties; it is scaled so that all
+    preferences together stay under a millionth of the objective.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class Program:
         return self._column(seconds, bytes, preference, True)
 
     def continuous(self, *, seconds: float = 0.0, bytes: float = 0.0) -> int:
-        """Adds a column between 0 and 1 that may be broken; returns its index."""
+        """Adds a column between 0 and 1 that need not be whole; returns its index."""
         return self._column(seconds, bytes, 0.0, False)
 
     def _column(self, seconds: float, bytes: float, preference: float, binary: bool) -> int:
@@ -108,7 +111,8 @@ class Program:
     ) -> Solution | None:
         """The best values, or None if there are none. Raises SearchError at the limits of time.
 
-        The linear relaxation comes first: it is often integral, and then there is nothing to search.
+        The linear relaxation comes first: it is often integral, and then there is nothing to
+        search.
         """
         solver = highspy.Highs()
         for option, value in _OPTIONS.items():
@@ -130,11 +134,10 @@ class Program:
             return None
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise SearchError(
-                f"The solver found no plan within {_MAX_SECONDS:.0f} s and {_MAX_NODES} nodes; a recipe "
-                "or pins make the problem smaller."
+                f"The solver found no plan within {_MAX_SECONDS:.0f} s and {_MAX_NODES} nodes; a "
+                "recipe or pins make the problem smaller."
             )
-        optimal = status == highspy.HighsModelStatus.kOptimal
-        return self._solution(solver, gap=0.0 if optimal else float(info.mip_gap))
+        return self._solution(solver, gap=float(info.mip_gap))
 
     def _is_integral(self, solver: highspy.Highs) -> bool:
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
@@ -186,8 +189,8 @@ _OPTIONS = {
     "mip_feasibility_tolerance": 1e-9,
     "mip_max_nodes": _MAX_NODES,
     "time_limit": _MAX_SECONDS,
-    # The bound at the root is within a few percent, and the tree small: measured on Llama 8B under a
-    # tight memory bound, restarts and these heuristics took five sixths of the time.
+    # The bound at the root is within a few percent, and the tree small: measured on Llama 8B under
+    # a tight memory bound, restarts and these heuristics took five sixths of the time.
     "mip_allow_restart": False,
     "mip_heuristic_run_feasibility_jump": False,
     "mip_heuristic_run_rins": False,

@@ -8,8 +8,17 @@ import itertools
 import pytest
 
 from autopar.cost_model import (
-    H100, HARDWARE, Hardware, Link, Sizes, collective_seconds, conversion_seconds, find_hardware,
-    op_seconds, parameter_bytes, price,
+    H100,
+    HARDWARE,
+    Hardware,
+    Link,
+    Sizes,
+    collective_seconds,
+    conversion_seconds,
+    find_hardware,
+    op_seconds,
+    parameter_bytes,
+    price,
 )  # fmt: skip
 from autopar.errors import AutoparError
 from autopar.ir import Mesh, P, ParameterPlan, Plan, R, S, Tensor, V
@@ -81,7 +90,7 @@ def test_an_unknown_collective_is_an_error() -> None:
 
 
 def test_a_conversion_is_the_sum_of_its_steps() -> None:
-    """S -> V gathers 1 GB forward and reduce-scatters it backward; without gradient only forward."""
+    """S -> V gathers 1 GB forward and reduce-scatters it backward, if it has a gradient."""
     sizes = Sizes(Mesh.of({"x": 4}))
     tensor = Tensor("t", ((500,), (1_000_000,)), (("",), ("",)), 2, True)
     found = conversion_seconds(tensor, (S(0),), (V,), sizes=sizes, hardware=MACHINE)
@@ -131,16 +140,14 @@ def test_the_catalogue_finds_by_name() -> None:
 
 
 def test_a_matrix_product_by_hand() -> None:
-    """1000 x 1000 x 1000 in 2 bytes: 2e9 FLOP at 1 TFLOP/s, 6 MB at 10 GB/s; backward twice that."""
+    """1000 x 1000 x 1000 in 2 bytes: 2e9 FLOP at 1 TFLOP/s, 6 MB at 10 GB/s; backward twice."""
     b = Builder({"b": 1000, "k": 1000, "j": 1000})
     x = b.op("scale", "b k, k -> b k", [b.input("x", "b k"), b.parameter("s", "k")])
     b.op("linear", "b k, j k -> b j", [x, b.parameter("w", "j k")], linear=[[0]])
     graph, sizes = b.graph(), Sizes(Mesh.of({"x": 4}))
 
     def cost(label: str) -> tuple[float, float]:
-        return op_seconds(
-            graph.ops[1], (label,), graph.tensors, sizes=sizes, hardware=MACHINE
-        )
+        return op_seconds(graph.ops[1], (label,), graph.tensors, sizes=sizes, hardware=MACHINE)
 
     assert cost("-") == pytest.approx((2e-3, 4e-3))
     assert cost("b") == pytest.approx((0.5e-3, 1e-3))
@@ -178,7 +185,9 @@ def test_the_stages_of_zero(plan: ParameterPlan, per_parameter: float) -> None:
     tensor = Tensor("w", ((400,), (10,)), (("",), ("",)), 4, True)
     found = parameter_bytes(tensor, plan, Sizes(Mesh.of({"x": 4})))
     assert found.total == 4000 * per_parameter
-    frozen = parameter_bytes(dataclasses.replace(tensor, needs_grad=False), plan, Sizes(Mesh.of({"x": 4})))
+    frozen = parameter_bytes(
+        dataclasses.replace(tensor, needs_grad=False), plan, Sizes(Mesh.of({"x": 4}))
+    )
     assert found.parameter == frozen.total
 
 
@@ -205,7 +214,8 @@ def ddp(micro_batches: int, stage: str) -> Plan:
     graph = mlp()
     parameter = {
         "ddp": ParameterPlan((R,), (V,)), "zero1": ParameterPlan((S(0),), (V,)),
-        "zero2": ParameterPlan((S(0),), (V,), "micro_batch"), "zero3": ParameterPlan((S(0),), (S(0),)),
+        "zero2": ParameterPlan((S(0),), (V,), "micro_batch"),
+        "zero3": ParameterPlan((S(0),), (S(0),)),
     }[stage]  # fmt: skip
     ops = {op.name: ("b",) for op in graph.ops}
     return Plan(
@@ -215,7 +225,7 @@ def ddp(micro_batches: int, stage: str) -> Plan:
 
 
 def test_data_parallelism_by_hand() -> None:
-    """Two matrices of 16 * 32 float32 = 2048 bytes, all-reduced once: 6 hops and 3/2 of the bytes."""
+    """Two matrices of 16 * 32 float32 = 2048 bytes, all-reduced: 6 hops, 3/2 of the bytes."""
     each = 2 * (3e-6 + 0.75 * 2048 / 1e9)
     cost = price(mlp(), ddp(1, "ddp"), MACHINE)
     assert cost.parameter_seconds == pytest.approx(2 * each)
@@ -225,7 +235,7 @@ def test_data_parallelism_by_hand() -> None:
 
 
 def test_zero_2_and_3_by_hand() -> None:
-    """With m micro-batches stage 2 scatters m times; stage 3 gathers 2m times and scatters m times."""
+    """Of m micro-batches: stage 2 scatters m times; stage 3 gathers 2m and scatters m times."""
     half = 3e-6 + 0.75 * 2048 / 1e9  # an all-gather or a reduce-scatter of one matrix
     for m in (1, 5):
         assert price(mlp(), ddp(m, "zero2"), MACHINE).parameter_seconds == pytest.approx(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture_step
 from autopar.factors import analyze
-from autopar.ir import UNSPLIT, Mesh, ParameterPlan, Plan, R, is_legal
+from autopar.ir import UNSPLIT, VARIED, Mesh, ParameterPlan, Plan, R, is_legal
 from autopar.passes import clean_up
 from autopar.program import build_program
 from autopar.runtime.simulate import run
@@ -39,9 +39,9 @@ class Alone(nn.Module):
 
 
 def labels_of(op: Callable[..., object], *tensors: Tensor, kind: str) -> set[str]:
-    """The choices that the rule of the op called `kind` offers."""
+    """The choices that the rule of the op called `kind` offers (any op of parameters may also run in V)."""
     graph = _analyzed(Alone(op, tensors))[1].graph
-    return {c.label for o in graph.ops if o.kind == kind for c in o.choices}
+    return {c.label for o in graph.ops if o.kind == kind for c in o.choices} - {VARIED}
 
 
 def prove(op: Callable[..., object], *tensors: Tensor, kind: str) -> int:

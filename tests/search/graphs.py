@@ -1,8 +1,8 @@
 """Small graphs for tests, written as rows such as `x: b s k, w: j k -> y: b s j`.
 
-A word of a row is a dim; `(h d)` is a dim of two factors. Equal words in one row are one factor, and
-their sizes come from `sizes` (`d'` is another factor of the size of `d`). A factor may be split unless it ends
-in `!`; one that stands in no result is summed away.
+A word of a row is a dim; `(h d)` is a dim of two factors. Equal words in one row are one factor,
+and their sizes come from `sizes` (`d'` is another factor of the size of `d`). A factor may be
+split unless it ends in `!`; one that stands in no result is summed away.
 """
 
 from __future__ import annotations
@@ -105,7 +105,11 @@ class Builder:
         return name
 
     def _choices(
-        self, letters: Mapping[str, None], operands: list[Names], result: Names, linear: Sequence[Sequence[int]]
+        self,
+        letters: Mapping[str, None],
+        operands: list[Names],
+        result: Names,
+        linear: Sequence[Sequence[int]],
     ) -> list[Choice]:
         choices = [Choice("-", (R,) * len(operands), (R,))]
         for letter in letters:
@@ -175,8 +179,8 @@ class LlamaSizes:
     vocab: int = 128256
 
 
-def llama(sizes: LlamaSizes = LlamaSizes()) -> Graph:  # noqa: B008
-    """A Llama with embedding, RMSNorm, rotary, grouped attention, gated MLP, head and loss; bfloat16."""
+def llama(sizes: LlamaSizes = LlamaSizes()) -> Graph:
+    """A bfloat16 Llama: embedding, RMSNorm, rotary, grouped attention, gated MLP, head, loss."""
     b = Builder(
         {
             "b": sizes.batch, "s": sizes.seq, "t": sizes.seq, "d": sizes.dim, "h": sizes.kv_heads,
@@ -220,7 +224,9 @@ def _norm(b: Builder, x: str, name: str) -> str:
 
 def _attention(b: Builder, x: str, cos: str, path: str) -> str:
     y = _norm(b, x, f"{path}.norm.weight")
-    q = _linear(b, "b s d, (h g e) d -> b s (h g e)", y, b.parameter(f"{path}.q.weight", "(h g e) d"))
+    q = _linear(
+        b, "b s d, (h g e) d -> b s (h g e)", y, b.parameter(f"{path}.q.weight", "(h g e) d")
+    )
     k = _linear(b, "b s d, (h e) d -> b s (h e)", y, b.parameter(f"{path}.k.weight", "(h e) d"))
     v = _linear(b, "b s d, (h e) d -> b s (h e)", y, b.parameter(f"{path}.v.weight", "(h e) d"))
     q = _view(b, "b s (h g e) -> b s (h g) e", q)

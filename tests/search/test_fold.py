@@ -75,7 +75,7 @@ def test_two_runs_are_both_folded() -> None:
 
 
 def test_short_repeats_become_blocks_that_leave_neighbours_free() -> None:
-    """linear, relu said 32 times folds into 4 layers said 8 times, so that columns and rows alternate."""
+    """32 times linear, relu become 8 times 4 of them, so that columns and rows can alternate."""
     b = Builder({"b": 4, "d": 16})
     x = b.op("scale", "b d, d -> b d", [b.input("x", "b d"), b.parameter("scale", "d")])
     for i in range(32):

@@ -63,9 +63,7 @@ def test_the_optimum_under_any_memory_bound_is_that_of_brute_force(name: str) ->
     sizes = sorted({cost.memory_bytes for _, cost in plans})
     for bound in sizes[:: max(1, len(sizes) // 6)]:
         best = min(cost.seconds for _, cost in plans if cost.memory_bytes <= bound)
-        found = search_with_cost(
-            graph, {"x": 2}, hardware=TOY, micro_batches=2, memory_bytes=bound
-        )
+        found = search_with_cost(graph, {"x": 2}, hardware=TOY, micro_batches=2, memory_bytes=bound)
         assert found.cost.memory_bytes <= bound
         assert found.cost.seconds == pytest.approx(best, rel=1e-9)
 

@@ -75,9 +75,7 @@ def test_parameters_are_used_as_stored_under_tp() -> None:
 
 def test_recipes_combine_over_axes() -> None:
     graph = llama(SIZES)
-    plan = search(
-        graph, {"dp": 2, "tp": 2}, hardware=TOY, recipe={"dp": "zero3", "tp": "tp+sp"}
-    )
+    plan = search(graph, {"dp": 2, "tp": 2}, hardware=TOY, recipe={"dp": "zero3", "tp": "tp+sp"})
     assert set(factors(graph, plan, 0).values()) == {"b", ""}
     assert set(factors(graph, plan, 1).values()) <= {"s", "h", "f", "v", "t", ""}
     assert stages(plan, 0) == {3}
@@ -149,7 +147,10 @@ def test_a_pin_fixes_the_choice_of_an_op() -> None:
         ({"norm.weight": "S(1)@tp"}, "asks for dim 1, and its shape is (32,)"),
         ({"norm.weight": "S(0)@ep"}, "The mesh dp=2,tp=4 has no axis 'ep'"),
         ({"norm.weight": "S(0)"}, "names no axis; write S(0)@dp"),
-        ({"norm.weight": "P@tp"}, "asks to store it as P, and a parameter is stored as R or S(dim)"),
+        (
+            {"norm.weight": "P@tp"},
+            "asks to store it as P, and a parameter is stored as R or S(dim)",
+        ),
         ({"cos_0": "z@tp"}, "asks cos_0 (cos) for the choice 'z', and its choices are -, s, e"),
     ],
 )
@@ -171,7 +172,9 @@ def test_a_pin_that_does_not_divide_gives_the_numbers() -> None:
 def test_a_pin_against_the_recipe_says_so() -> None:
     with pytest.raises(RecipeError) as error:
         pinned({"norm.weight": "S(0)@dp"}, recipe="ddp")
-    assert "norm.weight of shape (32,) is pinned to S(0)@dp, and the recipe dp:ddp" in str(error.value)
+    assert "norm.weight of shape (32,) is pinned to S(0)@dp, and the recipe dp:ddp" in str(
+        error.value
+    )
     with pytest.raises(RecipeError) as error:
         pinned({"add_*": "d@tp"}, recipe="dp:ddp,tp:tp")
     assert "the recipe tp leaves it only -, +0+1" in str(error.value)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from autopar.cost_model import H100, price
 from autopar.errors import MeshError, SearchError
 from autopar.ir import (
-    Graph, Mesh, Op, P, ParameterPlan, Plan, R, S, V, operand_layouts, result_layouts,
+    Graph,
+    Mesh,
+    Op,
+    P,
+    ParameterPlan,
+    Plan,
+    R,
+    S,
+    V,
+    operand_layouts,
+    result_layouts,
 )  # fmt: skip
 from autopar.search import search, search_mesh, search_with_cost
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
@@ -86,6 +101,21 @@ def test_the_same_input_gives_the_same_bytes() -> None:
     assert first == second
 
 
+def test_the_seed_of_hashes_changes_nothing() -> None:
+    program = (
+        "from tests.search.test_search import SMALL, TOY, llama, search\n"
+        "print(search(llama(SMALL), {'x': 2, 'y': 2}, hardware=TOY, memory_bytes=300_000))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed}, cwd=Path(__file__).parents[2],
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(texts) == 1 and "note" in texts.pop()
+
+
 def test_meshes_in_either_order_give_the_same_plans() -> None:
     meshes = [{"x": 4}, {"x": 2, "y": 2}]
     forward = [str(search(llama(SMALL), mesh, hardware=TOY)) for mesh in meshes]
@@ -108,7 +138,8 @@ def test_more_memory_never_gives_a_slower_plan(mesh: dict[str, int]) -> None:
         assert cost.memory_bytes <= bound
         seconds.append(cost.seconds)
     assert len(seconds) >= 4
-    assert seconds == sorted(seconds, reverse=True)
+    tolerance = 1 + 1e-4  # what the solver may leave open where memory binds
+    assert all(more <= less * tolerance for less, more in itertools.pairwise(seconds))
     assert seconds[-1] == pytest.approx(loose.seconds)
 
 
@@ -147,7 +178,7 @@ def test_plans_are_text_that_reads_back() -> None:
 
 
 def test_micro_batches_favour_reducing_gradients_once() -> None:
-    """With one micro-batch ZeRO-1 and ZeRO-2 cost the same time; with four ZeRO-2 reduces four times."""
+    """ZeRO-1 and ZeRO-2 cost the same time, but ZeRO-2 reduces for every micro-batch."""
     graph = llama(SMALL)
 
     def seconds(recipe: str, micro_batches: int) -> float:
@@ -230,7 +261,7 @@ def test_too_little_memory_says_by_how_much_and_what_would_help() -> None:
     with pytest.raises(SearchError) as error:
         search(llama(SMALL), {"x": 2, "y": 2}, hardware=TOY, recipe="ddp", memory_bytes=100_000)
     message = str(error.value)
-    assert "fits into 0.000 GB: the smallest found takes" in message
+    assert "fits into 100.000 kB: the smallest found takes" in message
     assert "too much" in message and 'recipe="auto" instead of' in message
     assert "more micro-batches" in message
 

@@ -1,4 +1,4 @@
-"""A slow little machine on which splitting tiny tensors pays, and brute force over all plans on it."""
+"""A slow little machine on which splitting tiny tensors pays, and brute force over all plans."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def all_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> Iterator[
 
 
 def priced_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> list[tuple[Plan, Cost]]:
-    return [
-        (plan, price(graph, plan, TOY)) for plan in all_plans(graph, axis_size, micro_batches)
-    ]
+    return [(plan, price(graph, plan, TOY)) for plan in all_plans(graph, axis_size, micro_batches)]
 
 
 def _parameter_plans(

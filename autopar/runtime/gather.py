@@ -1,0 +1,272 @@
+"""ZeRO-3 inside a step: parameters gathered around their use, and again in backward.
+
+[Note: gathered again] Autograd would keep a gathered parameter from its use in forward to its use in
+backward. While the forward runs, saved-tensor hooks replace every saved tensor that lies in the storage of
+a gathered parameter (itself, or a view such as a transpose) by a handle; what backward unpacks is a view of
+the same strides on a second gather. That lives until the backward of its group has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar import _torch
+from autopar.ir import Mesh
+from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
+from autopar.passes.retarget import is_collective
+from autopar.runtime.collectives import result_shape
+from autopar.runtime.parameters import Residents, overlapping_bytes
+from autopar.runtime.transfer import Hop, Route, Transfer, signature, transposed
+from autopar.runtime.world import World
+
+_MOST_UNDER_WAY = 2  # reductions in flight; each keeps the full gradients of a group
+
+
+class Gathers:
+    """The gather groups of one program, and what is under way in the current micro-batch.
+
+    Attributes:
+        late: positions of the parameters whose gradients arrive here and not at their leaf.
+        in_step: whether gradients are kept for `finish` instead of being returned to autograd.
+    """
+
+    def __init__(self, residents: Residents, world: World) -> None:
+        self.residents, self.world = residents, world
+        self.groups: list[GatherGroup] = []
+        self.in_step = False
+        self._ahead: tuple[int, Transfer] | None = None
+        self._calls: list[_Call] = []
+        self._saved: dict[int, tuple[Any, _Call, int]] = {}  # storage -> weak reference, gather, position
+        self._under_way: list[tuple[list[int], Transfer]] = []
+
+    @property
+    def late(self) -> frozenset[int]:
+        return frozenset(i for group in self.groups for i in group.parameters)
+
+    def install(self, module: fx.GraphModule, mesh: Mesh, bucket_bytes: int) -> None:
+        """Finds and groups the gathers of a program whose collectives still name mesh axes."""
+        leaves = [kept.local for kept in self.residents.kept]
+        chains = find_gathers(module, len(leaves))
+        routes = {
+            chain: route_of(chain, self.residents.shape(chain.parameter), mesh) for chain in chains
+        }
+
+        def key(chain: Chain) -> object:
+            there, back = signature(routes[chain]), signature(transposed(routes[chain]))
+            parameter = self.residents.kept[chain.parameter].parameter
+            return there, back, parameter.dtype, parameter.requires_grad
+
+        def size_bytes(chain: Chain) -> int:
+            return torch.Size(routes[chain][-1].after).numel() * leaves[chain.parameter].element_size()
+
+        def make(group: list[Chain]) -> nn.Module:
+            made = GatherGroup(self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group])
+            self.groups.append(made)
+            return made
+
+        group_gathers(
+            module, chains, key=key, size_bytes=size_bytes, make=make,
+            bucket_bytes=overlapping_bytes(sum(map(size_bytes, chains)), bucket_bytes),
+        )  # fmt: skip
+
+    # --- forward
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Inside it, autograd saves handles in place of gathered parameters; see [Note: gathered again]."""
+        self._calls, self._saved, self._ahead = [], {}, None
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def open(self, group: GatherGroup, shards: Sequence[Tensor]) -> _Call:
+        """Begins a forward's gather of a group."""
+        ahead = self._ahead[1] if self._ahead is not None and self._ahead[0] == group.number else None
+        call = _Call(self, group, [x.detach() for x in shards], ahead)
+        self._ahead = None
+        self._calls.append(call)
+        return call
+
+    def opened(self, call: _Call, values: Sequence[Tensor]) -> None:
+        """Notes what was gathered, and starts the next group's gather."""
+        for position, value in enumerate(values):
+            reference = _torch.storage_reference(value)
+            self._saved[reference.cdata] = (reference, call, position)
+        following = call.group.number + 1
+        if self.in_step and following < len(self.groups):
+            self._ahead = (following, self.groups[following].start(self.residents.leaves))
+
+    def _pack(self, x: Tensor) -> Tensor | _Handle:
+        _, call, position = self._saved.get(x.untyped_storage()._cdata, (None, None, 0))
+        if call is None:
+            return x
+        call.is_saved = True
+        return _Handle(call, position, tuple(x.shape), x.stride(), x.storage_offset())
+
+    # --- backward
+
+    def start_previous(self, call: _Call) -> None:
+        """Starts the gather that backward will need after this one."""
+        for earlier in reversed(self._calls[: self._calls.index(call)] if call in self._calls else []):
+            if earlier.is_saved:
+                earlier.start_again()
+                return
+
+    def submit(self, call: _Call, gradients: Sequence[Tensor | None]) -> None:
+        """Starts to reduce a group's gradients."""
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        routes = [transposed(call.group.routes[i]) for i in present]
+        while len(self._under_way) >= _MOST_UNDER_WAY:
+            self._land(*self._under_way.pop(0))
+        transfer = Transfer(routes, [g for g in gradients if g is not None], self.world)
+        self._under_way.append(([call.group.parameters[i] for i in present], transfer))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After a backward: adds every reduced gradient to its leaf's."""
+        while self._under_way:
+            self._land(*self._under_way.pop(0))
+        self._calls, self._saved = [], {}
+
+    def _land(self, parameters: list[int], transfer: Transfer) -> None:
+        for i, gradient in zip(parameters, transfer.wait(), strict=True):
+            leaf = self.residents.leaves[i]
+            leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+    def forget(self) -> None:
+        """Drops what a step that did not end has left."""
+        self._under_way, self._calls, self._saved, self._ahead = [], [], {}, None
+
+
+class GatherGroup(nn.Module):
+    """Parameters that are gathered by one collective: shards in, full parameters out."""
+
+    def __init__(self, owner: Gathers, number: int, parameters: list[int], routes: list[Route]) -> None:
+        super().__init__()
+        self.number, self.parameters, self.routes = number, parameters, routes
+        self._owner = owner
+
+    def start(self, leaves: Sequence[Tensor]) -> Transfer:
+        """Starts to gather the group's own of all leaves."""
+        return Transfer(self.routes, [leaves[i].detach() for i in self.parameters], self._owner.world)
+
+    def forward(self, *shards: Tensor) -> tuple[Tensor, ...]:
+        call = self._owner.open(self, shards)
+        return _Gather.apply(call, *shards)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Call:
+    """One gather of a group in forward, which can be made again in backward."""
+
+    def __init__(
+        self, owner: Gathers, group: GatherGroup, shards: list[Tensor], ahead: Transfer | None
+    ) -> None:
+        self.owner, self.group, self.shards = owner, group, shards
+        self.is_saved, self.in_step = False, owner.in_step
+        self._ahead = ahead
+        self._again: Transfer | None = None
+        self._values: list[Tensor] | None = None
+
+    def _start(self) -> Transfer:
+        return Transfer(self.group.routes, self.shards, self.owner.world)
+
+    def gather(self) -> list[Tensor]:
+        """The full parameters, for forward."""
+        transfer, self._ahead = self._ahead or self._start(), None
+        values = transfer.wait()
+        self.owner.opened(self, values)
+        return values
+
+    def start_again(self) -> None:
+        """Starts the gather for backward."""
+        if self._again is None and self._values is None:
+            self._again = self._start()
+
+    def restore(self, position: int) -> Tensor:
+        """A full parameter, for backward."""
+        if self._values is None:
+            self.start_again()
+            assert self._again is not None
+            self._values, self._again = self._again.wait(), None
+            self.owner.start_previous(self)
+        return self._values[position]
+
+    def release(self) -> None:
+        """Frees what was gathered for backward; the uses of every member are behind."""
+        self.is_saved, self._values, self._again = False, None, None
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A saved tensor that lies in a gathered parameter's storage."""
+
+    call: _Call
+    position: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@torch.no_grad()
+def _unpack(saved: Tensor | _Handle) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    full = saved.call.restore(saved.position)
+    return full.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class _Gather(torch.autograd.Function):
+    """A group's gather, with the reduction of its gradients as backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(call.gather())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        call: _Call = ctx.call
+        call.release()
+        if call.in_step:
+            call.owner.submit(call, grads)
+            return (None,) * (len(grads) + 1)
+        present = [i for i, g in enumerate(grads) if g is not None]
+        routes = [transposed(call.group.routes[i]) for i in present]
+        reduced = Transfer(routes, [g for g in grads if g is not None], call.owner.world).wait()
+        result: list[Tensor | None] = [None] * len(grads)
+        for i, gradient in zip(present, reduced, strict=True):
+            result[i] = gradient
+        return None, *result
+
+
+def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
+    """The hops that a chain's nodes make, from a local parameter of this shape."""
+    hops: list[Hop] = []
+    before = viewed = shape
+    for node in chain.nodes:
+        if not is_collective(node):
+            viewed = tuple(node.args[1])  # type: ignore[arg-type]
+            continue
+        if hops:
+            hops[-1] = _ending(hops[-1], viewed)
+            before = viewed
+        _, dims, size, axis, backward = node.args
+        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+        result = tuple(result_shape(name, viewed, dims, size))  # type: ignore[arg-type]
+        hops.append(
+            Hop(name, backward, tuple(dims), mesh.index(axis), size, before, viewed, result, result)  # type: ignore[arg-type]
+        )
+        viewed = result
+    hops[-1] = _ending(hops[-1], viewed)
+    return tuple(hops)
+
+
+def _ending(hop: Hop, shape: tuple[int, ...]) -> Hop:
+    """The hop with another shape after it."""
+    return Hop(
+        hop.name, hop.backward, hop.dims, hop.axis, hop.size, hop.before, hop.viewed, hop.result, shape
+    )

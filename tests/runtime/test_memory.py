@@ -1,0 +1,78 @@
+"""The bytes that a rank holds between steps and for gradients, as ZeRO's paper counts them.
+
+P is the number of parameters, in float32 with AdamW, N the number of ranks; gradients are counted where
+they live longest, between two micro-batches.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from tests.runtime.models import mean_square
+from tests.runtime.ranks import Ranks
+
+pytestmark = pytest.mark.multiprocess
+
+WIDTH, LAYERS = 256, 6
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that tensors of this process hold."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta]
+    gradients = [x.grad for x in tensors if x.is_leaf and x.grad is not None]
+    found: dict[int, int] = {}
+    for tensor in tensors + gradients:  # a gradient that Python never saw is no object of its own yet
+        try:
+            storage = tensor.untyped_storage()
+            if storage.device.type != "meta":
+                found[storage.data_ptr()] = storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # a wrapper such as DTensor has none of its own
+            continue
+    return sum(found.values())
+
+
+def model_bytes(recipe: str) -> float:
+    """Bytes held at the beginning of a step's second micro-batch, over the bytes of the parameters."""
+    before = live_bytes()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    made = autopar.compile(
+        model, loss_fn=mean_square, mesh={"dp": 4}, recipe=recipe, micro_batches=2, bucket_bytes=100_000
+    )
+    optimizer = torch.optim.AdamW(made.parameters())
+    made.step(*batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    seen = []
+    (ready,) = made._ready[True]
+    run = ready.bound._micro_batch
+
+    def measured(inputs: list[Tensor], count: int, *, last: bool) -> Tensor:
+        if last:
+            seen.append(live_bytes() - before)
+        return run(inputs, count, last=last)
+
+    ready.bound._micro_batch = measured  # type: ignore[method-assign]
+    made.step(*batch)
+    return seen[0] / parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"),
+    [
+        ("ddp", 16 / 4),  # 4 + 4 + 8 bytes of each parameter, of which it takes 4 itself
+        ("zero1", (8 + 8 / 4) / 4),
+        ("zero2", (4 + 12 / 4) / 4),
+        ("zero3", (16 / 4) / 4),
+    ],
+)
+def test_memory(four_ranks: Ranks, recipe: str, multiple: float) -> None:
+    for found in four_ranks.run(model_bytes, recipe):
+        assert found == pytest.approx(multiple, rel=0.05)
