@@ -35,20 +35,29 @@ class Seconds(NamedTuple):
         return self.forward + self.backward
 
 
+BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel; the runtime's default
+
+
 class _Message(NamedTuple):
-    """What a formula may look at."""
+    """What a formula may look at.
+
+    `bucketed` messages share a collective of `BUCKET_BYTES` with others, and its latency.
+    """
 
     before_bytes: int
     after_bytes: int
     ranks: int
     link: Link
     hardware: Hardware
+    bucketed: bool
 
 
 def _ring(whole_bytes: int, m: _Message) -> float:
     hops = m.ranks - 1
     transfer = hops / m.ranks * whole_bytes / m.link.bandwidth_bytes_per_second
-    return m.hardware.launch_seconds + hops * m.link.latency_seconds + transfer
+    start = m.hardware.launch_seconds + hops * m.link.latency_seconds
+    share = min(1.0, whole_bytes / BUCKET_BYTES) if m.bucketed else 1.0
+    return share * start + transfer
 
 
 def _copy(read_bytes: int, written_bytes: int, m: _Message) -> float:
@@ -76,7 +85,8 @@ def communicates(step: Step) -> bool:
 
 
 def collective_seconds(
-    name: str, *, before_bytes: int, after_bytes: int, ranks: int, link: Link, hardware: Hardware
+    name: str, *, before_bytes: int, after_bytes: int, ranks: int, link: Link, hardware: Hardware,
+    bucketed: bool = False,
 ) -> float:
     """Seconds of one collective, named as in `autopar.ir.conversion`.
 
@@ -85,13 +95,22 @@ def collective_seconds(
     assert name in _FORMULAS, f"no formula for the collective {name!r}"
     if ranks == 1:
         return 0.0
-    return _FORMULAS[name](_Message(before_bytes, after_bytes, ranks, link, hardware))
+    return _FORMULAS[name](_Message(before_bytes, after_bytes, ranks, link, hardware, bucketed))
 
 
 def conversion_seconds(
-    tensor: Tensor, source: Layout, target: Layout, *, sizes: Sizes, hardware: Hardware
+    tensor: Tensor,
+    source: Layout,
+    target: Layout,
+    *,
+    sizes: Sizes,
+    hardware: Hardware,
+    bucketed: bool = False,
 ) -> Seconds:
-    """Seconds to convert `tensor` between two layouts, and its gradient back if it has one."""
+    """Seconds to convert `tensor` between two layouts, and its gradient back if it has one.
+
+    `bucketed` conversions share collectives with those of other tensors.
+    """
     if source == target:
         return Seconds(0.0, 0.0)
     forward = backward = 0.0
@@ -100,15 +119,15 @@ def conversion_seconds(
     for step in steps(source, target):
         layout[step.axis] = step.target
         after = sizes.bytes(tensor, tuple(layout))
-        forward += _along(step, step.transition.forward, before, after, sizes, hardware)
+        forward += _along(step, step.transition.forward, before, after, sizes, hardware, bucketed)
         if tensor.needs_grad:
-            backward += _along(step, step.transition.backward, after, before, sizes, hardware)
+            backward += _along(step, step.transition.backward, after, before, sizes, hardware, bucketed)
         before = after
     return Seconds(forward, backward)
 
 
 def _along(
-    step: Step, name: str, before: int, after: int, sizes: Sizes, hardware: Hardware
+    step: Step, name: str, before: int, after: int, sizes: Sizes, hardware: Hardware, bucketed: bool
 ) -> float:
     return collective_seconds(
         name,
@@ -117,4 +136,5 @@ def _along(
         ranks=sizes.mesh.sizes[step.axis],
         link=hardware.link(sizes.mesh, step.axis),
         hardware=hardware,
+        bucketed=bucketed,
     )

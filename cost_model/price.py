@@ -88,7 +88,7 @@ def per_step_seconds(
 ) -> float:
     """Seconds per step of a parameter between its storage and its resident layout."""
     seconds = conversion_seconds(
-        tensor, plan.storage, plan.resident, sizes=sizes, hardware=hardware
+        tensor, plan.storage, plan.resident, sizes=sizes, hardware=hardware, bucketed=True
     )
     times = micro_batches if plan.reduce == "micro_batch" else 1
     return seconds.forward + times * seconds.backward

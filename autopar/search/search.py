@@ -33,6 +33,7 @@ from autopar.search.problem import Problem
 from autopar.search.recipes import RECIPES, RecipeLike, format_recipe, recipe_axes, resolve
 
 _MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
+_LEAN = 0.8  # of the memory that the best plan takes: enough to forbid it
 _TOLERANCE = 1e-6  # relative, between the solver's price and the plan's
 
 
@@ -116,6 +117,9 @@ def search_with_cost(
     descents = [_descend(problem, order, bound) for order in _orders(mesh)]
     descents += _from_presets(problem, bound)
     best = min(descents, key=lambda d: (max(d.bytes, bound), d.seconds))
+    if best.bytes <= bound and len(rows) > 1:
+        descents.append(_from_lean(problem, best, bound))
+        best = min(descents, key=lambda d: (max(d.bytes, bound), d.seconds))
     if best.bytes > bound:
         raise _does_not_fit(best, bound, mesh, format_recipe(recipe))
     plan = expand(problem, best.assignment, format_recipe(recipe), fingerprint)
@@ -204,6 +208,13 @@ def _from_presets(problem: Problem, bound: int) -> Iterator[_Descent]:
             rows[axis] = _PRESETS[position >= batch_axes]
         start = _descend(problem.under(rows), axes, bound)
         yield _descend(problem, axes, bound, start=start.assignment)
+
+
+def _from_lean(problem: Problem, best: _Descent, bound: int) -> _Descent:
+    """A descent from where less memory would have led: room must not make a plan worse."""
+    axes = range(len(problem.recipes))
+    lean = _descend(problem, axes, int(_LEAN * best.bytes))
+    return _descend(problem, axes, bound, start=lean.assignment)
 
 
 _PRESETS = tuple(

@@ -225,8 +225,11 @@ def ddp(micro_batches: int, stage: str) -> Plan:
 
 
 def test_data_parallelism_by_hand() -> None:
-    """Two matrices of 16 * 32 float32 = 2048 bytes, all-reduced: 6 hops, 3/2 of the bytes."""
-    each = 2 * (3e-6 + 0.75 * 2048 / 1e9)
+    """Two matrices of 16 * 32 float32 = 2048 bytes, all-reduced: 6 hops, 3/2 of the bytes.
+
+    They share a bucket of 25 MiB, and bear 2048 bytes' part of its latency.
+    """
+    each = 2 * (3e-6 * 2048 / (25 * 2**20) + 0.75 * 2048 / 1e9)
     cost = price(mlp(), ddp(1, "ddp"), MACHINE)
     assert cost.parameter_seconds == pytest.approx(2 * each)
     assert cost.conversion_seconds == pytest.approx(2 * (3e-6 + 0.75 * 4 / 1e9))  # the loss
@@ -237,9 +240,10 @@ def test_data_parallelism_by_hand() -> None:
 def test_zero_2_and_3_by_hand() -> None:
     """Of m micro-batches: stage 2 scatters m times; stage 3 gathers 2m and scatters m times."""
     half = 3e-6 + 0.75 * 2048 / 1e9  # an all-gather or a reduce-scatter of one matrix
+    in_bucket = 3e-6 * 2048 / (25 * 2**20) + 0.75 * 2048 / 1e9
     for m in (1, 5):
         assert price(mlp(), ddp(m, "zero2"), MACHINE).parameter_seconds == pytest.approx(
-            2 * (1 + m) * half
+            2 * (1 + m) * in_bucket
         )
         assert price(mlp(), ddp(m, "zero3"), MACHINE).parameter_seconds == pytest.approx(
             2 * 3 * m * half
