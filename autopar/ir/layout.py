@@ -21,8 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
@@ -31,16 +30,15 @@ Dims = tuple[tuple[int, ...], ...]  # factor sizes of every dim of a tensor; a d
 WHOLE = -1  # the factor of S(d.*)
 
 
-@dataclass(frozen=True, order=True)
-class State:
-    """State of a tensor along one mesh axis; `dim` and `factor` are those of S alone."""
+class State(NamedTuple):
+    """State of a tensor along one mesh axis; `dim` and `factor` are those of S alone.
+
+    A named tuple, because searches hash states by the million.
+    """
 
     kind: Literal["P", "R", "S", "V"]
     dim: int = -1
     factor: int = 0
-
-    def __post_init__(self) -> None:
-        assert (self.kind == "S") == (self.dim >= 0), self
 
     def __str__(self) -> str:
         if self.kind != "S":
