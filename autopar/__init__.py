@@ -1,8 +1,8 @@
 """autopar: an auto-parallelization compiler for PyTorch.
 
-    model = autopar.compile(model, loss_fn=loss_fn)     under torchrun, or alone
-    loss = model.step(tokens, targets)                  forward and backward; gradients are ready
-    print(model.plan)                                   what was chosen and why
+model = autopar.compile(model, loss_fn=loss_fn)     under torchrun, or alone
+loss = model.step(tokens, targets)                  forward and backward; gradients are ready
+print(model.plan)                                   what was chosen and why
 """
 
 from autopar.api import compile

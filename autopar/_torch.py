@@ -138,8 +138,14 @@ def storage_reference(x: Tensor) -> StorageWeakRef:
 def user_line(error: BaseException) -> str:
     """The innermost line of a traceback (or of the trace that export attached) outside torch and autopar."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(traceback.__file__))
-    outside = [f for f in frames if not f.filename.startswith(ours) and not f.filename.startswith("<")]
+    ours = (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(__file__),
+        os.path.dirname(traceback.__file__),
+    )
+    outside = [
+        f for f in frames if not f.filename.startswith(ours) and not f.filename.startswith("<")
+    ]
     if outside:
         frame = outside[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"

@@ -130,7 +130,11 @@ def _device(
     if own:
         return own.pop()
     kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    return (
+        torch.device("cpu")
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
 
 
 class _Planner:
@@ -246,7 +250,9 @@ def _axes(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
     axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
     refuse_pipeline(axes)
     if plan is not None and plan.mesh != axes:
-        raise MeshError(f"The plan was made for the mesh {plan.mesh}, and the mesh given is {axes}.")
+        raise MeshError(
+            f"The plan was made for the mesh {plan.mesh}, and the mesh given is {axes}."
+        )
     return axes
 
 

@@ -102,7 +102,10 @@ def target_count(loss_fn: LossFunction) -> int:
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature, such as F.cross_entropy's C twin
+    except (
+        TypeError,
+        ValueError,
+    ):  # a builtin without a signature, such as F.cross_entropy's C twin
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters if p.default is p.empty and p.kind in positional]
@@ -127,12 +130,12 @@ def run_with_loss(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
 ) -> Tensor:
     """Forward and loss without capture, as the single device runs them."""
-    return _WithLoss(model, loss_fn)(*args, **kwargs)  # type: ignore[no-any-return]
+    return _WithLoss(model, loss_fn)(*args, **kwargs)
 
 
 def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:
     output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
-    values = [n.meta["val"] for n in output[len(captured.mutated) :]]  # type: ignore[index, union-attr]
+    values = [n.meta["val"] for n in output[len(captured.mutated) :]]
     shapes = [list(v.shape) for v in values if isinstance(v, Tensor)]
     if len(shapes) == 1 and len(values) == 1 and values[0].numel() == 1:
         return
@@ -151,7 +154,9 @@ def _capture(
     wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_step: bool
 ) -> Captured:
     # Export merges inputs that are one object; a batch may well use one tensor twice.
-    args, kwargs = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+    args, kwargs = pytree.tree_map(
+        lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
+    )
     exported = _export(wrapper, args, kwargs)
     return _describe(exported, wrapper, args, kwargs, is_step)
 
@@ -216,7 +221,9 @@ def _describe(
     specs = signature.input_specs
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     named = {s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.PARAMETER}
-    parameters, tied = _merge_tied(module, named, dict(wrapper.named_parameters(remove_duplicate=False)))
+    parameters, tied = _merge_tied(
+        module, named, dict(wrapper.named_parameters(remove_duplicate=False))
+    )
     _order_placeholders(module, specs, (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR))
     users = [s for s in specs if s.kind == kinds.USER_INPUT]
     tensors = {i: s.arg.name for i, s in enumerate(users) if isinstance(leaves[i], Tensor)}
@@ -295,6 +302,6 @@ def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
     result = []
     for (kind, head, *rest), _ in paths:
-        base = positional[head.idx] if kind.idx == 0 else head.key
+        base = positional[head.idx] if kind.idx == 0 else head.key  # type: ignore[attr-defined]
         result.append(base + pytree.keystr(tuple(rest)))
     return result

@@ -34,7 +34,9 @@ class _Commands(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=_Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]}
+)
 @click.version_option(package_name="autopar")
 def main() -> None:
     """Parallelizes single-device PyTorch models over a cluster."""
@@ -47,22 +49,28 @@ recipe_option = click.option(
 )  # fmt: skip
 
 
-@main.command(help=f"""Print the plan for TARGET, without devices, weights or a process group.
+@main.command(
+    help=f"""Print the plan for TARGET, without devices, weights or a process group.
 
 {TARGET_HELP}
 
 \b
 Example:
-  autopar explain examples.gpt:example --mesh dp=8,tp=8 --recipe dp:zero3,tp:tp+sp""")
+  autopar explain examples.gpt:example --mesh dp=8,tp=8 --recipe dp:zero3,tp:tp+sp"""
+)
 @click.argument("target")
 @mesh_option
 @click.option("--ranks", type=int, help="Number of ranks, where the mesh is to be searched too.")
 @recipe_option
 @click.option("--pin", "pins", multiple=True, metavar="NAME=CHOICE",
               help="Fix one choice, such as 'layers.*.mlp.up.weight=S(0)@tp'; may be repeated.")  # fmt: skip
-@click.option("--hardware", default="h100", type=click.Choice(sorted(HARDWARE)), help="What to price for.")
+@click.option(
+    "--hardware", default="h100", type=click.Choice(sorted(HARDWARE)), help="What to price for."
+)
 @click.option("--memory-gb", type=float, help="Bound on the memory of a rank, in 1e9 bytes.")
-@click.option("--micro-batches", default=1, help="Micro-batches of a step; the inputs are one of them.")
+@click.option(
+    "--micro-batches", default=1, help="Micro-batches of a step; the inputs are one of them."
+)
 @click.option("--save", type=click.Path(path_type=Path), help="Write the plan to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(
@@ -91,14 +99,17 @@ def explain(
     show(report.Explanation(plan, prepared.analysis.graph), as_json)
 
 
-@main.command("verify", help=f"""Prove a plan for TARGET: simulate all ranks in this process, and compare
+@main.command(
+    "verify",
+    help=f"""Prove a plan for TARGET: simulate all ranks in this process, and compare
 loss and every gradient with the single-device model.
 
 {TARGET_HELP}
 
 \b
 Example:
-  autopar verify examples.gpt:tiny_example --mesh dp=2,tp=2 --random""")
+  autopar verify examples.gpt:tiny_example --mesh dp=2,tp=2 --random""",
+)
 @click.argument("target")
 @mesh_option
 @recipe_option
@@ -143,7 +154,9 @@ def read_pins(pins: tuple[str, ...]) -> dict[str, str]:
     pairs = [pin.partition("=") for pin in pins]
     for name, equals, choice in pairs:
         if not (name and equals and choice):
-            raise click.UsageError(f"Cannot read the pin {name!r}; write 'layers.*.weight=S(0)@tp'.")
+            raise click.UsageError(
+                f"Cannot read the pin {name!r}; write 'layers.*.weight=S(0)@tp'."
+            )
     return {name: choice for name, _, choice in pairs}
 
 
@@ -153,25 +166,31 @@ def load_target(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]
     if not colon:
         raise click.UsageError(f"Cannot read the target {target!r}; write package.module:function.")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: users name modules of where they stand
+        sys.path.insert(
+            0, os.getcwd()
+        )  # as `python -m` does: users name modules of where they stand
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise
-        raise click.UsageError(f"There is no module {module_name!r} here (tried {os.getcwd()}).") from None
+        raise click.UsageError(
+            f"There is no module {module_name!r} here (tried {os.getcwd()})."
+        ) from None
     except AttributeError:
-        raise click.UsageError(f"The module {module_name} has no function {function_name!r}.") from None
+        raise click.UsageError(
+            f"The module {module_name} has no function {function_name!r}."
+        ) from None
     return _unpack(function(), target)
 
 
 def _unpack(made: Any, target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any], Any]:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise StepError(f"{target} must return (model, example_inputs) or (model, example_inputs, loss_fn).")
+        raise StepError(
+            f"{target} must return (model, example_inputs) or (model, example_inputs, loss_fn)."
+        )
     model, inputs, *loss = made
     if isinstance(inputs, dict):
         return model, (), inputs, loss[0] if loss else None
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     return model, args, {}, loss[0] if loss else None
-
-

@@ -20,7 +20,21 @@ from torch import fx
 
 from autopar import rules
 from autopar.capture import Captured
-from autopar.ir import PARTIAL, UNSPLIT, VARIED, Choice, Factor, Graph, Op, P, R, S, State, Tensor, V
+from autopar.ir import (
+    PARTIAL,
+    UNSPLIT,
+    VARIED,
+    Choice,
+    Factor,
+    Graph,
+    Op,
+    P,
+    R,
+    S,
+    State,
+    Tensor,
+    V,
+)
 from autopar.rules.spec import Letters, Spec, tensor_operands, tensor_results
 
 
@@ -186,7 +200,9 @@ class _Analyzer:
         if self.of_inputs.intersection(self._operands(node)):
             self.of_inputs.update(names)
         if self._passes_gradient(node):
-            self.needs_grad |= {n for n, v in zip(names, results, strict=True) if v.is_floating_point()}
+            self.needs_grad |= {
+                n for n, v in zip(names, results, strict=True) if v.is_floating_point()
+            }
 
     def _operands(self, node: fx.Node) -> tuple[str, ...]:
         return tuple(self.names[n.name][0] for n in tensor_operands(node))
@@ -231,7 +247,8 @@ class _Analyzer:
             choices=tuple(self._choices(node.name, spec)),
             flops=spec.flops,
             saved=tuple(
-                [operands[i] for i in spec.saved_operands] + [results[i] for i in spec.saved_results]
+                [operands[i] for i in spec.saved_operands]
+                + [results[i] for i in spec.saved_results]
             ),
             is_view=spec.is_view,
             module=module_path(node),
@@ -259,7 +276,9 @@ class _Analyzer:
         with all others.
         """
         results = self.names[name]
-        return not self.of_inputs.intersection(results) and bool(self.needs_grad.intersection(results))
+        return not self.of_inputs.intersection(results) and bool(
+            self.needs_grad.intersection(results)
+        )
 
     def _split(
         self, name: str, spec: Spec, letter: str, part: int, label: str, leaf: Atom
@@ -353,5 +372,3 @@ def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor
 
 def _input_name(name: str, dim: int) -> str:
     return {0: "batch", 1: "seq"}.get(dim, f"{name}[{dim}]")
-
-

@@ -83,7 +83,9 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
     verify_graph(module, after="partition")
-    placeholders = {n.name: n.meta.get("val") for n in captured.module.graph.find_nodes(op="placeholder")}
+    placeholders = {
+        n.name: n.meta.get("val") for n in captured.module.graph.find_nodes(op="placeholder")
+    }
 
     def spec(node: str, name: str, layout: Layout) -> TensorSpec:
         value, tensor = placeholders[node], analysis.graph.tensors[node]
@@ -119,7 +121,7 @@ def _outputs(
         tensor, value = analysis.graph.tensors[analysis.names[node.name][0]], node.meta["val"]
         specs.append(TensorSpec(node.name, tensor.dims, tuple(value.shape), value.dtype, layout))
     output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
-    own = list(output)[len(captured.mutated) :]  # type: ignore[arg-type]
+    own = list(output)[len(captured.mutated) :]
     literals = {i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, fx.Node)}
     return tuple(specs[len(captured.mutated) :]), literals
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 from autopar.ir import (
+    UNSPLIT,
     WHOLE,
     Graph,
     Labels,
@@ -20,7 +21,6 @@ from autopar.ir import (
     S,
     State,
     Tensor,
-    UNSPLIT,
     V,
     divides,
     is_legal,
@@ -60,7 +60,9 @@ def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: b
         options = [R]
         for dim in range(len(tensor.dims)):
             options += [S(dim), S(dim, WHOLE)] if chunks else [S(dim)]
-        legal = [s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh)]
+        legal = [
+            s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh)
+        ]
         layout[axis] = draw.choice(legal)
     return tuple(layout)
 

@@ -18,7 +18,11 @@ ZERO_NAMES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 def explain(plan: Plan, graph: Graph) -> RenderableType:
     """A plan as a headline, what was chosen and why, and tables of parameters and ops."""
     return Group(
-        headline(plan), *map(Text, plan.notes), Text(), parameter_table(plan, graph), op_table(plan, graph)
+        headline(plan),
+        *map(Text, plan.notes),
+        Text(),
+        parameter_table(plan, graph),
+        op_table(plan, graph),
     )
 
 
@@ -27,7 +31,9 @@ def headline(plan: Plan) -> Text:
     ranks = f"{plan.mesh.size} rank{'s' * (plan.mesh.size > 1)}"
     batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     text = Text(f"Plan for {ranks} as {plan.mesh}", style="bold")
-    return text.append(f"  recipe {plan.recipe}{batches}, model {plan.fingerprint}", style="not bold dim")
+    return text.append(
+        f"  recipe {plan.recipe}{batches}, model {plan.fingerprint}", style="not bold dim"
+    )
 
 
 def as_text(renderable: RenderableType, *, width: int = 120) -> str:
@@ -86,7 +92,11 @@ def _op_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, ...]]]:
 
 def _split(op: Op, label: str) -> str:
     choice = op.choice(label)
-    return _numbers_out(choice.factor) if choice.splits else {"-": "-", "~": "-"}.get(label, "partial sums")
+    return (
+        _numbers_out(choice.factor)
+        if choice.splits
+        else {"-": "-", "~": "-"}.get(label, "partial sums")
+    )
 
 
 def _times(count: int) -> str:

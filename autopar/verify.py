@@ -231,7 +231,9 @@ def _simulated(
             .requires_grad_(spec.name not in program.frozen)
             for rank in range(mesh.size)
         ]
-        arguments.append(simulate.convert(stored[spec.name], spec.dims, how.storage, how.resident, mesh))
+        arguments.append(
+            simulate.convert(stored[spec.name], spec.dims, how.storage, how.resident, mesh)
+        )
     arguments += [[buffers[spec.name]] * mesh.size for spec in program.buffers]
     arguments += [[constant] * mesh.size for constant in program.constants]
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -260,7 +262,10 @@ def _gradient_errors(
         layout = program.plan.parameters[spec.name].storage
         errors[spec.name] = max(
             (
-                _largest(_gradient(x) - simulate.shard(expected, spec.dims, layout, program.plan.mesh, rank))
+                _largest(
+                    _gradient(x)
+                    - simulate.shard(expected, spec.dims, layout, program.plan.mesh, rank)
+                )
                 for rank, x in enumerate(stored[spec.name])
             ),
             key=_nan_last,

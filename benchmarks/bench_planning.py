@@ -57,10 +57,17 @@ def measure(layers: int, mesh: Mesh, batch: int, sequence: int, recipe: str) -> 
     tokens = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
     hardware = find_hardware("h100")
     prepared, capture_seconds = timed(lambda: prepare_step(model, (tokens, tokens)))
-    plan, search_seconds = timed(lambda: make_plan(prepared, mesh, hardware=hardware, recipe=recipe))
+    plan, search_seconds = timed(
+        lambda: make_plan(prepared, mesh, hardware=hardware, recipe=recipe)
+    )
     _, rewrite_seconds = timed(lambda: build_program(prepared.captured, prepared.analysis, plan))
     total = capture_seconds + search_seconds + rewrite_seconds
-    return {"capture": capture_seconds, "search": search_seconds, "rewrite": rewrite_seconds, "total": total}
+    return {
+        "capture": capture_seconds,
+        "search": search_seconds,
+        "rewrite": rewrite_seconds,
+        "total": total,
+    }
 
 
 @click.command(context_settings={"show_default": True})
@@ -87,7 +94,9 @@ def main(mesh: str, layers: str, batch: int, sequence: int, recipe: str, repeat:
     console = Console()
     console.print(table)
     if len(searches) > 1:
-        console.print(f"search of the deepest over the shallowest: {searches[-1] / searches[0]:.2f}")
+        console.print(
+            f"search of the deepest over the shallowest: {searches[-1] / searches[0]:.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,9 @@ def theirs(sizes: Sizes, model: nn.Module, mesh: DeviceMesh, *, splits_batch: bo
 
 
 def torch_ddp(sizes: Sizes, mesh: DeviceMesh) -> Step:
-    return theirs(sizes, nn.parallel.DistributedDataParallel(sizes.model()), mesh, splits_batch=True)
+    return theirs(
+        sizes, nn.parallel.DistributedDataParallel(sizes.model()), mesh, splits_batch=True
+    )
 
 
 def torch_fsdp2(sizes: Sizes, mesh: DeviceMesh) -> Step:
@@ -97,7 +99,6 @@ def torch_fsdp2(sizes: Sizes, mesh: DeviceMesh) -> Step:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return theirs(sizes, model, mesh, splits_batch=True)
-
 
 
 def torch_tensor_parallel(sizes: Sizes, mesh: DeviceMesh) -> Step:

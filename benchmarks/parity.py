@@ -46,7 +46,15 @@ class Row:
         )  # fmt: skip
 
 
-COLUMNS = ("architecture", "plans passed", "tolerance", "loss error", "gradient error", "worst at", "s")
+COLUMNS = (
+    "architecture",
+    "plans passed",
+    "tolerance",
+    "loss error",
+    "gradient error",
+    "worst at",
+    "s",
+)
 
 
 def measure(name: str, meshes: list[Mesh], seeds: int) -> Row:

@@ -85,7 +85,13 @@ def communicates(step: Step) -> bool:
 
 
 def collective_seconds(
-    name: str, *, before_bytes: int, after_bytes: int, ranks: int, link: Link, hardware: Hardware,
+    name: str,
+    *,
+    before_bytes: int,
+    after_bytes: int,
+    ranks: int,
+    link: Link,
+    hardware: Hardware,
     bucketed: bool = False,
 ) -> float:
     """Seconds of one collective, named as in `autopar.ir.conversion`.
@@ -121,7 +127,9 @@ def conversion_seconds(
         after = sizes.bytes(tensor, tuple(layout))
         forward += _along(step, step.transition.forward, before, after, sizes, hardware, bucketed)
         if tensor.needs_grad:
-            backward += _along(step, step.transition.backward, after, before, sizes, hardware, bucketed)
+            backward += _along(
+                step, step.transition.backward, after, before, sizes, hardware, bucketed
+            )
         before = after
     return Seconds(forward, backward)
 

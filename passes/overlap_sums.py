@@ -1,14 +1,16 @@
 """Sums that ranks need not wait for in the middle of a step.
 
     return all_reduce(x)                  -> return x        its backward is nothing, so it can wait
-    placeholders; f(p); all_reduce(g(i))  -> placeholders; all_reduce(g(i)); f(p)
+    f(p); all_reduce(g(i))       -> start(g(i)); f(p); finish()
 
 A collective in mid-step makes every rank wait for the slowest one there. The sum that makes the loss is
-left to the end of the step, and sums of inputs alone (such as how many targets count) come first, where
-the ranks have just met.
+left to the end of the step, and sums of inputs alone (such as how many targets count) are started first
+and waited for where they are needed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import fx
 
@@ -32,22 +34,43 @@ def _is_final_sum(node: fx.Node) -> bool:
     return sums and len(node.users) == 1
 
 
-def hoist_input_sums(module: fx.GraphModule, parameters: int) -> None:
-    """Moves all_reduces that depend on no parameter, with what they need, to the front."""
+def hoist_input_sums(
+    module: fx.GraphModule,
+    parameters: int,
+    start: Callable[..., object],
+    finish: Callable[..., object],
+) -> None:
+    """Starts all_reduces that depend on no parameter at the front, and finishes them where they stood.
+
+    `start(x, dims, size, axis, backward)` and `finish(started)` are functions of a module's top level.
+    """
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     depends = set(placeholders[:parameters])
     for node in graph.nodes:
         if any(argument in depends for argument in node.all_input_nodes):
             depends.add(node)
-    needed: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        wanted = node in needed or (is_collective(node) and "all_reduce" in str(node.target))
-        if wanted and node not in depends and node.op != "placeholder":
-            needed.update([node, *node.all_input_nodes])
-    anchor = placeholders[-1]
-    for node in list(graph.nodes):
-        if node in needed and node.op != "placeholder":
-            anchor.append(node)
-            anchor = node
+    sums = [
+        n
+        for n in graph.nodes
+        if n not in depends and is_collective(n) and "all_reduce" in str(n.target)
+    ]
+    for node in sums:
+        with graph.inserting_before(node):
+            started = graph.call_function(start, node.args)
+            node.replace_all_uses_with(graph.call_function(finish, (started,)))
+        graph.erase_node(node)
+        _move_to_front(graph, started, placeholders[-1])
     module.recompile()
+
+
+def _move_to_front(graph: fx.Graph, node: fx.Node, anchor: fx.Node) -> None:
+    """Moves a node and what it needs to right after the anchor and what was moved before."""
+    needed = {node}
+    for each in reversed(list(graph.nodes)):
+        if each in needed:
+            needed.update(each.all_input_nodes)
+    for each in list(graph.nodes):
+        if each in needed and each.op != "placeholder":
+            anchor.append(each)
+            anchor = each

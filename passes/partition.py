@@ -34,7 +34,9 @@ from autopar.runtime import collectives, random  # noqa: F401  (they define torc
 aten = torch.ops.aten
 
 
-def partition(captured: Captured, analysis: Analysis, plan: Plan) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
+def partition(
+    captured: Captured, analysis: Analysis, plan: Plan
+) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
     """Returns the local graph and the layouts of its outputs.
 
     The graph takes parameters (resident), buffers, constants and inputs like the captured one, and
@@ -94,11 +96,10 @@ class _Partitioner:
         )
         local = _LocalCall(self, node, operands, shapes, labels)
         new = self.analysis.specs[node.name].localize(local)
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            self._produce(op.results[0], layouts[0], new)
-            return
-        for i, (name, layout) in enumerate(zip(op.results, layouts, strict=True)):
-            part = new[i] if isinstance(new, tuple) else self.call(operator.getitem, (new, i))
+        if isinstance(new, fx.Node) and not isinstance(node.meta.get("val"), torch.Tensor):
+            new = tuple(self.call(operator.getitem, (new, i)) for i in range(len(op.results)))
+        parts = new if isinstance(new, tuple) else (new,)
+        for name, layout, part in zip(op.results, layouts, parts, strict=True):
             self._produce(name, layout, part)
 
     def _place_outputs(self) -> tuple[Layout, ...]:
@@ -143,7 +144,9 @@ class _Partitioner:
             node = self.call(aten.reshape.default, (node, list(call.after)))
         return node
 
-    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
         """Adds a call, named for its op."""
         name = getattr(getattr(target, "overloadpacket", target), "__name__", "call")
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
@@ -178,9 +181,7 @@ class _LocalCall:
         return tuple(axis for axis, label in axes if label in labels and axis[1] > 1)
 
 
-def _substitute(
-    node: fx.Node, operands: list[fx.Node]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _substitute(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments with its tensor operands replaced, in the order `tensor_operands` finds them."""
     remaining = iter(operands)
 

@@ -15,7 +15,9 @@ def remove_clones(module: fx.GraphModule) -> None:
     must copy; without the copies, a model is the same graph wherever it is captured.
     """
     for node in list(module.graph.nodes):
-        if node.target in (aten.clone.default, aten.alias.default) and all(map(_is_aten, node.users)):
+        if node.target in (aten.clone.default, aten.alias.default) and all(
+            map(_is_aten, node.users)
+        ):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()

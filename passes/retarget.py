@@ -37,6 +37,9 @@ def is_collective(node: fx.Node) -> bool:
 def draws(node: fx.Node) -> bool:
     """Whether a node takes numbers from the default generator; attention does with dropout alone."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded not in target.tags
+    ):
         return False
     return bool(bound_arguments(node).get("dropout_p", True))

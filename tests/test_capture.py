@@ -62,13 +62,22 @@ def test_a_no_grad_region_keeps_its_meaning():
     captured = capture_step(Model(), (torch.ones(1, 2),), {}, None)
     clean_up(captured.module)
     targets = [str(n.target) for n in captured.module.graph.nodes if n.op == "call_function"]
-    assert targets == ["aten.linear.default", "aten.detach.default", "aten.linear.default", "aten.sum.default"]
+    assert targets == [
+        "aten.linear.default",
+        "aten.detach.default",
+        "aten.linear.default",
+        "aten.sum.default",
+    ]
 
 
 def test_mutated_buffers_come_before_the_outputs():
     model = nn.Sequential(nn.BatchNorm1d(3))
     captured = capture_step(model, (torch.randn(4, 3),), {}, lambda y: y.sum())
-    assert list(captured.mutated.values()) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    assert list(captured.mutated.values()) == [
+        "0.running_mean",
+        "0.running_var",
+        "0.num_batches_tracked",
+    ]
 
 
 def test_the_fingerprint_sees_shapes_and_not_values_or_devices():
@@ -97,12 +106,16 @@ def test_targets_are_what_the_loss_needs_besides_the_result(loss_fn, count):
 
 
 def test_no_loss_function():
-    with pytest.raises(StepError, match=r"`step` needs a loss: the model returns tensors of shapes \[\[2, 4\]\]"):
+    with pytest.raises(
+        StepError, match=r"`step` needs a loss: the model returns tensors of shapes \[\[2, 4\]\]"
+    ):
         capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, None)
 
 
 def test_a_loss_that_is_no_scalar():
-    with pytest.raises(StepError, match=r"returns tensors of shapes \[\[2, 4\]\]; `step` needs one scalar"):
+    with pytest.raises(
+        StepError, match=r"returns tensors of shapes \[\[2, 4\]\]; `step` needs one scalar"
+    ):
         capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, lambda y: y * 2)
 
 
@@ -136,7 +149,9 @@ def test_a_custom_function_is_warned_of():
         def forward(self, x):
             return Straight.apply(x).sum()
 
-    with pytest.warns(UserWarning, match=r"autograd.Functions \[.*Straight'\].*torch.library.custom_op"):
+    with pytest.warns(
+        UserWarning, match=r"autograd.Functions \[.*Straight'\].*torch.library.custom_op"
+    ):
         capture_step(Model(), (torch.ones(2),), {}, None)
 
 

@@ -7,13 +7,13 @@ simulated. benchmarks/parity.py does the same for 26 architectures and more seed
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.zoo_models import build
 from llama import Llama
 from torch import nn
 
 from autopar.ir import Mesh
 from autopar.random_plan import random_plan
 from autopar.verify import Subject
+from benchmarks.zoo_models import build
 
 MESHES = ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2"]
 
@@ -65,7 +65,10 @@ def subject(request):
 def test_random_plans_equal_one_device(subject, mesh, seed):
     prepared = subject.prepared
     plan = random_plan(
-        prepared.analysis.graph, Mesh.parse(mesh), seed=seed, fingerprint=prepared.captured.fingerprint
+        prepared.analysis.graph,
+        Mesh.parse(mesh),
+        seed=seed,
+        fingerprint=prepared.captured.fingerprint,
     )
     report = subject.compare(plan)
     assert report.passed, f"{report}\n{plan}"
@@ -74,7 +77,9 @@ def test_random_plans_equal_one_device(subject, mesh, seed):
 def test_a_wrong_plan_is_found(subject):
     """The proof can fail: one parameter's gradient counted twice, or on one rank only."""
     graph = subject.prepared.analysis.graph
-    plan = random_plan(graph, Mesh.parse("a=2"), seed=0, fingerprint=subject.prepared.captured.fingerprint)
+    plan = random_plan(
+        graph, Mesh.parse("a=2"), seed=0, fingerprint=subject.prepared.captured.fingerprint
+    )
     weakened = dict(subject.gradients)
     name = next(n for n, g in weakened.items() if g is not None and g.abs().max() > 0)
     weakened[name] = weakened[name] * 2

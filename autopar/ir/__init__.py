@@ -37,8 +37,8 @@ from autopar.ir.plan import ParameterPlan, Plan
 
 __all__ = [
     "PARTIAL", "PIPELINE_AXIS", "UNSPLIT", "VARIED", "WHOLE",
-    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Mesh", "Op", "P", "ParameterPlan",
-    "Plan", "R", "S", "State", "Step", "Tensor", "V",
-    "calls", "divides", "format_layout", "is_legal", "local_elements", "local_factors", "local_shape", "operand_layouts",
-    "parse_layout", "result_layouts", "shape_of", "steps", "walk",
+    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Mesh", "Op", "P",
+    "ParameterPlan", "Plan", "R", "S", "State", "Step", "Tensor", "V",
+    "calls", "divides", "format_layout", "is_legal", "local_elements", "local_factors",
+    "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps", "walk",
 ]  # fmt: skip

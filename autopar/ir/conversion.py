@@ -61,7 +61,16 @@ TRANSITIONS = {
 }
 
 # Steps that shrink the tensor come first and steps that grow it last, so that the others move little.
-_ORDER = ("shard", "reduce_scatter", "vary", "partial", "all_to_all", "all_reduce", "all_gather", "pad")
+_ORDER = (
+    "shard",
+    "reduce_scatter",
+    "vary",
+    "partial",
+    "all_to_all",
+    "all_reduce",
+    "all_gather",
+    "pad",
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,10 @@ def _next_legal(current: list[State], goal: list[State]) -> Step | None:
 
 def _detour(step: Step) -> Step:
     """A chunk S(d.*) has no factor structure: it is gathered before anything else is done with it."""
-    if step.source.kind == step.target.kind == "S" and WHOLE in (step.source.factor, step.target.factor):
+    if step.source.kind == step.target.kind == "S" and WHOLE in (
+        step.source.factor,
+        step.target.factor,
+    ):
         return Step(step.axis, step.source, R)
     return step
 
@@ -129,9 +141,7 @@ def _unnest(current: list[State], goal: list[State]) -> Step:
     """Gathers the most minor axis that stands in the way of a pending step."""
     for axis in reversed(range(len(current))):
         state = current[axis]
-        blocks = any(
-            current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis)
-        )
+        blocks = any(current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis))
         if state.kind == "S" and blocks:
             return Step(axis, state, R)
     for axis in reversed(range(len(current))):
@@ -176,7 +186,9 @@ def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[Colle
 def _call(dims: Dims, step: Step, before: Layout, after: Layout, mesh: Mesh) -> CollectiveCall:
     splits = [state for state in (step.source, step.target) if state.kind == "S"]
     name, backward = step.transition
-    if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(splits):
+    if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(
+        splits
+    ):
         return CollectiveCall(name, backward, tuple(s.dim for s in splits), step.axis)
     # A dim without factors (of size 1) keeps its place as a factor of 1.
     factors = [sizes or (1,) for sizes in local_factors(dims, before, mesh)]
@@ -188,9 +200,7 @@ def _call(dims: Dims, step: Step, before: Layout, after: Layout, mesh: Mesh) -> 
     )  # fmt: skip
 
 
-def walk(
-    dims: Dims, source: Layout, target: Layout, mesh: Mesh
-) -> Iterator[tuple[Step, int, int]]:
+def walk(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Iterator[tuple[Step, int, int]]:
     """Yields every step with the elements that a rank holds before and after it."""
     layout = list(source)
     before = local_elements(dims, source, mesh)

@@ -14,7 +14,9 @@ from autopar.ir.layout import Dims, Layout, State, divides, shape_of
 from autopar.ir.mesh import Mesh
 
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
-VARIED = "~"  # label of the choice that takes and gives V: the same work everywhere, for different uses
+VARIED = (
+    "~"  # label of the choice that takes and gives V: the same work everywhere, for different uses
+)
 PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
 
 

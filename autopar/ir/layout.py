@@ -26,7 +26,9 @@ from typing import Literal, NamedTuple
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 
-Dims = tuple[tuple[int, ...], ...]  # factor sizes of every dim of a tensor; a dim of size 1 is (1,) or ()
+Dims = tuple[
+    tuple[int, ...], ...
+]  # factor sizes of every dim of a tensor; a dim of size 1 is (1,) or ()
 WHOLE = -1  # the factor of S(d.*)
 
 
@@ -53,7 +55,9 @@ class State(NamedTuple):
             return cls(text)  # type: ignore[arg-type]
         match = re.fullmatch(r"S\((\d+)(?:\.(\d+|\*))?\)", text)
         if not match:
-            raise LayoutError(f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1) or S(0.*).")
+            raise LayoutError(
+                f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1) or S(0.*)."
+            )
         factor = match[2] or "0"
         return cls("S", int(match[1]), WHOLE if factor == "*" else int(factor))
 
@@ -101,7 +105,9 @@ def _canonical(state: State) -> State:
 def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
     """Into how many parts the layout cuts one factor."""
     return math.prod(
-        size for state, size in zip(layout, mesh.sizes, strict=True) if state == State("S", dim, factor)
+        size
+        for state, size in zip(layout, mesh.sizes, strict=True)
+        if state == State("S", dim, factor)
     )
 
 

@@ -31,7 +31,9 @@ class Mesh:
             raise MeshError(f"The axis names {list(self.names)} repeat; name each axis once.")
         for name, size in self.axes:
             if not name.isidentifier():
-                raise MeshError(f"The axis name {name!r} is not an identifier such as 'dp' or 'tp'.")
+                raise MeshError(
+                    f"The axis name {name!r} is not an identifier such as 'dp' or 'tp'."
+                )
             if not isinstance(size, int) or size < 1:
                 raise MeshError(f"Axis {name!r} has size {size!r}; a size is a positive integer.")
 
@@ -47,7 +49,9 @@ class Mesh:
         for part in text.split(","):
             name, equals, size = (piece.strip() for piece in part.partition("="))
             if not equals or not size.isdigit():
-                raise MeshError(f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4.")
+                raise MeshError(
+                    f"Cannot read {part.strip()!r} in the mesh {text!r}; write dp=2,tp=4."
+                )
             axes.append((name, int(size)))
         return cls(tuple(axes))
 

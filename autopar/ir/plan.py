@@ -198,7 +198,9 @@ class Plan:
         try:
             document = json.loads(Path(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path} is not a whole JSON file ({error}); was it cut short?") from None
+            raise PlanError(
+                f"{path} is not a whole JSON file ({error}); was it cut short?"
+            ) from None
         except OSError as error:
             raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
         try:
@@ -224,7 +226,9 @@ def _parameter_plan(fields: list[str], mesh: Mesh) -> ParameterPlan:
 def _labels(text: str, name: str, mesh: Mesh) -> Labels:
     labels = tuple(text.split())
     if len(labels) != len(mesh.axes):
-        raise PlanError(f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}.")
+        raise PlanError(
+            f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}."
+        )
     return labels
 
 

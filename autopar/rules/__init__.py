@@ -71,4 +71,6 @@ def replicated(call: Call) -> Spec:
     results = tuple(letters(t, f"y{i}_") for i, t in enumerate(call.results))
     flops = sum(t.numel() for t in call.results)
     everything = tuple(range(len(operands)))
-    return Spec(operands, results, sizes, whole=frozenset(sizes), flops=flops, saved_operands=everything)
+    return Spec(
+        operands, results, sizes, whole=frozenset(sizes), flops=flops, saved_operands=everything
+    )

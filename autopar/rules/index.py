@@ -53,7 +53,9 @@ def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], lik
     device = {"device": local.node.meta["val"].device}
     position = local.emit(aten.arange.default, total, **device)
     for name, size in axes:
-        position = local.emit(torch.ops.autopar.shard.default, position, [0], size, name, "all_gather")
+        position = local.emit(
+            torch.ops.autopar.shard.default, position, [0], size, name, "all_gather"
+        )
     first = local.emit(aten.mul.Tensor, position, local.emit(aten.sym_size.int, like, dim))
     return local.emit(aten.sub.Tensor, index, first)
 

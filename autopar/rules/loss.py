@@ -91,8 +91,10 @@ class _Localizer:
         rows = local.emit(aten.mul.Tensor, target, kept)
         flat = local.emit(aten.reshape.default, rows, [-1])
         weights = local.emit(aten.index_select.default, weight, 0, flat)
-        return local.emit(aten.dot.default, weights,
-                          local.emit(aten.type_as.default, local.emit(aten.reshape.default, kept, [-1]), weights))  # fmt: skip
+        counted = local.emit(aten.reshape.default, kept, [-1])
+        return local.emit(
+            aten.dot.default, weights, local.emit(aten.type_as.default, counted, weights)
+        )
 
     def _over_classes(
         self, local: Local, x: fx.Node, target: fx.Node, axes: tuple[tuple[str, int], ...]
@@ -104,7 +106,12 @@ class _Localizer:
         """
         emit, dim = local.emit, min(1, self.ndim - 1)
         peak = self._peak(local, x, axes, dim)
-        total = emit(aten.sum.dim_IntList, emit(aten.exp.default, emit(aten.sub.Tensor, x, peak)), [dim], True)
+        total = emit(
+            aten.sum.dim_IntList,
+            emit(aten.exp.default, emit(aten.sub.Tensor, x, peak)),
+            [dim],
+            True,
+        )
         for name, size in axes:
             total = emit(torch.ops.autopar.all_reduce.default, total, [], size, name, "vary")
         lse = emit(aten.add.Tensor, emit(aten.log.default, total), peak)
@@ -115,7 +122,11 @@ class _Localizer:
         here = shifted(local, target, axes, x, dim)
         column = emit(aten.unsqueeze.default, here, dim)
         width = emit(aten.sym_size.int, x, dim)
-        mine = emit(aten.logical_and.default, emit(aten.ge.Scalar, column, 0), emit(aten.lt.Scalar, column, width))
+        mine = emit(
+            aten.logical_and.default,
+            emit(aten.ge.Scalar, column, 0),
+            emit(aten.lt.Scalar, column, width),
+        )
         found = emit(aten.gather.default, x, dim, emit(aten.mul.Tensor, column, mine))
         picked = emit(aten.mul.Tensor, found, mine)
         each = emit(aten.sub.Tensor, lse, picked)
@@ -126,7 +137,9 @@ class _Localizer:
     ) -> fx.Node:
         peak = local.emit(aten.amax.default, local.emit(aten.detach.default, x), [dim], True)
         for name, size in axes:
-            peak = local.emit(torch.ops.autopar.all_gather.default, peak, [dim], size, name, "shard")
+            peak = local.emit(
+                torch.ops.autopar.all_gather.default, peak, [dim], size, name, "shard"
+            )
             peak = local.emit(aten.amax.default, peak, [dim], True)
         return peak
 

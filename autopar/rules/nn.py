@@ -28,7 +28,9 @@ def batch_norm(call: Call) -> Spec:
     letters, sizes = plain(call.operands[0].shape)
     channel = (letters[1],)
     whole = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
-    results = tuple(letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results)
+    results = tuple(
+        letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results
+    )
     return Spec(
         (letters, *(channel,) * (len(call.operands) - 1)), results, sizes, whole=whole,
         flops=8 * call.operands[0].numel(), saved_operands=(0, 1),
@@ -51,7 +53,7 @@ def attention(call: Call) -> Spec:
     With enable_gqa the heads of the query are (kv head, group). A causal mask that the op makes
     itself counts queries from 0, so that queries stay whole there.
     """
-    query, key, value = call.operands[:3]
+    query, key = call.operands[:2]
     q = "q!" if call["is_causal"] else "q"
     text = f"b.. {q} e!, b.. k! e!, b.. k! v!, b.. {q} k! -> b.. {q} v!"
     flops = 2 * query.numel() * key.shape[-2] + 2 * call.results[0].numel() * key.shape[-2]

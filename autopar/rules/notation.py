@@ -74,7 +74,14 @@ def parse(text: str) -> Row:
         named[word] += values
     normalized = frozenset(named["normalize"])
     linear = tuple(int(value) for value in named["linear"])
-    return Row(operands, results, frozenset(named["sum"]), frozenset(whole) | normalized, linear, normalized)
+    return Row(
+        operands,
+        results,
+        frozenset(named["sum"]),
+        frozenset(whole) | normalized,
+        linear,
+        normalized,
+    )
 
 
 def _pattern(text: str, whole: set[str], row: str) -> Pattern:
@@ -100,7 +107,9 @@ def spec_of(row: Row | str, call: Call) -> Spec:
     result_names = [p.expand(t.ndim) for p, t in zip(row.results, call.results, strict=True)]
     sizes = _sizes(names + result_names, [*call.operands, *call.results])
     spec = Spec(
-        operands=tuple(_letters(n, t.shape, sizes) for n, t in zip(names, call.operands, strict=True)),
+        operands=tuple(
+            _letters(n, t.shape, sizes) for n, t in zip(names, call.operands, strict=True)
+        ),
         results=tuple(
             _letters(n, t.shape, sizes) for n, t in zip(result_names, call.results, strict=True)
         ),
@@ -125,7 +134,9 @@ def _sizes(names: Sequence[Sequence[str]], tensors: Sequence[object]) -> dict[st
 
 
 def _letters(names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> Letters:
-    return tuple((n,) if size > 1 and n in sizes else () for n, size in zip(names, shape, strict=True))
+    return tuple(
+        (n,) if size > 1 and n in sizes else () for n, size in zip(names, shape, strict=True)
+    )
 
 
 def _spread_out(letters: frozenset[str], sizes: dict[str, int]) -> frozenset[str]:

@@ -50,7 +50,9 @@ def _position(local: Local, axes: list[tuple[str, int]]) -> fx.Node:
         total *= size
     position = local.emit(aten.arange.default, total)  # on the CPU, where keys are drawn
     for name, size in axes:
-        position = local.emit(torch.ops.autopar.shard.default, position, [0], size, name, "all_gather")
+        position = local.emit(
+            torch.ops.autopar.shard.default, position, [0], size, name, "all_gather"
+        )
     return position
 
 

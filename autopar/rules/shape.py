@@ -95,9 +95,7 @@ def expand(call: Call) -> Spec:
     operand = tuple(
         result[lead + i] if size > 1 else () for i, size in enumerate(call.operands[0].shape)
     )
-    return Spec(
-        (operand,), (result,), sizes, linear=FIRST, is_view=True, localize=_expand_locally
-    )
+    return Spec((operand,), (result,), sizes, linear=FIRST, is_view=True, localize=_expand_locally)
 
 
 def rearranged(order: Callable[[Call], Sequence[int | None]]) -> Callable[[Call], Spec]:
@@ -181,7 +179,9 @@ def stacked(call: Call) -> Spec:
     result = (*letters[:dim], new, *letters[dim:])
     sizes |= {"new": len(call.operands)} if new else {}
     everything = (frozenset(range(len(call.operands))),)
-    return Spec((letters,) * len(call.operands), (result,), sizes, whole=frozenset(new), linear=everything)
+    return Spec(
+        (letters,) * len(call.operands), (result,), sizes, whole=frozenset(new), linear=everything
+    )
 
 
 def cut(call: Call) -> Spec:
@@ -197,7 +197,11 @@ def cut(call: Call) -> Spec:
     letters, sizes = plain(call.operands[0].shape)
     size = sizes_along.pop()
     inner: Dim = ("s",) if size > 1 else ()
-    sizes = {k: v for k, v in sizes.items() if k != f"d{dim}"} | {"n": count} | dict.fromkeys(inner, size)
+    sizes = (
+        {k: v for k, v in sizes.items() if k != f"d{dim}"}
+        | {"n": count}
+        | dict.fromkeys(inner, size)
+    )
     operand = (*letters[:dim], ("n", *inner), *letters[dim + 1 :])
     result = (*letters[:dim], inner, *letters[dim + 1 :])
     return Spec(

@@ -21,7 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar import _torch
 from autopar.errors import CaptureError
 
-Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]  # id of the old -> old, new
+Successors = dict[
+    int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]
+]  # id of the old -> old, new
 
 
 def adopt(model: nn.Module, device_mesh: DeviceMesh) -> Callable[[], None]:
@@ -36,7 +38,10 @@ def adopt(model: nn.Module, device_mesh: DeviceMesh) -> Callable[[], None]:
                 continue
             if id(parameter) not in successors:
                 _refuse_distributed(parameter, f"{path}.{name}".lstrip("."))
-                successors[id(parameter)] = (weakref.ref(parameter), _replicated(parameter, device_mesh))
+                successors[id(parameter)] = (
+                    weakref.ref(parameter),
+                    _replicated(parameter, device_mesh),
+                )
             module._parameters[name] = successors[id(parameter)][1]
 
     def succeed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

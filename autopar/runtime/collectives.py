@@ -160,7 +160,7 @@ class _Transposed(torch.autograd.Function):
             return _torch.autopar_op(name)(x, dims, size, group, backward)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         name, dims, size, group, backward = ctx.call
         return _torch.autopar_op(backward)(grad, dims[::-1], size, group, name), None
 
@@ -173,7 +173,7 @@ def _register(library: torch.library.Library, name: str) -> None:
         return x.new_empty(result_shape(name, x.shape, dims, size))
 
     def autograd(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
-        return _Transposed.apply(x, (name, dims, size, group, backward))  # type: ignore[no-any-return]
+        return _Transposed.apply(x, (name, dims, size, group, backward))
 
     alias = name == "vary"
     library.define(name + (SIGNATURE if not alias else SIGNATURE.replace("Tensor", "Tensor(a)")))

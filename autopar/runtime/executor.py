@@ -15,11 +15,12 @@ from autopar.passes import (
     retarget_device,
     verify_graph,
 )
+from autopar.passes.retarget import draws
 from autopar.program import Program
 from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.reducer import Reducer
-from autopar.runtime.transfer import Hop, Transfer
+from autopar.runtime.transfer import Hop, Transfer, finish_sum, start_sum
 from autopar.runtime.world import World
 
 
@@ -30,13 +31,23 @@ class BoundProgram:
         program: the portable program.
         store: the parameters at rest.
         model: whose buffers it reads and updates.
+        seeds: in the same state on every rank; gives each run its seed, see
+            [Note: keys of random ops] in autopar/rules/random.py.
         bucket_bytes: about how much one collective carries.
     """
 
     def __init__(
-        self, program: Program, store: ParameterStore, model: nn.Module, *, bucket_bytes: int
+        self,
+        program: Program,
+        store: ParameterStore,
+        model: nn.Module,
+        *,
+        seeds: torch.Generator,
+        bucket_bytes: int,
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
+        self._seeds = seeds
+        self._is_random = any(draws(node) for node in program.module.graph.nodes)
         parameters = len(program.parameters)
         self._constants = [x.to(self.world.device) for x in program.constants]
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
@@ -45,13 +56,15 @@ class BoundProgram:
         order = completion_order(self._graph, parameters)
         retarget_device(self._graph, self.world.device)
         self._loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
-        hoist_input_sums(self._graph, parameters)
         self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
         bind_groups(self._graph, self.world.group_names)
+        hoist_input_sums(self._graph, parameters, start_sum, finish_sum)
         verify_graph(self._graph, after="binding to process groups")
         self._reducer = Reducer(
             self._residents,
-            every_micro_batch=[program.storage(s.name).reduce == "micro_batch" for s in program.parameters],
+            every_micro_batch=[
+                program.storage(s.name).reduce == "micro_batch" for s in program.parameters
+            ],
             late=self._gathers.late,
             order=order,
             bucket_bytes=bucket_bytes,
@@ -72,7 +85,7 @@ class BoundProgram:
     def _micro_batch(self, inputs: list[Tensor], count: int, *, last: bool) -> None:
         self._gathers.in_step = True
         with torch.enable_grad(), self._gathers.watching():
-            *updates, loss = self._graph(*self._residents.leaves, *self._state(), *inputs)
+            *updates, loss = self._run(self._residents.leaves, inputs)
         self._reducer.begin(last=last)
         # The total is the mean over micro-batches, so each gives its share of the gradient.
         loss.backward(torch.full_like(loss, 1 / count))
@@ -88,7 +101,17 @@ class BoundProgram:
         """Adds up what the ranks have of the loss; see autopar.passes.overlap_sums."""
         mesh, shape = self.world.mesh, tuple(self._loss.shape)
         hops = tuple(
-            Hop("all_reduce", "vary", (), mesh.index(axis), dict(mesh.axes)[axis], shape, shape, shape, shape)
+            Hop(
+                "all_reduce",
+                "vary",
+                (),
+                mesh.index(axis),
+                dict(mesh.axes)[axis],
+                shape,
+                shape,
+                shape,
+                shape,
+            )
             for axis in self._loss_axes
         )
         return Transfer([hops], [self._loss], self.world)
@@ -102,10 +125,19 @@ class BoundProgram:
             parameters = self._residents.leaves
         self._gathers.in_step = False
         with self._gathers.watching():
-            outputs = list(self._graph(*parameters, *self._state(), *inputs))
+            outputs = self._run(parameters, inputs)
         count = len(self.program.mutated)
         self._write_back(outputs[:count])
         return outputs[count:]
+
+    def _run(self, parameters: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        arguments = (*parameters, *self._state(), *inputs)
+        if not self._is_random:
+            return list(self._graph(*arguments))
+        devices = [] if self.world.device.type == "cpu" else [self.world.device]
+        with torch.random.fork_rng(devices, device_type=self.world.device.type):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=self._seeds)))
+            return list(self._graph(*arguments))
 
     # --- buffers
 

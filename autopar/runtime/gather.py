@@ -8,6 +8,7 @@ the same strides on a second gather. That lives until the backward of its group 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ class Gathers:
         self.in_step = False
         self._ahead: tuple[int, Transfer] | None = None
         self._calls: list[_Call] = []
-        self._saved: dict[int, tuple[Any, _Call, int]] = {}  # storage -> weak reference, gather, position
+        self._saved: dict[
+            int, tuple[Any, _Call, int]
+        ] = {}  # storage -> weak reference, gather, position
         self._under_way: list[tuple[list[int], Transfer]] = []
 
     @property
@@ -63,10 +66,14 @@ class Gathers:
             return there, back, parameter.dtype, parameter.requires_grad
 
         def size_bytes(chain: Chain) -> int:
-            return torch.Size(routes[chain][-1].after).numel() * leaves[chain.parameter].element_size()
+            return (
+                torch.Size(routes[chain][-1].after).numel() * leaves[chain.parameter].element_size()
+            )
 
         def make(group: list[Chain]) -> nn.Module:
-            made = GatherGroup(self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group])
+            made = GatherGroup(
+                self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group]
+            )
             self.groups.append(made)
             return made
 
@@ -79,12 +86,16 @@ class Gathers:
 
     def watching(self) -> AbstractContextManager[Any]:
         """Inside it, autograd saves handles in place of gathered parameters; see [Note: gathered again]."""
+        if not self.groups:
+            return contextlib.nullcontext()
         self._calls, self._saved, self._ahead = [], {}, None
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def open(self, group: GatherGroup, shards: Sequence[Tensor]) -> _Call:
         """Begins a forward's gather of a group."""
-        ahead = self._ahead[1] if self._ahead is not None and self._ahead[0] == group.number else None
+        ahead = (
+            self._ahead[1] if self._ahead is not None and self._ahead[0] == group.number else None
+        )
         call = _Call(self, group, [x.detach() for x in shards], ahead)
         self._ahead = None
         self._calls.append(call)
@@ -110,7 +121,9 @@ class Gathers:
 
     def start_previous(self, call: _Call) -> None:
         """Starts the gather that backward will need after this one."""
-        for earlier in reversed(self._calls[: self._calls.index(call)] if call in self._calls else []):
+        for earlier in reversed(
+            self._calls[: self._calls.index(call)] if call in self._calls else []
+        ):
             if earlier.is_saved:
                 earlier.start_again()
                 return
@@ -144,14 +157,18 @@ class Gathers:
 class GatherGroup(nn.Module):
     """Parameters that are gathered by one collective: shards in, full parameters out."""
 
-    def __init__(self, owner: Gathers, number: int, parameters: list[int], routes: list[Route]) -> None:
+    def __init__(
+        self, owner: Gathers, number: int, parameters: list[int], routes: list[Route]
+    ) -> None:
         super().__init__()
         self.number, self.parameters, self.routes = number, parameters, routes
         self._owner = owner
 
     def start(self, leaves: Sequence[Tensor]) -> Transfer:
         """Starts to gather the group's own of all leaves."""
-        return Transfer(self.routes, [leaves[i].detach() for i in self.parameters], self._owner.world)
+        return Transfer(
+            self.routes, [leaves[i].detach() for i in self.parameters], self._owner.world
+        )
 
     def forward(self, *shards: Tensor) -> tuple[Tensor, ...]:
         call = self._owner.open(self, shards)
@@ -268,5 +285,13 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
 def _ending(hop: Hop, shape: tuple[int, ...]) -> Hop:
     """The hop with another shape after it."""
     return Hop(
-        hop.name, hop.backward, hop.dims, hop.axis, hop.size, hop.before, hop.viewed, hop.result, shape
+        hop.name,
+        hop.backward,
+        hop.dims,
+        hop.axis,
+        hop.size,
+        hop.before,
+        hop.viewed,
+        hop.result,
+        shape,
     )

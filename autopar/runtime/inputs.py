@@ -123,4 +123,3 @@ def _wrong_shape(
         f"{list(whole)} or this rank's part of it, {list(part)}{count}. Give one of these: drop or pad "
         "a last, smaller batch (DataLoader(..., drop_last=True))."
     )
-

@@ -102,6 +102,7 @@ class CompiledModule(nn.Module):
         self._store: ParameterStore | None = None
         self._plan: Plan | None = None
         self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
+        self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -180,7 +181,9 @@ class CompiledModule(nn.Module):
             program = self._planner.program(model, args, kwargs, is_step=is_step, fixed=fixed)
         if self._store is None:
             self._store, self._plan = self._place(program), program.plan
-        bound = BoundProgram(program, self._store, model, bucket_bytes=self._settings.bucket_bytes)
+        bound = BoundProgram(
+            program, self._store, model, seeds=self._seeds, bucket_bytes=self._settings.bucket_bytes
+        )
         self._ready[is_step].append(_Ready(bound, self._modes()))
         return bound
 
@@ -193,9 +196,12 @@ class CompiledModule(nn.Module):
         store = ParameterStore(world)
         settings = self._settings
         store.fill(
-            program, model, initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed)
+            program,
+            model,
+            initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed),
         )
         place_buffers(model, world)
+        self._seeds.manual_seed(world.agree(torch.initial_seed() % 2**62))
         return store
 
     # --- what was chosen

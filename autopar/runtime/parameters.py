@@ -69,7 +69,9 @@ class ParameterStore:
         self.world = world
         self.kept: dict[str, Kept] = {}
 
-    def fill(self, program: Program, model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
+    def fill(
+        self, program: Program, model: nn.Module, values: Iterable[tuple[str, Tensor]]
+    ) -> None:
         """Cuts full values, one at a time, and swaps them into the model's parameters.
 
         Parameters that the program does not use are stored replicated.
@@ -82,19 +84,25 @@ class ParameterStore:
             storage = program.storage(name).storage if name in specs else replicated
             self._keep(spec, storage, parameters[name], value)
 
-    def _keep(self, spec: TensorSpec, storage: Layout, parameter: nn.Parameter, value: Tensor) -> None:
+    def _keep(
+        self, spec: TensorSpec, storage: Layout, parameter: nn.Parameter, value: Tensor
+    ) -> None:
         mesh, rank = self.world.mesh, self.world.rank
         gathered = without_v(spec.layout)
         full = part = None
         if _gathers(route(spec.dims, storage, gathered, mesh)):
-            full = shard(value, spec.dims, gathered, mesh, rank).clone(memory_format=torch.contiguous_format)
+            full = shard(value, spec.dims, gathered, mesh, rank).clone(
+                memory_format=torch.contiguous_format
+            )
             part = cut(full, route(spec.dims, storage, gathered, mesh), self.world)
         own = shard(value, spec.dims, storage, mesh, rank)
         local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
         self._swap(parameter, local, spec, storage)
         self.kept[spec.name] = Kept(spec, parameter, storage, gathered, full, part)
 
-    def _swap(self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, storage: Layout) -> None:
+    def _swap(
+        self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, storage: Layout
+    ) -> None:
         stored: Tensor = local
         if self.world.device_mesh is not None:
             stored = _torch.dtensor(local, self.world.device_mesh, placements(storage), spec.shape)
@@ -172,7 +180,9 @@ class Residents:
         under_way: list[tuple[list[int], Transfer]] = []
         for batch in self._batches:
             under_way.append((batch, self._start(batch)))
-            if len(under_way) > 1:  # one moves while another is unpacked: no more memory than two need
+            if (
+                len(under_way) > 1
+            ):  # one moves while another is unpacked: no more memory than two need
                 changed |= self._land(*under_way.pop(0))
         for batch, transfer in under_way:
             changed |= self._land(batch, transfer)
@@ -202,7 +212,9 @@ class Residents:
         ]
 
     def _keeps(self, i: int) -> bool:
-        return self.kept[i].full is not None and without_v(self._layouts[i]) == self.kept[i].gathered
+        return (
+            self.kept[i].full is not None and without_v(self._layouts[i]) == self.kept[i].gathered
+        )
 
     def _settle(self, i: int, kept: Kept) -> bool:
         """Points a leaf at the stored shard or its full buffer, unless it does already."""
@@ -223,7 +235,9 @@ class Residents:
         self.leaves[i] = value.detach().requires_grad_(self.kept[i].parameter.requires_grad)
 
     def _start(self, batch: Sequence[int]) -> Transfer:
-        return Transfer([self._routes[i] for i in batch], [self.kept[i].local for i in batch], self.world)
+        return Transfer(
+            [self._routes[i] for i in batch], [self.kept[i].local for i in batch], self.world
+        )
 
 
 def overlapping_bytes(total_bytes: int, bucket_bytes: int) -> int:

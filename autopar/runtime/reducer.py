@@ -77,8 +77,10 @@ class Reducer:
             for i, (hops, each) in enumerate(zip(returns, every_micro_batch, strict=True))
         ]
         order = sorted(order, key=lambda i: i in self._late)  # they must not hold up the others
-        shapes = [torch.empty(_start_shape(r, k.local), dtype=k.local.dtype, device="meta")
-                  for r, k in zip(returns, self._residents.kept, strict=True)]
+        shapes = [
+            torch.empty(_start_shape(r, k.local), dtype=k.local.dtype, device="meta")
+            for r, k in zip(returns, self._residents.kept, strict=True)
+        ]
         return [
             Bucket(members, every_micro_batch[members[0]], _shrinks(signatures[members[0]]))
             for members in batches(order, signatures, shapes, bucket_bytes)

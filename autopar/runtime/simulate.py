@@ -51,7 +51,7 @@ class _Collective(torch.autograd.Function):
         return tuple(_define(call.name, call.dims, call.axis, mesh, ranks))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call = ctx.call
         return None, None, *_define(call.backward, call.dims[::-1], call.axis, ctx.mesh, grads)
 
@@ -71,7 +71,7 @@ def collective(call: CollectiveCall, mesh: Mesh, ranks: Ranks) -> Ranks:
     """Runs one call on all ranks."""
     if call.before is not None:
         ranks = [x.reshape(call.before) for x in ranks]
-    ranks = list(_Collective.apply(call, mesh, *ranks))  # type: ignore[no-untyped-call]
+    ranks = list(_Collective.apply(call, mesh, *ranks))
     return ranks if call.after is None else [x.reshape(call.after) for x in ranks]
 
 
@@ -96,7 +96,7 @@ def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
         if node.op == "placeholder":
             values[node] = next(remaining)
         elif node.op == "output":
-            return [values[argument] for argument in node.args[0]]  # type: ignore[index, union-attr]
+            return [values[argument] for argument in node.args[0]]
         else:
             values[node] = _run_node(node, mesh, values)
         for argument in expires.get(node, []):

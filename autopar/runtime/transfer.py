@@ -73,7 +73,17 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Route:
         after = call.after or result
         if size > 1:
             hops.append(
-                Hop(call.name, call.backward, call.dims, call.axis, size, shape, viewed, result, after)
+                Hop(
+                    call.name,
+                    call.backward,
+                    call.dims,
+                    call.axis,
+                    size,
+                    shape,
+                    viewed,
+                    result,
+                    after,
+                )
             )
         shape = after
     return tuple(hops)
@@ -94,7 +104,9 @@ def travel(x: Tensor, hops: Route, world: World) -> Tensor:
     for hop in hops:
         op = _torch.autopar_op(hop.name)
         group = world.group_names[world.mesh.names[hop.axis]]
-        x = op(x.reshape(hop.viewed), list(hop.dims), hop.size, group, hop.backward).reshape(hop.after)
+        x = op(x.reshape(hop.viewed), list(hop.dims), hop.size, group, hop.backward).reshape(
+            hop.after
+        )
     return x
 
 
@@ -169,7 +181,9 @@ def naming_failures(collective: str, group: dist.ProcessGroup) -> Iterator[None]
     except RuntimeError as error:
         reason = str(error).strip().splitlines()
         name = group_name(group)
-        raise PeerError(reason[0] if reason else "no reason", collective=collective, group=name) from error
+        raise PeerError(
+            reason[0] if reason else "no reason", collective=collective, group=name
+        ) from error
 
 
 def _group(hop: Hop, world: World) -> dist.ProcessGroup:
@@ -197,7 +211,9 @@ def _start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> _
 
 def _start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> _Started:
     group, size = _group(hops[0], world), hops[0].size
-    flat = torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+    flat = (
+        torch.cat([x.reshape(-1) for x in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+    )
     gathered = flat.new_empty(size, flat.numel())
 
     def unpack() -> list[Tensor]:
@@ -234,13 +250,34 @@ def _start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) 
 def _stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
     """The parts that go to rank i, of all tensors, as row i."""
     size = hops[0].size
-    cut = [x.unflatten(h.dims[0], (size, -1)).movedim(h.dims[0], 0) for x, h in zip(tensors, hops, strict=True)]
+    cut = [
+        x.unflatten(h.dims[0], (size, -1)).movedim(h.dims[0], 0)
+        for x, h in zip(tensors, hops, strict=True)
+    ]
     if len(cut) == 1:
         return cut[0].contiguous().view(size, -1)
     stacked = tensors[0].new_empty(size, sum(sizes))
     for rows, part in zip(stacked.split(sizes, dim=1), cut, strict=True):
         rows.unflatten(1, part.shape[1:]).copy_(part)
     return stacked
+
+
+def start_sum(
+    x: Tensor, dims: list[int], size: int, group: str, backward: str
+) -> tuple[Tensor, dist.Work, dist.ProcessGroup]:
+    """Starts an all_reduce of a tensor without gradient, with the arguments of the graph's op."""
+    found = _torch.resolve_group(group)
+    total = x.clone(memory_format=torch.contiguous_format)
+    with naming_failures("all_reduce", found):
+        return total, _torch.start_all_reduce(total, found), found
+
+
+def finish_sum(started: tuple[Tensor, dist.Work, dist.ProcessGroup]) -> Tensor:
+    """Waits for what `start_sum` began."""
+    total, work, group = started
+    with naming_failures("all_reduce", group):
+        work.wait()
+    return total
 
 
 _STARTS: dict[str, Callable[[list[Hop], list[Tensor], World], _Started]] = {

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
 from autopar.errors import PeerError
-from autopar.ir import Layout, Mesh
+from autopar.ir import Mesh
 from autopar.runtime.collectives import group_name
 
 
@@ -63,6 +63,12 @@ class World:
         """Overwrites `x` with the first rank's."""
         if self.device_mesh is not None and self.mesh.size > 1:
             dist.broadcast(x, src=int(self.device_mesh.mesh.flatten()[0]))
+
+    def agree(self, number: int) -> int:
+        """The first rank's number."""
+        agreed = torch.tensor(number, device=self.device)
+        self.broadcast(agreed)
+        return int(agreed)
 
     def explain(self, error: PeerError, doing: str) -> PeerError:
         """The error of a collective with what was being done, and the axis in place of its group."""

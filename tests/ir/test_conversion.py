@@ -14,7 +14,9 @@ DIMS = ((4, 4), (8,))
 
 
 def text(source, target):
-    return [f"{s.axis}:{s.source}->{s.target} {s.transition.forward}" for s in steps(source, target)]
+    return [
+        f"{s.axis}:{s.source}->{s.target} {s.transition.forward}" for s in steps(source, target)
+    ]
 
 
 def test_one_axis_takes_one_step():
@@ -77,7 +79,10 @@ def test_every_conversion_on_every_mesh(shape):
         if P not in target:
             assert all(map(torch.equal, got, want)), (source, target)
         else:
-            assert torch.equal(summed(got, target, mesh), summed(want, target, mesh)), (source, target)
+            assert torch.equal(summed(got, target, mesh), summed(want, target, mesh)), (
+                source,
+                target,
+            )
 
 
 def summed(ranks, layout, mesh):

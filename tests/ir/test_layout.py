@@ -63,5 +63,7 @@ def test_a_chunk_and_a_factor_do_not_share_a_dim():
 
 
 def test_what_does_not_divide_says_so():
-    with pytest.raises(LayoutError, match=r"S\(0\)@dp cuts a factor of size 3 of dim 0 into 2 parts"):
+    with pytest.raises(
+        LayoutError, match=r"S\(0\)@dp cuts a factor of size 3 of dim 0 into 2 parts"
+    ):
         local_shape(((3,),), (S(0), R), MESH)

@@ -34,7 +34,9 @@ class Alone(nn.Module):
         result = self.op(*(getattr(self, name) for name in self.names))
         parts = [r for r in (result if isinstance(result, (tuple, list)) else [result])]
         floating = [r for r in parts if r.is_floating_point()]
-        weighted = [torch.linspace(1, 2, r.numel(), dtype=r.dtype).reshape(r.shape) * r for r in floating]
+        weighted = [
+            torch.linspace(1, 2, r.numel(), dtype=r.dtype).reshape(r.shape) * r for r in floating
+        ]
         return torch.stack([w.sum() for w in weighted]).sum()
 
 
@@ -83,12 +85,18 @@ def _compare(module, captured, analysis, name, label):
     want = module()
     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
     for loss in losses:
-        torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-12, msg=f"{name} split by {label}")
+        torch.testing.assert_close(
+            loss, want, rtol=1e-10, atol=1e-12, msg=f"{name} split by {label}"
+        )
     for parameter, ranks in leaves.items():
         grad = own[parameter].grad
         for x in ranks:
             got = torch.zeros_like(x) if x.grad is None else x.grad
             wanted = torch.zeros_like(x) if grad is None else grad
             torch.testing.assert_close(
-                got, wanted, rtol=1e-9, atol=1e-11, msg=f"gradient of {parameter}, {name} split by {label}"
+                got,
+                wanted,
+                rtol=1e-9,
+                atol=1e-11,
+                msg=f"gradient of {parameter}, {name} split by {label}",
             )

@@ -7,7 +7,9 @@ from proof import labels_of, prove
 
 
 def rand(*shape):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    )
 
 
 def ids(high, *shape):
@@ -107,11 +109,21 @@ def test_linear_splits_batch_rows_and_columns():
     choices = labels_of(F.linear, rand(2, 4, 6), rand(8, 6), rand(8), kind="aten.linear")
     assert choices == {"-", "b1", "b0", "k", "j"}
     # without a bias, a partial sum of the input passes too
-    assert labels_of(F.linear, rand(4, 6), rand(8, 6), kind="aten.linear") == {"-", "b0", "k", "j", "+0"}
+    assert labels_of(F.linear, rand(4, 6), rand(8, 6), kind="aten.linear") == {
+        "-",
+        "b0",
+        "k",
+        "j",
+        "+0",
+    }
 
 
 def test_softmax_keeps_its_dim_whole():
-    assert labels_of(lambda x: x.softmax(1), rand(2, 4, 6), kind="aten.softmax") == {"-", "d0", "d2"}
+    assert labels_of(lambda x: x.softmax(1), rand(2, 4, 6), kind="aten.softmax") == {
+        "-",
+        "d0",
+        "d2",
+    }
 
 
 def test_causal_attention_keeps_queries_whole():
@@ -119,4 +131,8 @@ def test_causal_attention_keeps_queries_whole():
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     tensors = rand(2, 4, 6, 8), rand(2, 4, 6, 8), rand(2, 4, 6, 8)
-    assert labels_of(causal, *tensors, kind="aten.scaled_dot_product_attention") == {"-", "b1", "b0"}
+    assert labels_of(causal, *tensors, kind="aten.scaled_dot_product_attention") == {
+        "-",
+        "b1",
+        "b0",
+    }

@@ -69,7 +69,9 @@ class Ranks:
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.count):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, self.count, store, theirs), daemon=True)
+            process = _CONTEXT.Process(
+                target=_serve, args=(rank, self.count, store, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

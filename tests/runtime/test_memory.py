@@ -27,7 +27,9 @@ def live_bytes() -> int:
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta]
     gradients = [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     found: dict[int, int] = {}
-    for tensor in tensors + gradients:  # a gradient that Python never saw is no object of its own yet
+    for tensor in (
+        tensors + gradients
+    ):  # a gradient that Python never saw is no object of its own yet
         try:
             storage = tensor.untyped_storage()
             if storage.device.type != "meta":
@@ -44,7 +46,12 @@ def model_bytes(recipe: str) -> float:
     parameter_bytes = sum(p.nbytes for p in model.parameters())
     batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
     made = autopar.compile(
-        model, loss_fn=mean_square, mesh={"dp": 4}, recipe=recipe, micro_batches=2, bucket_bytes=100_000
+        model,
+        loss_fn=mean_square,
+        mesh={"dp": 4},
+        recipe=recipe,
+        micro_batches=2,
+        bucket_bytes=100_000,
     )
     optimizer = torch.optim.AdamW(made.parameters())
     made.step(*batch)

@@ -35,7 +35,10 @@ def train(model: nn.Module, step: Step, batch: Batch, *, steps: int = 3) -> dict
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Every entry of the state dict, in full."""
     state = model.state_dict()
-    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in state.items()}
+    return {
+        k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
+        for k, v in state.items()
+    }
 
 
 def single(name: str, *, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -55,7 +58,9 @@ def compiled(
 ) -> dict[str, Any]:
     """What autopar gets on this rank."""
     model, batch, loss_fn = make(name)
-    made = autopar.compile(model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches)  # type: ignore[arg-type]
+    made = autopar.compile(
+        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches
+    )  # type: ignore[arg-type]
     return train(made, made.step, batch)
 
 
@@ -64,7 +69,10 @@ def randomly(name: str, mesh: dict[str, int], seed: int) -> dict[str, Any]:
     model, batch, loss_fn = make(name)
     prepared = prepare_step(*make(name)[:2], loss_fn=loss_fn)  # type: ignore[arg-type]
     plan = random_plan(
-        prepared.analysis.graph, autopar.Mesh.of(mesh), seed=seed, fingerprint=prepared.captured.fingerprint
+        prepared.analysis.graph,
+        autopar.Mesh.of(mesh),
+        seed=seed,
+        fingerprint=prepared.captured.fingerprint,
     )
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
     return train(made, made.step, batch)

@@ -26,7 +26,9 @@ def one_sequence():
 
 @pytest.fixture(scope="module")
 def many_sequences():
-    return prepared(batch=4096, sequence=512)  # two million tokens: gradients cost little beside them
+    return prepared(
+        batch=4096, sequence=512
+    )  # two million tokens: gradients cost little beside them
 
 
 def splits(plan, graph):
@@ -73,7 +75,9 @@ def test_loose_memory_gives_plain_data_parallelism(many_sequences):
     graph = many_sequences.analysis.graph
     plan = make_plan(many_sequences, EIGHT, hardware=H100, memory_bytes=10**15)
     assert {how.zero_stage(0) for how in plan.parameters.values()} == {0}
-    linears = [f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs]
+    linears = [
+        f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs
+    ]
     assert set(linears) == {"batch"}
 
 
@@ -89,7 +93,9 @@ def test_tight_memory_shards_the_parameters(many_sequences):
     big = [n for n in plan.parameters if "norm" not in n]
     sharded = [n for n in big if plan.parameters[n].storage[0].kind == "S"]
     assert len(sharded) >= len(big) / 2
-    linears = [f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs]
+    linears = [
+        f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs
+    ]
     assert linears.count("batch") >= 0.9 * len(linears)
 
 
