@@ -127,7 +127,7 @@ def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dis
 
 def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to sum `x` over the group and to leave this rank's part in `result`, both flat."""
-    return group._reduce_scatter_base(result, x)
+    return group._reduce_scatter_base(result, x, dist.ReduceScatterOptions())
 
 
 def storage_reference(x: Tensor) -> StorageWeakRef:

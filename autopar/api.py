@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import report
+from autopar import errors, report
 from autopar.capture import LossFunction
 from autopar.cost_model import Hardware, find_hardware
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
 from autopar.ir import Mesh, ParameterPlan, Plan, R
 from autopar.planning import Prepared, make_plan, prepare_forward, prepare_step, refuse_pipeline
 from autopar.program import Program, build_program
@@ -198,13 +198,22 @@ class _Planner:
     def _search(
         self, prepared: Prepared, fixed: Mapping[str, ParameterPlan] | None, *, is_step: bool
     ) -> Plan:
+        def search(recipe: RecipeLike) -> Plan:
+            return make_plan(
+                prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
+                recipe=recipe, pins=self._pins if fixed is None else None,
+                memory_bytes=self._memory_bytes, fixed_storage=fixed,
+                micro_batches=self.micro_batches if is_step else 1,
+            )  # fmt: skip
+
         if fixed is not None:
             fixed = _with_unused(fixed, prepared, self._mesh)
-        plan = make_plan(
-            prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
-            recipe=self._recipe, pins=self._pins, memory_bytes=self._memory_bytes,
-            micro_batches=self.micro_batches if is_step else 1, fixed_storage=fixed,
-        )  # fmt: skip
+        try:
+            plan = search(self._recipe)
+        except (RecipeError, SearchError):
+            if fixed is None:
+                raise
+            plan = search("auto")  # the parameters lie as the recipe has it; this graph need not
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
     def world(self) -> World:
@@ -310,6 +319,4 @@ def agreed(make: Callable[[], Plan]) -> Plan:
 
 
 def _error_of(name: str, text: str) -> AutoparError:
-    from autopar import errors
-
-    return getattr(errors, name)(text)  # type: ignore[no-any-return]
+    return getattr(errors, name)(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from autopar.capture import Captured, LossFunction, capture_forward, capture_ste
 from autopar.cost_model import Hardware
 from autopar.errors import MeshError
 from autopar.factors import Analysis, analyze
-from autopar.ir import PIPELINE_AXIS, Mesh, ParameterPlan, Plan
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, State
 from autopar.passes import clean_up
 from autopar.search import RecipeLike, search, search_mesh
 
@@ -67,16 +67,45 @@ def make_plan(
     graph, fingerprint = prepared.analysis.graph, prepared.captured.fingerprint
     if mesh is None:
         assert world_size is not None and not fixed_storage, "a searched mesh needs a world size"
-        return search_mesh(
+        plan = search_mesh(
             graph, world_size, hardware=hardware, recipe=recipe, pins=pins,
             memory_bytes=memory_bytes, micro_batches=micro_batches, fingerprint=fingerprint,
         )  # fmt: skip
+        return take_parts(plan, graph)
     mesh = Mesh.of(mesh)
     refuse_pipeline(mesh)
-    return search(
+    plan = search(
         graph, mesh, hardware=hardware, recipe=recipe, pins=pins, memory_bytes=memory_bytes,
         micro_batches=micro_batches, fingerprint=fingerprint, fixed_storage=fixed_storage,
     )  # fmt: skip
+    return take_parts(plan, graph)
+
+
+def take_parts(plan: Plan, graph: Graph) -> Plan:
+    """The plan with every input in the part that all its users take.
+
+    To take the whole and slice it costs as little, but then a rank could not be given its part alone.
+    """
+    inputs = {
+        name: tuple(
+            _agreed_state(plan, graph, graph.inputs[name], axis, state)
+            for axis, state in enumerate(layout)
+        )
+        for name, layout in plan.inputs.items()
+    }
+    return replace(plan, inputs=inputs)
+
+
+def _agreed_state(plan: Plan, graph: Graph, tensor: str, axis: int, state: State) -> State:
+    wanted = {
+        op.choice(plan.ops[op.name][axis]).operands[i]
+        for op in graph.ops
+        for i, operand in enumerate(op.operands)
+        if operand == tensor
+    }
+    only = wanted.pop() if len(wanted) == 1 else state
+    splits_rows = only.kind == "S" and only.factor == 0
+    return only if state == R and splits_rows else state
 
 
 def refuse_pipeline(mesh: Mesh) -> None:

@@ -17,12 +17,16 @@ from autopar.passes.remove_assertions import remove_assertions
 from autopar.passes.remove_clones import remove_clones
 from autopar.passes.reshape_views import reshape_views
 from autopar.passes.retarget import bind_groups, retarget_device
+from autopar.passes.single_batch_norm import single_batch_norm
+from autopar.passes.unreduce_losses import unreduce_losses
 from autopar.passes.verifier import verify_graph
 
 Pass = Callable[[fx.GraphModule], None]
 
 CLEANUP: tuple[Pass, ...] = (
     remove_assertions,  # they speak of global shapes and devices, and compute nothing
+    unreduce_losses,  # a sum of element-wise terms can be split along anything
+    single_batch_norm,  # in evaluation it can be split along the batch, and has one result to say so of
     reshape_views,  # a view's strides need not be those of the local tensor
     remove_clones,  # they differ between devices, and compute nothing
     name_nodes,  # last: what is left is named

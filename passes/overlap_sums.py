@@ -21,9 +21,9 @@ def defer_loss_sum(module: fx.GraphModule) -> tuple[str, ...]:
     """Takes the sums off the last output, and returns the axes they ran over, in order."""
     output = next(iter(module.graph.find_nodes(op="output")))
     axes: list[str] = []
-    while _is_final_sum(loss := output.args[0][-1]):  # type: ignore[index]
+    while _is_final_sum(loss := output.args[0][-1]) and output.args[0].count(loss) == 1:
         axes.insert(0, str(loss.args[3]))
-        output.args = ((*output.args[0][:-1], loss.args[0]),)  # type: ignore[index, union-attr]
+        output.args = ((*output.args[0][:-1], loss.args[0]),)
         module.graph.erase_node(loss)
     module.recompile()
     return tuple(axes)

@@ -72,10 +72,10 @@ class _Partitioner:
     # --- nodes
 
     def _place_leaf(self, node: fx.Node) -> None:
-        new = self.graph.placeholder(node.name)
-        if not isinstance(node.meta.get("val"), torch.Tensor):
-            return
-        self._produce(node.name, self._leaf_layout(node.name), new)
+        if isinstance(node.meta.get("val"), torch.Tensor):  # another value is built into the graph
+            self._produce(
+                node.name, self._leaf_layout(node.name), self.graph.placeholder(node.name)
+            )
 
     def _leaf_layout(self, name: str) -> Layout:
         if name in self.captured.parameters:

@@ -1,4 +1,4 @@
-"""Cross-entropy, over a split batch and over a split vocabulary."""
+"""Cross-entropy, over a split batch and over a split vocabulary; losses of one element at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.rules.elementwise import elementwise
 from autopar.rules.index import shifted
-from autopar.rules.spec import Call, Local, Spec, plain, run_as_is
+from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, plain, run_as_is
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # values of the op's `reduction` argument (torch.nn._reduction)
@@ -144,4 +145,22 @@ class _Localizer:
         return peak
 
 
-RULES: dict[str, Callable[[Call], Spec]] = {"aten.cross_entropy_loss": cross_entropy}
+def unreduced(call: Call) -> Spec:
+    """A loss of one element at a time; `unreduce_losses` splits its reduction off."""
+    if call["reduction"] in (MEAN, SUM):
+        raise RuleDoesNotApply
+    return elementwise(call)
+
+
+ELEMENTWISE = tuple(
+    f"aten.{name}"
+    for name in (
+        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "soft_margin_loss", "kl_div",
+    )
+)  # fmt: skip
+
+RULES: dict[str, Callable[[Call], Spec]] = {
+    "aten.cross_entropy_loss": cross_entropy,
+    **{name: unreduced for name in ELEMENTWISE},
+}

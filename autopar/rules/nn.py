@@ -24,10 +24,12 @@ def layer_norm(call: Call) -> Spec:
 
 
 def batch_norm(call: Call) -> Spec:
-    """Statistics run over batch and space, so that only channels can be split."""
+    """Statistics run over batch and space, so that only channels can be split, unless they are given."""
     letters, sizes = plain(call.operands[0].shape)
     channel = (letters[1],)
     whole = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
+    if call.arguments.get("training") is False:
+        whole = frozenset()
     results = tuple(
         letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results
     )

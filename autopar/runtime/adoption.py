@@ -67,8 +67,9 @@ def _replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
     """Puts new parameters in the place of old ones in an optimizer's groups and state."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            old, new = successors.get(id(parameter), (None, parameter))
-            if old is not None and old() is parameter:
+            reference, new = successors.get(id(parameter), (None, parameter))
+            if reference is not None and reference() is parameter:
                 group["params"][position] = new
-                if parameter in optimizer.state:
-                    optimizer.state[new] = optimizer.state.pop(parameter)
+                state = optimizer.state.pop(parameter, None)  # type: ignore[arg-type]
+                if state is not None:
+                    optimizer.state[new] = state

@@ -21,7 +21,6 @@ from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.reducer import Reducer
 from autopar.runtime.transfer import Hop, Transfer, finish_sum, start_sum
-from autopar.runtime.world import World
 
 
 class BoundProgram:

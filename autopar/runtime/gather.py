@@ -50,7 +50,7 @@ class Gathers:
 
     @property
     def late(self) -> frozenset[int]:
-        return frozenset(i for group in self.groups for i in group.parameters)
+        return frozenset(i for group in self.groups for i in group.members)
 
     def install(self, module: fx.GraphModule, mesh: Mesh, bucket_bytes: int) -> None:
         """Finds and groups the gathers of a program whose collectives still name mesh axes."""
@@ -115,7 +115,7 @@ class Gathers:
         if call is None:
             return x
         call.is_saved = True
-        return _Handle(call, position, tuple(x.shape), x.stride(), x.storage_offset())
+        return _Handle(call, position, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     # --- backward
 
@@ -135,7 +135,7 @@ class Gathers:
         while len(self._under_way) >= _MOST_UNDER_WAY:
             self._land(*self._under_way.pop(0))
         transfer = Transfer(routes, [g for g in gradients if g is not None], self.world)
-        self._under_way.append(([call.group.parameters[i] for i in present], transfer))
+        self._under_way.append(([call.group.members[i] for i in present], transfer))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -158,21 +158,19 @@ class GatherGroup(nn.Module):
     """Parameters that are gathered by one collective: shards in, full parameters out."""
 
     def __init__(
-        self, owner: Gathers, number: int, parameters: list[int], routes: list[Route]
+        self, owner: Gathers, number: int, members: list[int], routes: list[Route]
     ) -> None:
         super().__init__()
-        self.number, self.parameters, self.routes = number, parameters, routes
+        self.number, self.members, self.routes = number, members, routes
         self._owner = owner
 
     def start(self, leaves: Sequence[Tensor]) -> Transfer:
         """Starts to gather the group's own of all leaves."""
-        return Transfer(
-            self.routes, [leaves[i].detach() for i in self.parameters], self._owner.world
-        )
+        return Transfer(self.routes, [leaves[i].detach() for i in self.members], self._owner.world)
 
     def forward(self, *shards: Tensor) -> tuple[Tensor, ...]:
         call = self._owner.open(self, shards)
-        return _Gather.apply(call, *shards)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gather.apply(call, *shards)
 
 
 class _Call:
@@ -245,7 +243,7 @@ class _Gather(torch.autograd.Function):
         return tuple(call.gather())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         call.release()
         if call.in_step:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import PeerError, PlanError
+from autopar.errors import PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Plan
 from autopar.program import Program
 from autopar.runtime.adoption import adopt
@@ -233,12 +233,17 @@ class CompiledModule(nn.Module):
         self._original.train(mode)
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own state dict; parameters are DTensors."""
         return self._original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads into the model, as `nn.Module.load_state_dict` does."""
+        """Loads into the model, as `nn.Module.load_state_dict` does; `assign` only before the first call."""
+        if kwargs.get("assign") and self._store is not None:
+            raise StepError(
+                "load_state_dict(assign=True) would replace the parameters that the plan has placed; "
+                "leave assign out, so that values are copied."
+            )
         return self._original.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -11,7 +11,7 @@ so that an optimizer made before is still right. In use it is a plain leaf in it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch

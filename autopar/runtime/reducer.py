@@ -65,6 +65,7 @@ class Reducer:
         self._late = late
         self._buckets = self._make_buckets(every_micro_batch, order, bucket_bytes)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
+        self._watched: dict[int, Tensor] = {}
         self._departing: list[Bucket] = []  # this micro-batch's buckets that wait for gradients
         self._under_way: list[Bucket] = []
 
@@ -87,10 +88,11 @@ class Reducer:
         ]
 
     def attach(self) -> None:
-        """Watches the leaves; to be called again when they are new tensors."""
+        """Watches the leaves; to be called again when some are new tensors."""
         for i, leaf in enumerate(self._residents.leaves):
-            if leaf.requires_grad and i not in self._late:
+            if leaf.requires_grad and i not in self._late and self._watched.get(i) is not leaf:
                 leaf.register_post_accumulate_grad_hook(lambda _, i=i: self._complete(i))
+                self._watched[i] = leaf
 
     def begin(self, *, last: bool) -> None:
         """Before the backward of a micro-batch."""
@@ -107,7 +109,8 @@ class Reducer:
             self._receive(self._under_way.pop(0))
 
     def forget(self) -> None:
-        """Drops the gradients of a step that did not end."""
+        """Drops the gradients of a step that did not end, and temporaries of the last one."""
+        self._watched = {i: x for i, x in self._watched.items() if self._residents.leaves[i] is x}
         for leaf in self._residents.leaves:
             leaf.grad = None
 

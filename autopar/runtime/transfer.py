@@ -232,7 +232,7 @@ def _join(rows: Tensor, hop: Hop) -> Tensor:
 
 
 def _start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -> _Started:
-    group, size = _group(hops[0], world), hops[0].size
+    group = _group(hops[0], world)
     sizes = [torch.Size(hop.result).numel() for hop in hops]
     stacked = _stack(hops, tensors, sizes)
     tensors.clear()

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("spawn")
-TIMEOUT_SECONDS = 60  # of a task on all ranks
-GLOO_SECONDS = 30  # that a rank waits for another
+TIMEOUT_SECONDS = 120  # of a task on all ranks
+GLOO_SECONDS = 60  # that a rank waits for another
 
 
 class RankFailed(AssertionError):

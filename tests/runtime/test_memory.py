@@ -7,6 +7,7 @@ they live longest, between two micro-batches.
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -83,3 +84,30 @@ def model_bytes(recipe: str) -> float:
 def test_memory(four_ranks: Ranks, recipe: str, multiple: float) -> None:
     for found in four_ranks.run(model_bytes, recipe):
         assert found == pytest.approx(multiple, rel=0.05)
+
+
+def kept_between() -> tuple[int, int]:
+    """How many parameters zero3 gathers in a forward, and how many of them are alive before backward."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
+    batch = (torch.randn(8, 64), torch.randn(8, 64))
+    made = autopar.compile(
+        model, loss_fn=mean_square, mesh={"dp": 4}, recipe="zero3", bucket_bytes=1
+    )
+    made.step(*batch)
+    (ready,) = made._ready[True]
+    gathers, begin = ready.bound._gathers, ready.bound._reducer.begin
+    counts = []
+
+    def counting(*, last: bool) -> None:
+        time.sleep(0.2)  # for Gloo's thread to let go of the last collective
+        references = [reference for reference, _, _ in gathers._saved.values()]
+        counts.append((len(references), sum(not r.expired() for r in references)))
+        begin(last=last)
+
+    ready.bound._reducer.begin = counting  # type: ignore[method-assign]
+    made.step(*batch)
+    return counts[0]
+
+
+def test_zero3_keeps_nothing_gathered_for_backward(four_ranks: Ranks) -> None:
+    assert four_ranks.run(kept_between) == [(2 * LAYERS, 0)] * 4

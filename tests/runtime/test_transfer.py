@@ -44,20 +44,30 @@ def test_axes_of_one_rank_need_no_hop() -> None:
 
 def worst() -> float:
     """The largest difference between flat transfers and the ops of the graph, there and back."""
-    world = World(MESH, torch.device("cpu"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    world = World(
+        MESH, torch.device("cpu"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    )
     differences = [0.0]
     for source, target in CASES + NESTED:
         used = DIMS if (source, target) in CASES else [((8,), (3,)), ((4,), ())]
         there = [route(dims, source, target, MESH) for dims in used]
         if len({signature(hops) for hops in there}) > 1:
             continue
-        fulls = [torch.randn([max(1, torch.Size(d).numel()) for d in dims], dtype=torch.float64) for dims in used]
-        shards = [shard(x, d, source, MESH, world.rank).requires_grad_() for x, d in zip(fulls, used, strict=True)]
+        fulls = [
+            torch.randn([max(1, torch.Size(d).numel()) for d in dims], dtype=torch.float64)
+            for dims in used
+        ]
+        shards = [
+            shard(x, d, source, MESH, world.rank).requires_grad_()
+            for x, d in zip(fulls, used, strict=True)
+        ]
         expected = [travel(x, hops, world) for x, hops in zip(shards, there, strict=True)]
         found = Transfer(there, [x.detach() for x in shards], world).wait()
         grads = [torch.randn_like(x) for x in expected]
         torch.autograd.backward(expected, grads)
-        back = Transfer([transposed(hops) for hops in there], [g.clone() for g in grads], world).wait()
+        back = Transfer(
+            [transposed(hops) for hops in there], [g.clone() for g in grads], world
+        ).wait()
         differences += [_largest(a - b) for a, b in zip(found, expected, strict=True)]
         differences += [_largest(a - x.grad) for a, x in zip(back, shards, strict=True)]  # type: ignore[operator]
     return max(differences)

@@ -1,0 +1,63 @@
+"""mse_loss(x, y, mean) -> mean(mse_loss(x, y, none)), and so for the losses of one element at a time.
+
+broadcast_tensors(x, y)[i], which such losses begin with, -> that tensor, expanded where it must be.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.rules.loss import ELEMENTWISE, MEAN, SUM
+from autopar.rules.spec import bound_arguments
+
+aten = torch.ops.aten
+_NONE = 0
+_REDUCTIONS = {MEAN: aten.mean.default, SUM: aten.sum.default}
+
+
+def unreduce_losses(module: fx.GraphModule) -> None:
+    """Splits off the reduction, so that each half can be split by a rule of its own."""
+    for node in list(module.graph.nodes):
+        if node.target is aten.broadcast_tensors.default:
+            _expand_each(module.graph, node)
+        elif str(getattr(node.target, "overloadpacket", "")) in ELEMENTWISE:
+            _unreduce(module.graph, node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _unreduce(graph: fx.Graph, node: fx.Node) -> None:
+    reduction = bound_arguments(node)["reduction"]
+    if reduction not in _REDUCTIONS:
+        return
+    arguments = {**bound_arguments(node), "reduction": _NONE}
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    args = [arguments[a.name] for a in schema if not a.kwarg_only]
+    kwargs = {a.name: arguments[a.name] for a in schema if a.kwarg_only}
+    with graph.inserting_before(node):
+        each = _call(graph, node, node.target, *args, **kwargs)
+        total = _call(graph, node, _REDUCTIONS[reduction], each)
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+
+
+def _expand_each(graph: fx.Graph, node: fx.Node) -> None:
+    for item in list(node.users):
+        source = node.args[0][item.args[1]]  # type: ignore[index]
+        shape = item.meta["val"].shape
+        if source.meta["val"].shape != shape:  # type: ignore[union-attr]
+            with graph.inserting_before(item):
+                source = _call(graph, item, aten.expand.default, source, list(shape))
+        item.replace_all_uses_with(source)  # type: ignore[arg-type]
+        graph.erase_node(item)
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call with the example value and the origin that the graph's other nodes have."""
+    new = graph.call_function(target, args, kwargs)
+    values = fx.map_arg(args, lambda argument: argument.meta["val"])
+    new.meta = {**like.meta, "val": target(*values, **kwargs)}
+    return new

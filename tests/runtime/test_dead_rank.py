@@ -1,0 +1,93 @@
+"""A rank that dies in mid-step: the others end with an error that says so, and do not hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from tests.runtime.models import mean_square
+from tests.runtime.ranks import join
+
+pytestmark = pytest.mark.multiprocess
+
+RANKS = 3
+BOUND_SECONDS = 30  # to notice; Gloo notices a closed connection at once
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(10 * BOUND_SECONDS)
+
+
+def work(
+    rank: int, folder: str, recipe: str, accident: Callable[[], None], timeout_seconds: float
+) -> None:
+    join(rank, RANKS, f"{folder}/store")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)))
+    batch = (torch.randn(6, 12), torch.randn(6, 12))
+    made = autopar.compile(
+        model,
+        loss_fn=mean_square,
+        mesh={"dp": RANKS},
+        recipe=recipe,
+        example_inputs=batch,
+        timeout_seconds=15,
+    )
+    made.step(*batch)
+    if rank == 1:
+        (ready,) = made._ready[True]
+        leaf = ready.bound._residents.leaves[2]
+        leaf.register_hook(lambda grad: accident())
+    try:
+        made.step(*batch)
+    except autopar.PeerError as error:
+        Path(folder, f"error{rank}").write_text(str(error))
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "accident", "timeout_seconds"),
+    [("ddp", die, 60), ("zero3", die, 60), ("ddp", hang, 3)],
+    ids=["ddp", "zero3", "hang"],
+)
+def test_the_others_end_with_an_error(
+    tmp_path: Path, recipe: str, accident: Callable[[], None], timeout_seconds: float
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=work, args=(rank, str(tmp_path), recipe, accident, timeout_seconds))
+        for rank in range(RANKS)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        processes[0].join(60)
+        begin_seconds = time.monotonic()
+        processes[2].join(BOUND_SECONDS)
+        assert time.monotonic() - begin_seconds < BOUND_SECONDS
+        assert [processes[rank].exitcode for rank in (0, 2)] == [3, 3]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+    for rank in (0, 2):
+        message = (tmp_path / f"error{rank}").read_text()
+        assert message.startswith("Step 2 broke in ")
+        assert (
+            f"over axis 'dp' of dp={RANKS} on rank {rank}: another rank of that axis died"
+            in message
+        )

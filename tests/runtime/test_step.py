@@ -1,0 +1,416 @@
+"""What a user meets: optimizers made early, inputs of either shape, buffers, ties, modes, meta models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import autopar
+from tests.runtime.models import MLP, Normed, Tied, make, mean_square
+from tests.runtime.ranks import Ranks, equal_on_all
+from tests.runtime.training import difference, full_state, single, train
+
+pytestmark = pytest.mark.multiprocess
+
+DP = {"dp": 2}
+
+
+def compile_mlp(
+    recipe: str = "zero3", **kwargs: Any
+) -> tuple[autopar.CompiledModule, tuple[Tensor, ...]]:
+    model, batch, _ = make("mlp")
+    return autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, **kwargs), batch
+
+
+# --- optimizers
+
+
+def early_optimizers(recipe: str) -> list[float]:
+    """Losses with an optimizer made before `compile`, and one made between it and the first step."""
+    losses = []
+    for before in (True, False):
+        model, batch, _ = make("mlp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if before else None
+        made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe)
+        optimizer = optimizer or torch.optim.AdamW(made.parameters(), lr=1e-2)
+        for _ in range(3):
+            losses.append(made.step(*batch).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+            id(p) for p in made.parameters()
+        }
+    return losses
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero3"])
+def test_optimizers_made_before_the_first_step_are_right(two_ranks: Ranks, recipe: str) -> None:
+    losses = equal_on_all(two_ranks.run(early_optimizers, recipe))
+    model, batch, _ = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = []
+    for _ in range(3):
+        loss = mean_square(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected * 2, rel=1e-9)
+
+
+# --- inputs
+
+
+def local_inputs(micro_batches: int) -> tuple[float, float]:
+    """The loss of a global batch, and of the same given as each rank's part."""
+    made, (x, y) = compile_mlp("ddp", micro_batches=micro_batches)
+    whole = made.step(x, y).item()
+    rank = dist.get_rank()
+    return whole, made.step(x.chunk(2)[rank], y.chunk(2)[rank]).item()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_rank_may_give_its_own_part(two_ranks: Ranks, micro_batches: int) -> None:
+    whole, parts = equal_on_all(two_ranks.run(local_inputs, micro_batches))
+    assert parts == pytest.approx(whole, rel=1e-12)
+
+
+def wrong_shape() -> str:
+    made, (x, y) = compile_mlp("ddp", micro_batches=2)
+    made.step(x, y)
+    try:
+        made.step(x[:3], y[:3])
+    except autopar.StepError as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_shape_is_named(two_ranks: Ranks) -> None:
+    message = equal_on_all(two_ranks.run(wrong_shape))
+    assert "Input 'x' has shape [3, 8]" in message
+    assert "global shape [8, 8] or this rank's part of it, [4, 8] (2 micro-batches)" in message
+
+
+def indivisible_batch() -> str:
+    made, (x, y) = compile_mlp("ddp", micro_batches=3)
+    try:
+        made.step(x, y)
+    except autopar.StepError as error:
+        return str(error)
+    return "no error"
+
+
+def test_micro_batches_that_do_not_divide_are_named(two_ranks: Ranks) -> None:
+    message = equal_on_all(two_ranks.run(indivisible_batch))
+    assert "shape [8, 8], and 3 micro-batches do not divide its first dim" in message
+
+
+class Scaled(nn.Module):
+    """Takes a dict, a keyword and a number, and returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, batch: dict[str, Tensor], *, scale: float, shift: Tensor) -> dict[str, Any]:
+        y = self.linear(batch["x"]) * scale + shift
+        return {"loss": F.mse_loss(y, batch["y"]), "outputs": [y, None]}
+
+
+def scaled_loss(result: dict[str, Any]) -> Tensor:
+    return result["loss"]
+
+
+def trees() -> tuple[float, float, list[str]]:
+    torch.manual_seed(0)
+    model = Scaled()
+    batch = {"x": torch.randn(8, 8).double(), "y": torch.randn(8, 8).double()}
+    shift = torch.randn(8, 8).double()
+    expected = model(batch, scale=2.0, shift=shift)["loss"].item()
+    made = autopar.compile(model, loss_fn=scaled_loss, mesh=DP, recipe="ddp")
+    loss = made.step(batch, shift=shift, scale=2.0).item()
+    result = made(batch, scale=2.0, shift=shift)
+    return loss, expected, [*result, str(result["outputs"][1])]
+
+
+def test_trees_keywords_and_numbers(two_ranks: Ranks) -> None:
+    for loss, expected, keys in two_ranks.run(trees):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert keys == ["loss", "outputs", "None"]
+
+
+# --- state
+
+
+def names_and_kinds(recipe: str) -> tuple[list[str], list[str], set[str], bool]:
+    made, batch = compile_mlp(recipe)
+    made.step(*batch)
+    state = made.state_dict()
+    kinds = {type(p).__name__ for p in made.parameters()}
+    other, _ = compile_mlp(recipe)
+    other.step(*batch)
+    changed = {k: v * 2 for k, v in state.items()}
+    other.load_state_dict(changed)
+    loaded = full_state(other)
+    same = all(torch.equal(loaded[k], v.full_tensor()) for k, v in changed.items())
+    return list(state), [n for n, _ in made.named_parameters()], kinds, same
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3"])
+def test_names_are_the_models_own(two_ranks: Ranks, recipe: str) -> None:
+    own = list(MLP().state_dict())
+    for names, parameters, kinds, loads in two_ranks.run(names_and_kinds, recipe):
+        assert names == parameters == own
+        assert kinds == {"DTensor"}
+        assert loads
+
+
+def first_rank_differs() -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    model = MLP().double()
+    _, batch, _ = make("mlp")
+    torch.manual_seed(0)
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe="zero3")
+    made.step(*batch)
+    return full_state(made)
+
+
+def test_all_ranks_begin_with_the_first_ones_values(two_ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    expected = MLP().double().state_dict()
+    for found in two_ranks.run(first_rank_differs):
+        assert difference(found, dict(expected)) == 0
+
+
+def tied_parameters() -> tuple[bool, int, int]:
+    model, batch, loss_fn = make("tied")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe="zero3")  # type: ignore[arg-type]
+    made.step(*batch)
+    same = made.head.weight is made.embedding.weight
+    return same, len(list(made.parameters())), len(made.state_dict())
+
+
+def test_tied_parameters_stay_one(two_ranks: Ranks) -> None:
+    assert equal_on_all(two_ranks.run(tied_parameters)) == (True, len(list(Tied().parameters())), 4)
+
+
+# --- modes
+
+
+def normed_modes() -> tuple[dict[str, Any], float, float]:
+    """Training with batch norm, then the result of the running statistics, here and in one process."""
+    model, batch, loss_fn = make("normed")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe="ddp", outputs="dtensor")  # type: ignore[arg-type]
+    found = train(made, made.step, batch)
+    reference = Normed().double()
+    reference.load_state_dict(full_state(made))
+    made.eval()
+    reference.eval()
+    assert not made.first.training
+    with torch.no_grad():
+        output = made(batch[0])
+        worst = (output.full_tensor() - reference(batch[0])).abs().max().item()
+    unchanged = difference(full_state(made), dict(reference.state_dict()))
+    return found, worst, unchanged
+
+
+def test_batch_norm_trains_and_evaluates(two_ranks: Ranks) -> None:
+    expected = single("normed")
+    for found, worst, unchanged in two_ranks.run(normed_modes):
+        assert difference(found, expected) < 1e-9
+        assert worst < 1e-12
+        assert unchanged == 0
+
+
+def forward_gradients(recipe: str) -> list[float]:
+    """The difference of gradients when the user runs backward on the forward's result."""
+    model, (x, y), _ = make("mlp")
+    reference, _, _ = make("mlp")
+    mean_square(reference(x), y).backward()
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, outputs="dtensor")
+    made.step(x, y)  # the forward then has its own program, on the same parameters
+    made.zero_grad()
+    output = made(x)
+    assert isinstance(output, DTensor)
+    mean_square(output.full_tensor(), y).backward()
+    grads = {n: p.grad.full_tensor() for n, p in made.named_parameters()}  # type: ignore[union-attr]
+    return [(grads[n] - p.grad).abs().max().item() for n, p in reference.named_parameters()]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero3", "tp"])
+def test_forward_is_differentiable(two_ranks: Ranks, recipe: str) -> None:
+    for found in two_ranks.run(forward_gradients, recipe):
+        assert max(found) < 1e-12
+
+
+def accumulated() -> float:
+    """Two steps without zero_grad in between add up."""
+    made, batch = compile_mlp("zero2", micro_batches=2)
+    made.step(*batch)
+    once = {n: p.grad.full_tensor().clone() for n, p in made.named_parameters()}  # type: ignore[union-attr]
+    made.step(*batch)
+    return max(
+        (p.grad.full_tensor() - 2 * once[n]).abs().max().item() for n, p in made.named_parameters()
+    )  # type: ignore[union-attr]
+
+
+def test_gradients_accumulate_over_steps(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run(accumulated)) < 1e-12
+
+
+# --- models without weights
+
+
+def meta_model(recipe: str, use_init: bool) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Normed()
+    _, batch, loss_fn = make("normed", torch.float32)
+    init_fn = constant if use_init else None
+    made = autopar.compile(
+        model,
+        loss_fn=loss_fn,
+        mesh=DP,
+        recipe=recipe,
+        init_fn=init_fn,
+        seed=7,  # type: ignore[arg-type]
+    )
+    made.step(*batch)
+    assert not any(x.is_meta for x in [*made.parameters(), *made.buffers()])
+    return full_state(made)
+
+
+def constant(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.5)
+    for buffer in module.buffers(recurse=False):
+        buffer.zero_()
+
+
+def test_meta_models_are_materialised_by_their_modules(two_ranks: Ranks) -> None:
+    (first, second), (sharded, _) = (two_ranks.run(meta_model, r, False) for r in ("ddp", "zero3"))
+    assert difference(first, second) == difference(first, sharded) == 0
+    torch.manual_seed(7)
+    assert torch.equal(first["linear.weight"], nn.Linear(8, 8).weight)
+
+
+def test_init_fn_takes_their_place(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(meta_model, "zero3", True):
+        assert found["linear.weight"].eq(0.5).all()
+
+
+# --- several programs
+
+
+def dropped(recipe: str) -> tuple[list[float], bool]:
+    """Losses with dropout, and whether the gathered states of both ranks agree afterwards."""
+    torch.manual_seed(3 + dist.get_rank())
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5), nn.Linear(32, 8)).double()
+    _, batch, _ = make("mlp")
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe)
+    losses = [made.step(*batch).item() for _ in range(3)]
+    return losses, len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "tp"])
+def test_dropout_draws_anew_and_alike(two_ranks: Ranks, recipe: str) -> None:
+    _, varies = equal_on_all(two_ranks.run(dropped, recipe))
+    assert varies
+
+
+def other_shapes() -> list[tuple[int, ...]]:
+    made, (x, y) = compile_mlp("zero3")
+    made.step(x, y)
+    made.prepare(x[:4], y[:4])
+    made.step(x[:4], y[:4])
+    with torch.no_grad():
+        return [tuple(made(x[:n]).shape) for n in (8, 4, 2)]
+
+
+def test_forwards_and_prepared_steps_of_other_shapes(two_ranks: Ranks) -> None:
+    found = equal_on_all(two_ranks.run(other_shapes))
+    assert [shape[1] for shape in found] == [8, 8, 8]
+
+
+# --- parameters that take no part
+
+
+class Partly(nn.Module):
+    """One layer is frozen, and one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.used = nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(torch.relu(self.used(self.frozen(x))))
+
+
+def partly(recipe: str) -> tuple[dict[str, Any], dict[str, bool]]:
+    torch.manual_seed(0)
+    model = Partly().double()
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, micro_batches=2)
+    found = train(made, made.step, make("mlp")[1])
+    made.step(*make("mlp")[1])
+    return found, {name: p.grad is None for name, p in made.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero2", "zero3"])
+def test_frozen_and_unused_parameters_get_no_gradient(two_ranks: Ranks, recipe: str) -> None:
+    torch.manual_seed(0)
+    reference = Partly().double()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = mean_square(reference(x), y)
+        loss.backward()
+        return loss.detach()
+
+    expected = train(reference, step, make("mlp")[1])
+    for found, without in two_ranks.run(partly, recipe):
+        assert difference(found, expected) < 1e-9
+        assert without == {name: not name.startswith("used") for name in without}
+
+
+# --- checkpoints
+
+
+def saved(folder: str, recipe: str, load: bool) -> dict[str, Any]:
+    """Trains three steps, and saves; or loads what was saved."""
+    made, batch = compile_mlp(recipe)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    for _ in range(1 if load else 3):
+        made.step(*batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": made.state_dict(), "optimizer": get_optimizer_state_dict(made, optimizer)}
+    if not load:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(made, optimizer, state["optimizer"])
+    loss = made.step(*batch).item()
+    optimizer.step()
+    return {"loss": loss, **full_state(made)}
+
+
+@pytest.mark.parametrize(("first", "second"), [("zero1", "zero3"), ("zero3", "ddp")])
+def test_a_checkpoint_goes_on_under_another_recipe(
+    two_ranks: Ranks, tmp_path: Path, first: str, second: str
+) -> None:
+    expected = two_ranks.run(saved, str(tmp_path / "c"), first, False)[0]
+    for found in two_ranks.run(saved, str(tmp_path / "c"), second, True):
+        assert difference(found, expected) < 1e-9

@@ -1,0 +1,167 @@
+"""`autopar.compile` on one rank, and the errors that a person meets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from tests.runtime.models import MLP, make, mean_square
+
+
+def compiled(**kwargs: object) -> autopar.CompiledModule:
+    model, batch, _ = make("mlp")
+    return autopar.compile(model, loss_fn=mean_square, example_inputs=batch, **kwargs)  # type: ignore[arg-type]
+
+
+def batch() -> tuple[Tensor, ...]:
+    return make("mlp")[1]
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    model, (x, y), _ = make("mlp")
+    reference, _, _ = make("mlp")
+    made = autopar.compile(model, loss_fn=mean_square)
+    loss = made.step(x, y)
+    expected = mean_square(reference(x), y)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(made.up.weight.grad, reference.up.weight.grad)
+    assert made.plan.mesh == autopar.Mesh.of({"dp": 1})
+    assert torch.equal(made(x), model(x))
+
+
+def test_a_random_plan_on_one_rank() -> None:
+    model, (x, y), _ = make("gpt")
+    report = autopar.verify(
+        model, (x, y), mesh={"a": 2, "b": 2}, plan="random", seed=3, loss_fn=make("gpt")[2]
+    )  # type: ignore[arg-type]
+    assert report.passed, report
+
+
+def test_the_original_is_reached_through_the_compiled() -> None:
+    made = compiled()
+    assert made.original.up is made.up
+    made.eval()
+    assert not made.original.training and not made.up.training
+    made.note = "kept"
+    assert made.original.note == "kept"
+
+
+def test_there_is_no_plan_before_the_first_call() -> None:
+    made = autopar.compile(MLP(), loss_fn=mean_square)
+    with pytest.raises(autopar.PlanError, match="made at the first call"):
+        _ = made.plan
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = made.nothing
+
+
+def test_the_explanation_prints() -> None:
+    text = str(compiled().explain())
+    assert text.startswith("Plan for 1 rank as dp=1")
+    assert "up.weight" in text
+
+
+def test_a_world_of_another_size() -> None:
+    with pytest.raises(autopar.MeshError, match=r"mesh dp=2,tp=2 has 4 ranks, and 1 run here"):
+        compiled(mesh={"dp": 2, "tp": 2})
+
+
+def test_pipeline_axes_are_not_there_yet() -> None:
+    with pytest.raises(autopar.MeshError, match="reserved for pipeline stages"):
+        compiled(mesh={"pp": 1})
+
+
+def test_a_plan_is_loaded_from_its_file(tmp_path: Path) -> None:
+    plan = compiled().plan
+    plan.save(tmp_path / "plan.json")
+    assert compiled(plan=tmp_path / "plan.json").plan == plan
+
+
+def test_a_plan_of_another_model() -> None:
+    plan = compiled().plan
+    model = nn.Linear(8, 8).double()
+    with pytest.raises(autopar.PlanError, match=r"it has no parameter down\.bias"):
+        autopar.compile(model, loss_fn=mean_square, plan=plan, example_inputs=batch())
+
+
+def test_a_plan_for_another_mesh() -> None:
+    plan = compiled().plan
+    with pytest.raises(
+        autopar.MeshError, match="made for the mesh dp=1, and the mesh given is tp=1"
+    ):
+        compiled(plan=plan, mesh={"tp": 1})
+
+
+def test_a_truncated_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    compiled().plan.save(path)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(autopar.PlanError, match=r"plan.json is not a whole JSON file .* cut short"):
+        compiled(plan=path)
+
+
+def test_a_plan_of_an_unknown_version(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    document = compiled().plan.to_json()
+    path.write_text(json.dumps({**document, "version": 99}))
+    with pytest.raises(autopar.PlanError, match="version 99, and this autopar reads version 1"):
+        compiled(plan=path)
+
+
+def test_micro_batches_of_a_plan() -> None:
+    plan = compiled(micro_batches=2).plan
+    assert compiled(plan=plan).step(*batch()).item() > 0
+    with pytest.raises(
+        autopar.AutoparError,
+        match="made for 2 micro-batches, and compile was given micro_batches=4",
+    ):
+        compiled(plan=plan, micro_batches=4)
+
+
+def test_no_loss_function() -> None:
+    made = autopar.compile(MLP().double())
+    with pytest.raises(autopar.StepError, match="Pass loss_fn"):
+        made.step(batch()[0])
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    made = autopar.compile(MLP().double(), loss_fn=lambda y, target: (y - target) ** 2)
+    with pytest.raises(
+        autopar.StepError, match=r"returns tensors of shapes \[\[8, 8\]\]; `step` needs one scalar"
+    ):
+        made.step(*batch())
+
+
+def test_a_meta_module_without_a_way_to_initialise() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), Bare())
+    made = autopar.compile(model, loss_fn=mean_square)
+    with pytest.raises(autopar.CaptureError, match=r"Module 1 \(Bare\) .* no reset_parameters"):
+        made.step(*(x.float() for x in batch()))
+
+
+def test_compiling_leaves_a_model_that_was_verified_first() -> None:
+    model, inputs, _ = make("mlp")
+    assert autopar.verify(model, inputs, mesh={"dp": 2}, loss_fn=mean_square).passed
+    assert autopar.compile(model, loss_fn=mean_square).step(*inputs).item() > 0
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(autopar.__all__) == [
+        "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError",
+        "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
+        "VerifyReport", "compile", "verify",
+    ]  # fmt: skip
