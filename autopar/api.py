@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -309,12 +310,12 @@ def agreed(make: Callable[[], Plan]) -> Plan:
     made: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            made = [str(make())]
+            made = [json.dumps(make().to_json())]
         except AutoparError as error:
             made = [(type(error).__name__, str(error))]
     dist.broadcast_object_list(made, src=0)
     if isinstance(made[0], str):
-        return Plan.parse(made[0])
+        return Plan.from_json(json.loads(made[0]))
     raise _error_of(*made[0])
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar import _torch
 from autopar.errors import CaptureError, StepError
+from autopar.forgotten import watching
 
 LossFunction = Callable[..., Tensor]
 _MODEL = "model."
@@ -162,7 +163,11 @@ def _capture(
 
 
 def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _torch.custom_functions() as custom, warnings.catch_warnings():
+    with (
+        _torch.custom_functions() as custom,
+        watching(wrapper) as forgotten,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
         try:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
@@ -170,6 +175,8 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             exported = exported.run_decompositions({})
         except Exception as error:
             raise _explained(error, wrapper) from error
+    if forgotten:
+        raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}.")
     if custom:
         warnings.warn(
             f"The model uses the torch.autograd.Functions {sorted(set(custom))}. The captured graph "
@@ -184,14 +191,15 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def keep_no_grad(module: fx.GraphModule) -> None:
     """[Note: no_grad regions] Decomposition inlines `with torch.no_grad():` and forgets it, so that
     parameters inside would get gradients that eager gives not. Every floating result of such a
-    region is detached before.
+    region is detached before. Export itself forgets a no_grad region inside an autocast one; there the
+    proof (autopar.verify) tells.
     """
     for node in list(module.graph.nodes):
         if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0] is not False:
             continue
         for user in list(node.users):
             value = user.meta.get("val")
-            if isinstance(value, Tensor) and value.is_floating_point():
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
                 with module.graph.inserting_after(user):
                     detached = module.graph.call_function(torch.ops.aten.detach.default, (user,))
                 detached.meta = dict(user.meta)
@@ -230,6 +238,8 @@ def _describe(
     mutated = [s for s in signature.output_specs if "MUTATION" in s.kind.name]
     if any("USER_INPUT" in s.kind.name for s in mutated):
         raise CaptureError("The model changes one of its inputs in place; clone it first.")
+    _refuse_changed_parameters(mutated, set(named.values()))
+    _refuse_numbers_from_tensors(module)
     paths = _leaf_names(wrapper, args, kwargs)
     return Captured(
         module=module,
@@ -252,6 +262,29 @@ def _describe(
         is_step=is_step,
         training=wrapper.training,
     )
+
+
+def _refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
+    changed = sorted({_plain_name(s.target) for s in mutated} & parameters)
+    if changed:
+        raise CaptureError(
+            f"The forward changes the parameter {changed[0]} in place; do that outside, after "
+            "optimizer.step() (an embedding's max_norm is such a change)."
+        )
+
+
+def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
+    """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
+    for node in module.graph.nodes:
+        number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if node.op == "call_function" and number and node.users:
+            lines = str(node.meta.get("stack_trace", "")).strip().splitlines()
+            raise CaptureError(
+                "The model cannot be captured as a graph.\n"
+                f"  where:  {lines[-1].strip() if lines else node.target}\n"
+                f"  reason: {node.target} makes a Python number of a tensor's value\n"
+                "  remedy: keep it a tensor (no .item(); index with torch.index_select)."
+            )
 
 
 def _plain_name(name: str) -> str:
@@ -300,8 +333,9 @@ def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     positional = [names[i] if i < len(names) else f"input{i}" for i in range(inputs)]
     positional += ["target" if targets == 1 else f"target{i}" for i in range(targets)]
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
-    result = []
+    result: list[str] = []
     for (kind, head, *rest), _ in paths:
         base = positional[head.idx] if kind.idx == 0 else head.key  # type: ignore[attr-defined]
-        result.append(base + pytree.keystr(tuple(rest)))
+        name = base + pytree.keystr(tuple(rest))
+        result.append(name if name not in result else f"{name}~{len(result)}")
     return result

@@ -201,7 +201,9 @@ class _Analyzer:
             self.of_inputs.update(names)
         if self._passes_gradient(node):
             self.needs_grad |= {
-                n for n, v in zip(names, results, strict=True) if v.is_floating_point()
+                n
+                for n, v in zip(names, results, strict=True)
+                if (v.is_floating_point() or v.is_complex())
             }
 
     def _operands(self, node: fx.Node) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.capture import Captured, LossFunction, capture_forward, capture_step
 from autopar.cost_model import Hardware
-from autopar.errors import MeshError
+from autopar.errors import MeshError, StepError
 from autopar.factors import Analysis, analyze
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, State
 from autopar.passes import clean_up
@@ -33,7 +33,14 @@ def prepare_step(
     loss_fn: LossFunction | None = None,
 ) -> Prepared:
     """Captures forward and loss of one micro-batch. Raises CaptureError or StepError."""
-    return _prepared(capture_step(model, args, dict(kwargs or {}), loss_fn))
+    prepared = _prepared(capture_step(model, args, dict(kwargs or {}), loss_fn))
+    graph = prepared.analysis.graph
+    if not graph.tensors[graph.outputs[-1]].needs_grad:
+        raise StepError(
+            "No gradient flows from the loss to any parameter: all are frozen or detached, or the model "
+            "uses torch.utils.checkpoint with use_reentrant=True (False can be captured)."
+        )
+    return prepared
 
 
 def prepare_forward(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +13,21 @@ from torch.utils import _pytree as pytree
 from autopar.capture import Captured
 from autopar.errors import PlanError
 from autopar.factors import Analysis, output_nodes
-from autopar.ir import Dims, Layout, ParameterPlan, Plan, R
+from autopar.ir import (
+    Dims,
+    Layout,
+    Mesh,
+    Op,
+    ParameterPlan,
+    Plan,
+    R,
+    State,
+    divides,
+    format_layout,
+    is_legal,
+)
+from autopar.ir.layout import WHOLE
+from autopar.ir.plan import Reduction
 from autopar.passes import partition, verify_graph
 
 
@@ -79,7 +93,7 @@ class Program:
 
 
 def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program:
-    """Carries out a plan. Raises PlanError where it was made for another model."""
+    """Carries out a plan. Raises PlanError where it is of another model, or was tampered with."""
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
     verify_graph(module, after="partition")
@@ -127,11 +141,103 @@ def _outputs(
 
 
 def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
-    """Raises PlanError, saying which, unless the plan was made for this captured model."""
+    """Raises PlanError, saying where, unless the plan can be carried out on this captured model."""
     if plan.fingerprint != captured.fingerprint:
         raise PlanError(
             f"The plan was made for a model with fingerprint {plan.fingerprint}, and this one has "
             f"{captured.fingerprint}: {_difference(analysis, plan)}. Make a plan for this model."
+        )
+    graph = analysis.graph
+    _check_names("parameter", plan.parameters, graph.parameters)
+    _check_names("input", plan.inputs, graph.inputs)
+    _check_names("op", plan.ops, graph.by_name)
+    for name, parameter in plan.parameters.items():
+        _check_parameter(name, parameter, graph.tensors[graph.parameters[name]].dims, plan.mesh)
+    for name, layout in plan.inputs.items():
+        dims = graph.tensors[graph.inputs[name]].dims
+        _check_layout(f"input {name}", layout, dims, plan.mesh, "RSV")
+    for op in graph.ops:
+        _check_op(op, analysis, plan)
+
+
+def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
+    ours, theirs = dict.fromkeys(known), dict.fromkeys(found)
+    missing = [name for name in ours if name not in theirs]
+    if missing:
+        raise PlanError(
+            f"The plan is damaged: it has no {what} {missing[0]}, and takes one entry for each of "
+            f"the {len(ours)} {what}s of the model."
+        )
+    unknown = [name for name in theirs if name not in ours]
+    if unknown:
+        some = ", ".join(list(ours)[:3]) or "none"
+        raise PlanError(
+            f"The plan is damaged: the model has no {what} {unknown[0]}; its {len(ours)} {what}s "
+            f"are {some}{', ...' if len(ours) > 3 else ''}."
+        )
+
+
+def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
+    _check_layout(f"storage of parameter {name}", parameter.storage, dims, mesh, "RS")
+    _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSV")
+    if parameter.reduce not in get_args(Reduction):
+        raise PlanError(
+            f"The plan is damaged: the gradient of parameter {name} is reduced per "
+            f"{parameter.reduce!r}, and it can be per {' or '.join(get_args(Reduction))}."
+        )
+
+
+def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str) -> None:
+    if len(layout) != len(mesh.axes):
+        raise PlanError(
+            f"The plan is damaged: the {where} has {len(layout)} states for the {len(mesh.axes)} "
+            f"axes of {mesh}."
+        )
+    dims = tuple(sizes or (1,) for sizes in dims)  # a dim of size 1 may have no factors
+    for state, axis in zip(layout, mesh.names, strict=True):
+        wrong = _wrong_state(state, dims, kinds)
+        if wrong:
+            raise PlanError(f"The plan is damaged: the {where} is {state}@{axis}, and {wrong}.")
+    if not divides(dims, layout, mesh):
+        raise PlanError(
+            f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, which does not "
+            f"divide its dims, of factors {dims}, on the mesh {mesh}."
+        )
+
+
+def _wrong_state(state: State, dims: Dims, kinds: str) -> str:
+    """What is wrong with a state of a tensor with these dims, "" if nothing is."""
+    if state.kind not in kinds:
+        return f"it can be {', '.join(kinds[:-1])} or {kinds[-1]}"
+    if state.kind != "S":
+        return ""
+    if not 0 <= state.dim < len(dims):
+        return f"its dims are 0 to {len(dims) - 1}" if dims else "it has no dims"
+    factors = dims[state.dim]
+    if state.factor != WHOLE and not 0 <= state.factor < len(factors):
+        return f"dim {state.dim} has the factors 0 to {len(factors) - 1}, of sizes {factors}"
+    return ""
+
+
+def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
+    labels, mesh = plan.ops[op.name], plan.mesh
+    if len(labels) != len(mesh.axes):
+        raise PlanError(
+            f"The plan is damaged: op {op.name} has {len(labels)} labels for the "
+            f"{len(mesh.axes)} axes of {mesh}."
+        )
+    known = [choice.label for choice in op.choices]
+    for label, axis in zip(labels, mesh.names, strict=True):
+        if label not in known:
+            raise PlanError(
+                f"The plan is damaged: op {op.name} ({op.kind}) has the label {label!r} on {axis}, "
+                f"and its choices are {', '.join(known)}."
+            )
+    if not is_legal(analysis.graph, op, labels, mesh):
+        sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)
+        raise PlanError(
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, "
+            f"and the mesh {mesh} does not divide what they split; it can split {sizes}."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,13 @@ from autopar.search import RecipeLike
 
 TOLERANCE_FLOAT64 = 1e-9
 TOLERANCE_FLOAT32 = 2e-5  # where any part of the graph is of lower precision
+# Where a gradient passes through bfloat16 or float16. bfloat16 rounds to 8 bits, that is by 4e-3 each
+# time, and sums over parts are rounded once more for every part; a wrong plan is wrong by far more.
+TOLERANCE_HALF = 5e-2
 _FLOOR = 1e-6  # gradients below this part of the largest are compared with that instead
+_BUFFER_FLOOR = (
+    0.1  # the same for a buffer and the largest of its module: a mean may be all rounding
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,11 @@ class VerifyReport:
         worst_gradient_error: relative to the largest entry of that parameter's gradient, the worst of all
             parameters and ranks.
         worst_parameter: where that is.
-        tolerance: what both must stay below.
+        tolerance: what all errors must stay below.
         parameters: how many were compared.
+        buffer_error: of the buffers that the forward updates, relative to their largest entry, the worst
+            of all buffers and ranks; 0.0 if there are none.
+        buffers: how many were compared.
     """
 
     mesh: Mesh
@@ -51,19 +60,24 @@ class VerifyReport:
     worst_parameter: str
     tolerance: float
     parameters: int
+    buffer_error: float = 0.0
+    buffers: int = 0
 
     @property
     def passed(self) -> bool:
-        """Whether both errors are below the tolerance; a nan is not."""
-        return self.loss_error <= self.tolerance and self.worst_gradient_error <= self.tolerance
+        """Whether all errors are below the tolerance; a nan is not."""
+        errors = (self.loss_error, self.worst_gradient_error, self.buffer_error)
+        return all(error <= self.tolerance for error in errors)
 
     def __str__(self) -> str:
+        buffers = f"  buffers             {self.buffer_error:.1e} of {self.buffers} updated\n"
         return (
             f"{'PASSED' if self.passed else 'FAILED'}: {self.mesh}, recipe {self.recipe}, "
             f"{self.mesh.size} ranks simulated\n"
             f"  loss                {self.loss_error:.1e} (relative, worst rank)\n"
             f"  worst gradient      {self.worst_gradient_error:.1e} of {self.parameters}, "
             f"at {self.worst_parameter}\n"
+            f"{buffers if self.buffers else ''}"
             f"  tolerance           {self.tolerance:.0e}"
         )
 
@@ -82,7 +96,7 @@ def verify(
     seed: int = 0,
     loss_fn: LossFunction | None = None,
 ) -> VerifyReport:
-    """Runs a plan with all ranks simulated in one process, and compares loss and every gradient.
+    """Runs a plan with all ranks simulated in one process, and compares loss, every gradient and updated buffers.
 
     Needs no process group and no device; the model must have real weights and is left as it was.
 
@@ -109,6 +123,7 @@ class Subject:
         prepared: its captured step.
         loss: of the single device.
         gradients: of the single device, None for a parameter that the model does not use.
+        buffers: of the single device after its forward.
     """
 
     model: nn.Module
@@ -117,6 +132,7 @@ class Subject:
     prepared: Prepared
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
 
     @classmethod
     def of(
@@ -129,13 +145,16 @@ class Subject:
         model = copy.deepcopy(model)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
         _require_determinism(prepared)
-        loss, gradients = _single_device(model, args, kwargs, prepared.captured, loss_fn)
-        return cls(model, args, kwargs, prepared, loss, gradients)
+        single = _single_device(model, args, kwargs, prepared.captured, loss_fn)
+        return cls(model, args, kwargs, prepared, *single)
 
     def compare(self, plan: Plan) -> VerifyReport:
-        """Simulates a plan and compares loss and gradients. Raises PlanError for another model's."""
+        """Simulates a plan; compares loss, gradients and new values of buffers.
+
+        Raises PlanError for another model's plan.
+        """
         program = build_program(self.prepared.captured, self.prepared.analysis, plan)
-        losses, stored = _simulated(program, self.model, self.args, self.kwargs)
+        losses, stored, updates = _simulated(program, self.model, self.args, self.kwargs)
         errors = _gradient_errors(program, stored, self.gradients)
         worst = max(errors, key=lambda name: _nan_last(errors[name]), default="none")
         return VerifyReport(
@@ -146,6 +165,8 @@ class Subject:
             worst_parameter=worst,
             tolerance=tolerance(self.prepared),
             parameters=len(errors),
+            buffer_error=_buffer_error(updates, self.buffers),
+            buffers=len(updates),
         )
 
 
@@ -169,9 +190,11 @@ def _require_determinism(prepared: Prepared) -> None:
 
 def tolerance(prepared: Prepared) -> float:
     """What a right plan stays below: that of the lowest precision that a gradient passes through."""
-    graph = prepared.analysis.graph
-    low = any(t.needs_grad and t.itemsize_bytes < 8 for t in graph.tensors.values())
-    return TOLERANCE_FLOAT32 if low else TOLERANCE_FLOAT64
+    tensors = prepared.analysis.graph.tensors.values()
+    lowest_bytes = min((t.itemsize_bytes for t in tensors if t.needs_grad), default=8)
+    if lowest_bytes <= 2:
+        return TOLERANCE_HALF
+    return TOLERANCE_FLOAT32 if lowest_bytes < 8 else TOLERANCE_FLOAT64
 
 
 def _split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -205,20 +228,21 @@ def _single_device(
     kwargs: dict[str, Any],
     captured: Captured,
     loss_fn: LossFunction | None,
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients of the model run eagerly; of a copy, so that buffers and gradients stay."""
+) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
+    """Loss, gradients and buffers of the model run eagerly; of a copy, so that its own stay."""
     copied = copy.deepcopy(model)
     copied.zero_grad()
     loss = run_with_loss(copied, args, kwargs, loss_fn)
     loss.backward()
     parameters = dict(copied.named_parameters())
-    return loss.detach(), {name: parameters[name].grad for name in captured.parameters.values()}
+    gradients = {name: parameters[name].grad for name in captured.parameters.values()}
+    return loss.detach(), gradients, dict(copied.named_buffers(remove_duplicate=False))
 
 
 def _simulated(
     program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Tensor], dict[str, simulate.Ranks]]:
-    """The loss of every rank, and the stored shards of every rank with their gradients."""
+) -> tuple[list[Tensor], dict[str, simulate.Ranks], dict[str, simulate.Ranks]]:
+    """Of every rank the loss, the stored shards with their gradients, and new values of buffers."""
     mesh, plan = program.plan.mesh, program.plan
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     stored: dict[str, simulate.Ranks] = {}
@@ -241,9 +265,37 @@ def _simulated(
         arguments.append(
             [simulate.shard(x, spec.dims, spec.layout, mesh, rank) for rank in range(mesh.size)]
         )
-    losses = simulate.run(program, arguments)[-1]
+    outputs = simulate.run(program, arguments)
+    losses = outputs[-1]
     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
-    return [loss.detach() for loss in losses], stored
+    updates = {name: [x.detach() for x in outputs[i]] for i, name in program.mutated.items()}
+    return [loss.detach() for loss in losses], stored, updates
+
+
+def _buffer_error(updates: Mapping[str, simulate.Ranks], expected: Mapping[str, Tensor]) -> float:
+    """The worst relative error of updated buffers on any rank."""
+    errors = []
+    for name, ranks in updates.items():
+        floor = _BUFFER_FLOOR * _largest_of_module(name, updates, expected)
+        scale = max(_largest(expected[name]), floor) or 1.0
+        errors += [_difference(x, expected[name]) / scale for x in ranks]
+    return max(errors, key=_nan_last, default=0.0)
+
+
+def _largest_of_module(name: str, updates: Iterable[str], expected: Mapping[str, Tensor]) -> float:
+    """The largest entry of the floating buffers that are updated beside one; counters do not compare."""
+    module = name.rpartition(".")[0]
+    beside = [expected[other] for other in updates if other.rpartition(".")[0] == module]
+    return max((_largest(x) for x in beside if x.is_floating_point()), default=0.0)
+
+
+def _difference(value: Tensor, expected: Tensor) -> float:
+    if value.shape != expected.shape:  # a plan's mistake that broadcasting would hide
+        return float("inf")
+    if torch.equal(value, expected):  # also where both are infinite
+        return 0.0
+    exact = torch.promote_types(expected.dtype, torch.float64)
+    return _largest(value.to(exact) - expected.to(exact))
 
 
 def _gradient_errors(

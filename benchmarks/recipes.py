@@ -1,6 +1,6 @@
 """Ten steps of AdamW on real Gloo ranks, every recipe, against the same training in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/recipes.py --markdown docs/recipes.md
+OMP_NUM_THREADS=1 python benchmarks/recipes.py --markdown docs/recipes.md
 """
 
 from __future__ import annotations
@@ -132,7 +132,11 @@ def main(path: Path | None) -> None:
         table.add_row(*row)
     Console(width=100).print(table)
     if path is not None:
-        lines = [" | ".join(COLUMNS), "|".join(["---"] * len(COLUMNS)), *(" | ".join(r) for r in found)]
+        lines = [
+            " | ".join(COLUMNS),
+            "|".join(["---"] * len(COLUMNS)),
+            *(" | ".join(r) for r in found),
+        ]
         head = (
             "# Recipes on real ranks\n\nTen AdamW steps of a two-layer GPT on Gloo ranks, clipped gradients, "
             "against one process: the largest relative\ndifference of the ten losses. Made by "

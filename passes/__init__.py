@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.passes.expand_copies import expand_copies
 from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.name_nodes import name_nodes
+from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
 from autopar.passes.remove_assertions import remove_assertions
@@ -25,6 +27,8 @@ Pass = Callable[[fx.GraphModule], None]
 
 CLEANUP: tuple[Pass, ...] = (
     remove_assertions,  # they speak of global shapes and devices, and compute nothing
+    expand_copies,  # a slice that is assigned to keeps its gradient
+    open_random_attention,  # its masks must differ between parts of the batch
     unreduce_losses,  # a sum of element-wise terms can be split along anything
     single_batch_norm,  # in evaluation it can be split along the batch, and has one result to say so of
     reshape_views,  # a view's strides need not be those of the local tensor

@@ -5,11 +5,10 @@ broadcast_tensors(x, y)[i], which such losses begin with, -> that tensor, expand
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
+from autopar.passes.build import call_like
 from autopar.rules.loss import ELEMENTWISE, MEAN, SUM
 from autopar.rules.spec import bound_arguments
 
@@ -38,8 +37,8 @@ def _unreduce(graph: fx.Graph, node: fx.Node) -> None:
     args = [arguments[a.name] for a in schema if not a.kwarg_only]
     kwargs = {a.name: arguments[a.name] for a in schema if a.kwarg_only}
     with graph.inserting_before(node):
-        each = _call(graph, node, node.target, *args, **kwargs)
-        total = _call(graph, node, _REDUCTIONS[reduction], each)
+        each = call_like(graph, node, node.target, *args, **kwargs)
+        total = call_like(graph, node, _REDUCTIONS[reduction], each)
     node.replace_all_uses_with(total)
     graph.erase_node(node)
 
@@ -50,14 +49,6 @@ def _expand_each(graph: fx.Graph, node: fx.Node) -> None:
         shape = item.meta["val"].shape
         if source.meta["val"].shape != shape:  # type: ignore[union-attr]
             with graph.inserting_before(item):
-                source = _call(graph, item, aten.expand.default, source, list(shape))
+                source = call_like(graph, item, aten.expand.default, source, list(shape))
         item.replace_all_uses_with(source)  # type: ignore[arg-type]
         graph.erase_node(item)
-
-
-def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call with the example value and the origin that the graph's other nodes have."""
-    new = graph.call_function(target, args, kwargs)
-    values = fx.map_arg(args, lambda argument: argument.meta["val"])
-    new.meta = {**like.meta, "val": target(*values, **kwargs)}
-    return new

@@ -162,3 +162,55 @@ def test_an_input_changed_in_place():
 
     with pytest.raises(CaptureError, match="changes one of its inputs in place; clone it first"):
         capture_step(Model(), (torch.ones(2),), {}, None)
+
+
+def test_a_buffer_that_is_assigned_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            return (x - self.mean).sum()
+
+    with pytest.raises(CaptureError, match=r"buffer `mean` of Model is assigned .*self.mean.copy_"):
+        capture_step(Model(), (torch.ones(2, 4),), {}, None)
+
+
+def test_inference_mode_is_refused():
+    class Model(nn.Module):
+        def forward(self, x):
+            with torch.inference_mode():
+                y = x * 2
+            return y.clone().sum()
+
+    with pytest.raises(
+        CaptureError, match=r"inference_mode\(\) cannot be captured; use torch.no_grad"
+    ):
+        capture_step(Model(), (torch.ones(2),), {}, None)
+
+
+def test_a_parameter_changed_in_forward_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.a.weight.clamp_(-1, 1)
+            return self.a(x).sum()
+
+    with pytest.raises(CaptureError, match=r"changes the parameter a\.weight in place"):
+        capture_step(Model(), (torch.ones(1, 2),), {}, None)
+
+
+def test_an_input_called_target_and_a_target_are_two():
+    class Model(nn.Module):
+        def forward(self, source, target):
+            return source * target
+
+    batch = (torch.ones(2), torch.ones(2), torch.ones(2))
+    captured = capture_step(Model(), batch, {}, lambda y, t: (y * t).sum())
+    assert list(captured.inputs.values()) == ["source", "target", "target~2"]

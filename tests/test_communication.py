@@ -30,7 +30,10 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, INNER, bias=False),
+            nn.Linear(INNER, WIDTH, bias=False),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -64,7 +67,9 @@ class Counted(TorchDispatchMode):
         if func.namespace in ("c10d", "autopar"):  # those of the runtime, and those of the graph
             name = self.NAMES.get(func._schema.name.split("::")[1].rstrip("_"))
             if name:
-                tensors = [x for x in pytree.tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
+                tensors = [
+                    x for x in pytree.tree_leaves((args, result)) if isinstance(x, torch.Tensor)
+                ]
                 self.number[name] += 1
                 self.bytes[name] += max(x.nbytes for x in tensors)
         return result

@@ -63,7 +63,9 @@ def test_the_local_tensor_is_the_storage_of_the_dtensor(parameter):
 
 
 def test_a_dtensor_over_a_meta_shard(parameter):
-    made = _torch.dtensor(torch.empty(4, 3, device="meta"), parameter.device_mesh, [Replicate()], (4, 3))
+    made = _torch.dtensor(
+        torch.empty(4, 3, device="meta"), parameter.device_mesh, [Replicate()], (4, 3)
+    )
     assert isinstance(made, DTensor) and made.shape == (4, 3) and made.is_meta
 
 

@@ -85,16 +85,26 @@ def format_layout(layout: Layout, mesh: Mesh) -> str:
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
-    """Reads the text of a layout; axes that are not named are in R."""
-    layout = [R] * len(mesh.axes)
+    """Reads the text of a layout; axes that are not named are in R.
+
+    Raises LayoutError for a state that cannot be read, or two for one axis; MeshError for an axis
+    that the mesh has not.
+    """
+    layout: dict[int, State] = {}
     for part in text.split():
         if part == "R":
             continue
         state, at, name = part.partition("@")
         if not at:
             raise LayoutError(f"The layout {text!r} names no axis in {part!r}; write S(0)@dp.")
-        layout[mesh.index(name)] = _canonical(State.parse(state))
-    return tuple(layout)
+        axis = mesh.index(name)
+        if axis in layout:
+            raise LayoutError(
+                f"The layout {text!r} has two states for the axis {name}, {layout[axis]} and {state}; "
+                "write one."
+            )
+        layout[axis] = _canonical(State.parse(state))
+    return tuple(layout.get(axis, R) for axis in range(len(mesh.axes)))
 
 
 def _canonical(state: State) -> State:

@@ -86,8 +86,17 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if type(self.micro_batches) is not int:  # a bool is an int to isinstance
+            raise PlanError(
+                "The number of micro-batches of a plan is a whole number such as 1, not "
+                f"{self.micro_batches!r}."
+            )
         if self.micro_batches < 1:
             raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
+        for text in (self.fingerprint, self.recipe, *self.parameters, *self.inputs, *self.ops):
+            _check_one_line(text)
+        notes = tuple(" ".join(note.splitlines()) for note in self.notes)
+        object.__setattr__(self, "notes", notes)  # a note is a line of the text
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -118,7 +127,8 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Plan:
         """Reads the text of a plan, the inverse of `str`. Raises PlanError naming the line."""
-        lines = text.splitlines()
+        # Not splitlines: names may have the other characters it splits at, such as a form feed.
+        lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
         head = [line.partition(" ") for line in lines[:5]]
         if [word for word, _, _ in head] != ["autopar", "mesh", "model", "recipe", "micro-batches"]:
             raise PlanError(
@@ -129,7 +139,8 @@ class Plan:
             raise _wrong_version(head[0][2].removeprefix("plan "))
         document: dict[str, Any] = {
             "version": VERSION, "mesh": head[1][2], "model": head[2][2], "recipe": head[3][2],
-            "micro_batches": int(head[4][2]), "parameters": {}, "inputs": {}, "ops": {}, "notes": [],
+            "micro_batches": _count(head[4][2]), "parameters": {}, "inputs": {}, "ops": {},
+            "notes": [],
         }  # fmt: skip
         for number, line in enumerate(lines[5:], start=6):
             _read_line(line, number, document)
@@ -158,7 +169,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, document: Any) -> Plan:
-        """Makes a plan of JSON values. Raises PlanError for another version or a missing part."""
+        """Makes a plan of JSON values.
+
+        Raises PlanError for another version, and for a part that is missing or cannot be read.
+        """
         if not isinstance(document, dict) or "version" not in document:
             raise PlanError("This is not a plan: it has no field 'version'.")
         if document["version"] != VERSION:
@@ -171,12 +185,12 @@ class Plan:
                 recipe=document["recipe"],
                 micro_batches=document["micro_batches"],
                 parameters={
-                    name: _parameter_plan(fields, mesh)
+                    name: _parameter_plan(fields, name, mesh)
                     for name, fields in document["parameters"].items()
                 },
                 inputs={k: parse_layout(v, mesh) for k, v in document["inputs"].items()},
                 ops={name: _labels(text, name, mesh) for name, text in document["ops"].items()},
-                notes=tuple(document["notes"]),
+                notes=_notes(document["notes"]),
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
@@ -216,11 +230,37 @@ def _wrong_version(found: object) -> PlanError:
     )
 
 
-def _parameter_plan(fields: list[str], mesh: Mesh) -> ParameterPlan:
+def _check_one_line(text: object) -> None:
+    if not isinstance(text, str):
+        raise PlanError(f"The names, model and recipe of a plan are text, not {text!r}.")
+    if "\n" in text or "\r" in text:
+        raise PlanError(f"{text!r} in a plan has a line break, and its text is one fact a line.")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise PlanError(
+            f"Cannot read {text!r} in line 5 of the plan; write a whole number of micro-batches."
+        )
+    return int(text)
+
+
+def _notes(notes: object) -> tuple[str, ...]:
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise PlanError(f"The notes of a plan are a list of texts, not {notes!r}.")
+    return tuple(notes)
+
+
+def _parameter_plan(fields: object, name: str, mesh: Mesh) -> ParameterPlan:
+    if not isinstance(fields, list) or len(fields) != 3:
+        raise PlanError(
+            f"Parameter {name} has {fields!r}, and takes three parts: its storage layout, its "
+            "resident layout, and step or micro_batch."
+        )
     storage, resident, reduce = fields
     if reduce not in get_args(Reduction):
         raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
-    return ParameterPlan(parse_layout(storage, mesh), parse_layout(resident, mesh), reduce)  # type: ignore[arg-type]
+    return ParameterPlan(parse_layout(storage, mesh), parse_layout(resident, mesh), reduce)
 
 
 def _labels(text: str, name: str, mesh: Mesh) -> Labels:
@@ -237,7 +277,9 @@ def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
     if word == "note":
         document["notes"].append(rest)
         return
-    name, colon, value = rest.partition(": ")
+    name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
     if not colon or word not in ("parameter", "input", "op"):
         raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
+    if name in document[word + "s"]:
+        raise PlanError(f"Line {number} of the plan gives {word} {name} again: {line!r}.")
     document[word + "s"][name] = value.split(" | ") if word == "parameter" else value

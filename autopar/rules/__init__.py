@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -37,8 +38,11 @@ def find_rule(node: fx.Node) -> Rule | None:
     target = node.target
     if rule := RULES.get(operator_name(node)):
         return rule
-    pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return elementwise.elementwise if pointwise else None
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    # A random op without a rule of its own would draw the same numbers for every part.
+    draws = torch.Tag.nondeterministic_seeded in target.tags
+    return elementwise.elementwise if torch.Tag.pointwise in target.tags and not draws else None
 
 
 def spec(node: fx.Node) -> tuple[Spec, bool]:
@@ -52,10 +56,28 @@ def spec(node: fx.Node) -> tuple[Spec, bool]:
     empty = any(t.numel() == 0 for t in [*call.operands, *call.results])
     if rule is not None and not empty:
         try:
-            return rule(call), True
+            found = rule(call)
+            if _fits(found, call):
+                return found, True
         except RuleDoesNotApply:
             pass
+        except IndexError:  # torch lets a tensor without dims be asked for its dim 0
+            if call.operands[0].ndim:
+                raise
     return replicated(call), False
+
+
+def _fits(found: Spec, call: Call) -> bool:
+    """Whether the letters of every tensor multiply to its shape; an unforeseen call may not."""
+    lettered = [*found.operands, *found.results]
+    return all(
+        len(letters) == tensor.ndim
+        and all(
+            math.prod(found.sizes[x] for x in dim) == size
+            for dim, size in zip(letters, tensor.shape, strict=True)
+        )
+        for letters, tensor in zip(lettered, [*call.operands, *call.results], strict=False)
+    )
 
 
 def replicated(call: Call) -> Spec:

@@ -25,6 +25,13 @@ def row(text: str) -> Callable[[Call], Spec]:
     return rule
 
 
+def linear(call: Call) -> Spec:
+    """linear; a weight of one dim gives a result without `j`."""
+    if call.operands[1].ndim == 1:
+        raise RuleDoesNotApply("a weight of one dim")
+    return row("b.. k, j k, +j -> b.. j | sum k | linear 0")(call)
+
+
 def matmul(call: Call) -> Spec:
     """matmul: batch dims broadcast; a 1-d operand lacks its free dim."""
     left = "k" if call.operands[0].ndim == 1 else "b.. i k"
@@ -48,6 +55,8 @@ def einsum(call: Call) -> Spec:
 def convolution(call: Call) -> Spec:
     """conv: `n i x, o i k, +o -> n o y | sum i`; with groups both channel dims begin with the group."""
     x, weight = call.operands[:2]
+    if call.arguments.get("transposed") or x.ndim != weight.ndim:
+        raise RuleDoesNotApply("a transposed convolution, or one without a batch dim")
     groups = call.arguments["groups"]
     outs, ins = weight.shape[0] // groups, weight.shape[1]
     sizes = {"n": x.shape[0], "g": groups, "o": outs, "i": ins}
@@ -84,7 +93,7 @@ def _convolve_locally(local: Local) -> fx.Node:
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {
-    "aten.linear": row("b.. k, j k, +j -> b.. j | sum k | linear 0"),
+    "aten.linear": linear,
     "aten.addmm": row("+i j, i k, k j -> i j | sum k"),
     "aten.mm": row("i k, k j -> i j | sum k | linear 0 1"),
     "aten.bmm": row("b i k, b k j -> b i j | sum k | linear 0 1"),

@@ -12,7 +12,14 @@ import torch
 
 from autopar.rules.spec import Call, Dim, Letters, Spec
 
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+FLOATING = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
 
 
 def _together(call: Call) -> tuple[frozenset[int], ...]:
@@ -92,7 +99,7 @@ def elementwise(call: Call) -> Spec:
 
 # Point-wise ops that PyTorch 2.13 does not tag.
 UNTAGGED = (
-    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.copy",
+    "aten.__and__", "aten.__or__", "aten.__xor__", 
     "aten.ones_like", "aten.zeros_like", "aten.full_like", "aten.empty_like", "aten.fill",
 )  # fmt: skip
 

@@ -7,13 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.rules.spec import Call, Dim, Local, RuleDoesNotApply, Spec, plain, run_as_is
+from autopar.rules.spec import Call, Dim, Local, RuleDoesNotApply, Spec, plain
 
 aten = torch.ops.aten
 
 
 def embedding(call: Call) -> Spec:
     """`v d, b.. -> b.. d | sum v`: over a split vocabulary each rank looks up the rows it has."""
+    if call["scale_grad_by_freq"]:
+        raise RuleDoesNotApply("frequencies are those of the whole batch")
     weight, index = call.operands
     where, sizes = plain(index.shape, "b")
     sizes |= {n: int(s) for n, s in zip("vd", weight.shape, strict=True) if s > 1}
@@ -27,8 +29,10 @@ def embedding(call: Call) -> Spec:
 def _look_up_locally(local: Local) -> fx.Node:
     """Rows of other ranks are looked up as row 0 and zeroed, so that the results add up."""
     axes = local.axes("v")
-    if not axes:
-        return run_as_is(local)
+    if (
+        not axes
+    ):  # the flags behind padding_idx ask for sparse gradients, which collectives know not
+        return local.emit(aten.embedding.default, *local.args[:3])
     weight, index = local.args[:2]
     padding = local.args[2] if len(local.args) > 2 else -1
     here = shifted(local, index, axes, weight)
@@ -36,12 +40,18 @@ def _look_up_locally(local: Local) -> fx.Node:
     mine = local.emit(aten.logical_and.default, local.emit(aten.ge.Scalar, here, 0),
                       local.emit(aten.lt.Scalar, here, height))  # fmt: skip
     rows = local.emit(aten.embedding.default, weight, local.emit(aten.mul.Tensor, here, mine))
-    found = local.emit(aten.mul.Tensor, rows, local.emit(aten.unsqueeze.default, mine, -1))
+    found = zeroed(local, rows, local.emit(aten.unsqueeze.default, mine, -1))
     if padding < 0:
         return found
     # The padding row is looked up like any other and takes no gradient.
     pad = local.emit(aten.unsqueeze.default, local.emit(aten.eq.Scalar, index, padding), -1)
     return local.emit(aten.where.self, pad, local.emit(aten.detach.default, found), found)
+
+
+def zeroed(local: Local, x: fx.Node, kept: fx.Node) -> fx.Node:
+    """`x` where `kept`, else 0: not a product, because x may be infinite where it is not kept."""
+    gone = local.emit(aten.logical_not.default, kept)
+    return local.emit(aten.masked_fill.Scalar, x, gone, 0)
 
 
 def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], like: fx.Node,

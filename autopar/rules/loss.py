@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.rules.elementwise import elementwise
-from autopar.rules.index import shifted
+from autopar.rules.index import shifted, zeroed
 from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, plain, run_as_is
 
 aten = torch.ops.aten
@@ -22,6 +22,8 @@ def cross_entropy(call: Call) -> Spec:
     Without reduction, probabilities as targets or class weights, classes stay whole.
     """
     x, target = call.operands[:2]
+    if x.ndim == 1:
+        raise RuleDoesNotApply("logits without a batch dim")
     letters, sizes = plain(x.shape, "n")
     channel = letters[min(1, x.ndim - 1)]
     tokens = tuple(dim for i, dim in enumerate(letters) if i != min(1, x.ndim - 1))
@@ -129,9 +131,9 @@ class _Localizer:
             emit(aten.lt.Scalar, column, width),
         )
         found = emit(aten.gather.default, x, dim, emit(aten.mul.Tensor, column, mine))
-        picked = emit(aten.mul.Tensor, found, mine)
+        picked = zeroed(local, found, mine)
         each = emit(aten.sub.Tensor, lse, picked)
-        return emit(aten.sum.default, emit(aten.mul.Tensor, each, kept_column))
+        return emit(aten.sum.default, zeroed(local, each, kept_column))
 
     def _peak(
         self, local: Local, x: fx.Node, axes: tuple[tuple[str, int], ...], dim: int

@@ -55,6 +55,11 @@ def attention(call: Call) -> Spec:
     With enable_gqa the heads of the query are (kv head, group). A causal mask that the op makes
     itself counts queries from 0, so that queries stay whole there.
     """
+    if (
+        call.arguments.get("enable_gqa")
+        and call.operands[1].shape[-3] != call.operands[2].shape[-3]
+    ):
+        raise RuleDoesNotApply("keys and values of different heads")
     query, key = call.operands[:2]
     q = "q!" if call["is_causal"] else "q"
     text = f"b.. {q} e!, b.. k! e!, b.. k! v!, b.. {q} k! -> b.. {q} v!"

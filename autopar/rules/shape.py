@@ -123,7 +123,8 @@ def _unsqueezed(call: Call) -> list[int | None]:
 
 
 def _squeezed(call: Call) -> list[int | None]:
-    gone = call.dims(call.arguments.get("dim"))
+    named = call.arguments.get("dim")
+    gone = () if named == [] else call.dims(named)
     shape = call.operands[0].shape
     return [dim for dim in range(len(shape)) if dim not in gone or shape[dim] != 1]
 
@@ -246,7 +247,7 @@ def _padded_dims(call: Call) -> tuple[int, ...]:
 
 def padded(call: Call) -> Spec:
     """pad: padded dims stay whole; a partial sum passes where zeros are added."""
-    zeros = call["mode"] == "constant" and not call["value"]
+    zeros = call.arguments.get("mode", "constant") == "constant" and not call["value"]
     return along(_padded_dims, linear=zeros)(call)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -51,9 +52,23 @@ class Arguments:
         """Whether the program was captured for arguments of this tree, these literals and dtypes."""
         return (
             self.spec == program.in_spec
-            and dict(self.literals) == dict(program.literals)
+            and _typed(self.literals) == _typed(program.literals)
             and [x.dtype for x in self.tensors] == [s.dtype for s in program.inputs]
         )
+
+
+def _typed(literals: Mapping[int, Any]) -> dict[int, tuple[type, Any]]:
+    """Literals with their types: 1, 1.0 and True are equal, and make different graphs."""
+    return {i: (type(value), value) for i, value in literals.items()}
+
+
+def as_whole(arguments: Arguments, program: Program, micro_batches: int) -> Arguments:
+    """Arguments that the program accepts, with tensors of the global shapes and without values."""
+    tensors = [
+        torch.empty(whole_shape(spec, micro_batches), dtype=spec.dtype, device="meta")
+        for spec in program.inputs
+    ]
+    return replace(arguments, tensors=tuple(tensors))
 
 
 def first_micro_batch(arguments: Arguments, micro_batches: int) -> list[Tensor]:
@@ -95,12 +110,26 @@ def accepts(program: Program, arguments: Arguments, micro_batches: int, world: W
 def cut_inputs(
     program: Program, arguments: Arguments, micro_batches: int, world: World
 ) -> list[list[Tensor]]:
-    """For every micro-batch this rank's inputs. Raises StepError for a tensor of another shape."""
+    """For every micro-batch this rank's inputs.
+
+    Raises StepError for a tensor of another shape, and for one whose gradient would be lost.
+    """
+    if program.is_step or torch.is_grad_enabled():
+        _refuse_gradients(program, arguments)
     columns = [
         _cut_input(spec, x, micro_batches, world)
         for spec, x in zip(program.inputs, arguments.tensors, strict=True)
     ]
     return [[column[i] for column in columns] for i in range(micro_batches)]
+
+
+def _refuse_gradients(program: Program, arguments: Arguments) -> None:
+    for spec, x in zip(program.inputs, arguments.tensors, strict=True):
+        if x.requires_grad:
+            raise StepError(
+                f"Input {spec.name!r} requires a gradient, and gradients flow to parameters only. Give "
+                "x.detach(), or make what computes it part of the model that is compiled."
+            )
 
 
 def _cut_input(spec: TensorSpec, x: Tensor, micro_batches: int, world: World) -> list[Tensor]:

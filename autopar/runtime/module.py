@@ -20,8 +20,15 @@ from autopar.ir import ParameterPlan, Plan
 from autopar.program import Program
 from autopar.runtime.adoption import adopt
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
+from autopar.runtime.hooks import backward_hooks, warn_of_hooks
 from autopar.runtime.initialise import InitFunction, initial_values, place_buffers
-from autopar.runtime.inputs import Arguments, accepts, cut_inputs, first_micro_batch
+from autopar.runtime.inputs import (
+    Arguments,
+    accepts,
+    as_whole,
+    cut_inputs,
+    first_micro_batch,
+)
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.stand_ins import stand_ins
@@ -80,10 +87,10 @@ class Settings:
 
 @dataclass
 class _Ready:
-    """A program with the mode that every submodule had when it was captured."""
+    """A program with what the model was like when it was captured, see `CompiledModule._state`."""
 
     bound: BoundProgram
-    training: tuple[bool, ...]
+    state: tuple[bool, ...]
 
 
 class CompiledModule(nn.Module):
@@ -96,6 +103,7 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, planner: Planner, settings: Settings) -> None:
         super().__init__()
+        self._hooked = backward_hooks(model)  # adoption leaves the hooks of parameters behind
         if settings.device_mesh is not None:
             weakref.finalize(self, adopt(model, settings.device_mesh))
         self._planner, self._settings = planner, settings
@@ -159,17 +167,20 @@ class CompiledModule(nn.Module):
     # --- programs
 
     def _program(self, arguments: Arguments, *, is_step: bool) -> BoundProgram:
-        ready = [
-            each.bound
-            for each in self._ready[is_step]
-            if each.training == self._modes() and arguments.fits(each.bound.program)
-        ]
+        fitting = [r for r in self._ready[is_step] if arguments.fits(r.bound.program)]
         count = self._settings.micro_batches if is_step else 1
-        for bound in ready:
-            if accepts(bound.program, arguments, count, bound.world):
-                return bound
-        if ready and is_step:
-            return ready[0]  # which says what is wrong with the shape
+        accepting = [
+            r for r in fitting if accepts(r.bound.program, arguments, count, r.bound.world)
+        ]
+        state = self._state()
+        for each in accepting:
+            if each.state == state:
+                return each.bound
+        for each in fitting:
+            if each.state == state and is_step:
+                return each.bound  # which says what is wrong with the shape
+        if accepting:  # the shape is known, and may be that of this rank's part
+            arguments = as_whole(arguments, accepting[0].bound.program, count)
         return self._add(arguments, is_step=is_step)
 
     def _add(self, arguments: Arguments, *, is_step: bool) -> BoundProgram:
@@ -180,15 +191,18 @@ class CompiledModule(nn.Module):
             args, kwargs = arguments.rebuild(fakes)
             program = self._planner.program(model, args, kwargs, is_step=is_step, fixed=fixed)
         if self._store is None:
+            warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
             self._store, self._plan = self._place(program), program.plan
         bound = BoundProgram(
             program, self._store, model, seeds=self._seeds, bucket_bytes=self._settings.bucket_bytes
         )
-        self._ready[is_step].append(_Ready(bound, self._modes()))
+        self._ready[is_step].append(_Ready(bound, self._state()))
         return bound
 
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self._original.modules())
+    def _state(self) -> tuple[bool, ...]:
+        """What is built into a program: every submodule's mode, and which parameters take gradients."""
+        modes = [module.training for module in self._original.modules()]
+        return (*modes, *(p.requires_grad for p in self._original.parameters()))
 
     def _place(self, program: Program) -> ParameterStore:
         """Puts parameters and buffers to rest."""

@@ -217,9 +217,13 @@ class Residents:
         )
 
     def _settle(self, i: int, kept: Kept) -> bool:
-        """Points a leaf at the stored shard or its full buffer, unless it does already."""
+        """Points a leaf at the stored shard or its full buffer, unless it does already.
+
+        A leaf whose parameter was frozen or unfrozen meanwhile is made anew.
+        """
         local = kept.local
-        if self._sources[i] == local.data_ptr():
+        same_flag = self.leaves[i].requires_grad == kept.parameter.requires_grad
+        if self._sources[i] == local.data_ptr() and same_flag:
             return False
         if kept.full is None or not self._keeps(i):
             self._set_leaf(i, local)

@@ -4,7 +4,7 @@
     {"linear_*": "j@tp"}                      which choice ops take along an axis
 
 A pattern is matched against the parameters where its text is a state, else against the ops. Axes
-that the text does not name stay free; later pins win over earlier ones for the same name and axis.
+that the text does not name stay free. Two pins may meet in a name and an axis if they agree.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Generic, TypeVar
 
 from autopar.errors import LayoutError, MeshError, RecipeError
 from autopar.ir import WHOLE, Graph, Mesh, Op, S, State, Tensor
 
 AxisStates = tuple[tuple[int, State], ...]
 AxisLabels = tuple[tuple[int, str], ...]
+_T = TypeVar("_T", State, str)
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Pins:
 
 def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pins:
     """Matches every pin. Raises RecipeError for one that cannot hold, saying why."""
-    storage: dict[str, dict[int, State]] = {}
-    labels: dict[str, dict[int, str]] = {}
+    storage: _Pinned[State] = _Pinned(mesh)
+    labels: _Pinned[str] = _Pinned(mesh)
     for pattern, text in (pins or {}).items():
         parts = [_axis_of(part, pattern, text, mesh) for part in text.split()]
         if not parts:
@@ -46,10 +48,32 @@ def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pi
             _pin_storage(pattern, parts, graph, mesh, storage)
         else:
             _pin_labels(pattern, parts, graph, mesh, labels)
-    return Pins(
-        {name: tuple(sorted(states.items())) for name, states in storage.items()},
-        {name: tuple(sorted(by_axis.items())) for name, by_axis in labels.items()},
-    )
+    return Pins(storage.resolved(), labels.resolved())
+
+
+class _Pinned(Generic[_T]):
+    """What names are pinned to along axes, and by which pattern."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._found: dict[str, dict[int, tuple[_T, str]]] = {}
+
+    def add(self, name: str, axis: int, value: _T, pattern: str) -> None:
+        """Raises RecipeError, naming both, if another pin has another value."""
+        earlier, by = self._found.setdefault(name, {}).setdefault(axis, (value, pattern))
+        if earlier != value:
+            at = self._mesh.names[axis]
+            raise RecipeError(
+                f"The pins {by!r} ({earlier}@{at}) and {pattern!r} ({value}@{at}) both hold for "
+                f"{name}, and differ; leave one out, or make its pattern narrower."
+            )
+
+    def resolved(self) -> dict[str, tuple[tuple[int, _T], ...]]:
+        """For every name, what it is pinned to on some axes, in the order of the axes."""
+        return {
+            name: tuple((axis, value) for axis, (value, _) in sorted(by_axis.items()))
+            for name, by_axis in self._found.items()
+        }
 
 
 def _axis_of(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[str, int]:
@@ -89,13 +113,13 @@ def _pin_storage(
     parts: list[tuple[str, int]],
     graph: Graph,
     mesh: Mesh,
-    storage: dict[str, dict[int, State]],
+    storage: _Pinned[State],
 ) -> None:
     for name in _matching(pattern, graph.parameters, "parameter"):
         tensor = graph.tensors[graph.parameters[name]]
         for text, axis in parts:
             state = _storable(State.parse(text), tensor, axis, mesh, f"{pattern!r} on {name}")
-            storage.setdefault(name, {})[axis] = state
+            storage.add(name, axis, state, pattern)
 
 
 def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -> State:
@@ -128,12 +152,12 @@ def _pin_labels(
     parts: list[tuple[str, int]],
     graph: Graph,
     mesh: Mesh,
-    labels: dict[str, dict[int, str]],
+    labels: _Pinned[str],
 ) -> None:
     for name in _matching(pattern, graph.by_name, "op"):
         for label, axis in parts:
             _check_label(graph.by_name[name], label, mesh.axes[axis], pattern)
-            labels.setdefault(name, {})[axis] = label
+            labels.add(name, axis, label, pattern)
 
 
 def _check_label(op: Op, label: str, axis: tuple[str, int], pattern: str) -> None:

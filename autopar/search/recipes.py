@@ -112,8 +112,13 @@ def recipe_axes(recipe: RecipeLike) -> tuple[str, ...]:
 
 
 def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
-    if not isinstance(recipe, str):
+    if isinstance(recipe, Mapping):
         return recipe
+    if not isinstance(recipe, str):
+        raise RecipeError(
+            f"{recipe!r} is no recipe; write one for all axes such as 'zero3', or one for each: "
+            "{'dp': 'zero3', 'tp': 'tp'}. 'auto' leaves everything open."
+        )
     if ":" not in recipe:
         return recipe.strip()
     named = {}
@@ -128,8 +133,8 @@ def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
 
 
 def _row(name: str) -> Recipe:
-    name = ALIASES.get(name, name)
-    if name not in RECIPES:
+    name = ALIASES.get(name, name) if isinstance(name, str) else name
+    if not isinstance(name, str) or name not in RECIPES:
         known = ", ".join([*RECIPES, *(f"{a} (= {b})" for a, b in ALIASES.items())])
         raise RecipeError(f"There is no recipe {name!r}; choose among {known}.")
     return RECIPES[name]

@@ -155,9 +155,10 @@ class Program:
         if max_bytes is not None:
             heavy = np.flatnonzero(self.bytes)
             indices = [*indices, *heavy.tolist()]
-            values = [*values, *(np.asarray(self.bytes)[heavy] / max_bytes).tolist()]
+            scale = max(max_bytes, 1.0)  # a bound of nothing is a bound, too
+            values = [*values, *(np.asarray(self.bytes)[heavy] / scale).tolist()]
             starts = [*starts, len(indices)]
-            lower, upper = [*lower, -highspy.kHighsInf], [*upper, 1.0]
+            lower, upper = [*lower, -highspy.kHighsInf], [*upper, max_bytes / scale]
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.seconds), len(lower)
         lp.col_cost_ = self._objective(minimize)

@@ -87,11 +87,56 @@ def test_a_missing_part_is_named():
         ("input tokens", "inputs tokens", "Cannot read line 7 of the plan"),
         ("S(0)@dp\n", "S(0)@pp\n", "has no axis 'pp'"),
         ("| micro_batch", "| sometimes", "not per 'sometimes'"),
+        (" | micro_batch", "", "Parameter up.weight has .* takes three parts"),
+        ("micro-batches 2", "micro-batches x", "Cannot read 'x' in line 5"),
+        ("micro-batches 2", "micro-batches 0", "at least one micro-batch, not 0"),
+        ("S(0)@dp\n", "S(0)@dp R@dp\n", r"two states for the axis dp, S\(0\) and R"),
+        ("note", "op linear_1: - -\nnote", "Line 9 of the plan gives op linear_1 again"),
+        ("note", "input tokens: R\nnote", "Line 9 of the plan gives input tokens again"),
+        ("note", "parameter up.weight: R | R | step\nnote", "gives parameter up.weight again"),
     ],
 )
 def test_damage_is_named(old, new, says):
     with pytest.raises(PlanError, match=says):
         Plan.parse(TEXT.replace(old, new))
+
+
+@pytest.mark.parametrize("count", [True, 1.0, "2", None])
+def test_micro_batches_are_a_whole_number(count):
+    with pytest.raises(PlanError, match=f"whole number such as 1, not {count!r}"):
+        Plan.from_json(PLAN.to_json() | {"micro_batches": count})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("parameters", {"w": ["R", "R"]}, "Parameter w has .* takes three parts"),
+        ("parameters", {"w": "RRR"}, "Parameter w has 'RRR'"),
+        ("notes", "one", "notes of a plan are a list of texts, not 'one'"),
+        ("recipe", None, "are text, not None"),
+        ("ops", {"a\nb": "- -"}, "has a line break"),
+    ],
+)
+def test_damaged_json_is_named(field, value, says):
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(PLAN.to_json() | {field: value})
+
+
+@pytest.mark.parametrize("name", ["a: b", "a: R | R | step", "form\x0cfeed", "line\u2028end", " "])
+def test_unusual_names_read_back(name):
+    plan = dataclasses.replace(
+        PLAN,
+        parameters={name: PLAN.parameters["up.weight"]},
+        inputs={name: (R, R)},
+        ops={name: ("-", "-")},
+    )
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_a_note_is_one_line():
+    plan = dataclasses.replace(PLAN, notes=("first\nsecond", "op x: y\r\nz"))
+    assert plan.notes == ("first second", "op x: y z")
+    assert Plan.parse(str(plan)) == plan
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -138,3 +138,38 @@ def test_causal_attention_keeps_queries_whole():
         "b1",
         "b0",
     }
+
+
+def test_infinite_logits_of_other_classes_stay_out_of_the_loss():
+    def masked(x, target, hidden):
+        return F.cross_entropy(x.masked_fill(hidden, float("-inf")), target)
+
+    hidden = torch.arange(6) == 0
+    assert prove(masked, rand(8, 6), ids(5, 8) + 1, hidden, kind="aten.cross_entropy_loss") > 1
+
+
+def test_gradients_pass_through_complex_numbers():
+    def rotated(x):
+        return torch.view_as_real(torch.view_as_complex(x * 1) * 2)
+
+    assert prove(rotated, rand(4, 6, 2), kind="aten.mul") > 1
+
+
+UNCOVERED = [
+    (
+        "aten.embedding",
+        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
+        rand(8, 6),
+        ids(8, 2, 4),
+    ),
+    ("aten.linear", F.linear, rand(3, 4, 6), rand(6)),
+    ("aten.conv1d", F.conv1d, rand(4, 8), rand(6, 4, 3)),
+    ("aten.cross_entropy_loss", F.cross_entropy, rand(6), torch.tensor(2)),
+    ("aten.conv_transpose1d", F.conv_transpose1d, rand(2, 4, 8), rand(4, 6, 3)),
+]
+
+
+@pytest.mark.parametrize("sample", UNCOVERED, ids=lambda s: s[0].removeprefix("aten."))
+def test_calls_that_a_rule_does_not_cover_run_whole(sample):
+    kind, op, *tensors = sample
+    assert labels_of(op, *tensors, kind=kind) == {"-"}

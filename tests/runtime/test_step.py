@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,52 @@ def test_trees_keywords_and_numbers(two_ranks: Ranks) -> None:
     for loss, expected, keys in two_ranks.run(trees):
         assert loss == pytest.approx(expected, rel=1e-12)
         assert keys == ["loss", "outputs", "None"]
+
+
+class Times(nn.Module):
+    """Multiplies by a number in the number's own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor, by: float) -> Tensor:
+        return self.linear(x) * (10 if by is True else 20 if isinstance(by, int) else 30)
+
+
+def equal_numbers() -> list[float]:
+    torch.manual_seed(0)
+    made = autopar.compile(Times(), mesh=DP, recipe="ddp")
+    x = torch.randn(8, 8).double()
+    with torch.no_grad():
+        results = [made(x, by) for by in (1, 1.0, True, 1)]
+    return [(r.sum() / results[0].sum()).item() for r in results]
+
+
+def test_equal_numbers_of_other_types_are_other_programs(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(equal_numbers):
+        assert found == pytest.approx([1, 1.5, 0.5, 1])
+
+
+def inputs_with_gradients() -> tuple[list[str], bool]:
+    """What is said of inputs that require gradients, and whether no_grad allows them."""
+    made, (x, y) = compile_mlp("ddp")
+    messages = []
+    for call in (lambda: made(x.requires_grad_()), lambda: made.step(x.requires_grad_(), y)):
+        try:
+            call()
+        except autopar.StepError as error:
+            messages.append(str(error))
+    with torch.no_grad():
+        return messages, not made(x).requires_grad
+
+
+def test_inputs_take_no_gradients(two_ranks: Ranks) -> None:
+    messages, allowed = equal_on_all(two_ranks.run(inputs_with_gradients))
+    assert len(messages) == 2
+    assert all("Input 'x' requires a gradient" in m for m in messages)
+    assert all("gradients flow to parameters only" in m for m in messages)
+    assert allowed
 
 
 # --- state
@@ -383,6 +430,68 @@ def test_frozen_and_unused_parameters_get_no_gradient(two_ranks: Ranks, recipe: 
     for found, without in two_ranks.run(partly, recipe):
         assert difference(found, expected) < 1e-9
         assert without == {name: not name.startswith("used") for name in without}
+
+
+def unfrozen(recipe: str, local: bool) -> list[list[bool]]:
+    """Whether gradients are right with a weight frozen, then free, then frozen again."""
+    (model, (x, y), _), (reference, _, _) = make("mlp"), make("mlp")
+    model.up.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, micro_batches=2)
+    found = []
+    for free in (False, True, False):
+        for each in (made, reference):
+            each.up.weight.requires_grad_(free)
+            each.zero_grad()
+        mean_square(reference(x), y).backward()
+        part = dist.get_rank() if local and free else None  # the first call tells the global shape
+        made.step(*(b if part is None else b.chunk(2)[part] for b in (x, y)))
+        found.append(
+            [same_gradient(p, made.get_parameter(n)) for n, p in reference.named_parameters()]
+        )
+    return found
+
+
+def same_gradient(expected: Tensor, found: Tensor) -> bool:
+    if expected.grad is None or found.grad is None:
+        return expected.grad is found.grad
+    return torch.allclose(found.grad.full_tensor(), expected.grad, rtol=1e-9)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "local"),
+    [(r, local) for r in ("ddp", "zero1", "zero2", "zero3") for local in (False, True)]
+    + [("tp", False)],  # where every rank takes the whole batch
+)
+def test_parameters_freeze_and_unfreeze(two_ranks: Ranks, recipe: str, local: bool) -> None:
+    assert all(all(step) for found in two_ranks.run(unfrozen, recipe, local) for step in found)
+
+
+# --- hooks
+
+
+def hooked(early: bool) -> list[str]:
+    """The warnings of two steps of a model with hooks, made before `compile` or after."""
+    model, batch, _ = make("mlp")
+    if not early:
+        model = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe="zero3")
+    model.up.weight.register_hook(lambda grad: grad)  # type: ignore[union-attr, operator]
+    model.up.bias.register_post_accumulate_grad_hook(lambda p: None)  # type: ignore[union-attr, operator]
+    model.down.register_full_backward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
+    if early:
+        model = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe="zero3")
+    assert isinstance(model, autopar.CompiledModule)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.step(*batch)
+    return [str(w.message) for w in caught if "hooks" in str(w.message)]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_backward_hooks_are_warned_of_once(two_ranks: Ranks, early: bool) -> None:
+    (message,) = equal_on_all(two_ranks.run(hooked, early))
+    assert "parameter 'up.weight', parameter 'up.bias', module 'down'" in message
+    assert "not run by the captured program" in message
 
 
 # --- checkpoints

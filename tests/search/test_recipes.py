@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from autopar.errors import RecipeError
+from autopar.errors import RecipeError, SearchError
 from autopar.ir import Graph, Mesh, Plan, R, S, V, operand_layouts
 from autopar.search import RECIPES, format_recipe, resolve, search
 from tests.search.graphs import LlamaSizes, llama
@@ -113,6 +115,20 @@ def test_recipes_that_cannot_hold(recipe: str, says: str) -> None:
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("recipe", [None, 3, ("zero3",), {"dp": None}, {"dp": ["ddp"]}])
+def test_what_is_no_recipe_says_so(recipe: Any) -> None:
+    for read in (lambda: resolve(recipe, Mesh.of({"dp": 2})), lambda: format_recipe(recipe)):
+        with pytest.raises(RecipeError, match=r"is no recipe; write|There is no recipe"):
+            read()
+
+
+@pytest.mark.parametrize("memory_bytes", [-1, 0, 1])
+def test_memory_for_nothing_does_not_fit(memory_bytes: int) -> None:
+    with pytest.raises(SearchError) as error:
+        search(llama(SIZES), {"dp": 2}, hardware=TOY, memory_bytes=memory_bytes)
+    assert "if a rank has that much" in str(error.value)
+
+
 # Pins
 
 
@@ -158,6 +174,30 @@ def test_pins_that_cannot_hold(pins: dict[str, str], says: str) -> None:
     with pytest.raises(RecipeError) as error:
         pinned(pins)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        (
+            {"norm.*": "S(0)@tp", "norm.weight": "R@tp"},
+            "The pins 'norm.*' (S(0)@tp) and 'norm.weight' (R@tp) both hold for norm.weight",
+        ),
+        (
+            {"add_*": "-@tp", "ad*": "d@tp"},
+            "The pins 'add_*' (-@tp) and 'ad*' (d@tp) both hold for",
+        ),
+    ],
+)
+def test_pins_that_differ_name_both(pins: dict[str, str], says: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        pinned(pins)
+    assert says in str(error.value)
+
+
+def test_pins_that_agree_may_meet() -> None:
+    plan = pinned({"norm.*": "R@tp", "norm.weight": "R@tp R@dp"})
+    assert plan.parameters["norm.weight"].storage == (R, R)
 
 
 def test_a_pin_that_does_not_divide_gives_the_numbers() -> None:

@@ -1,0 +1,56 @@
+"""What a trace would forget, seen while the model's forward runs.
+
+Export records what tensors do. It does not record that a buffer was replaced by assignment, or that a
+region ran in inference mode; the captured graph would silently train something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _called_by_user(frame: FrameType | None) -> bool:
+    """Whether the nearest frame that is no decorator's is outside torch, which enters modes itself."""
+    while frame is not None and frame.f_code.co_filename.endswith("_contextlib.py"):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(
+        os.path.dirname(torch.__file__)
+    )
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module) -> Iterator[list[str]]:
+    """Collects a sentence on each thing that happens inside and that no graph keeps."""
+    seen: list[str] = []
+    modules = set(model.modules())  # and not those that export makes for itself
+    set_attribute = nn.Module.__setattr__
+    enter = torch.inference_mode.__enter__
+
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and module in modules and name in module._buffers:
+            seen.append(
+                f"the buffer `{name}` of {type(module).__name__} is assigned in forward, which a graph "
+                f"forgets; update it in place: self.{name}.copy_(...)"
+            )
+        set_attribute(module, name, value)
+
+    def enter_inference(mode: Any) -> None:
+        if _called_by_user(sys._getframe(1)):
+            seen.append("torch.inference_mode() cannot be captured; use torch.no_grad()")
+        enter(mode)
+
+    nn.Module.__setattr__ = assign  # type: ignore[assignment, method-assign]
+    torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]

@@ -1,0 +1,54 @@
+"""Clean-up passes, one op at a time: the graph means what the model means."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.planning import prepare_step
+from autopar.verify import verify
+
+
+class Assigned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        z = torch.zeros_like(h)
+        z[:, :2] = h[:, 2:]
+        return self.b(z).square().sum()
+
+
+def test_a_slice_that_is_assigned_keeps_its_gradient():
+    report = verify(
+        Assigned().double(), (torch.randn(8, 4).double(),), mesh={"x": 2}, plan="random"
+    )
+    assert report.passed, report
+
+
+class Attention(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.project, self.kwargs = nn.Linear(8, 24), kwargs
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, **self.kwargs).square().mean()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+def test_attention_in_the_open_is_attention(kwargs):
+    # with so little dropout that no weight of these is dropped
+    x = torch.randn(2, 6, 8).double()
+    model = Attention(**kwargs, dropout_p=1e-12).double()
+    expected = Attention(**kwargs).double()
+    expected.load_state_dict(model.state_dict())
+    prepared = prepare_step(model, (x,))
+    kinds = {op.kind for op in prepared.analysis.graph.ops}
+    assert "aten.native_dropout" in kinds and "aten.scaled_dot_product_attention" not in kinds
+    captured = prepared.captured
+    own = dict(model.named_parameters())
+    (loss,) = captured.module(*(own[n] for n in captured.parameters.values()), x)
+    torch.testing.assert_close(loss, expected(x))

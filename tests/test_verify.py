@@ -1,0 +1,108 @@
+"""What verify compares beside loss and gradients: updated buffers; and how closely."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.program import Program
+from autopar.runtime import simulate
+from autopar.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, TOLERANCE_HALF
+from tests.runtime.models import MLP, Normed, make, mean_square
+
+DP = {"dp": 2}
+
+
+def proof(model: nn.Module, batch: tuple[Tensor, ...]) -> autopar.VerifyReport:
+    return autopar.verify(model, batch, mesh=DP, recipe="ddp", loss_fn=mean_square)
+
+
+# --- buffers
+
+
+def test_updated_buffers_are_compared() -> None:
+    model, batch, _ = make("normed")
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    report = proof(model, batch)
+    assert report.passed, report
+    assert report.buffers == 6
+    assert report.buffer_error < TOLERANCE_FLOAT64
+    assert "buffers " in str(report)
+    assert all(torch.equal(x, before[name]) for name, x in model.named_buffers())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_buffer_on_one_rank_fails(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    run = simulate.run
+
+    def wrong(program: Program, arguments: Sequence[simulate.Ranks]) -> list[simulate.Ranks]:
+        outputs = run(program, arguments)
+        position = next(i for i, name in program.mutated.items() if name == "first.running_mean")
+        outputs[position][rank] = outputs[position][rank] + 0.01
+        return outputs
+
+    monkeypatch.setattr(simulate, "run", wrong)
+    model, batch, _ = make("normed")
+    report = proof(model, batch)
+    assert not report.passed
+    assert report.buffer_error > 1e-3
+    assert max(report.loss_error, report.worst_gradient_error) < report.tolerance
+
+
+def test_a_mean_of_mere_rounding_is_no_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+    report = proof(model, (torch.randn(16, 8), torch.randn(16, 8)))
+    assert report.buffer_error < TOLERANCE_FLOAT32, report
+
+
+@pytest.mark.parametrize("model", [MLP(), Normed().eval()], ids=["none", "not updated"])
+def test_without_updated_buffers_there_is_no_word_of_them(model: nn.Module) -> None:
+    report = proof(model.double(), make("mlp")[1])
+    assert report.passed
+    assert (report.buffer_error, report.buffers) == (0.0, 0)
+    assert "buffers" not in str(report)
+
+
+def test_a_nan_in_the_buffer_error_fails() -> None:
+    model, batch, _ = make("normed")
+    assert not dataclasses.replace(proof(model, batch), buffer_error=float("nan")).passed
+
+
+# --- precision
+
+
+class Autocast(nn.Module):
+    """Computes in bfloat16 with parameters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.inner(x)
+        return y.float()
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "tp"])
+def test_autocast_is_held_to_the_precision_of_bfloat16(recipe: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    report = autopar.verify(Autocast(), (x, y), mesh=DP, recipe=recipe, loss_fn=mean_square)
+    assert report.tolerance == TOLERANCE_HALF
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, TOLERANCE_FLOAT32), (torch.float64, TOLERANCE_FLOAT64)],
+)
+def test_full_precision_is_held_to_its_own(dtype: torch.dtype, expected: float) -> None:
+    model, batch, _ = make("mlp", dtype)
+    assert proof(model, batch).tolerance == expected
