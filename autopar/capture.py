@@ -84,18 +84,29 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 class _WithLoss(nn.Module):
     """The model and its loss as one module that returns a scalar."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, *, is_step: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.is_step = is_step
         self.training = model.training  # not train(): submodules keep their own modes
 
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
-            return self.model(*batch, **kwargs)
+            result = self.model(*batch, **kwargs)
+            return _loss_in(result) if self.is_step else result
         targets = target_count(self.loss_fn)
         inputs = batch[: len(batch) - targets]
         return self.loss_fn(self.model(*inputs, **kwargs), *batch[len(batch) - targets :])
+
+
+def _loss_in(result: Any) -> Any:
+    """The loss of a model that returns one among other things, as those of transformers do."""
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    return getattr(result, "loss", result)
 
 
 def target_count(loss_fn: LossFunction) -> int:
@@ -117,7 +128,8 @@ def capture_step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
 ) -> Captured:
     """Captures forward and loss. Raises StepError where the result is not a scalar loss."""
-    captured = _capture(_WithLoss(model, loss_fn), args, kwargs, is_step=True)
+    wrapper = _WithLoss(model, loss_fn, is_step=True)
+    captured = _capture(wrapper, args, kwargs, is_step=True)
     _require_scalar_loss(captured, loss_fn)
     return captured
 
@@ -131,7 +143,7 @@ def run_with_loss(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
 ) -> Tensor:
     """Forward and loss without capture, as the single device runs them."""
-    return _WithLoss(model, loss_fn)(*args, **kwargs)
+    return _WithLoss(model, loss_fn, is_step=True)(*args, **kwargs)
 
 
 def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:

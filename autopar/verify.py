@@ -78,7 +78,17 @@ class VerifyReport:
             f"  worst gradient      {self.worst_gradient_error:.1e} of {self.parameters}, "
             f"at {self.worst_parameter}\n"
             f"{buffers if self.buffers else ''}"
-            f"  tolerance           {self.tolerance:.0e}"
+            f"  tolerance           {self.tolerance:.0e}{self._hint}"
+        )
+
+    @property
+    def _hint(self) -> str:
+        """What a failure in low precision may mean."""
+        if self.passed or self.tolerance == TOLERANCE_FLOAT64:
+            return ""
+        return (
+            "\n  In float32 a gradient that is zero but for rounding (a bias before batch norm) differs in"
+            "\n  every digit: verify model.double() to tell rounding from a wrong plan."
         )
 
     def __rich__(self) -> Text:

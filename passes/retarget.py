@@ -42,4 +42,5 @@ def draws(node: fx.Node) -> bool:
         or torch.Tag.nondeterministic_seeded not in target.tags
     ):
         return False
-    return bool(bound_arguments(node).get("dropout_p", True))
+    arguments = bound_arguments(node)
+    return bool(arguments.get("dropout_p", arguments.get("dropout", True)))

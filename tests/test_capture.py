@@ -214,3 +214,12 @@ def test_an_input_called_target_and_a_target_are_two():
     batch = (torch.ones(2), torch.ones(2), torch.ones(2))
     captured = capture_step(Model(), batch, {}, lambda y, t: (y * t).sum())
     assert list(captured.inputs.values()) == ["source", "target", "target~2"]
+
+
+def test_a_model_that_returns_its_loss_among_other_things():
+    class Model(nn.Module):
+        def forward(self, x):
+            return {"logits": x * 2, "loss": x.sum()}
+
+    captured = capture_step(Model(), (torch.ones(2),), {}, None)
+    assert captured.is_step and len(captured.mutated) == 0

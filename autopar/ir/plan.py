@@ -203,6 +203,8 @@ class Plan:
         """Writes the plan as JSON, whole or not at all."""
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
+        if not target.parent.is_dir():
+            raise PlanError(f"Cannot save the plan as {path}: there is no folder {target.parent}.")
         partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
         os.replace(partial, target)
 

@@ -70,14 +70,32 @@ class BoundProgram:
         )
 
     def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients."""
+        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients.
+
+        Where autograd is off there is no backward.
+        """
         self._reducer.forget()
         self._gathers.forget()
         if self._residents.refresh():
             self._reducer.attach()
+        if not torch.is_grad_enabled():
+            return self._loss_alone(batch)
         self._loss = torch.zeros(())
         for number, inputs in enumerate(batch):
             self._micro_batch(inputs, len(batch), last=number == len(batch) - 1)
+        self._residents.release()
+        return self._loss
+
+    def _loss_alone(self, batch: Sequence[list[Tensor]]) -> Tensor:
+        """The mean loss without backward, as evaluation under `torch.no_grad` wants it."""
+        self._gathers.in_step = False
+        self._loss = torch.zeros(())
+        for inputs in batch:
+            with self._gathers.watching():
+                *updates, loss = self._run(self._residents.leaves, inputs)
+            self._loss = self._loss.to(loss) + loss / len(batch)
+            self._write_back(updates)
+        (self._loss,) = self._start_loss_sum().wait()
         self._residents.release()
         return self._loss
 

@@ -123,6 +123,8 @@ class CompiledModule(nn.Module):
     def step(self, *batch: Any, **kwargs: Any) -> Tensor:
         """Runs forward and backward of one global batch; gradients are then ready in `.grad`.
 
+        Under `torch.no_grad()` only the loss is computed, and gradients are left alone.
+
         Args:
             batch: the model's inputs, and behind them what the loss function takes besides the model's
                 result. Each tensor is of the global shape, of which this rank takes its part, or of the

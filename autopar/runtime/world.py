@@ -43,9 +43,13 @@ class World:
             rank = rank * size + position
         return rank
 
-    @cached_property
+    @property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """The process group of every axis; None where nobody else is in it."""
+        """The process group of every axis; None where nobody else is in it.
+
+        Looked up anew each time: a group that is held past `destroy_process_group` ends with the
+        interpreter, and Gloo's threads then abort the process.
+        """
         return tuple(
             None if size == 1 or self.device_mesh is None else self.device_mesh.get_group(name)
             for name, size in self.mesh.axes

@@ -523,3 +523,22 @@ def test_a_checkpoint_goes_on_under_another_recipe(
     expected = two_ranks.run(saved, str(tmp_path / "c"), first, False)[0]
     for found in two_ranks.run(saved, str(tmp_path / "c"), second, True):
         assert difference(found, expected) < 1e-9
+
+
+def evaluated(recipe: str) -> tuple[float, float, bool]:
+    """A loss under no_grad, the loss of the step after it, and whether gradients were left between."""
+    model, batch, loss_fn = make("gpt")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh={"dp": 2}, recipe=recipe, micro_batches=2)
+    made.step(*batch)
+    made.zero_grad()
+    with torch.no_grad():
+        alone = made.step(*batch).item()
+    left = any(p.grad is not None for p in made.parameters())
+    return alone, made.step(*batch).item(), left
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero2", "zero3", "tp+sp"])
+def test_a_step_without_grad_is_an_evaluation(two_ranks: Ranks, recipe: str) -> None:
+    for alone, stepped, left in two_ranks.run(evaluated, recipe):
+        assert alone == pytest.approx(stepped, rel=1e-12)
+        assert not left
