@@ -58,15 +58,29 @@ def _parameter_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, 
     for name, how in plan.parameters.items():
         shape = "x".join(str(n) for n in graph.tensors[graph.parameters[name]].shape) or "scalar"
         stored = format_layout(how.storage, plan.mesh)
-        in_graph = how.resident == how.storage
+        in_graph = any(how.zero_stage(i) == 3 for i in range(len(plan.mesh.axes)))
         reduced = "micro-batch" if in_graph else how.reduce.replace("_", "-")
-        yield name, (shape, stored, _zero(plan, name), reduced)
+        yield name, (shape, stored, _zero(plan, graph, name), reduced)
 
 
-def _zero(plan: Plan, name: str) -> str:
+def _zero(plan: Plan, graph: Graph, name: str) -> str:
     how = plan.parameters[name]
     found = {axis: how.zero_stage(i) for i, axis in enumerate(plan.mesh.names)}
-    return ", ".join(f"{ZERO_NAMES[s]}@{axis}" for axis, s in found.items() if s in (1, 2)) or "-"
+    gathered = _gathered_axes(plan, graph, graph.parameters[name])
+    shown = [(s, axis) for axis, s in found.items() if s in (1, 2) or (s == 3 and axis in gathered)]
+    return ", ".join(f"{ZERO_NAMES[s]}@{axis}" for s, axis in shown) or "-"
+
+
+def _gathered_axes(plan: Plan, graph: Graph, tensor: str) -> set[str]:
+    """Axes along which some op takes a parameter whole; along the others it is used as stored."""
+    return {
+        axis
+        for op in graph.ops
+        for position, operand in enumerate(op.operands)
+        if operand == tensor
+        for axis, label in zip(plan.mesh.names, plan.ops[op.name], strict=True)
+        if op.choice(label).operands[position].kind != "S"
+    }
 
 
 def op_table(plan: Plan, graph: Graph) -> Table:

@@ -102,7 +102,7 @@ def _others_line(cost: Cost, descents_seconds: Sequence[float]) -> tuple[str, ..
 
 
 def _warnings(graph: Graph) -> tuple[str, ...]:
-    unruled = Counter(op.kind for op in graph.ops if not op.has_rule)
+    unruled = Counter(op.kind for op in graph.ops if op.operands and not op.has_rule)
     if not unruled:
         return ()
     kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(unruled.items()))
