@@ -7,6 +7,8 @@ checkpoints, `train()` and `eval()` find everything where it was.
 from __future__ import annotations
 
 import weakref
+import gc
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -93,6 +95,15 @@ class _Ready:
     state: tuple[bool, ...]
 
 
+def _release(ready: dict[bool, list[_Ready]]) -> None:
+    """Lets go of bound programs before the interpreter ends, and of what they hold of process groups:
+    groups that outlive Python abort the process when their threads are torn down.
+    """
+    for programs in ready.values():
+        programs.clear()
+    gc.collect()
+
+
 class CompiledModule(nn.Module):
     """What `autopar.compile` returns.
 
@@ -117,6 +128,7 @@ class CompiledModule(nn.Module):
             object.__setattr__(self, table, getattr(model, table))
         object.__setattr__(self, "_original", model)
         self.training = model.training
+        weakref.finalize(self, _release, self._ready)
 
     # --- running
 
