@@ -6,7 +6,6 @@ checkpoints, `train()` and `eval()` find everything where it was.
 
 from __future__ import annotations
 
-import weakref
 import gc
 import weakref
 from collections.abc import Mapping
