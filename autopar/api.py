@@ -18,7 +18,14 @@ from autopar.capture import LossFunction
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
 from autopar.ir import Mesh, ParameterPlan, Plan, R
-from autopar.planning import Prepared, make_plan, prepare_forward, prepare_step, refuse_pipeline
+from autopar.planning import (
+    Prepared,
+    make_plan,
+    prepare_forward,
+    prepare_step,
+    refuse_pipeline,
+    split_example,
+)
 from autopar.program import Program, build_program
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.module import CompiledModule, Outputs, Settings
@@ -95,15 +102,6 @@ def compile(
         args, kwargs = split_example(example_inputs)
         compiled.prepare(*args, **kwargs)
     return compiled
-
-
-def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of an example: a tuple or list, a dict of keyword arguments, or one input."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
 
 
 def _micro_batches(asked: int, plan: Plan | None) -> int:

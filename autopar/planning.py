@@ -122,3 +122,12 @@ def refuse_pipeline(mesh: Mesh) -> None:
             f"The axis {PIPELINE_AXIS!r} of {mesh} is reserved for pipeline stages, which this "
             "version of autopar does not have; give its ranks to another axis, such as dp or tp."
         )
+
+
+def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of an example: a tuple or list, a dict of keyword arguments, or one input."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}

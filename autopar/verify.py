@@ -18,7 +18,7 @@ from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import Mesh, Plan
 from autopar.passes.retarget import draws
-from autopar.planning import Prepared, make_plan, prepare_step
+from autopar.planning import Prepared, make_plan, prepare_step, split_example
 from autopar.program import Program, build_program
 from autopar.random_plan import random_plan
 from autopar.runtime import simulate
@@ -149,7 +149,7 @@ class Subject:
         cls, model: nn.Module, example_inputs: Any, *, loss_fn: LossFunction | None = None
     ) -> Subject:
         """Captures a model and runs it eagerly once."""
-        args, kwargs = _split(example_inputs)
+        args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
         _require_weights(model)
         model = copy.deepcopy(model)  # capture leaves weak references on what it saw
@@ -205,14 +205,6 @@ def tolerance(prepared: Prepared) -> float:
     if lowest_bytes <= 2:
         return TOLERANCE_HALF
     return TOLERANCE_FLOAT32 if lowest_bytes < 8 else TOLERANCE_FLOAT64
-
-
-def _split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
 
 
 def _plan(
