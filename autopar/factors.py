@@ -27,6 +27,7 @@ from autopar.ir import (
     Choice,
     Factor,
     Graph,
+    Leaf,
     Op,
     P,
     R,
@@ -36,6 +37,7 @@ from autopar.ir import (
     V,
 )
 from autopar.rules.spec import Letters, Spec, tensor_operands, tensor_results
+from autopar.work import works
 
 
 class Atom:
@@ -255,6 +257,14 @@ class _Analyzer:
             is_view=spec.is_view,
             module=module_path(node),
             has_rule=self.with_rule[node.name],
+            work=works(spec, lambda letter: self._leaves(node.name, letter)),
+        )
+
+    def _leaves(self, node: str, letter: str) -> tuple[Leaf, ...]:
+        atom = self.letters[node][letter]
+        return tuple(
+            Leaf(label, self.factor_names[id(leaf)], leaf.size)
+            for label, leaf in zip(self._labels(letter, atom), atom.leaves(), strict=True)
         )
 
     def _choices(self, name: str, spec: Spec) -> Iterable[Choice]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from autopar.cost_model.arith import smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Layout, Step, Tensor, steps
@@ -56,7 +57,7 @@ def _ring(whole_bytes: int, m: _Message) -> float:
     hops = m.ranks - 1
     transfer = hops / m.ranks * whole_bytes / m.link.bandwidth_bytes_per_second
     start = m.hardware.launch_seconds + hops * m.link.latency_seconds
-    share = min(1.0, whole_bytes / BUCKET_BYTES) if m.bucketed else 1.0
+    share = smaller(1.0, whole_bytes / BUCKET_BYTES) if m.bucketed else 1.0
     return share * start + transfer
 
 

@@ -41,6 +41,11 @@ class Hardware:
         devices_per_node: ranks that reach each other over `inside_node`.
         inside_node: the link between two ranks of a node.
         across_nodes: the link of one rank to other nodes.
+        matmul_efficiency: fraction of the peak that large matrix products reach.
+        matmul_half_size: extent of a product at which it reaches half of that; 0 for no loss.
+        memory_efficiency: fraction of the memory bandwidth that element-wise kernels reach.
+        host_seconds: for the CPU to issue one kernel.
+        reserved_bytes: of the device's memory, for its context and for library buffers.
     """
 
     name: str
@@ -51,6 +56,11 @@ class Hardware:
     devices_per_node: int
     inside_node: Link
     across_nodes: Link
+    matmul_efficiency: float = 1.0
+    matmul_half_size: float = 0.0
+    memory_efficiency: float = 1.0
+    host_seconds: float = 0.0
+    reserved_bytes: int = 0
 
     def flops_per_second(self, itemsize_bytes: int) -> float:
         """Peak of the narrowest listed number format that holds elements of this size."""

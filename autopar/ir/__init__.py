@@ -9,8 +9,11 @@ from autopar.ir.graph import (
     Factor,
     Graph,
     Labels,
+    Leaf,
     Op,
+    Stack,
     Tensor,
+    Work,
     is_legal,
     operand_layouts,
     result_layouts,
@@ -37,8 +40,8 @@ from autopar.ir.plan import ParameterPlan, Plan
 
 __all__ = [
     "PARTIAL", "PIPELINE_AXIS", "UNSPLIT", "VARIED", "WHOLE",
-    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Mesh", "Op", "P",
-    "ParameterPlan", "Plan", "R", "S", "State", "Step", "Tensor", "V",
+    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh", "Op",
+    "P", "ParameterPlan", "Plan", "R", "S", "Stack", "State", "Step", "Tensor", "V", "Work",
     "calls", "divides", "format_layout", "is_legal", "local_elements", "local_factors",
     "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps", "walk",
 ]  # fmt: skip

@@ -6,9 +6,11 @@ Nothing here knows torch. `autopar.factors` makes a `Graph` of a captured model;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from autopar.ir.layout import Dims, Layout, State, divides, shape_of
 from autopar.ir.mesh import Mesh
@@ -68,6 +70,48 @@ class Choice:
         return self.size > 0
 
 
+class Leaf(NamedTuple):
+    """One factor of an op's iteration space.
+
+    Attributes:
+        label: of the choice that splits it, whether or not the op offers that choice.
+        factor: its name in the whole graph.
+        size: elements.
+    """
+
+    label: str
+    factor: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of one loop nest: `coefficient` times the product of all leaves.
+
+    For a product of matrices `rows` are of the first operand and the result, `columns` of the second
+    and the result, `inner` summed away, and `batch` in all three. Any other work has rows only.
+    """
+
+    coefficient: float
+    rows: tuple[Leaf, ...] = ()
+    columns: tuple[Leaf, ...] = ()
+    inner: tuple[Leaf, ...] = ()
+    batch: tuple[Leaf, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return (*self.batch, *self.rows, *self.columns, *self.inner)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it multiplies matrices."""
+        return bool(self.inner)
+
+    @property
+    def flops(self) -> float:
+        return self.coefficient * math.prod(leaf.size for leaf in self.leaves)
+
+
 @dataclass(frozen=True)
 class Op:
     """A node of the graph.
@@ -83,6 +127,7 @@ class Op:
         is_view: whether it moves no data.
         module: path of the module it came from, "" at the top.
         has_rule: False for an op without a rule, which therefore runs replicated.
+        work: its floating-point operations by loop nest; they add up to `flops`.
     """
 
     name: str
@@ -95,6 +140,7 @@ class Op:
     is_view: bool = False
     module: str = ""
     has_rule: bool = True
+    work: tuple[Work, ...] = ()
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists."""
@@ -118,6 +164,32 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Layers that repeat: the modules `path.0`, `path.1` ... of one kind.
+
+    Attributes:
+        path: qualified name of the list of layers.
+        layers: how many the model has.
+        captured: how many of them the graph has; where fewer, the middle one stands for the rest.
+    """
+
+    path: str
+    layers: int
+    captured: int
+
+    def index(self, name: str) -> int | None:
+        """The captured layer that a module, or a parameter, of this name belongs to."""
+        head, _, rest = name.partition(self.path + ".")
+        number = rest.partition(".")[0]
+        return int(number) if not head and number.isdigit() else None
+
+    @property
+    def middle(self) -> int:
+        """The captured layer that stands for all that were left out."""
+        return self.captured // 2
+
+
+@dataclass(frozen=True)
 class Graph:
     """A captured model.
 
@@ -130,6 +202,7 @@ class Graph:
         inputs: input name -> tensor name; a rank can take any part of an input for free.
         outputs: names of the result tensors; each is delivered without P.
         factors: every named factor.
+        stacks: its repeated layers; a captured layer may stand for many, see `stands_for`.
     """
 
     tensors: Mapping[str, Tensor]
@@ -139,6 +212,31 @@ class Graph:
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]
     factors: Mapping[str, Factor] = field(default_factory=dict)
+    stacks: tuple[Stack, ...] = ()
+
+    def stack_of(self, name: str) -> tuple[Stack, int] | None:
+        """The stack and captured layer that a module or parameter of this name belongs to."""
+        for stack in self.stacks:
+            index = stack.index(name)
+            if index is not None:
+                return stack, index
+        return None
+
+    @cached_property
+    def stands_for(self) -> Mapping[str, int]:
+        """Names of ops, tensors and parameters that stand for several -> how many; others for one."""
+        modules = {op.name: op.module for op in self.ops}
+        modules |= {name: op.module for op in self.ops for name in op.results}
+        modules |= {name: name for name in self.parameters}
+        modules |= {tensor: name for name, tensor in self.parameters.items()}
+        found = {name: self.stack_of(module) for name, module in modules.items()}
+        return {
+            name: stack.layers - stack.captured + 1
+            for name, place in found.items()
+            if place is not None
+            for stack, index in [place]
+            if index == stack.middle and stack.layers > stack.captured
+        }
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:

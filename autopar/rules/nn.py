@@ -68,7 +68,8 @@ def attention(call: Call) -> Spec:
     spec = spec_of(text, call)
     if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         spec = _grouped(spec, query.shape[-3], key.shape[-3])
-    return replace(spec, flops=flops, saved_operands=saved, saved_results=(0,))
+    nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
+    return replace(spec, flops=flops, nests=nests, saved_operands=saved, saved_results=(0,))
 
 
 def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:

@@ -72,6 +72,8 @@ class Spec:
             letter is summed over a split (a bias is added once, not once per rank).
         linear: sets of operand positions; with these in P and the others in V, the results are in P.
         flops: forward floating-point operations of the whole op.
+        nests: the same by loop nest, as a coefficient and the letters it runs over; () where `flops` is
+            a multiple of the product of all letters, or of one tensor's.
         saved_operands, saved_results: positions of what autograd keeps for backward.
         is_view: whether the op moves no data.
         normalized: letters the op normalizes over.
@@ -87,6 +89,7 @@ class Spec:
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     flops: int = 0
+    nests: tuple[tuple[float, tuple[str, ...]], ...] = ()
     saved_operands: tuple[int, ...] = ()
     saved_results: tuple[int, ...] = ()
     is_view: bool = False

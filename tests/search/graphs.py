@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir import Choice, Factor, Graph, Op, P, R, S, State, Tensor, V
+from autopar.ir import Choice, Factor, Graph, Leaf, Op, P, R, S, State, Tensor, V, Work
 
 Names = tuple[tuple[str, ...], ...]  # factor names of every dim
 
@@ -78,9 +78,26 @@ class Builder:
                 flops=flops if flops is not None else points * (2 if summed else 1),
                 saved=tuple([] if view else [*saved, *([name] if saves_result else [])]),
                 is_view=view,
+                work=(self._work(letters, operand_dims, result_dims),) if flops is None else (),
             )
         )
         return name
+
+    def _work(self, letters: Mapping[str, None], operands: list[Names], result: Names) -> Work:
+        """The loop nest of a row: two FLOPs a point where something is summed, else one."""
+        left, right = (set(_letters([dims])) for dims in (operands * 2)[:2])
+        groups: dict[str, list[Leaf]] = {"rows": [], "columns": [], "inner": [], "batch": []}
+        for letter in letters:
+            leaf = Leaf(letter.rstrip("!"), _plain(letter), self.sizes[_plain(letter)])
+            if letter not in _letters([result]):
+                groups["inner"].append(leaf)
+            elif letter in left and letter in right and len(operands) > 1:
+                groups["batch"].append(leaf)
+            else:
+                groups["rows" if letter in left else "columns"].append(leaf)
+        return Work(
+            2 if groups["inner"] else 1, **{name: tuple(found) for name, found in groups.items()}
+        )
 
     def output(self, name: str) -> None:
         self.outputs.append(name)

@@ -1,0 +1,52 @@
+"""Arithmetic that works alike on floats, numpy arrays and sympy expressions.
+
+The formulas of the cost model are plain functions. Given numbers they price one plan, given arrays
+thousands of configurations, and given symbols they are the expressions that an explanation prints,
+differentiates and solves. Only the few functions that Python spells differently for the three
+live here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import sympy
+
+Quantity: TypeAlias = Any  # float | np.ndarray | sympy.Expr; which one is the caller's business
+
+
+def larger(a: Quantity, b: Quantity) -> Quantity:
+    """The larger of two quantities, element by element for arrays."""
+    return _extreme(a, b, sympy.Max, np.maximum, max)
+
+
+def smaller(a: Quantity, b: Quantity) -> Quantity:
+    """The smaller of two quantities, element by element for arrays."""
+    return _extreme(a, b, sympy.Min, np.minimum, min)
+
+
+def _extreme(a: Quantity, b: Quantity, symbolic: Any, arrays: Any, numbers: Any) -> Quantity:
+    if isinstance(a, sympy.Basic) or isinstance(b, sympy.Basic):
+        if not _has_symbols(a) and not _has_symbols(b):
+            return numbers(a, b)
+        return symbolic(a, b, evaluate=False)  # to compare symbols would cost more than it saves
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return arrays(a, b)
+    return numbers(a, b)
+
+
+def _has_symbols(a: Quantity) -> bool:
+    return isinstance(a, sympy.Basic) and bool(a.free_symbols)
+
+
+def power(base: Quantity, exponent: Quantity) -> Quantity:
+    """`base` to a real exponent."""
+    return base**exponent
+
+
+def log2(a: Quantity) -> Quantity:
+    """The logarithm to base 2 of a positive quantity."""
+    if isinstance(a, sympy.Basic):
+        return sympy.log(a) / sympy.log(2)
+    return np.log2(a)

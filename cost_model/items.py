@@ -1,0 +1,359 @@
+"""Everything a step does and everything a rank holds, as two flat lists of priced items.
+
+Whatever is said about a plan's cost (a sum, a breakdown, a timeline) is a grouping of these lists.
+With `Sizes` and a `Hardware` of numbers the prices are numbers; with symbols they are expressions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.cost_model.arith import Quantity
+from autopar.cost_model.collectives import collective_seconds
+from autopar.cost_model.compute import backward_passes, busy_seconds, local_bytes
+from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.memory import SavedTensors, keeps
+from autopar.cost_model.sizes import Sizes
+from autopar.cost_model.traffic import sends, traffic_bytes
+from autopar.ir import (
+    Graph,
+    Layout,
+    Op,
+    Plan,
+    R,
+    Tensor,
+    operand_layouts,
+    result_layouts,
+    steps,
+)
+
+Region = Literal["before", "layers", "after"]
+Phase = Literal["forward", "backward", "gather", "reduce"]
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Item:
+    """Work of one kind on one resource of a rank.
+
+    Attributes:
+        name: the op's kind, or the collective with what it moves, block numbers left out.
+        kind: the op's kind or the collective.
+        resource: "compute", or the mesh axis a collective runs along.
+        phase: forward and backward run once a micro-batch, gather once a step; reduce once a
+            step, or once a micro-batch where `every_micro_batch`.
+        region: before, in or after the repeated layers.
+        count: how many of them a phase has.
+        seconds: of one.
+        traffic_bytes: of one: read and written in the device's memory, or sent over the link.
+        flops: of one.
+        carries: "activation", "parameter" or "gradient", "" for compute.
+        every_micro_batch: whether it runs once a micro-batch.
+    """
+
+    name: str
+    kind: str
+    resource: str
+    phase: Phase
+    region: Region
+    count: Quantity
+    seconds: Quantity
+    traffic_bytes: Quantity
+    flops: Quantity = 0
+    carries: str = ""
+    every_micro_batch: bool = True
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Memory of one kind on a rank.
+
+    Attributes:
+        name: the parameter, or the op that keeps it.
+        kind: "parameters", "gradients", "optimizer", "saved activations", "buffers".
+        region: before, in or after the repeated layers.
+        bytes: of all that the item stands for.
+    """
+
+    name: str
+    kind: str
+    region: Region
+    bytes: Quantity
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element of what training keeps beside a parameter.
+
+    Attributes:
+        gradient_bytes: of a gradient; None for the parameter's own format.
+        master_bytes: of a second copy of the parameter that the optimizer updates; 0 for none.
+        moment_bytes: of both moments of Adam together; None for two in the parameter's own format.
+    """
+
+    gradient_bytes: int | None = None
+    master_bytes: int = 0
+    moment_bytes: int | None = None
+
+
+FULL = Precision()
+# Micikevicius et al. 2018, section 3.1, as Megatron-LM and ZeRO (section 3.1) count it: 2 + 2 + 12.
+MIXED = Precision(gradient_bytes=2, master_bytes=4, moment_bytes=8)
+# The same with gradients accumulated in float32 (nanotron, Megatron-Core): 2 + 4 + 12.
+MIXED_FLOAT32_GRADIENTS = Precision(gradient_bytes=4, master_bytes=4, moment_bytes=8)
+
+
+class Pricer:
+    """Prices a plan node by node.
+
+    Args:
+        graph: the captured model.
+        plan: its choices.
+        sizes: of its tensors on a rank.
+        hardware: figures or symbols.
+        links: of every mesh axis, figures or symbols.
+        layers: number of layers of every stack, by path, where it is not the graph's own: a symbol.
+        precision: of what training keeps beside parameters.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        *,
+        sizes: Sizes,
+        hardware: Hardware,
+        links: Sequence[Link],
+        layers: Mapping[str, Quantity] | None = None,
+        precision: Precision = FULL,
+    ) -> None:
+        self.graph, self.plan, self.sizes = graph, plan, sizes
+        self.hardware, self.links, self.precision = hardware, tuple(links), precision
+        self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
+        self.saved = SavedTensors(graph)
+        self.whole: Layout = (R,) * len(plan.mesh.axes)
+        self.operands = {op.name: operand_layouts(op, plan.ops[op.name]) for op in graph.ops}
+        self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
+        self.regions = _regions(graph)
+        self.modules = {name: op.module for op in graph.ops for name in op.results}
+        self.modules |= {tensor: name for name, tensor in graph.parameters.items()}
+
+    def items(self) -> Iterator[Item]:
+        """What a step does."""
+        for op in self.graph.ops:
+            if not op.is_view:
+                yield from self._compute(op)
+        yield from self._conversions()
+        for name in self.graph.parameters:
+            yield from self._between_steps(name)
+
+    def holdings(self) -> Iterator[Holding]:
+        """What a rank holds: parameters with what training keeps, and saved activations once."""
+        for name in self.graph.parameters:
+            yield from self._parameter(name)
+        for name in self.graph.buffers.values():
+            held = self.sizes.bytes(self.graph.tensors[name], self.whole)
+            yield Holding(_numbers_out(name), "buffers", "before", held)
+        yield from self._saved()
+
+    # --- ops
+
+    def _compute(self, op: Op) -> Iterator[Item]:
+        labels, tensors = self.plan.ops[op.name], self.graph.tensors
+        seconds = busy_seconds(op, labels, tensors, sizes=self.sizes, hardware=self.hardware)
+        moved = local_bytes(op, labels, tensors, self.sizes)
+        flops = sum(self.sizes.flops(op, work, labels) for work in op.work)
+        region, count = self._place(op.name, op.module)
+        kind = op.kind.removeprefix("aten.")
+        passes = {"forward": 1, "backward": backward_passes(op, tensors)}
+        for phase, times in passes.items():
+            if times:
+                yield Item(
+                    f"{_leaf(op.module)} {kind}".strip(), op.kind, COMPUTE, phase, region,  # type: ignore[arg-type]
+                    count * times, seconds, moved, flops,
+                )  # fmt: skip
+
+    # --- conversions
+
+    def _conversions(self) -> Iterator[Item]:
+        produced, kept = self._produced(), self._saved_roots()
+        parameters = set(self.graph.parameters.values())
+        for name, targets in self._targets(produced).items():
+            carries = "parameter" if name in parameters else "activation"
+            for target in targets:
+                again = carries == "parameter" and name in kept
+                yield from self._convert(name, produced[name], target, carries, again)
+
+    def _convert(
+        self, name: str, source: Layout, target: Layout, carries: str, again: bool
+    ) -> Iterator[Item]:
+        """A conversion inside the graph; a gathered parameter is gathered `again` in backward."""
+        tensor = self.graph.tensors[name]
+        region, count = self._place(name, self.modules.get(name, ""))
+        title = self._title(name)
+        for axis, forward, backward, before, after in self._steps(tensor, source, target):
+            yield self._item(title, forward, axis, "forward", region, count, before, after, carries)
+            if tensor.needs_grad:
+                back = "gradient" if carries == "parameter" else carries
+                yield self._item(title, backward, axis, "backward", region, count, after, before, back)
+            if again and tensor.needs_grad and sends(forward):
+                yield self._item(title, forward, axis, "backward", region, count, before, after, carries)
+
+    def _between_steps(self, name: str) -> Iterator[Item]:
+        """A parameter's way from storage to its resident layout, and its gradient's way back."""
+        how, tensor = self.plan.parameters[name], self.graph.tensors[self.graph.parameters[name]]
+        region, count = self._place(name, name)
+        title = _numbers_out(name)
+        for axis, forward, backward, before, after in self._steps(tensor, how.storage, how.resident):
+            yield self._item(
+                title, forward, axis, "gather", region, count, before, after, "parameter",
+                every_micro_batch=False,
+            )  # fmt: skip
+            if tensor.needs_grad:
+                scale = (self.precision.gradient_bytes or tensor.itemsize_bytes) / tensor.itemsize_bytes
+                yield self._item(
+                    title, backward, axis, "reduce", region, count, after * scale, before * scale,
+                    "gradient", every_micro_batch=how.reduce == "micro_batch",
+                )  # fmt: skip
+
+    def _steps(
+        self, tensor: Tensor, source: Layout, target: Layout
+    ) -> Iterator[tuple[int, str, str, Quantity, Quantity]]:
+        layout = list(source)
+        before = self.sizes.bytes(tensor, source)
+        for step in steps(source, target):
+            layout[step.axis] = step.target
+            after = self.sizes.bytes(tensor, tuple(layout))
+            yield step.axis, step.transition.forward, step.transition.backward, before, after
+            before = after
+
+    def _item(
+        self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,
+        before: Quantity, after: Quantity, carries: str, *, every_micro_batch: bool = True,
+    ) -> Item:  # fmt: skip
+        ranks = self.sizes.axis(axis)
+        seconds = collective_seconds(
+            name, before_bytes=before, after_bytes=after, ranks=ranks, link=self.links[axis],
+            hardware=self.hardware, bucketed=phase in ("gather", "reduce"),
+        )  # fmt: skip
+        sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
+        local = not sends(name)
+        return Item(
+            f"{name} {title}", name, COMPUTE if local else self.plan.mesh.names[axis], phase, region,
+            count, seconds, sent, carries="" if local else carries,
+            every_micro_batch=every_micro_batch,
+        )  # fmt: skip
+
+    # --- memory
+
+    def _parameter(self, name: str) -> Iterator[Holding]:
+        how, tensor = self.plan.parameters[name], self.graph.tensors[self.graph.parameters[name]]
+        region, count = self._place(name, name)
+        stored = count * self.sizes.bytes(tensor, how.storage)
+        resident = count * self.sizes.bytes(tensor, how.resident)
+        title = _numbers_out(name)
+        shards = how.resident if _grows(how.storage, how.resident) else how.storage
+        yield Holding(title, "parameters", region, count * self.sizes.bytes(tensor, shards))
+        if not tensor.needs_grad:
+            return
+        size, precision = tensor.itemsize_bytes, self.precision
+        gradient = (precision.gradient_bytes or size) / size
+        moments = 2 * size if precision.moment_bytes is None else precision.moment_bytes
+        reduced = stored if how.reduce == "micro_batch" else resident
+        yield Holding(title, "gradients", region, gradient * reduced)
+        yield Holding(title, "optimizer", region, (precision.master_bytes + moments) / size * stored)
+
+    def _saved(self) -> Iterator[Holding]:
+        stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
+        seen: dict[tuple[str, Layout], Op] = {}
+        for op in self.graph.ops:
+            if not keeps(op, self.graph.tensors):
+                continue
+            names = (*op.operands, *op.results)
+            layouts = (*self.operands[op.name], *self.results[op.name])
+            for name, layout in zip(names, layouts, strict=True):
+                if name in op.saved and self.saved.root(name) not in stored:
+                    seen.setdefault(self.saved.memory(name, layout), op)
+        for (root, at), op in seen.items():
+            region, count = self._place(op.name, op.module)
+            held = count * self.sizes.bytes(self.graph.tensors[root], at)
+            title = f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
+            yield Holding(title, "saved activations", region, held)
+
+    # --- the graph
+
+    def _place(self, name: str, module: str) -> tuple[Region, Quantity]:
+        """Where an op or tensor stands, and how many it stands for."""
+        place = self.graph.stack_of(module)
+        if place is None:
+            return self.regions.get(name, "before"), 1
+        stack, index = place
+        return "layers", self.layers[stack.path] - stack.captured + 1 if index == stack.middle else 1
+
+    def _produced(self) -> dict[str, Layout]:
+        produced = {name: self.whole for name in self.graph.buffers.values()}
+        produced |= {self.graph.inputs[name]: at for name, at in self.plan.inputs.items()}
+        for name, tensor in self.graph.parameters.items():
+            produced[tensor] = self.plan.parameters[name].resident
+        for op in self.graph.ops:
+            produced.update(zip(op.results, self.results[op.name], strict=True))
+        return produced
+
+    def _targets(self, produced: dict[str, Layout]) -> dict[str, dict[Layout, None]]:
+        """Tensor name -> the distinct layouts its consumers need, in order of first use."""
+        targets: dict[str, dict[Layout, None]] = {}
+        for op in self.graph.ops:
+            for name, layout in zip(op.operands, self.operands[op.name], strict=True):
+                targets.setdefault(name, {})[layout] = None
+        for name in self.graph.outputs:
+            delivered = tuple(R if state.kind == "P" else state for state in produced[name])
+            targets.setdefault(name, {})[delivered] = None
+        return targets
+
+    def _saved_roots(self) -> set[str]:
+        return {
+            self.saved.root(name)
+            for op in self.graph.ops
+            if keeps(op, self.graph.tensors)
+            for name in op.saved
+        }
+
+    def _title(self, name: str) -> str:
+        """A tensor in a reader's words: the parameter's name, or what makes it."""
+        if name in self.graph.producer:
+            op = self.graph.producer[name]
+            return f"of {_leaf(op.module)} {op.kind.removeprefix('aten.')}"
+        return _numbers_out(self.modules.get(name, name))
+
+
+def _grows(storage: Layout, resident: Layout) -> bool:
+    return any(a.kind == "S" and b.kind != "S" for a, b in zip(storage, resident, strict=True))
+
+
+def _regions(graph: Graph) -> dict[str, Region]:
+    """For every op, tensor and parameter outside the layers whether it comes before or after them."""
+    inside = [i for i, op in enumerate(graph.ops) if graph.stack_of(op.module)]
+    first_after = inside[-1] + 1 if inside else 0
+    regions: dict[str, Region] = {}
+    for position, op in enumerate(graph.ops):
+        region: Region = "before" if position < first_after else "after"
+        for name in (op.name, *op.results):
+            regions[name] = region
+        for name in op.operands:
+            regions.setdefault(name, region)
+    for name, tensor in graph.parameters.items():
+        regions[name] = regions.get(tensor, "before")
+    return regions
+
+
+def _numbers_out(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
+
+
+def _leaf(module: str) -> str:
+    """The last two names of a module's path, numbers left out: `mlp.up`."""
+    names = [part for part in module.split(".") if not part.isdigit()]
+    return ".".join(names[-2:])

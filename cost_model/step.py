@@ -1,0 +1,341 @@
+"""A whole training step: what its items add up to, and in which order they stand in each other's way.
+
+With m micro-batches, p pipeline stages of equal depth (each in v chunks), and for every region of
+the model (before, in and after the repeated layers) the seconds of one micro-batch
+
+    device = compute + communication that nothing hides          (forward, backward, recomputation)
+    host   = kernels * host_seconds                              what the CPU takes to issue them
+    region = max(device, host)                                   launches run ahead of the device
+    stage  = the slowest of (before + layers / p) and (layers / p + after)
+    step   = m * stage + (before + layers + after - stage) / v   fill and drain of the pipeline
+             + stage boundaries + reductions that backward does not hide + optimizer + fixed
+
+With equal stages the fourth line is the (p - 1) / (v m) of GPipe and interleaved 1F1B (Huang et al.
+2019, section 2.3; Narayanan et al. 2021, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autopar.cost_model.arith import Quantity, larger, smaller
+from autopar.cost_model.compute import memory_seconds
+from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Pricer, Region
+
+Recompute = Literal["none", "full"]
+REGIONS: tuple[Region, ...] = ("before", "layers", "after")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a step is run, beside the plan.
+
+    Attributes:
+        micro_batches: of a step.
+        stages: pipeline stages; 1 for none.
+        chunks: of layers per stage, interleaved.
+        recompute: "full" keeps only what crosses from layer to layer, and runs every layer's
+            forward again in backward.
+        precision: of what training keeps beside parameters.
+    """
+
+    micro_batches: Quantity = 1
+    stages: Quantity = 1
+    chunks: Quantity = 1
+    recompute: Recompute = "none"
+    precision: Precision = FULL
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a runtime adds to, or hides from, the time of the machine.
+
+    Attributes:
+        name: of the runtime and the GPU its figures were fitted on.
+        hides_parameters: fraction of the compute of a phase that gathers of parameters hide behind.
+        hides_gradients: the same for reductions of gradients, behind backward.
+        step_seconds: fixed per step: logging, the data loader, the optimizer's launches.
+        source: of the figures.
+    """
+
+    name: str = "autopar"
+    hides_parameters: float = 0.0
+    hides_gradients: float = 0.0
+    step_seconds: float = 0.0
+    source: str = "guess"
+
+
+@dataclass(frozen=True)
+class Term:
+    """A named part of a sum."""
+
+    name: str
+    value: Quantity
+    parts: tuple[Term, ...] = ()
+    note: str = ""
+
+
+def total(terms: Iterable[Term]) -> Quantity:
+    """The sum of terms."""
+    return sum((term.value for term in terms), start=0)
+
+
+@dataclass
+class Step:
+    """One step of one plan, its items priced; every method is a formula over them."""
+
+    items: Sequence[Item]
+    holdings: Sequence[Holding]
+    run: Run
+    hardware: Hardware
+    software: Software
+    boundary_bytes: Quantity = 0
+    boundary_link: Link | None = None
+    _sums: dict[object, Quantity] = field(default_factory=dict)
+
+    # --- time
+
+    def time(self) -> tuple[Term, ...]:
+        """The parts of a step's seconds."""
+        m = self.run.micro_batches
+        slowest, everything = self._stages()
+        ends = slowest - self._layers_share()
+        layers = [
+            Term(term.name, term.value * m, tuple(Term(p.name, p.value * m) for p in term.parts))
+            for term in self._region_terms("layers", 1 / self.run.stages)
+        ]
+        return (
+            *layers,
+            Term("embedding, head and loss", ends * m, note="of the slowest stage"),
+            Term("pipeline bubble", (everything - slowest) / self.run.chunks),
+            Term("stage boundaries", self._boundary_seconds() * m),
+            *self._once_a_step(),
+            Term("optimizer", self._optimizer_seconds()),
+            Term("fixed", self.software.step_seconds),
+        )
+
+    def seconds(self) -> Quantity:
+        """Seconds of a step."""
+        return total(self.time())
+
+    def _stages(self) -> tuple[Quantity, Quantity]:
+        """Seconds of a micro-batch on the slowest stage, and on all stages together."""
+        before, layers, after = (self._region_seconds(region) for region in REGIONS)
+        share = layers / self.run.stages
+        alone = larger(0, 2 - self.run.stages)  # 1 for a single stage, which has both ends
+        slowest = larger(before + share + alone * after, after + share + alone * before)
+        return slowest, before + layers + after
+
+    def _layers_share(self) -> Quantity:
+        return self._region_seconds("layers") / self.run.stages
+
+    def _region_seconds(self, region: Region) -> Quantity:
+        return self._once(("region", region), lambda: total(self._region_terms(region, 1)))
+
+    def _region_terms(self, region: Region, share: Quantity) -> tuple[Term, ...]:
+        """Compute, exposed communication by axis, and what the device waits for the host."""
+        compute = self._by_name(self._of(region, COMPUTE), "compute", share)
+        communication = tuple(
+            self._by_name(self._of(region, axis), f"communication along {axis}", share)
+            for axis in self._axes()
+        )
+        hidden = self._hidden(region) * share
+        device = compute.value + total(communication) - hidden
+        host = self._kernels(region) * share * self.hardware.host_seconds
+        waits = larger(0, host - device)
+        return (
+            compute, *communication, Term("hidden behind compute", -hidden),
+            Term("waiting for the host", waits),
+        )  # fmt: skip
+
+    def _of(self, region: Region, resource: str) -> list[tuple[Item, int]]:
+        """Items that every micro-batch runs, with how often: layers run forward again."""
+        again = self.run.recompute == "full" and region == "layers"
+        return [
+            (item, 2 if again and item.phase == "forward" else 1)
+            for item in self.items
+            if item.region == region
+            and item.resource == resource
+            and item.phase in ("forward", "backward")
+        ]
+
+    def _by_name(self, found: Sequence[tuple[Item, int]], name: str, share: Quantity) -> Term:
+        sums: dict[str, Quantity] = {}
+        for item, times in found:
+            title = f"{item.name} {item.phase}" if item.resource == COMPUTE else item.name
+            sums[title] = sums.get(title, 0) + times * item.count * item.seconds * share
+        parts = tuple(Term(title, value) for title, value in sums.items())
+        return Term(name, total(parts), parts)
+
+    def _axes(self) -> list[str]:
+        return list(dict.fromkeys(i.resource for i in self.items if i.resource != COMPUTE))
+
+    def _kernels(self, region: Region) -> Quantity:
+        """Kernels that the host issues for one micro-batch."""
+        found = [*self._of(region, COMPUTE)]
+        for axis in self._axes():
+            found += self._of(region, axis)
+        return sum((times * item.count for item, times in found), start=0)
+
+    def _hidden(self, region: Region) -> Quantity:
+        """Gathers of parameters and reductions of gradients that run beside compute."""
+        compute = sum(
+            (times * i.count * i.seconds for i, times in self._of(region, COMPUTE)), start=0
+        )
+        moved: dict[str, Quantity] = {"parameter": 0, "gradient": 0}
+        for axis in self._axes():
+            for item, times in self._of(region, axis):
+                if item.carries in moved:
+                    moved[item.carries] += times * item.count * item.seconds
+        software = self.software
+        return smaller(moved["parameter"], software.hides_parameters * compute) + smaller(
+            moved["gradient"], software.hides_gradients * compute
+        )
+
+    def _once_a_step(self) -> tuple[Term, ...]:
+        """Gathers and reductions between storage and the resident copies."""
+        shares = {"layers": 1 / self.run.stages}
+        gathers = self._per_step("gather", shares)
+        reductions = self._per_step("reduce", shares)
+        backward = sum(
+            (i.count * i.seconds * shares.get(i.region, 1) for i in self.items
+             if i.resource == COMPUTE and i.phase == "backward"), start=0,
+        )  # fmt: skip
+        hidden = smaller(reductions.value, self.software.hides_gradients * backward)
+        return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
+
+    def _per_step(self, phase: str, shares: Mapping[str, Quantity]) -> Term:
+        sums: dict[str, Quantity] = {}
+        for i in self.items:
+            if i.phase == phase:
+                times = self.run.micro_batches if i.every_micro_batch else 1
+                cost = times * i.count * i.seconds * shares.get(i.region, 1)
+                sums[i.kind + " along " + i.resource] = (
+                    sums.get(i.kind + " along " + i.resource, 0) + cost
+                )
+        names = {"gather": "gathering parameters", "reduce": "reducing gradients"}
+        parts = tuple(Term(name, value) for name, value in sums.items())
+        return Term(names[phase], total(parts), parts)
+
+    def _boundary_seconds(self) -> Quantity:
+        """Sending a micro-batch's activations on, and its gradients back."""
+        if self.boundary_link is None:
+            return 0
+        link = self.boundary_link
+        crossing = smaller(1, self.run.stages - 1) * self.run.chunks
+        one = link.latency_seconds + self.boundary_bytes / link.bandwidth_bytes_per_second
+        return 2 * crossing * one
+
+    def _optimizer_seconds(self) -> Quantity:
+        """Adam reads and writes its states and reads the gradient, at the memory's bandwidth."""
+        touched = (
+            2 * self.held("optimizer", "first") + self.held("gradients", "first")
+            + self.held("parameters", "first")
+        )  # fmt: skip
+        return memory_seconds(touched, self.hardware)
+
+    # --- memory
+
+    def memory(self, stage: Literal["first", "last"] = "first") -> tuple[Term, ...]:
+        """The parts of a rank's peak, on the first or the last stage of the pipeline."""
+        kinds = ("parameters", "gradients", "optimizer", "buffers")
+        saved = self._saved(stage)
+        return (
+            *(Term(kind, self.held(kind, stage), self._held_parts(kind, stage)) for kind in kinds),
+            saved,
+            Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
+        )
+
+    def held(self, kind: str, stage: Literal["first", "last"]) -> Quantity:
+        """Bytes of one kind on a stage, for one micro-batch."""
+        return self._once(
+            ("held", kind, stage),
+            lambda: sum(
+                (self._share(h.region, stage) * h.bytes for h in self.holdings if h.kind == kind),
+                start=0,
+            ),
+        )
+
+    def _share(self, region: Region, stage: str) -> Quantity:
+        """How much of a region a stage has."""
+        if region == "layers":
+            return 1 / self.run.stages
+        alone = larger(0, 2 - self.run.stages)
+        own = "before" if stage == "first" else "after"
+        return 1 if region == own else alone
+
+    def _held_parts(self, kind: str, stage: str) -> tuple[Term, ...]:
+        sums: dict[str, Quantity] = {}
+        for h in self.holdings:
+            if h.kind == kind:
+                sums[h.name] = sums.get(h.name, 0) + self._share(h.region, stage) * h.bytes
+        return tuple(Term(name, value) for name, value in sums.items())
+
+    def _saved(self, stage: Literal["first", "last"]) -> Term:
+        """Saved activations of the micro-batches in flight: p of them on the first stage of 1F1B."""
+        m, p = self.run.micro_batches, self.run.stages
+        flight = smaller(m, p) if stage == "first" else 1
+        if self.run.recompute == "full":
+            return self._recomputed(stage, flight)
+        parts = self._held_parts("saved activations", stage)
+        return Term(
+            "saved activations", flight * self.held("saved activations", stage),
+            tuple(Term(part.name, flight * part.value) for part in parts),
+            "of all micro-batches in flight",
+        )  # fmt: skip
+
+    def _recomputed(self, stage: Literal["first", "last"], flight: Quantity) -> Term:
+        """Inputs of every layer in flight, and all of one layer while it is run again."""
+        layers = sum((h.bytes for h in self.holdings if self._is_saved(h, "layers")), start=0)
+        ends = sum(
+            (self._share(h.region, stage) * h.bytes for h in self.holdings
+             if self._is_saved(h, "before") or self._is_saved(h, "after")), start=0,
+        )  # fmt: skip
+        inputs = self.boundary_bytes * self._layers / self.run.stages
+        parts = (
+            Term("inputs of layers", flight * inputs),
+            Term("one layer run again", layers / self._layers),
+            Term("embedding, head and loss", flight * ends),
+        )
+        return Term("saved activations", total(parts), parts, "layers are run again in backward")
+
+    @staticmethod
+    def _is_saved(h: Holding, region: Region) -> bool:
+        return h.kind == "saved activations" and h.region == region
+
+    @property
+    def _layers(self) -> Quantity:
+        return self.layers
+
+    layers: Quantity = 1
+
+    # --- traffic
+
+    def traffic(self) -> tuple[Term, ...]:
+        """Bytes that a rank sends in a step, by axis and collective."""
+        found: dict[str, dict[str, Quantity]] = {}
+        for i in self.items:
+            if i.resource == COMPUTE:
+                continue
+            once = i.phase in ("gather", "reduce") and not i.every_micro_batch
+            times = 1 if once else self.run.micro_batches
+            if self.run.recompute == "full" and i.region == "layers" and i.phase == "forward":
+                times = 2 * times
+            share = 1 / self.run.stages if i.region == "layers" else 1
+            of_axis = found.setdefault(i.resource, {})
+            of_axis[i.name] = of_axis.get(i.name, 0) + times * share * i.count * i.traffic_bytes
+        return tuple(
+            Term(f"along {axis}", sum(names.values()), tuple(Term(n, v) for n, v in names.items()))
+            for axis, names in found.items()
+        )
+
+    def _once(self, key: object, make: Callable[[], Quantity]) -> Quantity:
+        if key not in self._sums:
+            self._sums[key] = make()
+        return self._sums[key]
+
+
+__all__ = ["Pricer", "Recompute", "Run", "Software", "Step", "Term", "total"]

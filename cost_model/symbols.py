@@ -1,0 +1,198 @@
+"""The symbols of a plan's cost, and its expressions evaluated at any number of configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+from sympy.printing.numpy import NumPyPrinter
+
+from autopar.cost_model.arith import Quantity
+from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.items import FULL, Holding, Item, Precision, Pricer
+from autopar.cost_model.sizes import SymbolicSizes
+from autopar.ir import Graph, Mesh, Plan
+
+_SCALARS = (
+    "memory_bytes_per_second", "launch_seconds", "host_seconds", "matmul_efficiency",
+    "matmul_half_size", "memory_efficiency",
+)  # fmt: skip
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """A positive real symbol."""
+    return sympy.Symbol(name, positive=True)
+
+
+def machine_symbols(hardware: Hardware) -> tuple[Hardware, dict[str, float]]:
+    """The hardware with a symbol for every figure, and the value of every symbol."""
+    values = {name: float(getattr(hardware, name)) for name in _SCALARS}
+    replaced: dict[str, Any] = {name: symbol(name) for name in _SCALARS}
+    peaks = []
+    for size, flops in hardware.peak_flops:
+        name = f"peak_flops_{round(8 * size)}bit"
+        values[name] = flops
+        peaks.append((size, symbol(name)))
+    return dataclasses.replace(hardware, peak_flops=tuple(peaks), **replaced), values
+
+
+def link_symbols(mesh: Mesh) -> tuple[Link, ...]:
+    """A link of symbols for every axis: `bandwidth_tp`, `latency_tp`."""
+    return tuple(Link(symbol(f"bandwidth_{n}"), symbol(f"latency_{n}")) for n in mesh.names)
+
+
+def link_values(hardware: Hardware, mesh: Mesh) -> dict[str, float]:
+    """What the links of every axis of this mesh really are."""
+    values: dict[str, float] = {}
+    for position, name in enumerate(mesh.names):
+        link = hardware.link(mesh, position)
+        values[f"bandwidth_{name}"] = link.bandwidth_bytes_per_second
+        values[f"latency_{name}"] = link.latency_seconds
+    return values
+
+
+def factor_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
+    """A symbol for every factor that a rule speaks of; those of repeated layers share one.
+
+    `layers.0.mlp.up.weight[0]` and `layers.1.mlp.up.weight[0]` are both `up_0` while they are of one
+    size; what differs in size gets a number.
+    """
+    taken: dict[str, int] = {}
+    found: dict[str, sympy.Symbol] = {}
+    for name, factor in graph.factors.items():
+        short, number = _short(name), 2
+        base = short
+        while taken.get(short, factor.size) != factor.size:
+            short, number = f"{base}_{number}", number + 1
+        taken[short] = factor.size
+        found[name] = symbol(short)
+    return found
+
+
+def _short(name: str) -> str:
+    """`layers.0.mlp.up.weight[0].1` -> `up_0_1`, a name that a formula can bear."""
+    path, bracket, index = name.partition("[")
+    parts = [p for p in path.split(".") if not p.isdigit() and p not in ("weight", "bias")]
+    tail = index.replace("]", "").replace(".", "_")
+    return "_".join(filter(None, [(parts or [path])[-1], tail])) if bracket else path.split("~")[0]
+
+
+@dataclass(frozen=True)
+class Expressions:
+    """The items and holdings of a plan as expressions.
+
+    Attributes:
+        items, holdings: see `autopar.cost_model.items`.
+        values: the value of every symbol at the sizes and the hardware they were made with.
+    """
+
+    items: tuple[Item, ...]
+    holdings: tuple[Holding, ...]
+    values: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        plan: Plan,
+        hardware: Hardware,
+        *,
+        factors: Mapping[str, sympy.Symbol] | None = None,
+        precision: Precision = FULL,
+    ) -> Expressions:
+        """Prices every node with symbols. `factors` names them, by default `factor_symbols`."""
+        names = factor_symbols(graph) if factors is None else factors
+        machine, values = machine_symbols(hardware)
+        axes = [symbol(name) for name in plan.mesh.names]
+        layers = layer_symbols(graph)
+        pricer = Pricer(
+            graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
+            links=link_symbols(plan.mesh), layers=layers, precision=precision,
+        )  # fmt: skip
+        values |= link_values(hardware, plan.mesh)
+        values |= dict(zip(plan.mesh.names, map(float, plan.mesh.sizes), strict=True))
+        values |= {str(names[n]): float(f.size) for n, f in graph.factors.items() if n in names}
+        values |= {str(layers[stack.path]): float(stack.layers) for stack in graph.stacks}
+        return cls(merged_items(pricer.items()), merged_holdings(pricer.holdings()), values)
+
+    def at(self, **values: Quantity) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
+        """Items and holdings with numbers, or arrays of one shape, in place of symbols."""
+        given = {**self.values, **values}
+        numbers = self._evaluate(*(given[str(s)] for s in self._symbols))
+        return self._with(numbers)
+
+    def _with(self, numbers: Sequence[Quantity]) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
+        rest = iter(numbers)
+        items = tuple(
+            dataclasses.replace(
+                item, count=next(rest), seconds=next(rest), traffic_bytes=next(rest), flops=next(rest)
+            )
+            for item in self.items
+        )  # fmt: skip
+        return items, tuple(dataclasses.replace(h, bytes=next(rest)) for h in self.holdings)
+
+    @cached_property
+    def _flat(self) -> list[sympy.Expr]:
+        fields = [[i.count, i.seconds, i.traffic_bytes, i.flops] for i in self.items]
+        return [sympy.sympify(x) for group in fields for x in group] + [
+            sympy.sympify(h.bytes) for h in self.holdings
+        ]
+
+    @cached_property
+    def _symbols(self) -> list[sympy.Symbol]:
+        found = set().union(*(expression.free_symbols for expression in self._flat))
+        return sorted(found, key=str)
+
+    @cached_property
+    def _evaluate(self) -> Callable[..., list[Quantity]]:
+        dummies = [sympy.Symbol(f"x{i}", positive=True) for i in range(len(self._symbols))]
+        renamed = dict(zip(self._symbols, dummies, strict=True))
+        flat = [expression.xreplace(renamed) for expression in self._flat]
+        return sympy.lambdify(dummies, flat, modules="numpy", printer=_Printer, cse=True)
+
+
+def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
+    """The symbol for the number of layers of every stack, by its path."""
+    single = len(graph.stacks) == 1
+    return {
+        stack.path: symbol("layers" if single else f"layers_{stack.path.replace('.', '_')}")
+        for stack in graph.stacks
+    }
+
+
+def merged_items(items: Any) -> tuple[Item, ...]:
+    """Items that differ only in their count as one."""
+    counts: dict[Item, Quantity] = {}
+    for item in items:
+        key = dataclasses.replace(item, count=0)
+        counts[key] = counts.get(key, 0) + item.count
+    return tuple(dataclasses.replace(item, count=count) for item, count in counts.items())
+
+
+def merged_holdings(holdings: Any) -> tuple[Holding, ...]:
+    """Holdings of one name as one."""
+    sums: dict[Holding, Quantity] = {}
+    for holding in holdings:
+        key = dataclasses.replace(holding, bytes=0)
+        sums[key] = sums.get(key, 0) + holding.bytes
+    return tuple(dataclasses.replace(h, bytes=held) for h, held in sums.items())
+
+
+class _Printer(NumPyPrinter):  # type: ignore[misc]
+    """Prints Max and Min so that numbers and arrays mix; numpy.amax wants equal shapes."""
+
+    def _print_Max(self, expr: sympy.Max) -> str:
+        return self._nested("maximum", expr.args)
+
+    def _print_Min(self, expr: sympy.Min) -> str:
+        return self._nested("minimum", expr.args)
+
+    def _nested(self, name: str, args: Sequence[sympy.Expr]) -> str:
+        printed = self._print(args[0])
+        for arg in args[1:]:
+            printed = f"numpy.{name}({printed}, {self._print(arg)})"
+        return str(printed)

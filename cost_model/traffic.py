@@ -1,0 +1,39 @@
+"""Bytes that one rank sends in a collective, by the ring that attains the lower bound.
+
+Patarasuk and Yuan 2009: an all-gather or reduce-scatter of B bytes over n ranks sends (n - 1) / n B
+from each, an all-reduce twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from autopar.cost_model.arith import Quantity
+
+_RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyType(
+    {
+        "all_gather": lambda before, after: after,
+        "reduce_scatter": lambda before, after: before,
+        "all_reduce": lambda before, after: before + after,
+        "all_to_all": lambda before, after: before,
+        "shard": lambda before, after: 0,
+        "pad": lambda before, after: 0,
+        "partial": lambda before, after: 0,
+        "vary": lambda before, after: 0,
+    }
+)
+
+
+def sends(name: str) -> bool:
+    """Whether a collective, named as in `autopar.ir.conversion`, sends anything to other ranks."""
+    assert name in _RINGS, f"no formula for the collective {name!r}"
+    return _RINGS[name](1, 1) != 0
+
+
+def traffic_bytes(
+    name: str, *, before_bytes: Quantity, after_bytes: Quantity, ranks: Quantity
+) -> Quantity:
+    """Bytes that a rank sends; `before_bytes` and `after_bytes` are what it holds on either side."""
+    assert name in _RINGS, f"no formula for the collective {name!r}"
+    return _RINGS[name](before_bytes, after_bytes) * (ranks - 1) / ranks
