@@ -69,15 +69,20 @@ def price(graph: Graph, plan: Plan, hardware: Hardware) -> Cost:
     """Time and memory of `plan`, which must fit `graph` (an op without labels is a KeyError)."""
     pricer = _Pricer(graph, plan, hardware)
     in_graph = pricer.conversions()
-    stored = [pricer.parameter_bytes(name) for name in graph.parameters]
+    stored = [
+        (graph.stands_for.get(name, 1), pricer.parameter_bytes(name)) for name in graph.parameters
+    ]
     return Cost(
         compute_seconds=plan.micro_batches * pricer.compute_seconds(),
         conversion_seconds=plan.micro_batches * in_graph.activations,
         parameter_seconds=plan.micro_batches * in_graph.parameters
-        + sum(pricer.per_step_seconds(name) for name in graph.parameters),
-        parameter_bytes=sum(each.parameter for each in stored),
-        gradient_bytes=sum(each.gradient for each in stored),
-        optimizer_bytes=sum(each.optimizer for each in stored),
+        + sum(
+            graph.stands_for.get(name, 1) * pricer.per_step_seconds(name)
+            for name in graph.parameters
+        ),
+        parameter_bytes=sum(count * each.parameter for count, each in stored),
+        gradient_bytes=sum(count * each.gradient for count, each in stored),
+        optimizer_bytes=sum(count * each.optimizer for count, each in stored),
         saved_bytes=pricer.saved_bytes(),
         buffer_bytes=sum(pricer.whole_bytes(name) for name in graph.buffers.values()),
     )
@@ -131,9 +136,14 @@ class _Pricer:
         self.operands = {op.name: operand_layouts(op, plan.ops[op.name]) for op in graph.ops}
         self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
 
+    def count(self, name: str) -> int:
+        """How many ops or tensors the captured one of this name stands for."""
+        return self.graph.stands_for.get(name, 1)
+
     def compute_seconds(self) -> float:
         return sum(
-            op_seconds(
+            self.count(op.name)
+            * op_seconds(
                 op,
                 self.plan.ops[op.name],
                 self.graph.tensors,
@@ -162,7 +172,7 @@ class _Pricer:
                     )
                 else:
                     cost = self._convert(tensor, source, target).total
-                seconds[name in parameters] += cost
+                seconds[name in parameters] += self.count(name) * cost
         return _InGraph(activations=seconds[False], parameters=seconds[True])
 
     def _convert(self, tensor: Tensor, source: Layout, target: Layout) -> Seconds:
@@ -220,5 +230,7 @@ class _Pricer:
             for name, layout in zip(names, layouts, strict=True):
                 if name in op.saved and self.saved.root(name) not in stored:
                     root, at = self.saved.memory(name, layout)
-                    seen[root, at] = self.sizes.bytes(self.graph.tensors[root], at)
+                    seen[root, at] = self.count(root) * self.sizes.bytes(
+                        self.graph.tensors[root], at
+                    )
         return sum(seen.values())

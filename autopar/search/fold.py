@@ -25,8 +25,8 @@ choose differently.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,10 +39,14 @@ _CANDIDATE_PERIODS = 64
 
 @dataclass(frozen=True)
 class OpClass:
-    """Ops that share one choice per axis; `op` is the first of them and stands for all."""
+    """Ops that share one choice per axis; `op` is the first of them and stands for all.
+
+    `count` is how many they are in the whole model, where a captured layer may stand for many.
+    """
 
     op: Op
     members: tuple[str, ...]
+    count: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Entry:
         consumers: class and position of every operand, distinct and in order.
         is_output: whether the model returns it.
         is_saved: whether autograd keeps it, under this name or as a view.
+        count: how many they are in the whole model.
     """
 
     tensor: Tensor
@@ -66,6 +71,7 @@ class Entry:
     consumers: tuple[tuple[int, int], ...]
     is_output: bool
     is_saved: bool
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,7 @@ def fold(
     equal marks share decisions. With `repeats=False` every op is a class of its own.
     """
     groups = _groups(graph, mark) if repeats else [[index] for index in range(len(graph.ops))]
-    classes = tuple(
-        OpClass(graph.ops[group[0]], tuple(graph.ops[i].name for i in group)) for group in groups
-    )
+    classes = tuple(_class([graph.ops[i] for i in group], graph) for group in groups)
     class_of = {name: index for index, each in enumerate(classes) for name in each.members}
     saved = SavedTensors(graph)
     return Fold(
@@ -114,6 +118,16 @@ def fold(
         saved=_saved_entries(graph, class_of, saved),
         class_of=class_of,
     )
+
+
+def _class(ops: Sequence[Op], graph: Graph) -> OpClass:
+    names = tuple(op.name for op in ops)
+    return OpClass(ops[0], names, count_of(names, graph))
+
+
+def count_of(names: Iterable[str], graph: Graph) -> int:
+    """How many these ops or tensors are in the whole model."""
+    return sum(graph.stands_for.get(name, 1) for name in names)
 
 
 def _groups(graph: Graph, mark: Callable[[str], Hashable]) -> list[list[int]]:
@@ -208,8 +222,8 @@ def _entries(
         groups.setdefault(key, entry)
         names.setdefault(key, []).append(name)
     return tuple(
-        Entry(e.tensor, tuple(names[key]), e.leaf, e.producer, e.consumers, e.is_output, e.is_saved)
-        for key, e in groups.items()
+        replace(entry, names=tuple(names[key]), count=count_of(names[key], graph))
+        for key, entry in groups.items()
     )
 
 
@@ -253,7 +267,7 @@ def _saved_entries(
         tensor = graph.tensors[root]
         alike = (tensor.dims, tensor.itemsize_bytes, frozenset(found))
         groups.setdefault(alike, (tensor, [], tuple(found.values())))[1].append(root)
-    return tuple(SavedEntry(t, len(roots), found) for t, roots, found in groups.values())
+    return tuple(SavedEntry(t, count_of(roots, graph), found) for t, roots, found in groups.values())
 
 
 def _path(

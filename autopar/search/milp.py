@@ -204,7 +204,7 @@ class AxisProgram:
             if self.problem.serves(index, strategy.plan.resident, needed, open_axis=self.axis):
                 by_resident.setdefault(strategy.plan.resident, []).append(strategy)
         options = {
-            self._strategy(strategy, len(self.problem.entries[index].names)): strategy.plan
+            self._strategy(strategy, self.problem.entries[index].count): strategy.plan
             for alike in by_resident.values()
             for strategy in self._select(alike)
         }
@@ -219,7 +219,7 @@ class AxisProgram:
 
     def _add_lone_parameter(self, index: int, demand: _ByLayout) -> None:
         """A parameter with one consumer: its best strategies are known for each layout needed."""
-        count = len(self.problem.entries[index].names)
+        count = self.problem.entries[index].count
         options = self._parameters[index] = {}
         for target, needing in demand.items():
             best = self._select(self.problem.serving(index, target))

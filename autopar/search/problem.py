@@ -108,7 +108,7 @@ class Problem:
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
         self.entries = self.fold.entries
         self.ops = [each.op for each in self.fold.classes]
-        self._counts = [len(each.members) for each in self.fold.classes]
+        self._counts = [each.count for each in self.fold.classes]
         self._entries_of = self._find_entries()
         self._dividing = [self._dividing_choices(op) for op in self.ops]
         self._kind_of = self._number_kinds()
@@ -174,7 +174,7 @@ class Problem:
         key = (self._kind_of[index], source, target)
         if key not in self._conversions:
             self._conversions[key] = self._convert(self.entries[index], source, target)
-        return self._conversions[key] * len(self.entries[index].names) * self.micro_batches
+        return self._conversions[key] * self.entries[index].count * self.micro_batches
 
     def follow(self, index: int, labels: Labels) -> Labels:
         """The labels of a collapsed view, given those of the class that makes its operand."""

@@ -1,0 +1,48 @@
+"""A captured layer that stands for many: the plan and the price of the whole model from three layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from llama import Llama
+
+from autopar.cost_model import H100, price
+from autopar.ir import Graph, Stack
+from autopar.planning import prepare_step
+from autopar.search import search_with_cost
+
+MESH = {"dp": 2, "tp": 2}
+
+
+def graph_of(layers: int) -> Graph:
+    with torch.device("meta"):
+        model = Llama(vocab=64, width=32, inner=64, heads=4, kv_heads=2, layers=layers)
+        tokens = torch.zeros(4, 16, dtype=torch.int64)
+    return prepare_step(model, (tokens, tokens)).analysis.graph
+
+
+@pytest.mark.parametrize("recipe", ["dp:ddp,tp:tp", "dp:zero3,tp:tp+sp", "auto"])
+def test_three_layers_price_like_seven(recipe: str) -> None:
+    whole = search_with_cost(graph_of(7), MESH, hardware=H100, recipe=recipe)
+    short = replace(graph_of(3), stacks=(Stack("layers", 7, 3),))
+    found = search_with_cost(short, MESH, hardware=H100, recipe=recipe)
+    assert found.cost.seconds == pytest.approx(whole.cost.seconds, rel=1e-9)
+    assert found.cost.memory_bytes == whole.cost.memory_bytes
+    assert found.plan.ops[short.ops[30].name] == whole.plan.ops[short.ops[30].name]
+
+
+def test_a_stack_that_leaves_nothing_out_changes_nothing() -> None:
+    graph = graph_of(3)
+    plan = search_with_cost(graph, MESH, hardware=H100).plan
+    noted = replace(graph, stacks=(Stack("layers", 3, 3),))
+    assert price(noted, plan, H100) == price(graph, plan, H100)
+
+
+def test_a_parameter_knows_its_layer() -> None:
+    stack = Stack("layers", 7, 3)
+    assert stack.index("layers.2.mlp.up.weight") == 2
+    assert stack.index("layers.norm.weight") is None
+    assert stack.index("decoder.layers.2") is None
+    assert stack.middle == 1
