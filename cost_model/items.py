@@ -159,6 +159,12 @@ class Pricer:
             yield Holding(_numbers_out(name), "buffers", "before", held)
         yield from self._saved()
 
+    def boundary_bytes(self) -> Quantity:
+        """Bytes of what crosses from one repeated layer to the next, on one rank."""
+        crossing = _crossing(self.graph)
+        produced = self._produced()
+        return sum((self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in crossing), start=0)
+
     # --- ops
 
     def _compute(self, op: Op) -> Iterator[Item]:
@@ -327,6 +333,20 @@ class Pricer:
             op = self.graph.producer[name]
             return f"of {_leaf(op.module)} {op.kind.removeprefix('aten.')}"
         return _numbers_out(self.modules.get(name, name))
+
+
+def _crossing(graph: Graph) -> list[str]:
+    """Tensors that the layer in the middle of a stack makes for the next one."""
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        place = graph.stack_of(op.module)
+        for name in op.operands:
+            maker = graph.producer.get(name)
+            source = graph.stack_of(maker.module) if maker else None
+            if place and source and source[0] == place[0] and source[1] == place[0].middle - 1:
+                if place[1] == place[0].middle:
+                    found[name] = None
+    return list(found)
 
 
 def _grows(storage: Layout, resident: Layout) -> bool:

@@ -85,13 +85,22 @@ def total(terms: Iterable[Term]) -> Quantity:
 
 @dataclass
 class Step:
-    """One step of one plan, its items priced; every method is a formula over them."""
+    """One step of one plan, its items priced; every method is a formula over them.
+
+    Attributes:
+        items, holdings: see `autopar.cost_model.items`.
+        run, hardware, software: figures or symbols.
+        layers: repeated layers of the whole model.
+        boundary_bytes: what crosses from one layer to the next, of one micro-batch on one rank.
+        boundary_link: between the stages of the pipeline.
+    """
 
     items: Sequence[Item]
     holdings: Sequence[Holding]
     run: Run
     hardware: Hardware
     software: Software
+    layers: Quantity = 1
     boundary_bytes: Quantity = 0
     boundary_link: Link | None = None
     _sums: dict[object, Quantity] = field(default_factory=dict)
@@ -294,10 +303,10 @@ class Step:
             (self._share(h.region, stage) * h.bytes for h in self.holdings
              if self._is_saved(h, "before") or self._is_saved(h, "after")), start=0,
         )  # fmt: skip
-        inputs = self.boundary_bytes * self._layers / self.run.stages
+        inputs = self.boundary_bytes * self.layers / self.run.stages
         parts = (
             Term("inputs of layers", flight * inputs),
-            Term("one layer run again", layers / self._layers),
+            Term("one layer run again", layers / self.layers),
             Term("embedding, head and loss", flight * ends),
         )
         return Term("saved activations", total(parts), parts, "layers are run again in backward")
@@ -305,12 +314,6 @@ class Step:
     @staticmethod
     def _is_saved(h: Holding, region: Region) -> bool:
         return h.kind == "saved activations" and h.region == region
-
-    @property
-    def _layers(self) -> Quantity:
-        return self.layers
-
-    layers: Quantity = 1
 
     # --- traffic
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -87,11 +87,17 @@ class Expressions:
 
     Attributes:
         items, holdings: see `autopar.cost_model.items`.
+        boundary_bytes: what crosses from layer to layer.
+        layers: repeated layers of the whole model.
+        machine: the hardware with a symbol for every figure.
         values: the value of every symbol at the sizes and the hardware they were made with.
     """
 
     items: tuple[Item, ...]
     holdings: tuple[Holding, ...]
+    boundary_bytes: Quantity
+    layers: Quantity
+    machine: Hardware
     values: Mapping[str, float]
 
     @classmethod
@@ -117,16 +123,23 @@ class Expressions:
         values |= dict(zip(plan.mesh.names, map(float, plan.mesh.sizes), strict=True))
         values |= {str(names[n]): float(f.size) for n, f in graph.factors.items() if n in names}
         values |= {str(layers[stack.path]): float(stack.layers) for stack in graph.stacks}
-        return cls(merged_items(pricer.items()), merged_holdings(pricer.holdings()), values)
+        return cls(
+            merged_items(pricer.items()), merged_holdings(pricer.holdings()),
+            pricer.boundary_bytes(), sum(layers.values()) or sympy.Integer(1), machine, values,
+        )  # fmt: skip
 
-    def at(self, **values: Quantity) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
-        """Items and holdings with numbers, or arrays of one shape, in place of symbols."""
+    def at(self, **values: Quantity) -> Expressions:
+        """The same with numbers, or arrays of one shape, in place of symbols."""
         given = {**self.values, **values}
-        numbers = self._evaluate(*(given[str(s)] for s in self._symbols))
-        return self._with(numbers)
+        numbers = iter(self._evaluate(*(given[str(s)] for s in self._symbols)))
+        scalars = {name: given[name] for name in _SCALARS}
+        peaks = tuple((size, given[str(flops)]) for size, flops in self.machine.peak_flops)
+        return Expressions(
+            *self._with(numbers), next(numbers), next(numbers),
+            dataclasses.replace(self.machine, peak_flops=peaks, **scalars), given,
+        )  # fmt: skip
 
-    def _with(self, numbers: Sequence[Quantity]) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
-        rest = iter(numbers)
+    def _with(self, rest: Iterator[Quantity]) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
         items = tuple(
             dataclasses.replace(
                 item, count=next(rest), seconds=next(rest), traffic_bytes=next(rest), flops=next(rest)
@@ -139,7 +152,8 @@ class Expressions:
     def _flat(self) -> list[sympy.Expr]:
         fields = [[i.count, i.seconds, i.traffic_bytes, i.flops] for i in self.items]
         return [sympy.sympify(x) for group in fields for x in group] + [
-            sympy.sympify(h.bytes) for h in self.holdings
+            *(sympy.sympify(h.bytes) for h in self.holdings),
+            sympy.sympify(self.boundary_bytes), sympy.sympify(self.layers),
         ]
 
     @cached_property

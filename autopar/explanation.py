@@ -1,0 +1,356 @@
+"""What a plan costs and why: expressions, their values, and what would change them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import sympy
+
+from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import Link
+from autopar.cost_model.items import COMPUTE
+from autopar.cost_model.step import Run, Software, Step, Term, total
+from autopar.cost_model.symbols import Expressions, symbol
+from autopar.errors import AutoparError
+from autopar.ir import Graph, Mesh, Plan
+
+# Words for what a person may change, and the symbols that each of them scales.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "link_bandwidth": ("bandwidth_",),
+    "link_latency": ("latency_",),
+    "flops": ("peak_flops_",),
+    "memory_bandwidth": ("memory_bytes_per_second",),
+    "host_speed": ("host_seconds",),
+}
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The largest value of a size that fits into memory.
+
+    Attributes:
+        name: of the symbol.
+        value: the largest whole number that the axes which split it divide.
+        limit: where the memory would be exactly full.
+        expression: the limit, as a function of the other symbols where sympy can say it.
+    """
+
+    name: str
+    value: int
+    limit: float
+    expression: sympy.Expr | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The cost of one plan on one cluster.
+
+    Attributes:
+        graph: the captured model, at the size of one micro-batch of all ranks.
+        plan: its choices on the axes of the mesh.
+        cluster: what it runs on; its ranks are those of the mesh times the stages.
+        run: micro-batches, stages, recomputation.
+        software: what the runtime adds or hides.
+        memory_bound_bytes: of a rank; by default what the hardware has.
+        tokens: of a micro-batch; None where the model has no tokens.
+        candidates: other ways that were considered.
+        overrides: values of symbols that differ from the cluster's or the graph's.
+    """
+
+    graph: Graph
+    plan: Plan
+    cluster: Cluster
+    run: Run = Run()
+    software: Software = Software()
+    memory_bound_bytes: int | None = None
+    tokens: int | None = None
+    candidates: tuple[Candidate, ...] = ()
+    overrides: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        """Items and holdings over symbols."""
+        return Expressions.of(
+            self.graph, self.plan, self.cluster.hardware, precision=self.run.precision
+        )
+
+    @cached_property
+    def values(self) -> Mapping[str, float]:
+        """The value of every symbol."""
+        link = boundary_link(self.cluster, self.plan.mesh, int(self.run.stages))
+        return {
+            **self.expressions.values,
+            "micro_batches": float(self.run.micro_batches),
+            "stages": float(self.run.stages),
+            "chunks": float(self.run.chunks),
+            "bandwidth_pp": link.bandwidth_bytes_per_second,
+            "latency_pp": link.latency_seconds,
+            **self.overrides,
+        }
+
+    @cached_property
+    def symbolic(self) -> Step:
+        """The step as formulas."""
+        run = replace(
+            self.run, micro_batches=symbol("micro_batches"), stages=symbol("stages"),
+            chunks=symbol("chunks"),
+        )  # fmt: skip
+        return _step(
+            self.expressions, run, self.software, Link(symbol("bandwidth_pp"), symbol("latency_pp"))
+        )
+
+    @cached_property
+    def step(self) -> Step:
+        """The step as numbers."""
+        return self.at()
+
+    def at(self, **values: Any) -> Step:
+        """The step at other values of symbols; arrays price many configurations at once."""
+        given = {**self.values, **values}
+        run = replace(
+            self.run, micro_batches=given["micro_batches"], stages=given["stages"],
+            chunks=given["chunks"],
+        )  # fmt: skip
+        link = Link(given["bandwidth_pp"], given["latency_pp"])
+        return _step(self.expressions.at(**given), run, self.software, link)
+
+    # --- costs as trees
+
+    @cached_property
+    def time(self) -> Breakdown:
+        """Seconds of a step."""
+        return self._tree("step", "seconds", lambda step: step.time())
+
+    @cached_property
+    def memory(self) -> Breakdown:
+        """Peak bytes of a rank, of the stage of the pipeline that needs most."""
+        trees = [
+            self._tree(f"memory of the {stage} stage", "bytes", lambda s, at=stage: s.memory(at))  # type: ignore[misc]
+            for stage in ("first", "last")
+        ]
+        best = max(trees, key=lambda tree: tree.value)
+        return best if int(self.run.stages) > 1 else dataclasses.replace(best, name="memory of a rank")
+
+    @cached_property
+    def traffic(self) -> Breakdown:
+        """Bytes that a rank sends in a step, by axis and collective."""
+        return self._tree("traffic", "bytes", lambda step: step.traffic())
+
+    def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
+        symbolic, numeric = terms(self.symbolic), terms(self.step)
+        return _breakdown(Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit)
+
+    # --- figures
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.value
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory.value
+
+    @property
+    def bound_bytes(self) -> int:
+        """The memory of a rank."""
+        bound = self.memory_bound_bytes
+        return int(self.cluster.hardware.memory_bytes) if bound is None else bound
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.bound_bytes
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.mesh.size * int(self.run.stages)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks together."""
+        if self.tokens is None:
+            return None
+        return self.tokens * float(self.run.micro_batches) / self.step_seconds
+
+    @property
+    def model_flops(self) -> float:
+        """Of a step of the whole model, recomputation left out (Chowdhery et al. 2022, appendix B)."""
+        step = self.step
+        of_items = sum(
+            float(i.count * i.flops) for i in step.items if i.resource == COMPUTE
+        )  # of one rank: what the axes of the mesh do not split counts once per rank, see `mfu`
+        return of_items * float(self.run.micro_batches) * self.plan.mesh.size
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: of the peak in the model's own number format."""
+        sizes = [t.itemsize_bytes for t in self.graph.tensors.values() if t.needs_grad]
+        peak = self.cluster.hardware.flops_per_second(min(sizes, default=4))
+        useful = sum(_whole_flops(self.graph)) * float(self.run.micro_batches)
+        return useful / (self.step_seconds * peak * self.ranks)
+
+    # --- questions
+
+    def sensitivity(self) -> dict[str, float]:
+        """Change of the step's time, as a fraction, per 1 % more of every symbol it depends on.
+
+        From the derivative: 0.01 x / T dT/dx. Largest first.
+        """
+        seconds = total(self.symbolic.time())
+        numbers = {symbol(name): value for name, value in self.values.items()}
+        changes = {}
+        for x in sorted(seconds.free_symbols, key=str):
+            slope = seconds.diff(x).xreplace(numbers)
+            changes[str(x)] = float(0.01 * numbers[x] * slope.doit()) / self.step_seconds
+        return dict(sorted(changes.items(), key=lambda pair: (-abs(pair[1]), pair[0])))
+
+    def solve_for(self, name: str) -> Solution:
+        """The largest value of a size such as `batch` at which a rank's memory is just enough.
+
+        Raises AutoparError for a name that is no symbol of the memory, or if nothing fits.
+        """
+        x = symbol(name)
+        expression = total(self.symbolic.memory("first" if "first" in self.memory.name else "last"))
+        if x not in expression.free_symbols:
+            known = ", ".join(sorted(map(str, expression.free_symbols)))
+            raise AutoparError(f"The memory does not depend on {name!r}; it depends on {known}.")
+        limit = self._largest(name)
+        step = self._granule(name)
+        value = int(limit // step) * step
+        if value < 1:
+            raise AutoparError(
+                f"No {name} fits: the memory of a rank is full at {limit:.3g}, and the axes of the "
+                f"mesh {self.plan.mesh} need a multiple of {step}."
+            )
+        return Solution(name, value, limit, _solved(expression, x, symbol("memory_bound_bytes")))
+
+    def _largest(self, name: str) -> float:
+        """Where memory meets the bound, by bisection: memory rises with every size."""
+
+        def peak(value: float) -> float:
+            step = self.at(**{name: value})
+            return max(float(total(step.memory("first"))), float(total(step.memory("last"))))
+
+        low, high = 0.0, 1.0
+        while peak(high) <= self.bound_bytes and high < 1e15:
+            low, high = high, high * 2
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (middle, high) if peak(middle) <= self.bound_bytes else (low, middle)
+        return low
+
+    def _granule(self, name: str) -> int:
+        """What a size must be a multiple of, so that every axis which splits it divides it."""
+        axes = {
+            axis
+            for op in self.graph.ops
+            for axis, label in enumerate(self.plan.ops[op.name])
+            if (op.choice(label).factor or "") == name
+        }
+        return math.prod(self.plan.mesh.sizes[axis] for axis in axes)
+
+    def what_if(self, **changes: float) -> Explanation:
+        """The same plan, priced again.
+
+        Names of symbols take values in their own units (`batch=64`, `memory_bytes_per_second=4.8e12`);
+        `hbm_bytes` is the memory of a rank; `link_bandwidth`, `link_latency`, `flops`,
+        `memory_bandwidth` and `host_speed` take factors: 2 is twice as much. Raises AutoparError for
+        any other name, and for values that are not positive.
+        """
+        overrides, bound = dict(self.overrides), self.memory_bound_bytes
+        for name, value in changes.items():
+            if value <= 0:
+                raise AutoparError(f"what_if({name}={value}): give a positive number.")
+            if name == "hbm_bytes":
+                bound = int(value)
+            elif name in GROUPS:
+                overrides |= self._scaled(name, value)
+            elif name in self.values:
+                overrides[name] = float(value)
+            else:
+                known = ", ".join([*sorted(GROUPS), "hbm_bytes", *sorted(self.values)])
+                raise AutoparError(f"Nothing here is called {name!r}; there are {known}.")
+        return replace(self, overrides=overrides, memory_bound_bytes=bound)
+
+    def _scaled(self, group: str, factor: float) -> dict[str, float]:
+        if group == "host_speed":
+            factor = 1 / factor
+        return {
+            name: value * factor
+            for name, value in self.values.items()
+            if name.startswith(GROUPS[group])
+        }
+
+    def events(self) -> tuple[Event, ...]:
+        """The predicted step as a timeline of compute and communication lanes."""
+        from autopar.timeline import timeline
+
+        return timeline(self.step)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything a page shows, with units in the keys."""
+        return {
+            "plan": self.plan.to_json(),
+            "cluster": {"name": self.cluster.name, "ranks": self.cluster.ranks},
+            "run": {
+                "micro_batches": int(self.run.micro_batches), "stages": int(self.run.stages),
+                "chunks": int(self.run.chunks), "recompute": self.run.recompute,
+            },
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "memory_bytes": self.memory_bytes,
+            "memory_bound_bytes": self.bound_bytes,
+            "fits": self.fits,
+            "time": self.time.to_json(),
+            "memory": self.memory.to_json(),
+            "traffic": self.traffic.to_json(),
+            "sensitivity_per_percent": self.sensitivity(),
+            "symbols": dict(sorted(self.values.items())),
+            "candidates": [dataclasses.asdict(each) for each in self.candidates],
+        }  # fmt: skip
+
+
+def boundary_link(cluster: Cluster, mesh: Mesh, stages: int) -> Link:
+    """The link between neighbouring stages: stages are the slowest axis of the ranks."""
+    return cluster.hardware.link(Mesh((("pp", max(2, stages)), ("inside", mesh.size))), 0)
+
+
+def _step(expressions: Expressions, run: Run, software: Software, link: Link) -> Step:
+    return Step(
+        expressions.items, expressions.holdings, run, expressions.machine, software,
+        layers=expressions.layers, boundary_bytes=expressions.boundary_bytes, boundary_link=link,
+    )  # fmt: skip
+
+
+def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
+    """A tree of terms with their values, parts of nothing left out, largest first."""
+    parts = [
+        _breakdown(s, n, unit) for s, n in zip(symbolic.parts, numeric.parts, strict=True)
+    ]
+    kept = sorted((p for p in parts if p.value), key=lambda p: (-p.value, p.name))
+    expression = sympy.sympify(symbolic.value)
+    return Breakdown(symbolic.name, unit, expression, float(numeric.value), tuple(kept), symbolic.note)
+
+
+def _whole_flops(graph: Graph) -> list[float]:
+    """Forward and backward FLOPs of every product of matrices of the whole model."""
+    from autopar.cost_model.compute import backward_passes, is_product
+
+    return [
+        graph.stands_for.get(op.name, 1) * op.flops * (1 + backward_passes(op, graph.tensors))
+        for op in graph.ops
+        if is_product(op)
+    ]
+
+
+def _solved(expression: sympy.Expr, x: sympy.Symbol, bound: sympy.Symbol) -> sympy.Expr | None:
+    """The one solution of `expression = bound` in `x` where it is linear in it."""
+    slope = sympy.expand(expression).coeff(x, 1)
+    rest = sympy.expand(expression) - sympy.expand(slope * x)
+    return None if rest.has(x) or slope.has(x) or slope == 0 else (bound - rest) / slope
