@@ -15,8 +15,15 @@ from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Link
 from autopar.cost_model.items import COMPUTE
-from autopar.cost_model.step import Run, Software, Step, Term, total
-from autopar.cost_model.symbols import Expressions, symbol
+from autopar.cost_model.software import Software
+from autopar.cost_model.step import Run, Step, Term, total
+from autopar.cost_model.symbols import (
+    Expressions,
+    link_of,
+    link_symbols,
+    link_values,
+    symbol,
+)
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
 
@@ -89,8 +96,7 @@ class Explanation:
             "micro_batches": float(self.run.micro_batches),
             "stages": float(self.run.stages),
             "chunks": float(self.run.chunks),
-            "bandwidth_pp": link.bandwidth_bytes_per_second,
-            "latency_pp": link.latency_seconds,
+            **link_values(link, "pp"),
             **self.overrides,
         }
 
@@ -101,9 +107,7 @@ class Explanation:
             self.run, micro_batches=symbol("micro_batches"), stages=symbol("stages"),
             chunks=symbol("chunks"),
         )  # fmt: skip
-        return _step(
-            self.expressions, run, self.software, Link(symbol("bandwidth_pp"), symbol("latency_pp"))
-        )
+        return _step(self.expressions, run, self.software, link_symbols(["pp"])[0])
 
     @cached_property
     def step(self) -> Step:
@@ -117,8 +121,7 @@ class Explanation:
             self.run, micro_batches=given["micro_batches"], stages=given["stages"],
             chunks=given["chunks"],
         )  # fmt: skip
-        link = Link(given["bandwidth_pp"], given["latency_pp"])
-        return _step(self.expressions.at(**given), run, self.software, link)
+        return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
 
     # --- costs as trees
 

@@ -4,23 +4,28 @@ The figures come from `hardware`, the formulas from `collectives`, `compute` and
 `price` sums them over a graph and a plan.
 """
 
-from autopar.cost_model.collectives import Seconds, collective_seconds, conversion_seconds
-from autopar.cost_model.compute import op_seconds
-from autopar.cost_model.hardware import (
+from autopar.cost_model.catalogue import (
     A100,
     CPU_GLOO,
     H100,
     HARDWARE,
-    Hardware,
-    Link,
+    canonical_gpu,
     find_hardware,
 )
+from autopar.cost_model.cluster import Cluster, find_cluster
+from autopar.cost_model.collectives import Seconds, collective_seconds, conversion_seconds
+from autopar.cost_model.compute import op_seconds
+from autopar.cost_model.hardware import Hardware, Source
+from autopar.cost_model.hardware_toml import read_hardware, save_hardware
+from autopar.cost_model.links import Link, axis_link
 from autopar.cost_model.memory import ParameterBytes, SavedTensors, keeps, parameter_bytes
 from autopar.cost_model.price import Cost, per_step_seconds, price, use_seconds
 from autopar.cost_model.sizes import Sizes
 
 __all__ = [
-    "A100", "CPU_GLOO", "Cost", "H100", "HARDWARE", "Hardware", "Link", "ParameterBytes",
-    "SavedTensors", "Seconds", "Sizes", "collective_seconds", "conversion_seconds", "find_hardware",
-    "keeps", "op_seconds", "parameter_bytes", "per_step_seconds", "price", "use_seconds",
+    "A100", "CPU_GLOO", "Cluster", "Cost", "H100", "HARDWARE", "Hardware", "Link",
+    "ParameterBytes", "SavedTensors", "Seconds", "Sizes", "Source", "axis_link", "canonical_gpu",
+    "collective_seconds", "conversion_seconds", "find_cluster", "find_hardware", "keeps",
+    "op_seconds", "parameter_bytes", "per_step_seconds", "price", "read_hardware",
+    "save_hardware", "use_seconds",
 ]  # fmt: skip

@@ -1,15 +1,20 @@
 """Seconds of collectives and conversions, by the latency and bandwidth of a ring.
 
-A ring over n ranks takes n - 1 hops, and sends (n - 1) / n of the whole tensor over each link
+A ring over n ranks takes n - 1 steps, and sends (n - 1) / n of the whole tensor over each link
 (Patarasuk and Yuan 2009). With B the bytes of the whole, which a rank holds on one side of the
-step:
+step, and t = (n - 1) / n  B / bandwidth:
 
-    all_gather      (n - 1) latency + (n - 1) / n  B / bandwidth      B after the step
-    reduce_scatter  the same                                          B before the step
-    all_reduce      reduce_scatter + all_gather
-    all_to_all      the same, with B the bytes that a rank holds
+    all_gather      launch + start + (n - 1) latency + t + min(t, fill)      B after the step
+    reduce_scatter  the same                                                 B before the step
+    all_reduce      both, with bandwidth * reduce_gain, and reduce_rounds (n - 1) latency
+    all_to_all      as all_gather, with bandwidth * exchange_gain and B the bytes that a rank holds
+    send            launch + start + latency + B / (bandwidth * send_gain)   B bytes to one other rank
     shard, pad, partial   read and written in the rank's own memory
     vary            nothing
+
+A short message, which is over before the pipeline is full, takes its transfer time twice. The figures
+of `Link` that make a plain ring (its defaults) leave latency and bandwidth. Because reduce_gain is at
+most 2 and reduce_rounds at least 1, an all-reduce costs no less than its reduce-scatter.
 
 An unknown name is an error, never zero.
 """
@@ -19,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autopar.cost_model.arith import smaller
+from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Layout, Step, Tensor, steps
@@ -45,32 +50,65 @@ class _Message(NamedTuple):
     `bucketed` messages share a collective of `BUCKET_BYTES` with others, and its latency.
     """
 
-    before_bytes: int
-    after_bytes: int
-    ranks: int
+    before_bytes: Quantity
+    after_bytes: Quantity
+    ranks: Quantity
     link: Link
     hardware: Hardware
     bucketed: bool
 
 
-def _ring(whole_bytes: int, m: _Message) -> float:
+def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:
+    """One way round the ring, at `gain` times the bandwidth of the link."""
+    link = m.link
     hops = m.ranks - 1
-    transfer = hops / m.ranks * whole_bytes / m.link.bandwidth_bytes_per_second
-    start = m.hardware.launch_seconds + hops * m.link.latency_seconds
-    share = smaller(1.0, whole_bytes / BUCKET_BYTES) if m.bucketed else 1.0
-    return share * start + transfer
+    transfer = hops / m.ranks * whole_bytes / (link.bandwidth_bytes_per_second * gain)
+    start = _begin(m) + hops * link.latency_seconds
+    if m.bucketed:  # the bucket is long enough to fill the pipeline
+        return _share(whole_bytes) * (start + link.fill_seconds) + transfer
+    return start + transfer + _fill(transfer, link.fill_seconds)
 
 
-def _copy(read_bytes: int, written_bytes: int, m: _Message) -> float:
+def _begin(m: _Message) -> Quantity:
+    return m.hardware.launch_seconds + m.link.start_seconds
+
+
+def _all_reduce(m: _Message) -> Quantity:
+    """There and back, less the latency that a tree saves."""
+    gain = m.link.reduce_gain
+    both = _ring(m.before_bytes, m, gain) + _ring(m.after_bytes, m, gain)
+    saved = (2.0 - m.link.reduce_rounds) * (m.ranks - 1) * m.link.latency_seconds
+    return both - (_share(m.before_bytes) * saved if m.bucketed else saved)
+
+
+def _share(whole_bytes: Quantity) -> Quantity:
+    """The part of a bucket's start that one of its messages bears."""
+    return smaller(1.0, whole_bytes / BUCKET_BYTES)
+
+
+def _fill(transfer_seconds: Quantity, fill_seconds: Quantity) -> Quantity:
+    if isinstance(fill_seconds, int | float) and not fill_seconds:
+        return 0.0
+    return smaller(transfer_seconds, fill_seconds)
+
+
+def _send(m: _Message) -> Quantity:
+    link = m.link
+    start = _begin(m) + link.latency_seconds
+    return start + m.before_bytes / (link.bandwidth_bytes_per_second * link.send_gain)
+
+
+def _copy(read_bytes: Quantity, written_bytes: Quantity, m: _Message) -> Quantity:
     traffic = read_bytes + written_bytes
     return m.hardware.launch_seconds + traffic / m.hardware.memory_bytes_per_second
 
 
-_FORMULAS: dict[str, Callable[[_Message], float]] = {
+_FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
     "all_gather": lambda m: _ring(m.after_bytes, m),
     "reduce_scatter": lambda m: _ring(m.before_bytes, m),
-    "all_reduce": lambda m: _ring(m.before_bytes, m) + _ring(m.after_bytes, m),
-    "all_to_all": lambda m: _ring(m.before_bytes, m),
+    "all_reduce": _all_reduce,
+    "all_to_all": lambda m: _ring(m.before_bytes, m, m.link.exchange_gain),
+    "send": _send,
     "shard": lambda m: _copy(m.after_bytes, m.after_bytes, m),
     "pad": lambda m: _copy(m.before_bytes, m.after_bytes, m),
     "partial": lambda m: _copy(m.before_bytes, m.after_bytes, m),
@@ -88,21 +126,24 @@ def communicates(step: Step) -> bool:
 def collective_seconds(
     name: str,
     *,
-    before_bytes: int,
-    after_bytes: int,
-    ranks: int,
+    before_bytes: Quantity,
+    after_bytes: Quantity,
+    ranks: Quantity,
     link: Link,
     hardware: Hardware,
     bucketed: bool = False,
-) -> float:
+) -> Quantity:
     """Seconds of one collective, named as in `autopar.ir.conversion`.
 
-    `before_bytes` and `after_bytes` are what one rank holds before and after it.
+    `before_bytes` and `after_bytes` are what one rank holds before and after it. A single rank pays
+    nothing. The arguments may be symbols, or arrays of one shape.
     """
     assert name in _FORMULAS, f"no formula for the collective {name!r}"
-    if ranks == 1:
+    if isinstance(ranks, int) and ranks == 1:
         return 0.0
-    return _FORMULAS[name](_Message(before_bytes, after_bytes, ranks, link, hardware, bucketed))
+    message = _Message(before_bytes, after_bytes, ranks, link, hardware, bucketed)
+    seconds = _FORMULAS[name](message)
+    return seconds if isinstance(ranks, int) else smaller(1, ranks - 1) * seconds
 
 
 def conversion_seconds(

@@ -13,7 +13,7 @@ from typing import Literal
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.collectives import collective_seconds
-from autopar.cost_model.compute import backward_passes, busy_seconds, local_bytes
+from autopar.cost_model.compute import OpPrice, inner_tensors, memory_seconds
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.memory import SavedTensors, keeps
 from autopar.cost_model.sizes import Sizes
@@ -50,6 +50,7 @@ class Item:
         seconds: of one.
         traffic_bytes: of one: read and written in the device's memory, or sent over the link.
         flops: of one.
+        kernels: that the host issues for one.
         carries: "activation", "parameter" or "gradient", "" for compute.
         every_micro_batch: whether it runs once a micro-batch.
     """
@@ -63,6 +64,7 @@ class Item:
     seconds: Quantity
     traffic_bytes: Quantity
     flops: Quantity = 0
+    kernels: int = 1
     carries: str = ""
     every_micro_batch: bool = True
 
@@ -117,6 +119,7 @@ class Pricer:
         links: of every mesh axis, figures or symbols.
         layers: number of layers of every stack, by path, where it is not the graph's own: a symbol.
         precision: of what training keeps beside parameters.
+        fused: whether chains of element-wise ops are one kernel, as a compiler makes them.
     """
 
     def __init__(
@@ -129,11 +132,13 @@ class Pricer:
         links: Sequence[Link],
         layers: Mapping[str, Quantity] | None = None,
         precision: Precision = FULL,
+        fused: bool = False,
     ) -> None:
         self.graph, self.plan, self.sizes = graph, plan, sizes
         self.hardware, self.links, self.precision = hardware, tuple(links), precision
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
         self.saved = SavedTensors(graph)
+        self.inner = inner_tensors(graph) if fused else frozenset()
         self.whole: Layout = (R,) * len(plan.mesh.axes)
         self.operands = {op.name: operand_layouts(op, plan.ops[op.name]) for op in graph.ops}
         self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
@@ -144,8 +149,7 @@ class Pricer:
     def items(self) -> Iterator[Item]:
         """What a step does."""
         for op in self.graph.ops:
-            if not op.is_view:
-                yield from self._compute(op)
+            yield from self._compute(op)
         yield from self._conversions()
         for name in self.graph.parameters:
             yield from self._between_steps(name)
@@ -169,17 +173,15 @@ class Pricer:
 
     def _compute(self, op: Op) -> Iterator[Item]:
         labels, tensors = self.plan.ops[op.name], self.graph.tensors
-        seconds = busy_seconds(op, labels, tensors, sizes=self.sizes, hardware=self.hardware)
-        moved = local_bytes(op, labels, tensors, self.sizes)
-        flops = sum(self.sizes.flops(op, work, labels) for work in op.work)
         region, count = self._place(op.name, op.module)
-        kind = op.kind.removeprefix("aten.")
-        passes = {"forward": 1, "backward": backward_passes(op, tensors)}
-        for phase, times in passes.items():
-            if times:
+        name = f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
+        pricing = OpPrice.of(op, labels, tensors, self.sizes, self.hardware, self.inner)
+        kernels = int(not self.inner.issuperset(op.results))
+        for phase, part in (("forward", pricing.forward), ("backward", pricing.backward)):
+            if part.passes and (kernels or not op.is_view):
                 yield Item(
-                    f"{_leaf(op.module)} {kind}".strip(), op.kind, COMPUTE, phase, region,  # type: ignore[arg-type]
-                    count * times, seconds, moved, flops,
+                    name, op.kind, COMPUTE, phase, region, count * part.passes,  # type: ignore[arg-type]
+                    part.seconds, part.traffic_bytes, part.flops, kernels,
                 )  # fmt: skip
 
     # --- conversions
@@ -213,6 +215,8 @@ class Pricer:
         how, tensor = self.plan.parameters[name], self.graph.tensors[self.graph.parameters[name]]
         region, count = self._place(name, name)
         title = _numbers_out(name)
+        if tensor.needs_grad:
+            yield self._accumulation(tensor, how.resident, region, count)
         for axis, forward, backward, before, after in self._steps(tensor, how.storage, how.resident):
             yield self._item(
                 title, forward, axis, "gather", region, count, before, after, "parameter",
@@ -224,6 +228,18 @@ class Pricer:
                     title, backward, axis, "reduce", region, count, after * scale, before * scale,
                     "gradient", every_micro_batch=how.reduce == "micro_batch",
                 )  # fmt: skip
+
+    def _accumulation(
+        self, tensor: Tensor, resident: Layout, region: Region, count: Quantity
+    ) -> Item:
+        """Adding a micro-batch's gradient to the sum: both are read, the sum is written."""
+        held = self.sizes.bytes(tensor, resident)
+        scale = (self.precision.gradient_bytes or tensor.itemsize_bytes) / tensor.itemsize_bytes
+        moved = held * (1 + 2 * scale)
+        return Item(
+            "accumulating gradients", "accumulate", COMPUTE, "backward", region, count,
+            memory_seconds(moved, self.hardware), moved,
+        )  # fmt: skip
 
     def _steps(
         self, tensor: Tensor, source: Layout, target: Layout
@@ -243,13 +259,14 @@ class Pricer:
         ranks = self.sizes.axis(axis)
         seconds = collective_seconds(
             name, before_bytes=before, after_bytes=after, ranks=ranks, link=self.links[axis],
-            hardware=self.hardware, bucketed=phase in ("gather", "reduce"),
+            hardware=self.hardware, bucketed=carries != "activation",
         )  # fmt: skip
         sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
         local = not sends(name)
         return Item(
             f"{name} {title}", name, COMPUTE if local else self.plan.mesh.names[axis], phase, region,
-            count, seconds, sent, carries="" if local else carries,
+            count, seconds, sent, kernels=int(carries == "activation"),
+            carries="" if local else carries,
             every_micro_batch=every_micro_batch,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Layout, Op, ParameterPlan, R, State, Tensor
+from autopar.ir import VARIED, Graph, Layout, Op, ParameterPlan, R, State, Tensor
 
 OPTIMIZER_STATES = 2  # first and second moment of AdamW (Loshchilov and Hutter 2019)
 
@@ -47,23 +47,35 @@ def parameter_bytes(tensor: Tensor, plan: ParameterPlan, sizes: Sizes) -> Parame
 
 
 class View(NamedTuple):
-    """How a view's result is seen from its operand: the states of one in those of the other."""
+    """How a view's result is seen from its operand: the states of one in those of the other.
+
+    Attributes:
+        operand: the tensor whose memory it shares.
+        states: state of the result -> state of the operand.
+        is_whole: whether it shows all of the operand, each state of one for one of the other.
+    """
 
     operand: str
     states: Mapping[State, State]
+    is_whole: bool
 
 
 class SavedTensors:
     """Finds which memory a saved tensor lies in, looking through views.
 
-    A view that keeps all elements shares the memory of its operand, and a tensor in V that of the
-    tensor in R; a tensor saved under several such names is counted once.
+    A view keeps all the memory of its operand alive, however little it shows of it: a third of a
+    fused projection keeps the whole, a tensor expanded over a batch only the small one. A tensor in
+    V lies in the memory of the tensor in R. What is saved under several names is counted once.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._views = {
-            op.results[0]: view for op in graph.ops if (view := _as_view(op, graph.tensors))
+            op.results[i]: view
+            for op in graph.ops
+            if op.is_view
+            for i in range(len(op.results))
+            if (view := _as_view(op, i, graph.tensors))
         }
 
     def view(self, name: str) -> View | None:
@@ -91,14 +103,14 @@ def keeps(op: Op, tensors: Mapping[str, Tensor]) -> bool:
     return any(tensors[name].needs_grad for name in op.results)
 
 
-def _as_view(op: Op, tensors: Mapping[str, Tensor]) -> View | None:
-    if not op.is_view or len(op.operands) != 1 or len(op.results) != 1:
+def _as_view(op: Op, position: int, tensors: Mapping[str, Tensor]) -> View | None:
+    """How the result at `position` is seen from the first operand; None if that is ambiguous."""
+    operand, result = tensors[op.operands[0]], tensors[op.results[position]]
+    pairs = {(c.operands[0], c.results[position]) for c in op.choices if c.label != VARIED}
+    states = {after: R if before.kind == "V" else before for before, after in pairs}
+    if len(states) < len(pairs):
         return None
-    operand, result = tensors[op.operands[0]], tensors[op.results[0]]
-    if math.prod(operand.shape) != math.prod(result.shape):
-        return None
-    pairs = [(c.operands[0], c.results[0]) for c in op.choices if c.operands[0].kind != "V"]
-    states = {after: before for before, after in pairs}
-    if len(states) < len(pairs) or len(set(states.values())) < len(pairs):
-        return None
-    return View(operand.name, states)
+    same_size = math.prod(operand.shape) == math.prod(result.shape)
+    one_to_one = len(set(states.values())) == len(pairs) and all(a.kind != "V" for a, _ in pairs)
+    alone = len(op.operands) == len(op.results) == 1
+    return View(operand.name, states, same_size and one_to_one and alone)

@@ -23,7 +23,8 @@ from typing import Literal
 from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Pricer, Region
+from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Region
+from autopar.cost_model.software import Software
 
 Recompute = Literal["none", "full"]
 REGIONS: tuple[Region, ...] = ("before", "layers", "after")
@@ -47,25 +48,6 @@ class Run:
     chunks: Quantity = 1
     recompute: Recompute = "none"
     precision: Precision = FULL
-
-
-@dataclass(frozen=True)
-class Software:
-    """What a runtime adds to, or hides from, the time of the machine.
-
-    Attributes:
-        name: of the runtime and the GPU its figures were fitted on.
-        hides_parameters: fraction of the compute of a phase that gathers of parameters hide behind.
-        hides_gradients: the same for reductions of gradients, behind backward.
-        step_seconds: fixed per step: logging, the data loader, the optimizer's launches.
-        source: of the figures.
-    """
-
-    name: str = "autopar"
-    hides_parameters: float = 0.0
-    hides_gradients: float = 0.0
-    step_seconds: float = 0.0
-    source: str = "guess"
 
 
 @dataclass(frozen=True)
@@ -152,13 +134,25 @@ class Step:
             for axis in self._axes()
         )
         hidden = self._hidden(region) * share
-        device = compute.value + total(communication) - hidden
-        host = self._kernels(region) * share * self.hardware.host_seconds
-        waits = larger(0, host - device)
         return (
             compute, *communication, Term("hidden behind compute", -hidden),
-            Term("waiting for the host", waits),
+            Term("waiting for the host", self._waits(region) * share),
         )  # fmt: skip
+
+    def _waits(self, region: Region) -> Quantity:
+        """How much longer the host takes to issue each kernel than the device to run it."""
+        found = [*self._of(region, COMPUTE)]
+        for axis in self._axes():
+            found += self._of(region, axis)
+        host = self.hardware.host_seconds
+        return sum(
+            (
+                times * item.count * larger(0, item.kernels * host - item.seconds)
+                for item, times in found
+                if item.kernels
+            ),
+            start=0,
+        )
 
     def _of(self, region: Region, resource: str) -> list[tuple[Item, int]]:
         """Items that every micro-batch runs, with how often: layers run forward again."""
@@ -182,13 +176,6 @@ class Step:
     def _axes(self) -> list[str]:
         return list(dict.fromkeys(i.resource for i in self.items if i.resource != COMPUTE))
 
-    def _kernels(self, region: Region) -> Quantity:
-        """Kernels that the host issues for one micro-batch."""
-        found = [*self._of(region, COMPUTE)]
-        for axis in self._axes():
-            found += self._of(region, axis)
-        return sum((times * item.count for item, times in found), start=0)
-
     def _hidden(self, region: Region) -> Quantity:
         """Gathers of parameters and reductions of gradients that run beside compute."""
         compute = sum(
@@ -199,10 +186,7 @@ class Step:
             for item, times in self._of(region, axis):
                 if item.carries in moved:
                     moved[item.carries] += times * item.count * item.seconds
-        software = self.software
-        return smaller(moved["parameter"], software.hides_parameters * compute) + smaller(
-            moved["gradient"], software.hides_gradients * compute
-        )
+        return self.software.hides * smaller(moved["parameter"] + moved["gradient"], compute)
 
     def _once_a_step(self) -> tuple[Term, ...]:
         """Gathers and reductions between storage and the resident copies."""
@@ -213,7 +197,7 @@ class Step:
             (i.count * i.seconds * shares.get(i.region, 1) for i in self.items
              if i.resource == COMPUTE and i.phase == "backward"), start=0,
         )  # fmt: skip
-        hidden = smaller(reductions.value, self.software.hides_gradients * backward)
+        hidden = self.software.hides * smaller(reductions.value, backward)
         return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
 
     def _per_step(self, phase: str, shares: Mapping[str, Quantity]) -> Term:
@@ -239,10 +223,12 @@ class Step:
         return 2 * crossing * one
 
     def _optimizer_seconds(self) -> Quantity:
-        """Adam reads and writes its states and reads the gradient, at the memory's bandwidth."""
+        """Adam reads and writes its states and parameters; the gradient is read for its norm, read,
+        and set to zero.
+        """
         touched = (
-            2 * self.held("optimizer", "first") + self.held("gradients", "first")
-            + self.held("parameters", "first")
+            2 * self.held("optimizer", "first") + 3 * self.held("gradients", "first")
+            + 2 * self.held("parameters", "first")
         )  # fmt: skip
         return memory_seconds(touched, self.hardware)
 
@@ -340,5 +326,3 @@ class Step:
             self._sums[key] = make()
         return self._sums[key]
 
-
-__all__ = ["Pricer", "Recompute", "Run", "Software", "Step", "Term", "total"]

@@ -15,11 +15,11 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, Precision, Pricer
 from autopar.cost_model.sizes import SymbolicSizes
-from autopar.ir import Graph, Mesh, Plan
+from autopar.ir import Graph, Plan
 
 _SCALARS = (
     "memory_bytes_per_second", "launch_seconds", "host_seconds", "matmul_efficiency",
-    "matmul_half_size", "memory_efficiency",
+    "matmul_half_size", "memory_efficiency", "attention_efficiency",
 )  # fmt: skip
 
 
@@ -30,29 +30,48 @@ def symbol(name: str) -> sympy.Symbol:
 
 def machine_symbols(hardware: Hardware) -> tuple[Hardware, dict[str, float]]:
     """The hardware with a symbol for every figure, and the value of every symbol."""
-    values = {name: float(getattr(hardware, name)) for name in _SCALARS}
     replaced: dict[str, Any] = {name: symbol(name) for name in _SCALARS}
-    peaks = []
-    for size, flops in hardware.peak_flops:
-        name = f"peak_flops_{round(8 * size)}bit"
-        values[name] = flops
-        peaks.append((size, symbol(name)))
-    return dataclasses.replace(hardware, peak_flops=tuple(peaks), **replaced), values
+    peaks = tuple((size, symbol(_peak_name(size))) for size, _ in hardware.peak_flops)
+    machine = dataclasses.replace(hardware, peak_flops=peaks, **replaced)
+    return machine, machine_values(machine, hardware)
 
 
-def link_symbols(mesh: Mesh) -> tuple[Link, ...]:
-    """A link of symbols for every axis: `bandwidth_tp`, `latency_tp`."""
-    return tuple(Link(symbol(f"bandwidth_{n}"), symbol(f"latency_{n}")) for n in mesh.names)
+def machine_values(machine: Hardware, hardware: Hardware) -> dict[str, float]:
+    """The figures of `hardware` for the symbols of `machine`."""
+    values = {name: float(getattr(hardware, name)) for name in _SCALARS}
+    return values | {
+        _peak_name(size): hardware.flops_per_second(size) for size, _ in machine.peak_flops
+    }
 
 
-def link_values(hardware: Hardware, mesh: Mesh) -> dict[str, float]:
-    """What the links of every axis of this mesh really are."""
-    values: dict[str, float] = {}
-    for position, name in enumerate(mesh.names):
-        link = hardware.link(mesh, position)
-        values[f"bandwidth_{name}"] = link.bandwidth_bytes_per_second
-        values[f"latency_{name}"] = link.latency_seconds
-    return values
+def _peak_name(itemsize_bytes: int) -> str:
+    return f"peak_flops_{8 * itemsize_bytes}bit"
+
+
+def link_symbols(axes: Sequence[str]) -> tuple[Link, ...]:
+    """A link of symbols for every axis: `bandwidth_tp`, `latency_tp` and so on."""
+    return tuple(
+        Link(**{field: symbol(f"{short}_{axis}") for field, short in _LINK.items()})
+        for axis in axes
+    )
+
+
+def link_values(link: Link, axis: str) -> dict[str, Quantity]:
+    """The value of every symbol of an axis' link."""
+    return {f"{short}_{axis}": getattr(link, field) for field, short in _LINK.items()}
+
+
+def link_of(values: Mapping[str, Quantity], axis: str) -> Link:
+    """The link of an axis, from the values of its symbols."""
+    return Link(**{field: values[f"{short}_{axis}"] for field, short in _LINK.items()})
+
+
+# Fields of a link and how its symbols are called.
+_LINK = {
+    "bandwidth_bytes_per_second": "bandwidth", "latency_seconds": "latency",
+    "start_seconds": "start", "fill_seconds": "fill", "reduce_gain": "reduce_gain",
+    "reduce_rounds": "reduce_rounds", "exchange_gain": "exchange_gain", "send_gain": "send_gain",
+}  # fmt: skip
 
 
 def factor_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
@@ -109,6 +128,7 @@ class Expressions:
         *,
         factors: Mapping[str, sympy.Symbol] | None = None,
         precision: Precision = FULL,
+        fused: bool = False,
     ) -> Expressions:
         """Prices every node with symbols. `factors` names them, by default `factor_symbols`."""
         names = factor_symbols(graph) if factors is None else factors
@@ -117,9 +137,11 @@ class Expressions:
         layers = layer_symbols(graph)
         pricer = Pricer(
             graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
-            links=link_symbols(plan.mesh), layers=layers, precision=precision,
+            links=link_symbols(plan.mesh.names), layers=layers, precision=precision,
+            fused=fused,
         )  # fmt: skip
-        values |= link_values(hardware, plan.mesh)
+        for position, axis in enumerate(plan.mesh.names):
+            values |= link_values(hardware.link(plan.mesh, position), axis)
         values |= dict(zip(plan.mesh.names, map(float, plan.mesh.sizes), strict=True))
         values |= {str(names[n]): float(f.size) for n, f in graph.factors.items() if n in names}
         values |= {str(layers[stack.path]): float(stack.layers) for stack in graph.stacks}

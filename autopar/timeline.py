@@ -1,0 +1,88 @@
+"""A predicted step as a timeline: lanes of compute and of every axis' communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost_model.breakdown import Event
+from autopar.cost_model.items import COMPUTE, Item, Phase, Region
+from autopar.cost_model.step import REGIONS, Step
+
+SHOWN_MICRO_BATCHES = 2  # one by one; the rest is one event
+
+
+@dataclass
+class _Clock:
+    now: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def run(self, lane: str, name: str, seconds: float, **detail: object) -> None:
+        if seconds > 0:
+            self.events.append(Event(lane, name, self.now, seconds, detail))
+            self.now += seconds
+
+
+def timeline(step: Step) -> tuple[Event, ...]:
+    """The events of a step on one rank, on the stage that has both ends of the model's layers.
+
+    Repeated layers are one event per kind of op, as long as all of them. What the cost model lets
+    run beside compute still stands in line here; the last event, on lane `hidden`, says how much of
+    it that is.
+    """
+    clock = _Clock()
+    _once(clock, step, "gather")
+    count = int(step.run.micro_batches)
+    shown = min(count, SHOWN_MICRO_BATCHES)
+    for number in range(shown):
+        _micro_batch(clock, step, number)
+    each = clock.now / shown if shown else 0.0
+    if count > shown:
+        clock.run(COMPUTE, f"{count - shown} more micro-batches", each * (count - shown))
+    _once(clock, step, "reduce")
+    for term in step.time():
+        if term.name in ("pipeline bubble", "stage boundaries", "optimizer", "fixed"):
+            clock.run(COMPUTE, term.name, float(term.value))
+    return tuple(clock.events)
+
+
+def _micro_batch(clock: _Clock, step: Step, number: int) -> None:
+    again = step.run.recompute == "full"
+    for region in REGIONS:
+        _phase(clock, step, region, "forward", number)
+    for region in reversed(REGIONS):
+        if again and region == "layers":
+            _phase(clock, step, region, "forward", number, title="recompute")
+        _phase(clock, step, region, "backward", number)
+
+
+def _phase(
+    clock: _Clock, step: Step, region: Region, phase: Phase, number: int, title: str = ""
+) -> None:
+    share = 1 / float(step.run.stages) if region == "layers" else 1.0
+    found = [i for i in step.items if i.phase == phase and i.region == region]
+    for item in found if phase == "forward" else reversed(found):
+        count = float(item.count) * share
+        clock.run(
+            item.resource, f"{item.name} {title or phase}", count * float(item.seconds),
+            **_detail(item, count), micro_batch=number,
+        )  # fmt: skip
+
+
+def _once(clock: _Clock, step: Step, phase: Phase) -> None:
+    for item in _of_phase(step.items, phase):
+        share = 1 / float(step.run.stages) if item.region == "layers" else 1.0
+        times = float(step.run.micro_batches) if item.every_micro_batch else 1.0
+        count = float(item.count) * share * times
+        clock.run(item.resource, item.name, count * float(item.seconds), **_detail(item, count))
+
+
+def _of_phase(items: Sequence[Item], phase: Phase) -> Iterator[Item]:
+    return (item for item in items if item.phase == phase)
+
+
+def _detail(item: Item, count: float) -> dict[str, object]:
+    detail: dict[str, object] = {"count": count, "traffic_bytes": count * float(item.traffic_bytes)}
+    if item.flops:
+        detail["flops"] = count * float(item.flops)
+    return detail

@@ -1,0 +1,106 @@
+"""How far predictions are off, and how well they rank: the figures of one source."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: what was measured and what was predicted, None where a table does not say.
+
+    `group` is the (model, number of GPUs) within which configurations compete. `failed` marks a run
+    that crashed or ran out of memory.
+    """
+
+    group: Hashable
+    predicted_seconds: float
+    measured_seconds: float | None = None
+    predicted_bytes: float | None = None
+    measured_bytes: float | None = None
+    capacity_bytes: float | None = None
+    failed: bool = False
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+    """Errors and regrets as fractions; None where a source has nothing to compare."""
+    timed = [o for o in outcomes if o.measured_seconds is not None and not o.failed]
+    errors = [abs(o.predicted_seconds / _measured(o) - 1) for o in timed]
+    regrets = [regret(group) for group in groups(timed)]
+    taus = [tau for group in groups(timed) if (tau := kendall(group)) is not None]
+    memory = [
+        abs(o.predicted_bytes / o.measured_bytes - 1)
+        for o in outcomes
+        if o.predicted_bytes is not None and o.measured_bytes is not None and not o.failed
+    ]
+    return {
+        "time_error_median": _median(errors),
+        "time_error_mean": statistics.fmean(errors) if errors else None,
+        "spearman": spearman(timed),
+        "tau_mean": statistics.fmean(taus) if taus else None,
+        "regret_mean": statistics.fmean(regrets) if regrets else None,
+        "regret_median": _median(regrets),
+        "regret_worst": max(regrets, default=None),
+        "memory_error_median": _median(memory),
+        "oom_accuracy": oom_accuracy(outcomes),
+    }
+
+
+def groups(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
+    """Runs that compete with each other, where there are at least two."""
+    found: dict[Hashable, list[Outcome]] = {}
+    for each in outcomes:
+        found.setdefault(each.group, []).append(each)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def regret(group: Sequence[Outcome]) -> float:
+    """Measured time of the run predicted fastest, over that of the fastest, less 1."""
+    chosen = min(group, key=lambda o: o.predicted_seconds)
+    return _measured(chosen) / min(map(_measured, group)) - 1
+
+
+def kendall(group: Sequence[Outcome]) -> float | None:
+    """Kendall's tau-b of a group; None where all measured or all predicted times are equal."""
+    tau = stats.kendalltau([o.predicted_seconds for o in group], [_measured(o) for o in group])
+    return None if math.isnan(tau.statistic) else float(tau.statistic)
+
+
+def spearman(outcomes: Sequence[Outcome]) -> float | None:
+    """Spearman's rank correlation over all runs of a source; None below three runs."""
+    if len(outcomes) < 3:
+        return None
+    found = stats.spearmanr(
+        [o.predicted_seconds for o in outcomes], [_measured(o) for o in outcomes]
+    )
+    return None if math.isnan(found.statistic) else float(found.statistic)
+
+
+def oom_accuracy(outcomes: Sequence[Outcome]) -> float | None:
+    """How well "does it fit?" tells runs that failed from runs that ran: the mean of both rates.
+
+    None where all ran or all failed.
+    """
+    known = [o for o in outcomes if o.predicted_bytes is not None and o.capacity_bytes is not None]
+    right = {True: 0, False: 0}
+    count = {True: 0, False: 0}
+    for o in known:
+        count[o.failed] += 1
+        right[o.failed] += (o.predicted_bytes > o.capacity_bytes) == o.failed  # type: ignore[operator]
+    if not all(count.values()):
+        return None
+    return (right[True] / count[True] + right[False] / count[False]) / 2
+
+
+def _measured(o: Outcome) -> float:
+    assert o.measured_seconds is not None
+    return o.measured_seconds
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

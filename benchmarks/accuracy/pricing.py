@@ -1,0 +1,162 @@
+"""Prices rows of published runs: one captured graph per family of models, one set of expressions per
+way to shard it, and from there only numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import sympy
+import torch
+
+from accuracy.rows import Row, Skip
+from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model.items import Precision
+from autopar.cost_model.software import Software
+from autopar.cost_model.step import Run, Step, total
+from autopar.cost_model.symbols import Expressions, link_of, link_values, machine_values, symbol
+from autopar.ir import Graph, Mesh, Plan, Stack
+from autopar.models import Transformer, build, example_inputs
+from autopar.planning import prepare_step
+from autopar.search import search
+
+CAPTURED_LAYERS = 3
+# Every size that a symbol stands for differs from all others, so that it tells which factor is which.
+SIGNATURE = {
+    "batch": 4, "seq": 24, "hidden": 28, "kv_heads": 6, "group": 7, "head_dim": 10, "ffn": 52,
+    "vocab": 68, "positions": 26,
+}  # fmt: skip
+# Factors that are no size of the model: query, key and value; real and imaginary; gate and up.
+CONSTANTS = (2, 3)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that differ in their sizes alone.
+
+    Attributes:
+        description: at the sizes of `SIGNATURE`.
+        grouped: whether several query heads share a key head.
+    """
+
+    description: Transformer
+    grouped: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the expressions of a run depend on, beside numbers."""
+
+    family: Family
+    zero_stage: int
+    sequence_parallel: bool
+    precision: Precision
+
+
+@functools.lru_cache(maxsize=64)
+def graph_of(family: Family) -> Graph:
+    """The captured step of a family."""
+    with torch.device("meta"):
+        model = build(family.description, layers=CAPTURED_LAYERS)
+    inputs = example_inputs(family.description, SIGNATURE["batch"], SIGNATURE["seq"])
+    graph = prepare_step(model, inputs).analysis.graph
+    return replace(graph, stacks=(Stack("layers", CAPTURED_LAYERS, CAPTURED_LAYERS),))
+
+
+@functools.lru_cache(maxsize=64)
+def expressions_of(shape: Shape) -> Expressions:
+    """Items and holdings of a plan that follows the usual recipes, over symbols."""
+    hardware = find_hardware("h100")  # every figure is a symbol, and replaced
+    graph = graph_of(shape.family)
+    data = ("ddp", "zero1", "zero2", "zero3")[shape.zero_stage]
+    tensor = "tp+sp" if shape.sequence_parallel else "tp"
+    plan: Plan = search(
+        graph, {"dp": 2, "tp": 2}, hardware=hardware, recipe=f"dp:{data},tp:{tensor}",
+        memory_bytes=10**18,
+    )  # fmt: skip
+    return Expressions.of(
+        graph, plan, hardware, factors=_names(graph), precision=shape.precision
+    )
+
+
+def _names(graph: Graph) -> dict[str, sympy.Expr]:
+    by_size = {size: symbol(name) for name, size in SIGNATURE.items()}
+    named = {f.name: by_size[f.size] for f in graph.factors.values() if f.size in by_size}
+    unknown = {f.name: f.size for f in graph.factors.values() if f.name not in named}
+    halves = SIGNATURE["head_dim"] // 2
+    named |= {name: by_size[2 * halves] / 2 for name, size in unknown.items() if size == halves}
+    unknown = {n: size for n, size in unknown.items() if n not in named and size not in CONSTANTS}
+    assert not unknown, f"factors whose size no symbol has: {unknown}"
+    return named
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step, and bytes of a rank on the first and on the last stage."""
+
+    seconds: float
+    first_bytes: float
+    last_bytes: float
+
+
+def price_rows(
+    rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardware, software: Software
+) -> list[Prediction]:
+    """Prices rows that share a shape, all at once."""
+    expressions = expressions_of(shape)
+    values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
+    step = _step(expressions, values, recompute, hardware, software, shape.precision)
+    seconds = np.broadcast_to(step.seconds(), len(rows))
+    first, last = (np.broadcast_to(total(step.memory(s)), len(rows)) for s in ("first", "last"))
+    return [Prediction(*map(float, each)) for each in zip(seconds, first, last, strict=True)]
+
+
+def _step(
+    expressions: Expressions,
+    values: Mapping[str, np.ndarray],
+    recompute: str,
+    hardware: Hardware,
+    software: Software,
+    precision: Precision,
+) -> Step:
+    found = expressions.at(**machine_values(expressions.machine, hardware), **values)
+    run = Run(
+        values["micro_batches"], values["stages"], values["chunks"],
+        "full" if recompute == "full" else "none", precision,
+    )  # fmt: skip
+    link = link_of(values, "pp")
+    return Step(
+        found.items, found.holdings, run, found.machine, software, layers=found.layers,
+        boundary_bytes=found.boundary_bytes, boundary_link=link,
+    )  # fmt: skip
+
+
+def _sizes(row: Row, family: Family) -> dict[str, float]:
+    if row.ffn is None or row.vocab is None:
+        raise Skip("no feed-forward width or vocabulary")
+    return {
+        "batch": row.micro_batch * row.dp, "seq": row.seq, "hidden": row.hidden,
+        "kv_heads": row.kv_heads, "group": row.heads // row.kv_heads,
+        "head_dim": row.hidden // row.heads, "positions": row.seq, "ffn": row.ffn, "vocab": row.vocab,
+        "layers": row.layers, "dp": row.dp, "tp": row.tp, "stages": row.pp,
+        "chunks": row.chunks, "micro_batches": row.grad_accum,
+    }  # fmt: skip
+
+
+def _links(row: Row, hardware: Hardware) -> dict[str, float]:
+    """Links of the axes on the machine; stages are the slowest axis."""
+    mesh = Mesh((("pp", row.pp), ("dp", row.dp), ("tp", row.tp)))
+    values: dict[str, float] = {}
+    for position, name in enumerate(mesh.names):
+        values |= link_values(hardware.link(mesh, position), name)
+    return values
+
+
+def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+    return {name: np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
+
+
+__all__ = ["Family", "Prediction", "Shape", "price_rows"]

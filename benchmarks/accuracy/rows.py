@@ -1,0 +1,198 @@
+"""Rows of published measurements, read from CSV files of one form."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import AutoparError
+
+NEEDED = ("model", "hidden", "layers", "heads", "seq_len", "gpu", "n_gpus", "framework")
+
+
+class Skip(Exception):
+    """A row that cannot be priced; the message is the reason, and is counted."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, in SI units.
+
+    Attributes are the columns of the file; what a table leaves out has the neutral value, or None.
+    """
+
+    row_id: str
+    source_ref: str
+    model: str
+    params: float | None
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int | None
+    vocab: int | None
+    tied: bool | None
+    seq: int
+    gpu: str
+    n_gpus: int
+    gpus_per_node: int
+    interconnect: str
+    framework: str
+    dp: int
+    tp: int
+    pp: int
+    chunks: int
+    sequence_parallel: bool
+    zero_stage: int | None
+    micro_batch: int
+    grad_accum: int
+    precision: str
+    recompute: str
+    schedule: str
+    step_seconds: float | None
+    memory_bytes: float | None
+    memory_kind: str
+    failed: bool
+    suspect: bool
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """What runs compete: one model on one number of GPUs, at one batch and sequence length."""
+        return (
+            self.model, self.hidden, self.layers, self.seq, self.gpu, self.n_gpus, self.framework,
+            self.precision, self.micro_batch * self.grad_accum * self.dp,
+        )  # fmt: skip
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file. Raises AutoparError naming the columns that are missing."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+        if missing:
+            raise AutoparError(
+                f"{path.name} lacks the columns {', '.join(missing)}; it has "
+                f"{', '.join(reader.fieldnames or ['none'])}."
+            )
+        return list(reader)
+
+
+def is_training_table(path: Path) -> bool:
+    """Whether a file has runs of models, rather than of collectives or single kernels."""
+    with path.open(newline="") as file:
+        header = next(csv.reader(file), [])
+    return "model" in header or "layers" in header
+
+
+def parse(fields: Mapping[str, str]) -> Row:
+    """One row. Raises Skip with the reason where what a price needs is not given."""
+    text = {name: (value or "").strip() for name, value in fields.items()}
+    dims = {name: _whole(text, name) for name in ("hidden", "layers", "heads", "seq_len", "n_gpus")}
+    missing = [name for name, value in dims.items() if value is None]
+    if missing:
+        raise Skip(f"no {', '.join(missing)}")
+    hidden, layers, heads, seq, n_gpus = (int(value or 0) for value in dims.values())
+    _refuse(text)
+    pp, tp = _whole(text, "pp") or 1, _whole(text, "tp") or 1
+    dp = _degree(text, n_gpus, tp * pp)
+    micro_batch, grad_accum = _batches(text, dp)
+    tokens = micro_batch * grad_accum * dp * seq
+    return Row(
+        row_id=text.get("row_id", ""),
+        source_ref=text.get("source_ref", ""), model=text["model"], params=_number(text, "params"),
+        hidden=hidden, layers=layers, heads=heads, kv_heads=_whole(text, "kv_heads") or heads,
+        ffn=_whole(text, "ffn"), vocab=_whole(text, "vocab"),
+        tied=_yes(text.get("tied_embeddings", "")), seq=seq, gpu=text["gpu"], n_gpus=n_gpus,
+        gpus_per_node=_whole(text, "gpus_per_node") or 8,
+        interconnect=text.get("interconnect", ""), framework=text["framework"], dp=dp, tp=tp, pp=pp,
+        chunks=_whole(text, "vpp") or 1, sequence_parallel=_yes(text.get("sp", "")) is True,
+        zero_stage=_stage(text.get("zero_stage", "")), micro_batch=micro_batch,
+        grad_accum=grad_accum, precision=text.get("precision", ""),
+        recompute=text.get("recompute", ""), schedule=text.get("schedule", ""),
+        step_seconds=_seconds(text, tokens, n_gpus), memory_bytes=_memory(text),
+        memory_kind=text.get("memory_kind", ""), failed=_failed(text.get("status", "")),
+        suspect=_suspect(text.get("status", "")),
+    )  # fmt: skip
+
+
+def _refuse(text: Mapping[str, str]) -> None:
+    """Skips what the description of a dense transformer does not cover."""
+    if (_whole(text, "ep") or 1) > 1 or "moe" in text["model"].lower():
+        raise Skip("mixture of experts")
+    if (_whole(text, "cp") or 1) > 1:
+        raise Skip("context parallel")
+    note = text.get("notes", "").lower()
+    if "fine-tun" in note or "lora" in note or "fine-tun" in text["model"].lower():
+        raise Skip("fine-tuning")
+
+
+def _degree(text: Mapping[str, str], n_gpus: int, others: int) -> int:
+    if n_gpus % others:
+        raise Skip("tensor and pipeline parallelism do not divide the GPUs")
+    dp = _whole(text, "dp") or n_gpus // others
+    return dp if dp * others == n_gpus else n_gpus // others
+
+
+def _batches(text: Mapping[str, str], dp: int) -> tuple[int, int]:
+    """Sequences of a micro-batch, and micro-batches of a step."""
+    micro, accumulated = _whole(text, "micro_batch"), _whole(text, "grad_accum")
+    total = _whole(text, "global_batch")
+    if micro and accumulated:
+        return micro, accumulated
+    if total and micro and total % (micro * dp) == 0:
+        return micro, total // (micro * dp)
+    if total and accumulated and total % (accumulated * dp) == 0:
+        return total // (accumulated * dp), accumulated
+    raise Skip("no micro-batch" if total else "no batch size")
+
+
+def _seconds(text: Mapping[str, str], tokens: int, n_gpus: int) -> float | None:
+    if (seconds := _number(text, "step_time_s")) is not None:
+        return seconds
+    if rate := _number(text, "tokens_per_s_per_gpu"):
+        return tokens / (rate * n_gpus)
+    return None
+
+
+def _memory(text: Mapping[str, str]) -> float | None:
+    found = _number(text, "peak_memory_gib")
+    return None if found is None else found * 2**30
+
+
+def _stage(text: str) -> int | None:
+    return int(text[0]) if text[:1].isdigit() else None
+
+
+def _failed(status: str) -> bool:
+    return any(word in status.lower() for word in ("oom", "failed (", "crashed"))
+
+
+def _suspect(status: str) -> bool:
+    return any(word in status.lower() for word in ("suspect", "low confidence", "plotted as failed"))
+
+
+def _yes(text: str) -> bool | None:
+    return {"yes": True, "no": False}.get(text.lower())
+
+
+def _number(text: Mapping[str, str], name: str) -> float | None:
+    try:
+        return float(text.get(name, ""))
+    except ValueError:
+        return None
+
+
+def _whole(text: Mapping[str, str], name: str) -> int | None:
+    found = _number(text, name)
+    return None if found is None or found <= 0 else round(found)
+
+
+def rows(path: Path) -> Iterator[Row | Skip]:
+    """Every row of a file, or why it is skipped."""
+    for fields in read(path):
+        try:
+            yield parse(fields)
+        except Skip as reason:
+            yield reason

@@ -1,0 +1,158 @@
+"""What a row of a table means: its model, how it was sharded, and on what it ran."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from accuracy.pricing import SIGNATURE, Family, Shape
+from accuracy.rows import Row, Skip
+from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model.catalogue import canonical_gpu
+from autopar.cost_model.items import MIXED, MIXED_FLOAT32_GRADIENTS, Precision
+from autopar.cost_model.software import AUTOPAR, SOFTWARE, Software
+from autopar.errors import AutoparError
+from autopar.models import Transformer
+
+# PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
+# captured graph has them in bfloat16, so float32 masters stand for the stored ones.
+AUTOCAST = Precision(gradient_bytes=4, master_bytes=2, moment_bytes=8)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a table leaves unsaid about the code that ran it.
+
+    Attributes:
+        name: in the catalogue of fitted software.
+        family: of models, a key of `autopar.models.FAMILIES`.
+        precision: of what training keeps beside parameters.
+        zero_stage: where a row has none.
+        pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
+        flash: whether attention keeps no weights.
+    """
+
+    name: str
+    family: str
+    precision: Precision
+    zero_stage: int = 0
+    pads_vocab: bool = False
+    flash: bool = True
+
+
+# By the first word of `framework` that matches.
+FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
+    {
+        "nanotron": Framework("nanotron", "llama", MIXED_FLOAT32_GRADIENTS),
+        "Megatron-DeepSpeed": Framework(
+            "megatron-deepspeed", "gpt", MIXED, pads_vocab=True, flash=False
+        ),
+        "llm-foundry": Framework("llm-foundry", "llm-foundry", AUTOCAST, zero_stage=3),
+        "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        "PyTorch DDP": Framework("apex", "bert", MIXED, flash=False),
+        "AutoModel": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        "Megatron-LM (zero": Framework(
+            "megatron-lm", "gpt", MIXED_FLOAT32_GRADIENTS, pads_vocab=True, flash=False
+        ),
+        "Megatron-LM": Framework("megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False),
+        "NeMo": Framework("nemo", "llama", MIXED_FLOAT32_GRADIENTS, 1, pads_vocab=True),
+        "Megatron-Core": Framework("nemo", "llama", MIXED_FLOAT32_GRADIENTS, 1, pads_vocab=True),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A row with all that its price depends on."""
+
+    row: Row
+    shape: Shape
+    recompute: str
+    hardware: Hardware
+    software: Software
+
+    @property
+    def capacity_bytes(self) -> float:
+        return float(self.hardware.memory_bytes)
+
+
+def subject(row: Row) -> Subject:
+    """What a row means. Raises Skip for what is not described."""
+    framework = framework_of(row)
+    hardware = hardware_of(row)
+    software = SOFTWARE.get((framework.name, hardware.name), replace(AUTOPAR, name=framework.name))
+    vocab = row.vocab or _vocab(row)
+    if framework.pads_vocab:
+        granule = 128 * row.tp
+        vocab = -(-vocab // granule) * granule
+    row = replace(row, vocab=vocab, ffn=row.ffn or 4 * row.hidden)
+    return Subject(
+        row, shape_of(row, framework), _recompute(row), software.on(hardware), software
+    )
+
+
+def framework_of(row: Row) -> Framework:
+    """The framework a row names."""
+    matching = (f for word, f in FRAMEWORKS.items() if word.lower() in row.framework.lower())
+    framework = next(matching, None)
+    if framework is None:
+        raise Skip(f"framework {row.framework!r} is not described")
+    if framework.family == "llama" and "gpt" in row.model.lower():
+        return replace(framework, family="gpt")
+    return framework
+
+
+def shape_of(row: Row, framework: Framework) -> Shape:
+    """The family, and how it is sharded."""
+    if "fp8" in row.precision.lower() or "float8" in row.precision.lower() or "fp4" in row.precision.lower():
+        raise Skip("8-bit products")
+    grouped = row.kv_heads != row.heads
+    description = Transformer.from_dimensions(
+        framework.family, hidden=SIGNATURE["hidden"], layers=3,
+        heads=SIGNATURE["kv_heads"] * (SIGNATURE["group"] if grouped else 1),
+        kv_heads=SIGNATURE["kv_heads"], head_dim=SIGNATURE["head_dim"], ffn=SIGNATURE["ffn"],
+        vocab=SIGNATURE["vocab"], max_positions=SIGNATURE["positions"], tied=row.tied,
+        fused_attention=framework.flash, fused_projections=not grouped,
+    )  # fmt: skip
+    stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
+    return Shape(Family(description, grouped), stage, row.sequence_parallel, framework.precision)
+
+
+def hardware_of(row: Row) -> Hardware:
+    """The GPU of a row, in nodes and on a network as the row says."""
+    try:
+        hardware = find_hardware(canonical_gpu(row.gpu))
+    except AutoparError as error:
+        raise Skip(f"GPU {row.gpu!r} is not in the catalogue") from error
+    hardware = replace(hardware, devices_per_node=row.gpus_per_node)
+    network = network_bytes_per_second(row.interconnect, row.gpus_per_node)
+    return hardware if network is None else hardware.with_network(network)
+
+
+def network_bytes_per_second(text: str, gpus_per_node: int) -> float | None:
+    """A rank's share of the bandwidth between nodes, where the text tells it in bits."""
+    if found := re.search(r"(\d+)\s*x\s*[\w-]+ (\d+)\s*Gb/?p?s per node", text):
+        return int(found[1]) * int(found[2]) * 1e9 / 8 / gpus_per_node
+    if found := re.search(r"(\d+)\s*Gbps(?:/node| node-node)", text):
+        return int(found[1]) * 1e9 / 8 / gpus_per_node
+    if found := re.search(r"(\d+)\s*Gb/?p?s per GPU", text):
+        return int(found[1]) * 1e9 / 8
+    return None
+
+
+def _vocab(row: Row) -> int:
+    raise Skip("no vocabulary")
+
+
+# Tables whose column `recompute` contradicts their own times. vTrain's single-node rows say full; with
+# it, matrix products would run above the peak of the device, and without it the same constants price
+# the multi-node rows, which do recompute.
+_NOT_RECOMPUTED = ("ground_truth_single.csv",)
+
+
+def _recompute(row: Row) -> str:
+    if any(name in row.source_ref for name in _NOT_RECOMPUTED):
+        return "none"
+    return "full" if row.recompute.startswith("full") else "none"

@@ -1,0 +1,107 @@
+"""A cluster as people name it: `h100`, `h100x4`, `h100x8x16`, or a TOML file of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.cost_model.catalogue import HARDWARE, find_hardware
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.hardware_toml import read_hardware
+from autopar.errors import AutoparError
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A number of equal nodes.
+
+    Attributes:
+        hardware: of every node; `hardware.devices_per_node` ranks in each.
+        nodes: how many.
+    """
+
+    hardware: Hardware
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        for what, size in (("nodes", self.nodes), ("ranks in a node", self.devices_per_node)):
+            if not isinstance(size, int) or size < 1:
+                raise AutoparError(f"A cluster has a positive number of {what}, not {size!r}.")
+
+    @property
+    def devices_per_node(self) -> int:
+        """Ranks of a node."""
+        return self.hardware.devices_per_node
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        return f"{self.hardware.name}x{self.devices_per_node}x{self.nodes}"
+
+
+def find_cluster(text: str) -> Cluster:
+    """The cluster that `text` names.
+
+    Args:
+        text: `h100x8x16` for 16 nodes of 8, `h100x4` for 4 in one node, `h100` for one whole node,
+            or the path of a `.toml` file; the file may carry sizes too, `my.toml x 4 x 2`.
+
+    Raises AutoparError for what is not a positive number, an unknown GPU (with the nearest names),
+    more ranks than a node has, and a file that is missing or wrong.
+    """
+    gpu, node, nodes = _split(text)
+    if gpu.endswith(".toml"):
+        file = read_hardware(Path(gpu).expanduser())
+        hardware, count = file.hardware, file.nodes
+    else:
+        hardware, count = find_hardware(gpu), 1
+    if node is not None:
+        hardware = _in_node(hardware, _size(node, text, "ranks in a node"), text)
+        count = 1
+    return Cluster(hardware, count if nodes is None else _size(nodes, text, "nodes"))
+
+
+def _split(text: str) -> tuple[str, str | None, str | None]:
+    """`h100x8x16` -> h100, 8, 16. An x inside a name, as in `mi300x` or `rtx4090`, is no separator."""
+    stripped = text.strip()
+    if not stripped:
+        raise AutoparError("A cluster is named as h100x8x16 (16 nodes of 8), h100x4 or h100.")
+    head, *sizes = re.split(r"\s*[x×]\s*(?=[-+.\d])", stripped, flags=re.IGNORECASE)
+    if head.lower() == "rt" and sizes:  # rtx4090x8 splits at its own x first
+        head, *sizes = f"rtx{sizes[0]}", *sizes[1:]
+    gpu, _, word = head.rpartition("x")
+    if not sizes and gpu.lower() in HARDWARE:  # h100xeight
+        return gpu, word, None
+    if len(sizes) > 2:
+        raise AutoparError(
+            f"Cannot read the cluster {text!r}: write GPU x ranks in a node x nodes, as h100x8x16."
+        )
+    node, nodes = (*sizes, None, None)[:2]
+    return head, node, nodes
+
+
+def _size(word: str, text: str, what: str) -> int:
+    try:
+        size = int(word)
+    except ValueError:
+        raise AutoparError(
+            f"Cannot read the cluster {text!r}: {word!r} is no number of {what}; write h100x8x16."
+        ) from None
+    if size < 1:
+        raise AutoparError(f"The cluster {text!r} has {size} {what}; it needs at least 1.")
+    return size
+
+
+def _in_node(hardware: Hardware, size: int, text: str) -> Hardware:
+    most = hardware.devices_per_node
+    if size > most:
+        raise AutoparError(
+            f"The cluster {text!r} has {size} ranks in a node, but a node of {hardware.name} has "
+            f"{most}; write {hardware.name}x{most}x{-(-size // most)} for {size} ranks."
+        )
+    return dataclasses.replace(hardware, devices_per_node=size)

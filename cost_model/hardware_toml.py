@@ -1,0 +1,374 @@
+"""Hardware as a TOML file: the catalogue's own, a user's, and what `autopar calibrate` writes.
+
+    name = "my-cluster"
+    like = "h100"                      # optional: start from a machine of the catalogue
+    nodes = {value = 16, kind = "guess", source = "the order"}
+    launch_seconds = {value = 3.5e-6, kind = "measured", source = "torch 2.13, x + 1 on 8 elements"}
+
+    [peak_flops]                       # by number format, see `DTYPE_BYTES`
+    bfloat16 = {value = 989.4e12, kind = "datasheet", source = "NVIDIA H100 SXM"}
+
+    [inside_node]                      # and [across_nodes]: the fields of `Link`
+    bandwidth_bytes_per_second = {value = 350e9, kind = "measured", source = "nccl-tests"}
+
+    [[matmul]]                         # optional rows of what was measured, also [[collective]]
+    rows = 1024
+
+Every figure has a value, a kind (datasheet, measured, fitted or guess) and a source. What is wrong
+with a file is said with its name and line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+from autopar.cost_model.hardware import DTYPE_BYTES, KINDS, Hardware, Link, Source
+from autopar.errors import AutoparError
+
+Rows: TypeAlias = tuple[Mapping[str, str | float], ...]
+CURVES = ("matmul", "collective")
+LINKS = ("inside_node", "across_nodes")
+
+
+class _Rule(NamedTuple):
+    """What a figure may be, in words and as a test."""
+
+    words: str
+    holds: Callable[[float], bool]
+    whole: bool = False
+
+
+_COUNT = _Rule("a positive whole number", lambda x: x >= 1, whole=True)
+_WHOLE = _Rule("a whole number, 0 or more", lambda x: x >= 0, whole=True)
+_POSITIVE = _Rule("a positive number", lambda x: x > 0)
+_DURATION = _Rule("a number, 0 or more", lambda x: x >= 0)
+_FRACTION = _Rule("a fraction, above 0 and up to 1", lambda x: 0 < x <= 1)
+_ONE_TO_TWO = _Rule("a number from 1 to 2", lambda x: 1 <= x <= 2)
+
+_REQUIRED = {
+    "devices_per_node": _COUNT,
+    "memory_bytes": _COUNT,
+    "memory_bytes_per_second": _POSITIVE,
+    "launch_seconds": _DURATION,
+}
+_OPTIONAL = {
+    "matmul_efficiency": _FRACTION,
+    "matmul_half_size": _DURATION,
+    "memory_efficiency": _FRACTION,
+    "host_seconds": _DURATION,
+    "reserved_bytes": _WHOLE,
+    "wired_ranks": _WHOLE,
+    "reduce_gain_ranks": _COUNT,
+}
+_LINK_REQUIRED = {"bandwidth_bytes_per_second": _POSITIVE, "latency_seconds": _DURATION}
+_LINK_OPTIONAL = {
+    "start_seconds": _DURATION,
+    "fill_seconds": _DURATION,
+    "reduce_gain": _ONE_TO_TWO,
+    "reduce_rounds": _ONE_TO_TWO,
+    "exchange_gain": _POSITIVE,
+    "send_gain": _POSITIVE,
+}
+_TABLES: Mapping[str, Mapping[str, _Rule]] = {
+    "": _REQUIRED | _OPTIONAL | {"nodes": _COUNT},
+    "peak_flops": dict.fromkeys(DTYPE_BYTES, _POSITIVE),
+    **{link: _LINK_REQUIRED | _LINK_OPTIONAL for link in LINKS},
+}
+
+
+@dataclass(frozen=True)
+class HardwareFile:
+    """What a file says.
+
+    Attributes:
+        hardware: with the source of every figure.
+        nodes: of the cluster; 1 where the file is silent.
+        curves: rows of measurements, by table.
+    """
+
+    hardware: Hardware
+    nodes: int = 1
+    curves: Mapping[str, Rows] = field(default_factory=dict)
+
+
+def read_hardware(path: str | Path) -> HardwareFile:
+    """Reads a file. Raises AutoparError with its name and line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise AutoparError(f"Cannot read the hardware of {path}: {reason}.") from error
+    return parse_hardware(text, str(path))
+
+
+def parse_hardware(text: str, where: str) -> HardwareFile:
+    """The same for the text of a file; `where` is what messages call it."""
+    return _File(text, where).parse()
+
+
+def named_hardware(name: str) -> HardwareFile:
+    """Reads the file of the catalogue called `name`."""
+    return parse_hardware(_catalogue_text(name), f"{name}.toml")
+
+
+@cache
+def catalogue_names() -> tuple[str, ...]:
+    """Names of the catalogue's files, sorted."""
+    files = resources.files("autopar.cost_model").joinpath("catalogue").iterdir()
+    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+
+
+def _catalogue_text(name: str) -> str:
+    file = resources.files("autopar.cost_model").joinpath("catalogue", f"{name}.toml")
+    return file.read_text(encoding="utf-8")
+
+
+class _File:
+    """One file on its way to a `Hardware`; every complaint names a line of it."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self.text, self.where = text, where
+        try:
+            self.document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            message, _, position = str(error).partition(" (at ")
+            line = re.search(r"line (\d+)", position)
+            self._fail(message + ".", int(line[1]) if line else text.count("\n") + 1)
+
+    def parse(self) -> HardwareFile:
+        figures = self._base()
+        own = dict(self._figures())
+        figures |= own
+        self._check_complete(figures)
+        nodes = figures.pop("nodes", (1, Source("guess", "")))[0]
+        hardware = _hardware(self._text("name"), figures)
+        curves = {name: self._rows(name) for name in CURVES if name in self.document}
+        return HardwareFile(hardware, int(nodes), MappingProxyType(curves))
+
+    def _base(self) -> dict[str, tuple[float, Source]]:
+        """Figures of the machine that this one is `like`."""
+        if "like" not in self.document:
+            return {}
+        name = self._text("like")
+        if name not in catalogue_names():
+            self._fail(
+                f"there is no {name!r} in the catalogue{_suggest(name, catalogue_names())}",
+                ("like",),
+            )
+        base = _File(_catalogue_text(name), f"{name}.toml")
+        return base._base() | dict(base._figures())
+
+    def _figures(self) -> Iterator[tuple[str, tuple[float, Source]]]:
+        """Pairs (`inside_node.latency_seconds`, its value and source) in the order of the file."""
+        for key, entry in self.document.items():
+            if key in ("name", "like", *CURVES):
+                continue
+            if key not in _TABLES:
+                yield key, self._figure(("", key), entry)
+            elif not isinstance(entry, dict):
+                self._fail(f"{key} is a table of figures, [{key}]", (key,))
+            else:
+                for name, inner in entry.items():
+                    yield f"{key}.{name}", self._figure((key, name), inner)
+
+    def _figure(self, at: tuple[str, str], entry: object) -> tuple[float, Source]:
+        table, key = at
+        path = (table, key) if table else (key,)
+        if key not in _TABLES[table]:
+            known = [*_TABLES[table], *(() if table else ("name", "like", *_TABLES, *CURVES))]
+            owner = f" in [{table}]" if table else ""
+            self._fail(f"unknown key {key!r}{owner}{_suggest(key, known)}", path)
+        if not isinstance(entry, dict):
+            self._fail(
+                f"{key} is a figure with its source: "
+                f'{key} = {{value = {entry!r}, kind = "guess", source = "..."}}.', path
+            )  # fmt: skip
+        self._check_entry(entry, path)
+        return self._number(entry["value"], _TABLES[table][key], path), self._source(entry, path)
+
+    def _check_entry(self, entry: Mapping[str, object], path: tuple[str, ...]) -> None:
+        parts = ("value", "kind", "source")
+        for part in entry:
+            if part not in parts:
+                self._fail(
+                    f"unknown key {part!r} of {path[-1]}{_suggest(part, parts)}", (*path, part)
+                )
+        for part in parts:
+            if part not in entry:
+                self._fail(f"{path[-1]} lacks its {part}.", path)
+
+    def _number(self, value: object, rule: _Rule, path: tuple[str, ...]) -> float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        if fits and rule.whole and isinstance(value, float):
+            fits = value.is_integer()
+        if not fits or not rule.holds(value):  # type: ignore[arg-type]
+            self._fail(f"{path[-1]} is {value!r}; it must be {rule.words}.", (*path, "value"))
+        return int(value) if rule.whole else float(value)  # type: ignore[call-overload,arg-type]
+
+    def _source(self, entry: Mapping[str, object], path: tuple[str, ...]) -> Source:
+        kind, text = entry["kind"], entry["source"]
+        if kind not in KINDS:
+            self._fail(
+                f"the kind of {path[-1]} is {kind!r}; kinds are {', '.join(KINDS)}.",
+                (*path, "kind"),
+            )
+        if not isinstance(text, str) or not text.strip():
+            self._fail(f"the source of {path[-1]} must say where it comes from.", (*path, "source"))
+        return Source(kind, text)
+
+    def _check_complete(self, figures: Mapping[str, object]) -> None:
+        for key in _REQUIRED:
+            if key not in figures:
+                self._fail(f"{key} is missing.", 1)
+        for link in LINKS:
+            for key in _LINK_REQUIRED:
+                if f"{link}.{key}" not in figures:
+                    self._fail(f"{key} of [{link}] is missing.", (link,))
+        if not any(key.startswith("peak_flops.") for key in figures):
+            self._fail(f"[peak_flops] is missing; give one of {', '.join(DTYPE_BYTES)}.", 1)
+
+    def _rows(self, name: str) -> Rows:
+        rows = self.document[name]
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            self._fail(f"[[{name}]] is a list of tables.", (name,))
+        return tuple(MappingProxyType(row) for row in rows)
+
+    def _text(self, key: str) -> str:
+        found = self.document.get(key)
+        if not isinstance(found, str) or not found:
+            self._fail(f'{key} must be a word, as in {key} = "h100".', (key,))
+        return found
+
+    def _fail(self, message: str, at: int | tuple[str, ...]) -> NoReturn:
+        line = at if isinstance(at, int) else line_of(self.text, at)
+        ending = "" if message.endswith((".", "?")) else "."
+        raise AutoparError(f"{self.where}, line {line}: {message}{ending}")
+
+
+def line_of(text: str, path: tuple[str, ...]) -> int:
+    """The line, from 1, of the key at `path` or of the nearest thing around it."""
+    table: tuple[str, ...] = ()
+    best, depth = 1, 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\[?\s*([\w.\-\" ]+?)\s*\]", line):
+            table = found = _keys(header[1])
+        elif key := re.match(r"\s*([\w.\-\" ]+?)\s*=", line):
+            found = (*table, *_keys(key[1]))
+        else:
+            continue
+        if len(found) > depth and path[: len(found)] == found:
+            best, depth = number, len(found)
+    return best
+
+
+def _keys(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip('"') for part in dotted.split("."))
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, [k for k in known if k], n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def _hardware(name: str, figures: Mapping[str, tuple[float, Source]]) -> Hardware:
+    values = {key: value for key, (value, _) in figures.items()}
+    order = [f"{table}.{key}" if table else key for table, keys in _TABLES.items() for key in keys]
+    flops = {d: values[f"peak_flops.{d}"] for d in DTYPE_BYTES if f"peak_flops.{d}" in values}
+    whole: dict[str, Any] = {key: values[key] for key in (*_REQUIRED, *_OPTIONAL) if key in values}
+    return Hardware(
+        name=name,
+        peak_flops=_by_itemsize(flops),
+        inside_node=_link("inside_node", values),
+        across_nodes=_link("across_nodes", values),
+        dtype_flops=tuple(flops.items()),
+        sources=tuple((key, figures[key][1]) for key in order if key in figures and key != "nodes"),
+        **whole,
+    )
+
+
+def _by_itemsize(flops: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """The peak for each size of element; a product of float32 is not done in tf32 unasked."""
+    peaks: dict[int, float] = {}
+    for dtype in ("float8", "bfloat16", "float16", "float32", "float64"):
+        if dtype in flops:
+            peaks.setdefault(DTYPE_BYTES[dtype], flops[dtype])
+    return tuple(peaks.items()) or ((4, flops["tf32"]),)
+
+
+def _link(table: str, values: Mapping[str, float]) -> Link:
+    prefix = f"{table}."
+    return Link(**{k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)})
+
+
+def save_hardware(
+    hardware: Hardware,
+    path: str | Path,
+    *,
+    nodes: int = 1,
+    curves: Mapping[str, Sequence[Mapping[str, str | float]]] = MappingProxyType({}),
+) -> None:
+    """Writes a file that `read_hardware` reads as the same hardware.
+
+    A figure of `hardware.sources` is written with its source, any other as a guess.
+
+    Args:
+        hardware: figures must be numbers.
+        path: of the file, which is replaced.
+        nodes: of the cluster.
+        curves: rows of measurements by table, `matmul` or `collective`.
+    """
+    Path(path).write_text(format_hardware(hardware, nodes=nodes, curves=curves), encoding="utf-8")
+
+
+def format_hardware(
+    hardware: Hardware,
+    *,
+    nodes: int = 1,
+    curves: Mapping[str, Sequence[Mapping[str, str | float]]] = MappingProxyType({}),
+) -> str:
+    """The text of such a file."""
+    lines = [f"name = {json.dumps(hardware.name, ensure_ascii=False)}"]
+    if nodes != 1:
+        lines.append(f'nodes = {{value = {nodes}, kind = "measured", source = "as run"}}')
+    lines += _entries(hardware, "", {k: getattr(hardware, k) for k in (*_REQUIRED, *_OPTIONAL)})
+    lines += ["", "[peak_flops]", *_entries(hardware, "peak_flops", _flops(hardware))]
+    for link in LINKS:
+        lines += ["", f"[{link}]", *_entries(hardware, link, vars(getattr(hardware, link)))]
+    for name, rows in curves.items():
+        assert name in CURVES, f"a curve is one of {CURVES}, not {name!r}"
+        for row in rows:
+            lines += ["", f"[[{name}]]", *(f"{k} = {json.dumps(v)}" for k, v in row.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _flops(hardware: Hardware) -> dict[str, float]:
+    if hardware.dtype_flops:
+        return dict(hardware.dtype_flops)
+    names = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
+    return {names[size]: flops for size, flops in hardware.peak_flops}
+
+
+def _entries(hardware: Hardware, table: str, values: Mapping[str, float]) -> Iterator[str]:
+    """Lines of a table; a figure at its default that nobody gave a source for is left out."""
+    default = {
+        f.name: f.default for f in (*dataclasses.fields(Hardware), *dataclasses.fields(Link))
+    }
+    stated = dict(hardware.sources)
+    for key, value in values.items():
+        figure = f"{table}.{key}" if table else key
+        if figure not in stated and value == default.get(key):
+            continue
+        source = hardware.source(figure)
+        said = json.dumps(source.text, ensure_ascii=False)
+        yield f'{key} = {{value = {value!r}, kind = "{source.kind}", source = {said}}}'

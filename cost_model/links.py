@@ -1,0 +1,160 @@
+"""What carries messages: a link, and the link that one axis of a mesh really runs at.
+
+The formulas of `collectives` see one `Link` per axis. `axis_link` makes it of the link inside a
+node and the link between nodes, for a group of `size` ranks that stand `stride` apart (a mesh axis
+of that size, whose later axes have `stride` ranks; ranks are numbered row-major):
+
+    in a node        the node's own link; where every pair has a wire of its own instead of a switch,
+                     a group of n can use n - 1 of the wires
+    between nodes    a ring enters and leaves each node once, over as many NICs as the group has
+                     ranks there: r NICs in the node where it has fewest; each step of the ring waits
+                     for its slowest hop, which is one between nodes
+    two nodes        an all-reduce adds up inside each and exchanges the sums: every NIC sends its part
+                     once, where a ring sends it 2 (n - 1) / n times
+    all to all       every rank sends the part that leaves its node, (n - r) of n - 1 shares, over
+                     its own NIC
+    point to point   one rank, one NIC
+
+Every rank has a NIC of its own (HGX, NVL72), or its share of the node's; so groups that run at the
+same time do not slow each other down beyond that share.
+
+Evidence, all in public nccl-tests tables (`benchmarks/collective_accuracy.py` prints the errors):
+rings over 10 nodes with 1, 2, 4, 8 ranks in each run at 48, 97, 195, 324 GB/s on NICs of 48 GB/s and
+NVLink of 350; all-to-all over the same ranks at 44.7, 47.5, 49.5, 50.4 GB/s, which is 46 (n - 1) /
+(n - r); a step costs 4 to 10 us whether 0 or 7 of 8 hops stay in a node; 2 nodes with 50 GB/s of NICs
+each all-reduce 16 ranks at 78 GB/s, where a ring could not pass 50.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopar.cost_model.arith import Quantity, larger, smaller
+
+if TYPE_CHECKING:
+    from autopar.cost_model.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries the messages of one rank. The defaults make it a plain ring.
+
+    Attributes:
+        bandwidth_bytes_per_second: that a rank can send while it receives as much, in a ring.
+        latency_seconds: of one step of a ring.
+        start_seconds: of a collective, besides the launch of a kernel.
+        fill_seconds: that a long message takes to fill the pipeline; a short one takes its own
+            transfer time once more (NCCL: half the bandwidth in LL, set-up in Simple).
+        reduce_gain: of an all-reduce in bandwidth, 1 to 2: switches that add up (NVLink SHARP).
+        reduce_rounds: of the ring's steps whose latency an all-reduce pays: 2 for reduce-scatter
+            and all-gather, 1 for a tree, which is the faster way between nodes.
+        exchange_gain: bandwidth of an all-to-all, as a fraction of the ring's.
+        send_gain: bandwidth of one rank that sends to one other, as a fraction of the ring's.
+    """
+
+    bandwidth_bytes_per_second: Quantity
+    latency_seconds: Quantity
+    start_seconds: Quantity = 0.0
+    fill_seconds: Quantity = 0.0
+    reduce_gain: Quantity = 1.0
+    reduce_rounds: Quantity = 2.0
+    exchange_gain: Quantity = 1.0
+    send_gain: Quantity = 1.0
+
+
+def axis_link(
+    hardware: Hardware, stride: Quantity, size: Quantity, ranks: Quantity | None = None
+) -> Link:
+    """The link of the groups of `size` ranks, `stride` apart.
+
+    Args:
+        hardware: its figures may be numbers or symbols.
+        stride, size: numbers, or arrays of one shape, which give a link of arrays.
+        ranks: of the whole mesh; None for more than a node has. It matters only where groups fit
+            into a node but do not divide it, so that one of them lies across a boundary.
+    """
+    node = hardware.devices_per_node
+    fits = (node % (stride * size)) == 0
+    if ranks is not None:
+        fits = fits | (ranks <= node)
+    if isinstance(fits, np.ndarray):
+        return _blend(fits, _inside(hardware, size), _across(hardware, stride, size))
+    return _inside(hardware, size) if fits else _across(hardware, stride, size)
+
+
+def ranks_in_node(hardware: Hardware, stride: Quantity, size: Quantity) -> Quantity:
+    """Ranks of such a group in the node where it has fewest, of groups larger than a node.
+
+    The groups cut nodes at multiples of gcd(stride * size, ranks of a node), and a cut of that
+    length holds at least its length // stride ranks, or it would not be counted.
+    """
+    return larger(1, _gcd(stride * size, hardware.devices_per_node) // stride)
+
+
+def _inside(hardware: Hardware, size: Quantity) -> Link:
+    link = hardware.inside_node
+    gains = size >= hardware.reduce_gain_ranks
+    return Link(
+        link.bandwidth_bytes_per_second * _wires(hardware, size),
+        link.latency_seconds,
+        link.start_seconds,
+        link.fill_seconds,
+        1.0 + (link.reduce_gain - 1.0) * gains,
+        link.reduce_rounds,
+        link.exchange_gain,
+        link.send_gain,
+    )
+
+
+def _wires(hardware: Hardware, size: Quantity) -> Quantity:
+    """Fraction of a device's wires that a group in a node uses: all of them where there is a switch."""
+    if not hardware.wired_ranks:
+        return 1.0
+    return larger(1, smaller(size, hardware.wired_ranks) - 1) / (hardware.wired_ranks - 1)
+
+
+def _across(hardware: Hardware, stride: Quantity, size: Quantity) -> Link:
+    """None of its figures is better than that of a group of the same size inside one node."""
+    out, here = hardware.across_nodes, ranks_in_node(hardware, stride, size)
+    inside = _inside(hardware, smaller(size, hardware.devices_per_node))
+    nic = out.bandwidth_bytes_per_second
+    bandwidth = smaller(nic * here, inside.bandwidth_bytes_per_second)
+    exchange = smaller(
+        nic * out.exchange_gain * larger(1, size - 1) / larger(1, size - here),
+        inside.bandwidth_bytes_per_second * inside.exchange_gain,
+    )
+    send = smaller(nic * out.send_gain, inside.bandwidth_bytes_per_second * inside.send_gain)
+    gain = larger(1.0, out.reduce_gain)
+    if_two = smaller(
+        inside.bandwidth_bytes_per_second * inside.reduce_gain, nic * here * 2 * (size - 1) / size
+    )
+    gain = gain + larger(0.0, if_two / bandwidth - gain) * (size == 2 * here)
+    most = inside.bandwidth_bytes_per_second * inside.reduce_gain / bandwidth
+    return Link(
+        bandwidth,
+        larger(
+            out.latency_seconds, inside.latency_seconds * inside.reduce_rounds / out.reduce_rounds
+        ),
+        larger(out.start_seconds, inside.start_seconds),
+        larger(out.fill_seconds, inside.fill_seconds),
+        smaller(gain, smaller(most, 2.0)),
+        out.reduce_rounds,
+        exchange / bandwidth,
+        send / bandwidth,
+    )
+
+
+def _blend(condition: np.ndarray, yes: Link, no: Link) -> Link:
+    """Field by field, `yes` where the condition holds."""
+    fields: dict[str, Any] = {
+        name: np.where(condition, value, getattr(no, name)) for name, value in vars(yes).items()
+    }
+    return Link(**fields)
+
+
+def _gcd(a: Quantity, b: Quantity) -> Quantity:
+    return math.gcd(a, b) if isinstance(a, int) else np.gcd(a, b)
