@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import Precision
-from autopar.cost_model.software import Software
+from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Recompute, Run, Step, total
 from autopar.cost_model.symbols import factor_symbols, link_values
 from autopar.errors import AutoparError
@@ -104,7 +104,7 @@ class Space:
     cluster: Cluster
     batch: int
     precision: Precision
-    software: Software = Software()
+    software: Software = AUTOPAR
     stages: tuple[int, ...] = (1,)
     tensor_sizes: tuple[int, ...] | None = None
     recomputes: tuple[Recompute, ...] = ("none", "full")

@@ -13,10 +13,10 @@ import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.compute import backward_passes, is_product
 from autopar.cost_model.hardware import Link
-from autopar.cost_model.items import COMPUTE
-from autopar.cost_model.software import Software
-from autopar.cost_model.step import Run, Step, Term, total
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
 from autopar.cost_model.symbols import (
     Expressions,
     link_of,
@@ -26,6 +26,7 @@ from autopar.cost_model.symbols import (
 )
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
+from autopar.timeline import timeline
 
 # Words for what a person may change, and the symbols that each of them scales.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -73,8 +74,8 @@ class Explanation:
     graph: Graph
     plan: Plan
     cluster: Cluster
-    run: Run = Run()
-    software: Software = Software()
+    run: Run = ONE_BATCH
+    software: Software = AUTOPAR
     memory_bound_bytes: int | None = None
     tokens: int | None = None
     candidates: tuple[Candidate, ...] = ()
@@ -181,15 +182,6 @@ class Explanation:
         return self.tokens * float(self.run.micro_batches) / self.step_seconds
 
     @property
-    def model_flops(self) -> float:
-        """Of a step of the whole model, recomputation left out (Chowdhery et al. 2022, appendix B)."""
-        step = self.step
-        of_items = sum(
-            float(i.count * i.flops) for i in step.items if i.resource == COMPUTE
-        )  # of one rank: what the axes of the mesh do not split counts once per rank, see `mfu`
-        return of_items * float(self.run.micro_batches) * self.plan.mesh.size
-
-    @property
     def mfu(self) -> float:
         """Model FLOPs utilization: of the peak in the model's own number format."""
         sizes = [t.itemsize_bytes for t in self.graph.tensors.values() if t.needs_grad]
@@ -291,15 +283,13 @@ class Explanation:
 
     def events(self) -> tuple[Event, ...]:
         """The predicted step as a timeline of compute and communication lanes."""
-        from autopar.timeline import timeline
-
         return timeline(self.step)
 
     def to_json(self) -> dict[str, Any]:
         """Everything a page shows, with units in the keys."""
         return {
             "plan": self.plan.to_json(),
-            "cluster": {"name": self.cluster.name, "ranks": self.cluster.ranks},
+            "cluster": {"name": str(self.cluster), "ranks": self.cluster.ranks},
             "run": {
                 "micro_batches": int(self.run.micro_batches), "stages": int(self.run.stages),
                 "chunks": int(self.run.chunks), "recompute": self.run.recompute,
@@ -343,8 +333,6 @@ def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
 
 def _whole_flops(graph: Graph) -> list[float]:
     """Forward and backward FLOPs of every product of matrices of the whole model."""
-    from autopar.cost_model.compute import backward_passes, is_product
-
     return [
         graph.stands_for.get(op.name, 1) * op.flops * (1 + backward_passes(op, graph.tensors))
         for op in graph.ops

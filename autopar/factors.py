@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor as TorchTensor
 from torch import fx
 
@@ -36,7 +37,7 @@ from autopar.ir import (
     Tensor,
     V,
 )
-from autopar.rules.spec import Letters, Spec, tensor_operands, tensor_results
+from autopar.rules.spec import Hidden, Letters, Spec, tensor_operands, tensor_results
 from autopar.work import works
 
 
@@ -117,6 +118,11 @@ def analyze(captured: Captured) -> Analysis:
     return _Analyzer(captured).run()
 
 
+def hidden_name(node: str, hidden: Hidden) -> str:
+    """The name of a tensor that only the backward of a node sees."""
+    return f"{node}:{hidden.name}"
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node takes one result out of a tuple."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
@@ -139,6 +145,7 @@ class _Analyzer:
     def run(self) -> Analysis:
         for node in self.nodes:
             self._add(node)
+        self._forget_unreached()
         self.factor_names, factors = _name_factors(self)
         tensors = {name: self._tensor(name) for name in self.values}
         ops = tuple(self._op(node) for node in self.nodes if node.name in self.specs)
@@ -186,7 +193,7 @@ class _Analyzer:
         self.atoms[name] = atoms
 
     def _add_call(self, node: fx.Node) -> None:
-        spec, has_rule = rules.spec(node)
+        spec, has_rule = rules.spec(node, self._wanted(node))
         results = tensor_results(node)
         single = isinstance(node.meta.get("val"), TorchTensor)
         names = (node.name,) if single else tuple(f"{node.name}:{i}" for i in range(len(results)))
@@ -199,6 +206,8 @@ class _Analyzer:
             self._flow(node.name, self.atoms[operand], letters, own)
         for name, value, letters in zip(names, results, spec.results, strict=True):
             self._add_tensor(name, value, [[own[x] for x in dim] for dim in letters])
+        for hidden in spec.kept.hidden:
+            self._add_hidden(node.name, hidden, own)
         if self.of_inputs.intersection(self._operands(node)):
             self.of_inputs.update(names)
         if self._passes_gradient(node):
@@ -208,11 +217,38 @@ class _Analyzer:
                 if (v.is_floating_point() or v.is_complex())
             }
 
+    def _forget_unreached(self) -> None:
+        """What an op makes needs no gradient where none comes from the results, as on the way to an index."""
+        reached = {self.names[node.name][0] for node in output_nodes(self.captured.module)}
+        made = set()
+        for node in reversed(self.nodes):
+            if node.name not in self.specs:
+                continue
+            results = self.names[node.name]
+            made.update(results)
+            if self._passes_gradient(node) and reached & self.needs_grad & {*results}:
+                reached.update(self._operands(node))
+        self.needs_grad -= made - reached
+
+    def _add_hidden(self, node: str, hidden: Hidden, own: Mapping[str, Atom]) -> None:
+        """A tensor that only backward sees; what no letter counts is a last dim of its own."""
+        atoms = [[own[x] for x in dim] for dim in hidden.letters]
+        if hidden.times > 1:
+            atoms.append([Atom(hidden.times)])
+        value = torch.empty((), dtype=hidden.dtype, device="meta")
+        self._add_tensor(hidden_name(node, hidden), value, atoms)
+
+    def _wanted(self, node: fx.Node) -> tuple[int, ...]:
+        """Positions of the operands that a gradient flows back to."""
+        if not self._passes_gradient(node):
+            return ()
+        return tuple(i for i, x in enumerate(self._operands(node)) if x in self.needs_grad)
+
     def _operands(self, node: fx.Node) -> tuple[str, ...]:
         return tuple(self.names[n.name][0] for n in tensor_operands(node))
 
     def _passes_gradient(self, node: fx.Node) -> bool:
-        stops = rules.operator_name(node) == "aten.detach"
+        stops = rules.operator_name(node) in rules.NOT_DIFFERENTIABLE
         return not stops and any(name in self.needs_grad for name in self._operands(node))
 
     def _flow(
@@ -242,22 +278,23 @@ class _Analyzer:
 
     def _op(self, node: fx.Node) -> Op:
         spec, operands = self.specs[node.name], self._operands(node)
-        results = self.names[node.name]
+        kept, names = spec.kept, self.names[node.name]
+        hidden = tuple(hidden_name(node.name, each) for each in kept.hidden)
         return Op(
             name=node.name,
             kind=rules.operator_name(node),
             operands=operands,
-            results=results,
+            results=(*names, *hidden),
             choices=tuple(self._choices(node.name, spec)),
             flops=spec.flops,
-            saved=tuple(
-                [operands[i] for i in spec.saved_operands]
-                + [results[i] for i in spec.saved_results]
+            saved=(
+                *(operands[i] for i in kept.operands), *(names[i] for i in kept.results), *hidden,
             ),
             is_view=spec.is_view,
             module=module_path(node),
             has_rule=self.with_rule[node.name],
             work=works(spec, lambda letter: self._leaves(node.name, letter)),
+            hidden=hidden,
         )
 
     def _leaves(self, node: str, letter: str) -> tuple[Leaf, ...]:
@@ -268,9 +305,10 @@ class _Analyzer:
         )
 
     def _choices(self, name: str, spec: Spec) -> Iterable[Choice]:
-        yield Choice(UNSPLIT, (R,) * len(spec.operands), (R,) * len(spec.results))
+        made = len(spec.results) + len(spec.kept.hidden)
+        yield Choice(UNSPLIT, (R,) * len(spec.operands), (R,) * made)
         if self._is_function_of_parameters(name):
-            yield Choice(VARIED, (V,) * len(spec.operands), (V,) * len(spec.results))
+            yield Choice(VARIED, (V,) * len(spec.operands), (V,) * made)
         for letter, atom in self.letters[name].items():
             if not spec.splittable(letter) or letter in self.conflicts[name]:
                 continue
@@ -280,7 +318,7 @@ class _Analyzer:
         for positions in spec.linear:
             label = PARTIAL + "+".join(str(i) for i in sorted(positions))
             states = tuple(P if i in positions else V for i in range(len(spec.operands)))
-            yield Choice(label, states, (P,) * len(spec.results))
+            yield Choice(label, states, (P,) * made)
 
     def _is_function_of_parameters(self, name: str) -> bool:
         """Casts of weights, position embeddings: what the whole batch shares. Backward is linear in the
@@ -308,10 +346,17 @@ class _Analyzer:
             assert position or summed, (name, letter)
             return S(*position) if position else P
 
+        def kept(letters: Letters) -> State:
+            position = _position(letters, letter, part, own)
+            return S(*position) if position else V
+
         return Choice(
             label,
             tuple(operand(i, letters) for i, letters in enumerate(spec.operands)),
-            tuple(result(letters) for letters in spec.results),
+            (
+                *(result(letters) for letters in spec.results),
+                *(kept(hidden.letters) for hidden in spec.kept.hidden),
+            ),
             leaf.size,
             self.factor_names[id(leaf)],
         )

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -209,7 +210,7 @@ class _File:
                 self._fail(f"{path[-1]} lacks its {part}.", path)
 
     def _number(self, value: object, rule: _Rule, path: tuple[str, ...]) -> float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if fits and rule.whole and isinstance(value, float):
             fits = value.is_integer()
         if not fits or not rule.holds(value):  # type: ignore[arg-type]
@@ -277,7 +278,7 @@ def _keys(dotted: str) -> tuple[str, ...]:
 
 
 def _suggest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, [k for k in known if k], n=1)
+    near = difflib.get_close_matches(word, [k for k in known if k], n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 

@@ -169,6 +169,16 @@ class Pricer:
         produced = self._produced()
         return sum((self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in crossing), start=0)
 
+    def into(self, op: Op, position: int) -> Iterator[Item]:
+        """The forward of the conversion that an operand of `op` goes through."""
+        name = op.operands[position]
+        parameters = self.graph.parameters.values()
+        carries = "parameter" if name in parameters else "activation"
+        source, target = self._produced()[name], self.operands[op.name][position]
+        for item in self._convert(name, source, target, carries, False):
+            if item.phase == "forward":
+                yield item
+
     # --- ops
 
     def _compute(self, op: Op) -> Iterator[Item]:
@@ -360,9 +370,10 @@ def _crossing(graph: Graph) -> list[str]:
         for name in op.operands:
             maker = graph.producer.get(name)
             source = graph.stack_of(maker.module) if maker else None
-            if place and source and source[0] == place[0] and source[1] == place[0].middle - 1:
-                if place[1] == place[0].middle:
-                    found[name] = None
+            if place is None or source is None or source[0] != place[0]:
+                continue
+            if (source[1], place[1]) == (place[0].middle - 1, place[0].middle):
+                found[name] = None
     return list(found)
 
 

@@ -6,7 +6,8 @@ the model (before, in and after the repeated layers) the seconds of one micro-ba
     device = compute + communication that nothing hides          (forward, backward, recomputation)
     host   = kernels * host_seconds                              what the CPU takes to issue them
     region = max(device, host)                                   launches run ahead of the device
-    stage  = the slowest of (before + layers / p) and (layers / p + after)
+    stage  = the slowest of the first, with what comes before the layers, the last, with what comes
+             after them, and those in the middle
     step   = m * stage + (before + layers + after - stage) / v   fill and drain of the pipeline
              + stage boundaries + reductions that backward does not hide + optimizer + fixed
 
@@ -22,6 +23,7 @@ from typing import Literal
 
 from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.compute import memory_seconds
+from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Region
 from autopar.cost_model.software import Software
@@ -37,6 +39,7 @@ class Run:
     Attributes:
         micro_batches: of a step.
         stages: pipeline stages; 1 for none.
+        cuts: layers of each of them; None for equal shares.
         chunks: of layers per stage, interleaved.
         recompute: "full" keeps only what crosses from layer to layer, and runs every layer's
             forward again in backward.
@@ -46,8 +49,12 @@ class Run:
     micro_batches: Quantity = 1
     stages: Quantity = 1
     chunks: Quantity = 1
+    cuts: Cuts | None = None
     recompute: Recompute = "none"
     precision: Precision = FULL
+
+
+ONE_BATCH = Run()
 
 
 @dataclass(frozen=True)
@@ -115,10 +122,20 @@ class Step:
     def _stages(self) -> tuple[Quantity, Quantity]:
         """Seconds of a micro-batch on the slowest stage, and on all stages together."""
         before, layers, after = (self._region_seconds(region) for region in REGIONS)
-        share = layers / self.run.stages
-        alone = larger(0, 2 - self.run.stages)  # 1 for a single stage, which has both ends
-        slowest = larger(before + share + alone * after, after + share + alone * before)
-        return slowest, before + layers + after
+        alone, cuts, one = self._alone, self.cuts, layers / self.layers
+        first = before + cuts.first * one + alone * after
+        last = after + cuts.last * one + alone * before
+        return larger(first, larger(cuts.middle * one, last)), before + layers + after
+
+    @property
+    def cuts(self) -> Cuts:
+        """Layers of the stages."""
+        return self.run.cuts or equal_cuts(self.layers, self.run.stages)
+
+    @property
+    def _alone(self) -> Quantity:
+        """1 for a single stage, which has both ends; else 0."""
+        return larger(0, 2 - self.run.stages)
 
     def _layers_share(self) -> Quantity:
         return self._region_seconds("layers") / self.run.stages
@@ -257,8 +274,8 @@ class Step:
     def _share(self, region: Region, stage: str) -> Quantity:
         """How much of a region a stage has."""
         if region == "layers":
-            return 1 / self.run.stages
-        alone = larger(0, 2 - self.run.stages)
+            return (self.cuts.first if stage == "first" else self.cuts.last) / self.layers
+        alone = self._alone
         own = "before" if stage == "first" else "after"
         return 1 if region == own else alone
 
@@ -289,7 +306,7 @@ class Step:
             (self._share(h.region, stage) * h.bytes for h in self.holdings
              if self._is_saved(h, "before") or self._is_saved(h, "after")), start=0,
         )  # fmt: skip
-        inputs = self.boundary_bytes * self.layers / self.run.stages
+        inputs = self.boundary_bytes * self._share("layers", stage) * self.layers
         parts = (
             Term("inputs of layers", flight * inputs),
             Term("one layer run again", layers / self.layers),

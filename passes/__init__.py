@@ -15,6 +15,7 @@ from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
+from autopar.passes.refresh_examples import refresh_examples
 from autopar.passes.remove_assertions import remove_assertions
 from autopar.passes.remove_clones import remove_clones
 from autopar.passes.reshape_views import reshape_views
@@ -33,6 +34,7 @@ CLEANUP: tuple[Pass, ...] = (
     single_batch_norm,  # in evaluation it can be split along the batch, and has one result to say so of
     reshape_views,  # a view's strides need not be those of the local tensor
     remove_clones,  # they differ between devices, and compute nothing
+    refresh_examples,  # their strides tell what must be copied, and so what backward keeps
     name_nodes,  # last: what is left is named
 )
 

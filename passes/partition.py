@@ -89,17 +89,18 @@ class _Partitioner:
         labels = self.plan.ops[node.name]
         wanted = operand_layouts(op, labels)
         operands = [self.convert(t, layout) for t, layout in zip(op.operands, wanted, strict=True)]
-        layouts = result_layouts(op, labels)
+        names = self.analysis.names[node.name]
+        layouts = result_layouts(op, labels)[: len(names)]  # without what only backward sees
         shapes = tuple(
             local_shape(self.analysis.graph.tensors[t].dims, layout, self.mesh)
-            for t, layout in zip(op.results, layouts, strict=True)
+            for t, layout in zip(names, layouts, strict=True)
         )
         local = _LocalCall(self, node, operands, shapes, labels)
         new = self.analysis.specs[node.name].localize(local)
         if isinstance(new, fx.Node) and not isinstance(node.meta.get("val"), torch.Tensor):
-            new = tuple(self.call(operator.getitem, (new, i)) for i in range(len(op.results)))
+            new = tuple(self.call(operator.getitem, (new, i)) for i in range(len(names)))
         parts = new if isinstance(new, tuple) else (new,)
-        for name, layout, part in zip(op.results, layouts, parts, strict=True):
+        for name, layout, part in zip(names, layouts, parts, strict=True):
             self._produce(name, layout, part)
 
     def _place_outputs(self) -> tuple[Layout, ...]:

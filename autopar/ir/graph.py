@@ -120,11 +120,12 @@ class Op:
         name: unique; the name of the node in the captured graph.
         kind: the operator, such as `aten.linear`.
         operands: names of its tensor operands (one may occur twice).
-        results: names of its tensor results.
+        results: names of its tensor results, those of `hidden` last.
         choices: the ways to run it along an axis; `-` is always the first.
         flops: forward floating-point operations of the whole op; element-wise ops count one each.
         saved: names of the operands and results that autograd keeps for backward.
-        is_view: whether it moves no data.
+        hidden: names of the results that only its own backward sees: masks, statistics, copies.
+        is_view: whether it moves no data: its results lie in the memory of its first operand.
         module: path of the module it came from, "" at the top.
         has_rule: False for an op without a rule, which therefore runs replicated.
         work: its floating-point operations by loop nest; they add up to `flops`.
@@ -141,6 +142,7 @@ class Op:
     module: str = ""
     has_rule: bool = True
     work: tuple[Work, ...] = ()
+    hidden: tuple[str, ...] = ()
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists."""

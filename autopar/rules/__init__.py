@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from autopar.rules import contract, elementwise, index, loss, nn, random, reduce, shape
+from autopar.rules.kept import NOT_DIFFERENTIABLE, kept
 from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec, plain
 
 Rule = Callable[[Call], Spec]
@@ -45,13 +47,19 @@ def find_rule(node: fx.Node) -> Rule | None:
     return elementwise.elementwise if torch.Tag.pointwise in target.tags and not draws else None
 
 
-def spec(node: fx.Node) -> tuple[Spec, bool]:
+def spec(node: fx.Node, wanted: Iterable[int] | None = None) -> tuple[Spec, bool]:
     """The spec of a node, and whether a rule gave it.
 
     Without a rule, where the rule does not apply to this call, and on empty tensors, every dim stays
-    whole.
+    whole. What is kept for backward depends on which operands' gradients are `wanted`, all by default.
     """
-    call = Call(node)
+    call = Call(node, wanted)
+    found, has_rule = _ruled(call)
+    return replace(found, kept=kept(operator_name(node), call, found)), has_rule
+
+
+def _ruled(call: Call) -> tuple[Spec, bool]:
+    node = call.node
     rule = find_rule(node)
     empty = any(t.numel() == 0 for t in [*call.operands, *call.results])
     if rule is not None and not empty:
@@ -92,7 +100,4 @@ def replicated(call: Call) -> Spec:
     operands = tuple(letters(t, f"x{i}_") for i, t in enumerate(call.operands))
     results = tuple(letters(t, f"y{i}_") for i, t in enumerate(call.results))
     flops = sum(t.numel() for t in call.results)
-    everything = tuple(range(len(operands)))
-    return Spec(
-        operands, results, sizes, whole=frozenset(sizes), flops=flops, saved_operands=everything
-    )
+    return Spec(operands, results, sizes, whole=frozenset(sizes), flops=flops)

@@ -19,8 +19,7 @@ def row(text: str) -> Callable[[Call], Spec]:
 
     def rule(call: Call) -> Spec:
         spec = spec_of(text, call)
-        products = tuple(i for i in range(len(spec.operands)) if i not in spec.additive)
-        return replace(spec, flops=2 * spec.points, saved_operands=products)
+        return replace(spec, flops=2 * spec.points)
 
     return rule
 
@@ -78,7 +77,7 @@ def convolution(call: Call) -> Spec:
         tuple(operands[: len(call.operands)]), (dims("n", "go") + spatial("y"),), sizes,
         sums=frozenset({"i"} & sizes.keys()), additive=frozenset(range(2, len(call.operands))),
         whole=frozenset(letter for letter in sizes if letter[0] in "xky"),
-        flops=flops, saved_operands=(0, 1), localize=_convolve_locally,
+        flops=flops, localize=_convolve_locally,
     )  # fmt: skip
 
 

@@ -57,14 +57,6 @@ LINEAR: dict[str, Callable[[Call], tuple[frozenset[int], ...]]] = {
     "aten.type_as": _first,
 }
 
-# What autograd keeps for backward; others keep their operands (Note: a coarse guess, refined by the
-# memory model).
-SAVES_NOTHING = {
-    "aten.add", "aten.sub", "aten.neg", "aten.clone", "aten.alias", "aten.detach", "aten._to_copy",
-}  # fmt: skip
-SAVES_RESULT = {"aten.tanh", "aten.sigmoid", "aten.exp", "aten.rsqrt", "aten.sqrt", "aten.relu"}
-
-
 def aligned(shape: torch.Size, rank: int) -> Letters:
     """Letters of a tensor that is broadcast to `rank` dims; `d0` is the last dim."""
     letters: list[Dim] = []
@@ -72,6 +64,10 @@ def aligned(shape: torch.Size, rank: int) -> Letters:
         letters.append((f"d{len(shape) - 1 - position}",) if size > 1 else ())
     assert len(shape) <= rank
     return tuple(letters)
+
+
+def _is_same_type(call: Call) -> bool:
+    return call.operands[0].dtype is call.results[0].dtype
 
 
 def elementwise(call: Call) -> Spec:
@@ -91,9 +87,7 @@ def elementwise(call: Call) -> Spec:
     spec = Spec(operands, results, sizes)
     return Spec(
         operands, results, sizes, linear=linear, flops=spec.points,
-        saved_operands=() if name in SAVES_NOTHING | SAVES_RESULT else tuple(range(len(operands))),
-        saved_results=(0,) if name in SAVES_RESULT else (),
-        is_view=name in ("aten.alias", "aten.detach"),
+        is_view=name in ("aten.alias", "aten.detach") or (name == "aten.type_as" and _is_same_type(call)),
     )  # fmt: skip
 
 

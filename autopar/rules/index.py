@@ -22,7 +22,7 @@ def embedding(call: Call) -> Spec:
     rows, columns = ((n,) if n in sizes else () for n in "vd")
     return Spec(
         ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(rows), contiguous=frozenset(rows),
-        flops=call.results[0].numel(), saved_operands=(1,), localize=_look_up_locally,
+        flops=call.results[0].numel(), localize=_look_up_locally,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def index(call: Call) -> Spec:
     result: tuple[Dim, ...] = (*kept[:place], *chosen, *kept[place:])
     whole = frozenset(letter for dim in given for letter in letters[dim])
     return Spec(tuple(operands), (result,), sizes | broadcast, whole=whole,
-                flops=call.results[0].numel(), saved_operands=tuple(range(1, len(operands))))  # fmt: skip
+                flops=call.results[0].numel())  # fmt: skip
 
 
 def index_select(call: Call) -> Spec:
@@ -103,7 +103,7 @@ def index_select(call: Call) -> Spec:
     sizes |= {"i": count} if count > 1 else {}
     result = (*letters[:dim], new, *letters[dim + 1 :])
     return Spec((letters, (new,) * call.operands[1].ndim), (result,), sizes,
-                whole=frozenset(letters[dim]), flops=call.results[0].numel(), saved_operands=(1,))  # fmt: skip
+                whole=frozenset(letters[dim]), flops=call.results[0].numel())  # fmt: skip
 
 
 def gather(call: Call) -> Spec:
@@ -122,7 +122,7 @@ def gather(call: Call) -> Spec:
     used = {letter for name in names for letter in name}
     sizes = {letter: size for letter, size in sizes.items() if letter in used} | more
     return Spec((tuple(names), result), (result,), sizes, whole=frozenset(whole),
-                flops=where.numel(), saved_operands=(1,))  # fmt: skip
+                flops=where.numel())  # fmt: skip
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {

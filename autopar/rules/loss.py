@@ -39,7 +39,7 @@ def cross_entropy(call: Call) -> Spec:
         sums=(every_token | frozenset(channel)) if reduced else frozenset(),
         whole=(frozenset() if splits_classes else frozenset(channel))
         | (frozenset() if can_count else every_token),
-        contiguous=frozenset(channel), flops=4 * x.numel(), saved_operands=(0, 1),
+        contiguous=frozenset(channel), flops=4 * x.numel(),
         localize=_Localizer(call, tuple(sorted(every_token)), channel),
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ def layer_norm(call: Call) -> Spec:
     statistics = [tuple(() if d in tail else d for d in letters)] * (len(call.results) - 1)
     return Spec(
         (letters, *affine), (letters, *statistics), sizes, whole=normalized, normalized=normalized,
-        flops=8 * x.numel(), saved_operands=tuple(range(min(2, len(call.operands)))),
+        flops=8 * x.numel(),
     )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def batch_norm(call: Call) -> Spec:
     )
     return Spec(
         (letters, *(channel,) * (len(call.operands) - 1)), results, sizes, whole=whole,
-        flops=8 * call.operands[0].numel(), saved_operands=(0, 1),
+        flops=8 * call.operands[0].numel(),
     )  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def group_norm(call: Call) -> Spec:
     whole = frozenset(letter for dim in letters[1:] for letter in dim)
     return Spec(
         (letters, *((letters[1],),) * (len(call.operands) - 1)), (letters,), sizes, whole=whole,
-        flops=8 * call.operands[0].numel(), saved_operands=(0,),
+        flops=8 * call.operands[0].numel(),
     )  # fmt: skip
 
 
@@ -64,12 +64,11 @@ def attention(call: Call) -> Spec:
     q = "q!" if call["is_causal"] else "q"
     text = f"b.. {q} e!, b.. k! e!, b.. k! v!, b.. {q} k! -> b.. {q} v!"
     flops = 2 * query.numel() * key.shape[-2] + 2 * call.results[0].numel() * key.shape[-2]
-    saved = tuple(range(len(call.operands)))
     spec = spec_of(text, call)
     if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         spec = _grouped(spec, query.shape[-3], key.shape[-3])
     nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
-    return replace(spec, flops=flops, nests=nests, saved_operands=saved, saved_results=(0,))
+    return replace(spec, flops=flops, nests=nests)
 
 
 def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
@@ -96,8 +95,7 @@ def pooling(call: Call) -> Spec:
     result: tuple[Dim, ...] = (*lead, *tail[y.ndim - spatial :])
     sizes |= {n: s for n, s in more.items() if (n,) in tail[y.ndim - spatial :]}
     whole = frozenset(n for n in sizes if (n,) not in lead)
-    return Spec((letters,), (result,) * len(call.results), sizes, whole=whole, flops=x.numel(),
-                saved_operands=(0,))  # fmt: skip
+    return Spec((letters,), (result,) * len(call.results), sizes, whole=whole, flops=x.numel())
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {

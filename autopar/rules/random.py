@@ -25,7 +25,7 @@ def dropout(call: Call) -> Spec:
     spec = elementwise(call)
     dropped = call["train"] is not False and 0 < call["p"] < 1
     localize = _Localizer(tuple(spec.sizes), call["p"]) if dropped else run_as_is
-    return replace(spec, saved_operands=(), saved_results=(1,), localize=localize)
+    return replace(spec, localize=localize)
 
 
 class _Localizer:

@@ -57,7 +57,7 @@ def whole_reduction(call: Call) -> Spec:
     gone = _reduced(call)
     letters, result, sizes = _shapes(call, gone)
     whole = frozenset(letter for dim in gone for letter in letters[dim])
-    spec = Spec((letters,), (result,) * len(call.results), sizes, whole=whole, saved_operands=(0,))
+    spec = Spec((letters,), (result,) * len(call.results), sizes, whole=whole)
     return replace(spec, flops=spec.points)
 
 
@@ -74,7 +74,7 @@ def scanned(call: Call) -> Spec:
     """cumsum, softmax ...: the dim stays whole, the others pass."""
     letters, sizes = plain(call.operands[0].shape)
     whole = frozenset(letters[call.dim(call["dim"])])
-    spec = Spec((letters,), (letters,) * len(call.results), sizes, whole=whole, saved_results=(0,))
+    spec = Spec((letters,), (letters,) * len(call.results), sizes, whole=whole)
     return replace(spec, flops=spec.points)
 
 

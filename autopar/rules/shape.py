@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, plain
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, flattens, plain
 
 aten = torch.ops.aten
 FIRST = (frozenset({0}),)
@@ -41,7 +41,7 @@ def view(call: Call) -> Spec:
                 whole.update(() if agrees else (letter,))
     return Spec(
         (_frozen(letters),), (_frozen(result),), sizes, whole=frozenset(whole), linear=FIRST,
-        is_view=True, localize=_reshape_locally,
+        is_view=flattens(call.operands[0], target), localize=_reshape_locally,
     )  # fmt: skip
 
 
@@ -129,7 +129,9 @@ def _squeezed(call: Call) -> list[int | None]:
     return [dim for dim in range(len(shape)) if dim not in gone or shape[dim] != 1]
 
 
-def along(names: Callable[[Call], Sequence[int]], *, linear: bool = True) -> Callable[[Call], Spec]:
+def along(
+    names: Callable[[Call], Sequence[int]], *, linear: bool = True, is_view: bool = False
+) -> Callable[[Call], Spec]:
     """Rule of ops that work along some dims and leave the others alone, whatever comes out there.
 
     The dims `names(call)` stay whole in every operand and result; an operand or result that lacks a
@@ -156,7 +158,9 @@ def along(names: Callable[[Call], Sequence[int]], *, linear: bool = True) -> Cal
         operands = tuple(letters(t, f"x{i}_") for i, t in enumerate(call.operands))
         results = tuple(letters(t, f"y{i}_") for i, t in enumerate(call.results))
         everything = (frozenset(range(len(operands))),) if linear else ()
-        return Spec(operands, results, sizes, whole=frozenset(whole), linear=everything)
+        return Spec(
+            operands, results, sizes, whole=frozenset(whole), linear=everything, is_view=is_view
+        )
 
     return rule
 
@@ -194,7 +198,7 @@ def cut(call: Call) -> Spec:
     dim, count = call.dim(call["dim"]), len(call.results)
     sizes_along = {t.shape[dim] for t in call.results}
     if len(sizes_along) != 1 or count == 1:
-        return along(_dim)(call)
+        return along(_dim, is_view=True)(call)
     letters, sizes = plain(call.operands[0].shape)
     size = sizes_along.pop()
     inner: Dim = ("s",) if size > 1 else ()
@@ -220,14 +224,14 @@ def _cut_locally(dim: int) -> Callable[[Local], fx.Node]:
 
 def unbound(call: Call) -> Spec:
     """unbind: every result lacks the dim, which stays whole."""
-    return along(_dim)(call)
+    return along(_dim, is_view=True)(call)
 
 
 def sliced(call: Call) -> Spec:
     """slice: the dim stays whole, unless all of it is taken."""
     dim = call.dim(call["dim"])
     if call.operands[0].shape[dim] != call.results[0].shape[dim]:
-        return replace(along(_dim)(call), is_view=True)
+        return along(_dim, is_view=True)(call)
     letters, sizes = plain(call.operands[0].shape)
     return Spec((letters,), (letters,), sizes, linear=FIRST, is_view=True, localize=_take_all(dim))
 
@@ -285,8 +289,8 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.t": rearranged(lambda call: list(range(call.operands[0].ndim))[::-1]),
     "aten.unsqueeze": rearranged(_unsqueezed),
     "aten.squeeze": rearranged(_squeezed),
-    "aten.select": along(_dim),
-    "aten.narrow": along(_dim),
+    "aten.select": along(_dim, is_view=True),
+    "aten.narrow": along(_dim, is_view=True),
     "aten.slice": sliced,
     "aten.cat": joined,
     "aten.stack": stacked,

@@ -11,9 +11,9 @@ is saved for backward, and how the op runs on local shards (`localize`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -56,6 +56,30 @@ def parts(local: Local, letters: Sequence[str]) -> int:
     return math.prod(size for letter in letters for _, size in local.axes(letter))
 
 
+class Hidden(NamedTuple):
+    """A tensor that an op makes for its own backward alone: a mask, statistics, a copy of an operand.
+
+    Attributes:
+        name: unique in the op.
+        letters: of its dims, among those of the op.
+        dtype: of its elements.
+        times: how many of it there are, where no letter says so.
+    """
+
+    name: str
+    letters: Letters
+    dtype: torch.dtype
+    times: int = 1
+
+
+class Kept(NamedTuple):
+    """What an op keeps for backward: positions of operands and of results, and what is neither."""
+
+    operands: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    hidden: tuple[Hidden, ...] = ()
+
+
 @dataclass(frozen=True)
 class Spec:
     """The rule of one node.
@@ -74,8 +98,8 @@ class Spec:
         flops: forward floating-point operations of the whole op.
         nests: the same by loop nest, as a coefficient and the letters it runs over; () where `flops` is
             a multiple of the product of all letters, or of one tensor's.
-        saved_operands, saved_results: positions of what autograd keeps for backward.
-        is_view: whether the op moves no data.
+        kept: what autograd keeps for backward; `autopar.rules.kept` fills it in.
+        is_view: whether the results lie in the memory of the first operand.
         normalized: letters the op normalizes over.
         localize: runs the op on local shards.
     """
@@ -90,8 +114,7 @@ class Spec:
     linear: tuple[frozenset[int], ...] = ()
     flops: int = 0
     nests: tuple[tuple[float, tuple[str, ...]], ...] = ()
-    saved_operands: tuple[int, ...] = ()
-    saved_results: tuple[int, ...] = ()
+    kept: Kept = Kept()
     is_view: bool = False
     normalized: frozenset[str] = frozenset()
     localize: Localizer = field(default=run_as_is, compare=False)
@@ -113,14 +136,21 @@ def _count(tensor: Letters, letter: str) -> int:
 
 
 class Call:
-    """A node of the captured graph as a rule sees it: arguments by name, tensors by position."""
+    """A node of the captured graph as a rule sees it: arguments by name, tensors by position.
 
-    def __init__(self, node: fx.Node) -> None:
+    Args:
+        node: the call.
+        wanted: positions of the operands whose gradient is wanted; None for all that can have one.
+    """
+
+    def __init__(self, node: fx.Node, wanted: Iterable[int] | None = None) -> None:
         self.node = node
         self.operand_nodes = tensor_operands(node)
         self.operands: list[torch.Tensor] = [n.meta["val"] for n in self.operand_nodes]
         self.results: list[torch.Tensor] = tensor_results(node)
         self.arguments = bound_arguments(node)
+        floating = [i for i, x in enumerate(self.operands) if x.is_floating_point()]
+        self.wanted = frozenset(floating if wanted is None else wanted)
 
     def __getitem__(self, name: str) -> Any:
         """The argument called `name` in the op's schema, its default where it was not given."""
@@ -165,6 +195,13 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
     bound.update(zip((a.name for a in schema), node.args, strict=False))
     bound.update(node.kwargs)
     return bound
+
+
+def flattens(tensor: torch.Tensor, *shapes: Sequence[int]) -> bool:
+    """Whether a tensor expands to the first of two shapes, and reshapes to the last, without a copy."""
+    same = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    expanded = same.expand(shapes[0]) if len(shapes) > 1 else same
+    return expanded.reshape(shapes[-1]).untyped_storage()._cdata == same.untyped_storage()._cdata
 
 
 def plain(shape: Sequence[int], prefix: str = "d") -> tuple[Letters, dict[str, int]]:

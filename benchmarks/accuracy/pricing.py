@@ -14,6 +14,7 @@ import torch
 
 from accuracy.rows import Row, Skip
 from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model.cuts import Cuts, cuts_by_weight, cuts_of_equal_ends
 from autopar.cost_model.items import Precision
 from autopar.cost_model.software import Software
 from autopar.cost_model.step import Run, Step, total
@@ -48,12 +49,21 @@ class Family:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the expressions of a run depend on, beside numbers."""
+    """What the expressions of a run depend on, beside numbers.
+
+    Attributes:
+        family: of models.
+        zero_stage, sequence_parallel, precision: how it was sharded and kept.
+        balances: whether stages are cut by weight, the head included.
+        fused: whether chains of element-wise ops are one kernel.
+    """
 
     family: Family
     zero_stage: int
     sequence_parallel: bool
     precision: Precision
+    balances: bool = False
+    fused: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -78,7 +88,7 @@ def expressions_of(shape: Shape) -> Expressions:
         memory_bytes=10**18,
     )  # fmt: skip
     return Expressions.of(
-        graph, plan, hardware, factors=_names(graph), precision=shape.precision
+        graph, plan, hardware, factors=_names(graph), precision=shape.precision, fused=shape.fused
     )
 
 
@@ -107,8 +117,9 @@ def price_rows(
 ) -> list[Prediction]:
     """Prices rows that share a shape, all at once."""
     expressions = expressions_of(shape)
+    cuts = Cuts(*np.array([cuts_of(row, shape.balances) for row in rows], dtype=float).T)
     values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
-    step = _step(expressions, values, recompute, hardware, software, shape.precision)
+    step = _step(expressions, values, cuts, recompute, hardware, software, shape.precision)
     seconds = np.broadcast_to(step.seconds(), len(rows))
     first, last = (np.broadcast_to(total(step.memory(s)), len(rows)) for s in ("first", "last"))
     return [Prediction(*map(float, each)) for each in zip(seconds, first, last, strict=True)]
@@ -117,6 +128,7 @@ def price_rows(
 def _step(
     expressions: Expressions,
     values: Mapping[str, np.ndarray],
+    cuts: Cuts,
     recompute: str,
     hardware: Hardware,
     software: Software,
@@ -124,7 +136,7 @@ def _step(
 ) -> Step:
     found = expressions.at(**machine_values(expressions.machine, hardware), **values)
     run = Run(
-        values["micro_batches"], values["stages"], values["chunks"],
+        values["micro_batches"], values["stages"], values["chunks"], cuts,
         "full" if recompute == "full" else "none", precision,
     )  # fmt: skip
     link = link_of(values, "pp")
@@ -132,6 +144,15 @@ def _step(
         found.items, found.holdings, run, found.machine, software, layers=found.layers,
         boundary_bytes=found.boundary_bytes, boundary_link=link,
     )  # fmt: skip
+
+
+def cuts_of(row: Row, balances: bool) -> Cuts:
+    """Layers of the stages, by the weight of the head or by Megatron's habit."""
+    if not balances:
+        return cuts_of_equal_ends(row.layers, row.pp)
+    assert row.ffn is not None and row.vocab is not None
+    layer = 4 * row.hidden**2 + 3 * row.ffn * row.hidden
+    return cuts_by_weight(row.layers, row.pp, after=row.vocab * row.hidden / layer)
 
 
 def _sizes(row: Row, family: Family) -> dict[str, float]:

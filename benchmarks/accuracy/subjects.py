@@ -32,6 +32,7 @@ class Framework:
         zero_stage: where a row has none.
         pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
         flash: whether attention keeps no weights.
+        balances, fused: see `Shape`.
     """
 
     name: str
@@ -40,12 +41,14 @@ class Framework:
     zero_stage: int = 0
     pads_vocab: bool = False
     flash: bool = True
+    balances: bool = False
+    fused: bool = False
 
 
 # By the first word of `framework` that matches.
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
     {
-        "nanotron": Framework("nanotron", "llama", MIXED_FLOAT32_GRADIENTS),
+        "nanotron": Framework("nanotron", "llama", MIXED_FLOAT32_GRADIENTS, balances=True),
         "Megatron-DeepSpeed": Framework(
             "megatron-deepspeed", "gpt", MIXED, pads_vocab=True, flash=False
         ),
@@ -117,7 +120,10 @@ def shape_of(row: Row, framework: Framework) -> Shape:
         fused_attention=framework.flash, fused_projections=not grouped,
     )  # fmt: skip
     stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
-    return Shape(Family(description, grouped), stage, row.sequence_parallel, framework.precision)
+    return Shape(
+        Family(description, grouped), stage, row.sequence_parallel, framework.precision,
+        framework.balances, framework.fused,
+    )  # fmt: skip
 
 
 def hardware_of(row: Row) -> Hardware:

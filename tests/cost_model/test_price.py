@@ -8,19 +8,15 @@ import itertools
 import pytest
 
 from autopar.cost_model import (
-    H100,
-    HARDWARE,
     Hardware,
     Link,
     Sizes,
     collective_seconds,
     conversion_seconds,
-    find_hardware,
     op_seconds,
     parameter_bytes,
     price,
 )  # fmt: skip
-from autopar.errors import AutoparError
 from autopar.ir import Mesh, P, ParameterPlan, Plan, R, S, Tensor, V
 from autopar.ir.conversion import TRANSITIONS
 from tests.search.graphs import Builder, mlp
@@ -112,28 +108,6 @@ def test_every_conversion_has_a_price_that_grows_with_the_tensor() -> None:
             for width in (8, 64, 512)
         ]  # fmt: skip
         assert costs == sorted(costs)
-
-
-# Hardware
-
-
-def test_the_last_axes_lie_inside_a_node() -> None:
-    mesh = Mesh.of({"dp": 4, "tp": 8})
-    assert MACHINE.link(mesh, 1) == MACHINE.inside_node
-    assert MACHINE.link(mesh, 0) == MACHINE.across_nodes
-
-
-def test_ranks_of_a_node_share_the_way_out() -> None:
-    """16 ranks on one axis: 8 of them in each node, with 8 links out of 0.1 GB/s each."""
-    link = MACHINE.link(Mesh.of({"dp": 16}), 0)
-    assert link == Link(8e8, MACHINE.across_nodes.latency_seconds)
-
-
-def test_the_catalogue_finds_by_name() -> None:
-    assert find_hardware("h100") is H100
-    with pytest.raises(AutoparError, match="choose one of h100, a100, cpu-gloo"):
-        find_hardware("h1000")
-    assert all(hardware.name == name for name, hardware in HARDWARE.items())
 
 
 # Ops

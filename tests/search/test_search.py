@@ -72,15 +72,18 @@ def test_batch_one_is_split_as_megatron_with_sequence_parallelism_does() -> None
 
 
 def test_large_batch_and_tight_memory_split_the_batch_and_shard_parameters() -> None:
-    """Activations of 64 sequences take 24.5 GB; replicas with AdamW states take 6.5 more."""
+    """Activations of 64 sequences take 24.5 GB; replicas with AdamW states take 6.5 more, shards 1.7.
+
+    A looser bound replicates a matrix or two: all-reduce gains from NVLink SHARP, the two halves do not.
+    """
     graph = llama(LlamaSizes(batch=64, layers=1))
-    plan = search(graph, {"dp": 8}, hardware=H100, memory_bytes=26_500_000_000)
+    plan = search(graph, {"dp": 8}, hardware=H100, memory_bytes=26_115_000_000)
     layer = [op for op in graph.ops if op.kind not in ("cos", "embedding")]
     assert {split_by(graph, plan, op) for op in layer} == {"b"}
     weights = {n: p for n, p in plan.parameters.items() if n.startswith("layers")}
     large = [p for n, p in weights.items() if "norm" not in n]
     assert all(p.storage[0].kind == "S" for p in large)
-    assert price(graph, plan, H100).memory_bytes <= 26_500_000_000
+    assert price(graph, plan, H100).memory_bytes <= 26_115_000_000
 
 
 def test_loose_memory_gives_plain_data_parallelism() -> None:

@@ -1,0 +1,294 @@
+"""All that differs between kinds of devices: clocks, memory, number formats, sizes worth measuring.
+
+A new kind of device is one more subclass of `Device`, and its name in `find_device`, MAIN_FORMAT and
+ABSENT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from autopar.cost_model import Link
+from autopar.errors import AutoparError
+
+FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+        "tf32": torch.float32,  # the same tensors, multiplied with 10 bits of mantissa
+        "float64": torch.float64,
+    }
+)
+
+MAIN_FORMAT = {
+    "cpu": "float32",
+    "cuda": "bfloat16",
+}  # that training uses; efficiency is fitted to it
+
+# Guesses of links that could not be measured, with what they are guessed to be.
+ABSENT: Mapping[str, Mapping[str, tuple[Link, str]]] = MappingProxyType(
+    {
+        "cpu": {
+            "inside_node": (Link(250e6, 1e-4), "processes that share cores"),
+            "across_nodes": (Link(125e6, 2e-4), "1 Gb/s Ethernet"),
+        },
+        "cuda": {
+            "inside_node": (Link(25e9, 1e-5), "PCIe 4 with 16 lanes"),
+            "across_nodes": (Link(12.5e9, 2e-5), "a NIC of 100 Gb/s for every GPU"),
+        },
+    }
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        samples: timed repeats of every point, of which the median counts.
+        sample_seconds: that one of them should take at least; what is shorter runs in a loop.
+        point_seconds: a matrix product expected to take longer is left out.
+        extents: of square matrix products, rising.
+        wide: the long extents of a skinny product.
+        skinny: its short extent, one after the other.
+        memory_bytes: of each array of the element-wise kernels; far above any cache.
+        message_bytes: of the collectives, rising.
+    """
+
+    samples: int
+    sample_seconds: float
+    point_seconds: float
+    extents: tuple[int, ...]
+    wide: int
+    skinny: tuple[int, ...]
+    memory_bytes: int
+    message_bytes: tuple[int, ...]
+
+
+class Device(ABC):
+    """One rank's device.
+
+    Attributes:
+        device: where tensors live.
+        backend: of the process group.
+    """
+
+    backend: str
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    @abstractmethod
+    def machine(self) -> str:
+        """What it is called, for the source of every figure."""
+
+    @property
+    @abstractmethod
+    def formats(self) -> tuple[str, ...]:
+        """Number formats that it multiplies in; a subset of FORMATS."""
+
+    @abstractmethod
+    def effort(self, quick: bool) -> Effort:
+        """What to measure."""
+
+    @abstractmethod
+    def seconds(self, run: Callable[[], object], times: int) -> float:
+        """Seconds of one `run`, of which `times` are issued in a row."""
+
+    @abstractmethod
+    def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
+        """Seconds of one tiny `run` on the device with a full queue, and of the CPU to issue it."""
+
+    @abstractmethod
+    def memory_bytes(self, local_ranks: int) -> int:
+        """Capacity for one rank, of `local_ranks` on this machine."""
+
+    @abstractmethod
+    def reserved_bytes(self) -> int:
+        """What of it is taken by other things than tensors."""
+
+    @abstractmethod
+    def per_node(self, local_ranks: int) -> int:
+        """Ranks that a node like this one has, of which `local_ranks` measure."""
+
+    @contextlib.contextmanager
+    def multiplying(self, number_format: str) -> Iterator[None]:
+        """Inside it, products of float32 are made in this format."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if number_format == "tf32" else "highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+class Cpu(Device):
+    """One process with one thread; the host is the device."""
+
+    backend = "gloo"
+
+    @property
+    def machine(self) -> str:
+        """The processor's name where Linux tells it, else its architecture."""
+        listing = Path("/proc/cpuinfo")
+        lines = listing.read_text().splitlines() if listing.exists() else []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return f"one thread of {names[0] if names else platform.machine()}"
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """All but tf32, which only tensor cores have."""
+        return tuple(name for name in FORMATS if name != "tf32")
+
+    def effort(self, quick: bool) -> Effort:
+        """Arrays of 64 or 256 MiB, which exceed the caches of most processors."""
+        if quick:
+            return Effort(7, 3e-3, 0.1, (64, 128, 256, 512, 1024), 512, (8, 64), 2**26,
+                          (2**12, 2**16, 2**20, 2**22, 2**24))  # fmt: skip
+        return Effort(9, 2e-2, 1.0, (32, 64, 128, 256, 512, 1024, 2048), 1024, (1, 8, 32, 128),
+                      2**28, tuple(4**i for i in range(5, 14)))  # fmt: skip
+
+    def seconds(self, run: Callable[[], object], times: int) -> float:
+        """By the wall clock."""
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - start) / times
+
+    def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
+        """All of it is the launch: nothing goes on while the host issues."""
+        return self.seconds(run, times), 0.0
+
+    def memory_bytes(self, local_ranks: int) -> int:
+        """A rank's share of the physical memory."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
+
+    def per_node(self, local_ranks: int) -> int:
+        """As many as shared its memory and its cores while they were measured."""
+        return local_ranks
+
+    def reserved_bytes(self) -> int:
+        """The most that the process has held so far: of use before anything large was allocated."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+class Cuda(Device):
+    """One GPU of this process."""
+
+    backend = "nccl"
+
+    @property
+    def machine(self) -> str:
+        """As the driver calls it."""
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """bfloat16 and tf32 came with compute capability 8."""
+        old = torch.cuda.get_device_capability(self.device) < (8, 0)
+        return tuple(name for name in FORMATS if not (old and name in ("tf32", "bfloat16")))
+
+    def effort(self, quick: bool) -> Effort:
+        """Arrays of 0.5 or 1 GiB, an order above the largest second-level caches."""
+        if quick:
+            return Effort(5, 5e-3, 0.1, (256, 512, 1024, 2048, 4096, 8192), 4096, (64, 256),
+                          2**29, (2**12, 2**16, 2**20, 2**24, 2**28))  # fmt: skip
+        return Effort(11, 2e-2, 1.0, (128, 256, 512, 1024, 2048, 4096, 8192, 16384), 8192,
+                      (16, 64, 256, 1024), 2**30, tuple(4**i for i in range(5, 16)))  # fmt: skip
+
+    def seconds(self, run: Callable[[], object], times: int) -> float:
+        """By events on the stream."""
+        start, end = self._events()
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3 / times
+
+    def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
+        """Issues behind kernels that keep the device busy, so that the queue never runs dry."""
+        run()
+        torch.cuda.synchronize(self.device)
+        host = self._issue(run, times)
+        torch.cuda.synchronize(self.device)
+        a = torch.ones(8192, 8192, device=self.device, dtype=torch.float16)
+        product = torch.empty_like(a)
+        busy = self.seconds(lambda: torch.mm(a, a, out=product), 2)
+        start, end = self._events()
+        for _ in range(int(4 * host * times / busy) + 1):
+            torch.mm(a, a, out=product)
+        start.record()
+        self._issue(run, times)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3 / times, host
+
+    def memory_bytes(self, local_ranks: int) -> int:
+        """The whole device's."""
+        return torch.cuda.get_device_properties(self.device).total_memory
+
+    def per_node(self, local_ranks: int) -> int:
+        """One for each GPU."""
+        return torch.cuda.device_count()
+
+    def reserved_bytes(self) -> int:
+        """What is neither free nor in torch's own pool: the context, NCCL and cuBLAS buffers."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def _issue(self, run: Callable[[], object], times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - start) / times
+
+
+def check_device(kind: str, local_ranks: int) -> None:
+    """Raises AutoparError where this machine has no such device for every rank.
+
+    Nothing is started on a GPU: another process's context would count as taken memory.
+    """
+    if kind not in ABSENT:
+        raise AutoparError(f"There is no kind of device {kind!r}; choose {' or '.join(ABSENT)}.")
+    if kind == "cuda" and local_ranks > torch.cuda.device_count():
+        raise AutoparError(
+            f"Every rank needs a GPU of its own: this machine lacks {local_ranks}, torch "
+            f"{torch.__version__} sees {torch.cuda.device_count()}; use fewer ranks or --device cpu."
+        )
+
+
+def find_device(kind: str, local_rank: int) -> Device:
+    """The device of this process, one of those that `check_device` allows."""
+    if kind == "cpu":
+        return Cpu(torch.device("cpu"))
+    torch.cuda.set_device(local_rank)
+    return Cuda(torch.device("cuda", local_rank))
+
+
+def device_count(kind: str) -> int:
+    """The GPUs of this machine, at least 1, or the processors that this process may use."""
+    return max(1, torch.cuda.device_count()) if kind == "cuda" else len(os.sched_getaffinity(0))
+
+
+def default_device() -> str:
+    """cuda where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,253 @@
+"""Measurements as hardware of the cost model, and as the file that it is read from."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.calibrate.devices import ABSENT, FORMATS, MAIN_FORMAT
+from autopar.calibrate.fit import (
+    RINGS,
+    LinkFit,
+    ProductFit,
+    fit_link,
+    fit_products,
+    message_seconds,
+    peak_flops,
+    product_seconds,
+)
+from autopar.calibrate.measure import LINKS, Measurements, Product
+from autopar.cost_model import Hardware, Link, Source
+from autopar.cost_model.hardware_toml import format_hardware
+from autopar.errors import AutoparError
+
+DIGITS = 4  # of a figure in the file; noise begins before
+Row = Mapping[str, str | float]
+
+
+@dataclass(frozen=True)
+class Fits:
+    """The cost model's constants for what was measured."""
+
+    found: Measurements
+
+    @cached_property
+    def memory_bytes_per_second(self) -> float:
+        """Of the fastest element-wise kernel."""
+        return max(rate for _, rate in self.found.rates)
+
+    @cached_property
+    def memory_efficiency(self) -> float:
+        """What the kernels reach of it on average, by time."""
+        average = len(self.found.rates) / sum(1 / rate for _, rate in self.found.rates)
+        return average / self.memory_bytes_per_second
+
+    @cached_property
+    def peaks(self) -> Mapping[str, float]:
+        """FLOP/s by number format, in the order of FORMATS."""
+        measured = {p.number_format for p in self.found.products}
+        return {name: peak_flops(self._of(name)) for name in FORMATS if name in measured}
+
+    @cached_property
+    def main_format(self) -> str:
+        """The number format whose shape curve stands for all."""
+        usual = MAIN_FORMAT[self.found.kind]
+        return usual if usual in self.peaks else next(iter(self.peaks))
+
+    @cached_property
+    def products(self) -> ProductFit:
+        """The shape curve of the main format."""
+        return fit_products(
+            self._of(self.main_format), launch_seconds=self.found.launch_seconds,
+            memory_bytes_per_second=self.memory_bytes_per_second,
+        )  # fmt: skip
+
+    @cached_property
+    def links(self) -> Mapping[str, LinkFit]:
+        """The links that were measured."""
+        by_link = {link: [m for m in self.found.messages if m.link == link] for link in LINKS}
+        return {
+            link: fit_link(messages, self.found.launch_seconds)
+            for link, messages in by_link.items()
+            if messages
+        }
+
+    def _of(self, name: str) -> list[Product]:
+        return [p for p in self.found.products if p.number_format == name]
+
+
+def to_hardware(found: Measurements, name: str) -> Hardware:
+    """The measured machine, every figure with its source."""
+    fits = Fits(found)
+    flops = {n: _rounded(peak) for n, peak in fits.peaks.items()}
+    by_itemsize: dict[int, float] = {}
+    for number_format in (n for n in flops if n != "tf32" or "float32" not in flops):
+        by_itemsize.setdefault(FORMATS[number_format].itemsize, flops[number_format])
+    return Hardware(
+        name=name,
+        peak_flops=tuple(by_itemsize.items()),
+        memory_bytes_per_second=_rounded(fits.memory_bytes_per_second),
+        memory_bytes=found.memory_bytes,
+        launch_seconds=_rounded(found.launch_seconds),
+        devices_per_node=found.devices_per_node,
+        inside_node=_link(fits, "inside_node"),
+        across_nodes=_link(fits, "across_nodes"),
+        matmul_efficiency=_rounded(fits.products.efficiency),
+        matmul_half_size=_rounded(fits.products.half_size),
+        memory_efficiency=_rounded(fits.memory_efficiency),
+        host_seconds=_rounded(found.host_seconds),
+        reserved_bytes=found.reserved_bytes,
+        dtype_flops=tuple(flops.items()),
+        sources=tuple(_Sources(fits).all()),
+    )
+
+
+def _link(fits: Fits, link: str) -> Link:
+    if link in fits.links:
+        fitted = vars(fits.links[link].link)
+        return Link(**{name: _rounded(value) for name, value in fitted.items()})
+    if link == "inside_node" and fits.links:  # nodes of one rank
+        return _link(fits, "across_nodes")
+    return ABSENT[fits.found.kind][link][0]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+class _Sources:
+    """Where every figure comes from, in the order of the file: one text for one machine and software."""
+
+    def __init__(self, fits: Fits) -> None:
+        self.fits, self.found = fits, fits.found
+        self.median = f"median of {self.found.samples}"
+        self.where = (
+            f"autopar calibrate on {self.found.machine}, torch {torch.__version__}, {self._ranks()}"
+        )
+
+    def all(self) -> Iterator[tuple[str, Source]]:
+        """Pairs (figure, source)."""
+        alone = self.found.kind == "cpu"
+        kernels = ", ".join(name for name, _ in self.found.rates)
+        yield (
+            "devices_per_node",
+            self._measured("ranks as run" if alone else "GPUs of this machine"),
+        )
+        yield "memory_bytes", self._measured("a rank's share" if alone else "the whole device")
+        yield "memory_bytes_per_second", self._measured(f"best of {kernels}, {self.median}")
+        yield "launch_seconds", self._measured("x + 1 on 8 elements, one after the other")
+        for figure in ("matmul_efficiency", "matmul_half_size"):
+            yield figure, self._product()
+        yield "memory_efficiency", self._measured(f"average of {kernels} over the best")
+        yield "host_seconds", self._measured("the host is the device" if alone else "issuing x + 1")
+        yield "reserved_bytes", self._measured("held besides tensors")
+        for name in self.fits.peaks:
+            yield (
+                f"peak_flops.{name}",
+                self._measured(f"best of the larger products, {self.median}"),
+            )
+        for link in LINKS:
+            yield from self._link(link)
+
+    def _measured(self, text: str) -> Source:
+        return Source("measured", f"{text}; {self.where}")
+
+    def _product(self) -> Source:
+        error = f"mean error {100 * self.fits.products.error:.1f} %"
+        return Source("fitted", f"products in {self.fits.main_format}, {error}; {self.where}")
+
+    def _link(self, link: str) -> Iterator[tuple[str, Source]]:
+        fit = self.fits.links.get(link)
+        figures = {"bandwidth_bytes_per_second": RINGS, "latency_seconds": RINGS}
+        if fit is None:
+            for figure in figures:
+                yield f"{link}.{figure}", self._guess(link)
+            return
+        gains = {"exchange_gain": ("all_to_all",), "send_gain": ("send",)}
+        for figure, collectives in (figures | gains).items():
+            errors = ", ".join(f"{c} {100 * fit.errors[c]:.1f} %" for c in collectives)
+            yield f"{link}.{figure}", Source("fitted", f"mean error of {errors}; {self.where}")
+
+    def _guess(self, link: str) -> Source:
+        """Why it was not measured, and what it is taken for."""
+        if link == "inside_node" and self.fits.links:
+            return Source("guess", "a node of the run had one rank; as across_nodes")
+        told = ABSENT[self.found.kind][link][1]
+        lack = "one rank" if self.found.local_ranks * self.found.nodes == 1 else "one node"
+        return Source("guess", f"not measured, the run had {lack}; taken for {told}")
+
+    def _ranks(self) -> str:
+        count, nodes = self.found.local_ranks * self.found.nodes, self.found.nodes
+        where = f" in {nodes} nodes" if nodes > 1 else ""
+        return f"{count} {self.found.backend} ranks{where} at once" if count > 1 else "1 rank"
+
+
+def curves(found: Measurements) -> dict[str, list[Row]]:
+    """The points behind the figures, each with what the fitted formulas make of it."""
+    fits = Fits(found)
+    return {"matmul": list(_matmul_rows(fits)), "collective": list(_collective_rows(fits))}
+
+
+def _matmul_rows(fits: Fits) -> Iterator[Row]:
+    for p in fits.found.products:
+        predicted = product_seconds(
+            p, replace(fits.products, peak_flops=fits.peaks[p.number_format]),
+            launch_seconds=fits.found.launch_seconds,
+            memory_bytes_per_second=fits.memory_bytes_per_second,
+        )  # fmt: skip
+        yield {
+            "dtype": p.number_format, "rows": p.m, "columns": p.n, "inner": p.k,
+            "seconds": _rounded(p.seconds), "predicted_seconds": _rounded(predicted),
+        }  # fmt: skip
+
+
+def _collective_rows(fits: Fits) -> Iterator[Row]:
+    for m in fits.found.messages:
+        predicted = message_seconds(m, fits.links[m.link].link, fits.found.launch_seconds)
+        yield {
+            "name": m.collective, "link": m.link, "ranks": m.ranks, "bytes": m.bytes,
+            "seconds": _rounded(m.seconds), "predicted_seconds": _rounded(predicted),
+        }  # fmt: skip
+
+
+def to_toml(found: Measurements, name: str) -> str:
+    """The text of the hardware file."""
+    return format_hardware(to_hardware(found, name), nodes=found.nodes, curves=curves(found))
+
+
+# --- the file
+
+
+def check_output(path: Path) -> None:
+    """Raises AutoparError where `write` would fail, before anything is measured."""
+    if path.suffix != ".toml":
+        raise AutoparError(f"A hardware file is called NAME.toml, not {path.name!r}.")
+    if path.is_dir():
+        raise AutoparError(f"Cannot write {path}: it is a folder.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return
+    except OSError as error:
+        raise AutoparError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def write(text: str, path: Path) -> None:
+    """Replaces the file in one step: a reader sees the old one or the new one."""
+    options: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "dir": path.parent}
+    with tempfile.NamedTemporaryFile(prefix=f".{path.stem}-", delete=False, **options) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)  # that of temporary files is for their owner alone
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

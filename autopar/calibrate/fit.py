@@ -1,0 +1,211 @@
+"""The constants of the cost model's formulas, fitted to measured curves.
+
+    product      launch + flops / (peak * e(m) * e(n) * e(k) * efficiency),  e(x) = x / (x + half)
+    collective   launches + hops * latency + sent bytes / (bandwidth * gain)
+
+`autopar.cost_model.compute` and `.collectives` price with the same; gain is 1 but for all-to-all and
+send. Both are least squares of predicted / measured - 1: a point of a microsecond counts as much as
+one of a second, and one that something else on the machine made ten times slower hardly counts,
+since its ratio can change by a tenth only. What is left is reported as the mean of the absolute values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.calibrate.measure import Message, Product
+from autopar.cost_model import CPU_GLOO, Link, collective_seconds
+
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")  # what latency and bandwidth are fitted to
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """A link, and the mean relative error of each collective's points."""
+
+    link: Link
+    errors: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ProductFit:
+    """Matrix products of one number format.
+
+    Attributes:
+        peak_flops: FLOP/s of the best of the larger products.
+        efficiency: fraction of it that a product of endless extents reaches.
+        half_size: extent that halves it.
+        error: mean relative error of the products that are not bound by memory.
+    """
+
+    peak_flops: float
+    efficiency: float
+    half_size: float
+    error: float
+
+
+# --- links
+
+
+def message_seconds(message: Message, link: Link, launch_seconds: float) -> float:
+    """What the cost model predicts for a collective like `message`."""
+    whole, part = message.bytes, message.bytes // message.ranks
+    before, after = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(
+        message.collective, (whole, whole)
+    )
+    return collective_seconds(
+        message.collective, before_bytes=before, after_bytes=after, ranks=message.ranks, link=link,
+        hardware=dataclasses.replace(CPU_GLOO, launch_seconds=launch_seconds),
+    )  # fmt: skip
+
+
+def fit_link(messages: Sequence[Message], launch_seconds: float) -> LinkFit:
+    """The link that all these messages crossed.
+
+    Latency and bandwidth are those of the rings; all-to-all and send are given what they make of
+    that bandwidth.
+    """
+    terms = [_terms(m, launch_seconds) for m in messages]
+    rings = [term for term, m in zip(terms, messages, strict=True) if m.collective in RINGS]
+    latency, per_byte = fit_two(*([getattr(t, f) for t in rings] for f in _Terms._fields))
+    if not per_byte:  # nothing grew with size: the largest message bounds it
+        largest = max(rings, key=lambda term: term.sent_bytes)
+        per_byte = largest.seconds / largest.sent_bytes
+    gains = {}
+    for collective, name in (("all_to_all", "exchange_gain"), ("send", "send_gain")):
+        own = [t for t, m in zip(terms, messages, strict=True) if m.collective == collective]
+        if own:
+            gains[name] = per_byte / _own_per_byte(own, latency)
+    link = Link(1 / per_byte, latency, **gains)
+    errors = {
+        name: _error([(message_seconds(m, link, launch_seconds), m.seconds) for m in group])
+        for name in dict.fromkeys(m.collective for m in messages)
+        if (group := [m for m in messages if m.collective == name])
+    }
+    return LinkFit(link, MappingProxyType(errors))
+
+
+class _Terms(NamedTuple):
+    """One message in the linear formula: seconds = hops * latency + sent bytes / bandwidth."""
+
+    hops: float
+    sent_bytes: float
+    seconds: float
+
+
+def _terms(message: Message, launch_seconds: float) -> _Terms:
+    """Reads the coefficients off the cost model's formula; the launch is taken from the time."""
+    fixed = message_seconds(message, Link(math.inf, 0.0), launch_seconds)
+    hops = message_seconds(message, Link(math.inf, 1.0), launch_seconds) - fixed
+    sent_bytes = message_seconds(message, Link(1.0, 0.0), launch_seconds) - fixed
+    return _Terms(hops, sent_bytes, _without(fixed, message.seconds))
+
+
+def _own_per_byte(terms: Sequence[_Terms], latency: float) -> float:
+    """Seconds per byte of messages whose latency is given: by the larger half, where it matters less."""
+    larger = sorted(terms, key=lambda term: term.sent_bytes)[len(terms) // 2 :]
+    ratios = np.array([t.sent_bytes / _without(t.hops * latency, t.seconds) for t in larger])
+    return float(ratios.sum() / (ratios**2).sum())
+
+
+def _without(part: float, seconds: float) -> float:
+    """The rest of a time; at least a tenth, where noise makes the part look like all of it."""
+    return max(seconds - part, 0.1 * seconds)
+
+
+def fit_two(
+    u: Sequence[float], v: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float]:
+    """Least squares of (a u + b v) / seconds - 1, with neither a nor b below zero."""
+    columns = np.array([u, v], dtype=float) / np.array(seconds, dtype=float)  # 2 rows
+    scale = columns.max(axis=1, keepdims=True)
+    both, *_ = np.linalg.lstsq((columns / scale).T, np.ones(len(seconds)), rcond=None)
+    if (both >= 0).all():
+        a, b = both / scale[:, 0]
+        return float(a), float(b)
+    alone = columns.sum(axis=1) / (columns**2).sum(axis=1)
+    left = ((alone[:, None] * columns - 1) ** 2).sum(axis=1)
+    return (float(alone[0]), 0.0) if left[0] < left[1] else (0.0, float(alone[1]))
+
+
+# --- matrix products
+
+
+def product_seconds(
+    product: Product, fit: ProductFit, *, launch_seconds: float, memory_bytes_per_second: float
+) -> float:
+    """Predicted seconds of a product of this shape."""
+    reached = fit.peak_flops * fit.efficiency / _slowdown(product, fit.half_size)
+    return launch_seconds + max(
+        product.flops / reached, product.traffic_bytes / memory_bytes_per_second
+    )
+
+
+def peak_flops(products: Sequence[Product]) -> float:
+    """FLOP/s of the best product among those of at least an eighth of the largest one's work."""
+    largest = max(product.flops for product in products)
+    return max(p.flops / p.seconds for p in products if 8 * p.flops >= largest)
+
+
+def fit_products(
+    products: Sequence[Product], *, launch_seconds: float, memory_bytes_per_second: float
+) -> ProductFit:
+    """The peak and the shape curve of one number format."""
+    peak = peak_flops(products)
+    bound = [p for p in products if _is_bound_by_work(p, launch_seconds, memory_bytes_per_second)]
+    bound = bound or list(products)
+
+    def ideal(half: float) -> np.ndarray:
+        """Predicted over measured seconds, at an efficiency of 1."""
+        return np.array(
+            [
+                p.flops * _slowdown(p, half) / (peak * _without(launch_seconds, p.seconds))
+                for p in bound
+            ]
+        )
+
+    def inverse_efficiency(half: float) -> float:
+        ratios = ideal(half)
+        return max(1.0, float(ratios.sum() / (ratios**2).sum()))
+
+    half = minimise(lambda h: float(((inverse_efficiency(h) * ideal(h) - 1) ** 2).sum()))
+    fit = ProductFit(peak, 1 / inverse_efficiency(half), half, 0.0)
+    pairs = [
+        (product_seconds(p, fit, launch_seconds=launch_seconds,
+                         memory_bytes_per_second=memory_bytes_per_second), p.seconds)
+        for p in bound
+    ]  # fmt: skip
+    return dataclasses.replace(fit, error=_error(pairs))
+
+
+def _slowdown(product: Product, half: float) -> float:
+    return math.prod(1 + half / extent for extent in (product.m, product.n, product.k))
+
+
+def _is_bound_by_work(product: Product, launch_seconds: float, bandwidth: float) -> bool:
+    """Whether neither its launch nor its memory traffic can be most of its time."""
+    return max(2 * launch_seconds, 2 * product.traffic_bytes / bandwidth) < product.seconds
+
+
+def minimise(loss: Callable[[float], float], largest: float = 1e5) -> float:
+    """The x in [0, largest] of the least loss: a grid of 0 and powers, refined by golden section."""
+    grid = [0.0, *np.geomspace(1e-3, largest, 161)]
+    place = min(range(len(grid)), key=lambda i: loss(grid[i]))
+    low, high = grid[max(0, place - 1)], grid[min(len(grid) - 1, place + 1)]
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(100):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, right) if loss(left) <= loss(right) else (left, high)
+    return min((float(grid[place]), (low + high) / 2), key=loss)
+
+
+def _error(pairs: Sequence[tuple[float, float]]) -> float:
+    """Mean of |predicted / measured - 1|."""
+    return float(np.mean([abs(predicted / measured - 1) for predicted, measured in pairs]))

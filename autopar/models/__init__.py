@@ -1,0 +1,35 @@
+"""The project's own models: sizes as data, and plain PyTorch made of them."""
+
+from autopar.models.build import build, check_sequence, example_inputs, longest, with_layers
+from autopar.models.description import (
+    FAMILIES,
+    Blocks,
+    Description,
+    EncoderDecoder,
+    Transformer,
+    VisionTransformer,
+    padded,
+    parameter_count,
+    repeated_layers,
+)
+from autopar.models.presets import PRESETS, Preset, find_preset
+
+__all__ = [
+    "Blocks",
+    "Description",
+    "EncoderDecoder",
+    "FAMILIES",
+    "PRESETS",
+    "Preset",
+    "Transformer",
+    "VisionTransformer",
+    "build",
+    "check_sequence",
+    "example_inputs",
+    "find_preset",
+    "longest",
+    "padded",
+    "parameter_count",
+    "repeated_layers",
+    "with_layers",
+]

@@ -1,0 +1,285 @@
+"""Attention and feed-forward blocks in plain PyTorch, which know nothing of autopar.
+
+Letters in shapes: B batch, S sequence, D hidden, N heads, K heads of keys and values, H width of a head,
+F inner width, E experts, C capacity of an expert, T experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.models.description import Blocks
+
+ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
+INIT_STD = 0.02  # of weights that no torch module initialises (GPT-2)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What attention knows of positions, computed once for all blocks.
+
+    Attributes:
+        rotary: cosines and sines, each of shape (S, H / 2).
+        alibi: slopes times sqrt(H), of shape (N, 1, 1), and places of keys of shape (S, 2), see
+            `_with_slopes`.
+        bias: added to scores, of a shape that broadcasts to (B, N, S, S).
+        future: True where a query may not look, of shape (S, S); None where the op masks by itself.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    alibi: tuple[Tensor, Tensor] | None = None
+    bias: Tensor | None = None
+    future: Tensor | None = None
+
+
+NO_POSITIONS = Positions()
+
+
+def norm(blocks: Blocks) -> nn.Module:
+    """A new norm over the residual stream."""
+    if blocks.norm == "rms":
+        return nn.RMSNorm(blocks.hidden)
+    return nn.LayerNorm(blocks.hidden, bias=blocks.bias)
+
+
+def dropout(blocks: Blocks) -> nn.Module:
+    """A new dropout, which leaves no op behind where nothing is dropped."""
+    return nn.Dropout(blocks.dropout) if blocks.dropout else nn.Identity()
+
+
+class Attention(nn.Module):
+    """Multi-head attention, whose products split along heads.
+
+    Query, key and value are apart; fused, rows of the one weight are ordered by head of keys: first its
+    queries, then its key and its value, as in Megatron-LM, so that the weight still splits along heads.
+    """
+
+    def __init__(self, blocks: Blocks, *, causal: bool, looks_back: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.causal = blocks, causal
+        self.fused = blocks.fused_projections and not looks_back
+        hidden, width = blocks.hidden, blocks.heads * blocks.head_dim
+        kv_width = blocks.kv_heads * blocks.head_dim
+        if self.fused:
+            self.query_key_value = nn.Linear(hidden, width + 2 * kv_width, bias=blocks.bias)
+        else:
+            self.query = nn.Linear(hidden, width, bias=blocks.bias)
+            self.key = nn.Linear(hidden, kv_width, bias=blocks.bias)
+            self.value = nn.Linear(hidden, kv_width, bias=blocks.bias)
+        self.output = nn.Linear(width, hidden, bias=blocks.bias)
+
+    def forward(
+        self, x: Tensor, positions: Positions = NO_POSITIONS, *, memory: Tensor | None = None
+    ) -> Tensor:
+        """BSD -> BSD; keys and values are of `memory` where it is given."""
+        q, k, v = self._split(x) if self.fused else self._apart(x, x if memory is None else memory)
+        if positions.rotary is not None:
+            q, k = rotate(q, *positions.rotary), rotate(k, *positions.rotary)
+        attend = self._fused if self.blocks.fused_attention else self._in_parts
+        return self.output(attend(q, k, v, positions).transpose(1, 2).flatten(2))
+
+    def _apart(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.query(x), self.key(memory), self.value(memory)
+        heads = (self.blocks.heads, self.blocks.kv_heads, self.blocks.kv_heads)
+        q, k, v = (
+            y.unflatten(-1, (count, -1)).transpose(1, 2)
+            for y, count in zip((q, k, v), heads, strict=True)
+        )
+        return q, k, v
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads, head_dim = self.blocks.kv_heads, self.blocks.head_dim
+        group = self.blocks.heads // heads
+        y = self.query_key_value(x).unflatten(-1, (heads, group + 2, head_dim))
+        if group == 1:
+            q, k, v = (part.transpose(1, 2) for part in y.unbind(-2))
+            return q, k, v
+        q, k, v = y.split([group, 1, 1], dim=-2)  # BSKgH, BSK1H, BSK1H
+        return (
+            q.flatten(2, 3).transpose(1, 2),
+            k.squeeze(3).transpose(1, 2),
+            v.squeeze(3).transpose(1, 2),
+        )
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
+        scale = 1 / math.sqrt(self.blocks.head_dim)
+        if positions.alibi is not None:
+            q, k = _with_slopes(q, k, *positions.alibi)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=positions.bias, dropout_p=self._dropout, scale=scale,
+            is_causal=self.causal and positions.bias is None,
+            enable_gqa=self.blocks.kv_heads != self.blocks.heads,
+        )  # fmt: skip
+
+    def _in_parts(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
+        """BNSH, BKSH, BKSH -> BNSH, keeping the attention weights."""
+        group = self.blocks.heads // self.blocks.kv_heads
+        k, v = (_shared_by_group(x, group) for x in (k, v))
+        scores = (q / math.sqrt(self.blocks.head_dim)) @ k.transpose(-1, -2)  # BNSS
+        if positions.bias is not None:
+            scores = scores + positions.bias
+        if positions.future is not None:
+            scores = scores.masked_fill(positions.future, float("-inf"))
+        weights = scores.softmax(-1)
+        if self._dropout:
+            weights = F.dropout(weights, self._dropout)
+        return weights @ v
+
+    @property
+    def _dropout(self) -> float:
+        return self.blocks.dropout if self.training else 0.0
+
+
+def _shared_by_group(x: Tensor, group: int) -> Tensor:
+    """BKSH -> BNSH: every head of keys stands for the `group` heads of queries that share it."""
+    if group == 1:
+        return x
+    return x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arXiv 2104.09864): pairs of the first and second half turn by their angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def _with_slopes(q: Tensor, k: Tensor, slopes: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """ALiBi without a mask of S x S: two more columns of queries and keys.
+
+    slope * (j - i) is, for the softmax of query i, the same as slope * j, a product of what the head
+    knows and what the key knows. The key's place has two columns, of the high and low 8 bits, because
+    bfloat16 holds whole numbers up to 256 alone.
+    """
+    q = torch.cat([q, slopes.expand(*q.shape[:-1], 2)], dim=-1)
+    return q, torch.cat([k, places.expand(*k.shape[:-1], 2)], dim=-1)
+
+
+class MLP(nn.Module):
+    """Two linear maps around an activation, three where it is gated.
+
+    Fused, gate and up are the two halves of one weight, in a dim of their own: ffn then stays a dim that
+    splits.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__()
+        self.activation = ACTIVATION[blocks.activation]
+        self.gated, self.fused = blocks.gated, blocks.gated and blocks.fused_projections
+        if self.fused:
+            self.gate_up = _weight(2, blocks.ffn, blocks.hidden)
+            self.gate_up_bias = nn.Parameter(torch.zeros(2, blocks.ffn)) if blocks.bias else None
+        else:
+            if blocks.gated:
+                self.gate = nn.Linear(blocks.hidden, blocks.ffn, bias=blocks.bias)
+            self.up = nn.Linear(blocks.hidden, blocks.ffn, bias=blocks.bias)
+        self.down = nn.Linear(blocks.ffn, blocks.hidden, bias=blocks.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """BSD -> BSD."""
+        if self.fused:
+            gate, up = self._gate_and_up(x)
+            return self.down(self.activation(gate) * up)
+        if self.gated:
+            return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.up(x)))
+
+    def _gate_and_up(self, x: Tensor) -> tuple[Tensor, ...]:
+        both = torch.einsum("bsd,cfd->bscf", x, self.gate_up)
+        return (both if self.gate_up_bias is None else both + self.gate_up_bias).unbind(2)
+
+
+class Experts(nn.Module):
+    """A mixture of experts with tokens looked up, not multiplied by a mask: FLOPs are those of the experts.
+
+    Every token chooses its T best experts. Of every sequence an expert takes the first C = T S / E tokens
+    that chose it (capacity factor 1 of arXiv 2006.16668, where the sequence is the group); to the others it
+    adds nothing. Tokens and experts meet by `gather` alone, so that the expert dim E splits like any other.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__()
+        experts, hidden, ffn = blocks.experts, blocks.hidden, blocks.ffn
+        self.experts, self.per_token = experts, blocks.experts_per_token
+        self.activation = ACTIVATION[blocks.activation]
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.gate = _weight(experts, hidden, ffn) if blocks.gated else None
+        self.up = _weight(experts, hidden, ffn)
+        self.down = _weight(experts, ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """BSD -> BSD."""
+        weights, chosen = self.router(x).topk(self.per_token, dim=-1)  # BST
+        tokens, places, taken = self._assign(chosen)
+        y = self._run(_look_up(x, tokens.flatten(1)).unflatten(1, tokens.shape[1:]))  # BECD
+        y = _look_up(y.flatten(1, 2), places.flatten(1)).unflatten(1, places.shape[1:])  # BSTD
+        weights = weights.softmax(-1) * taken
+        return torch.einsum("bstd,bst->bsd", y, weights)
+
+    def _assign(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The token in every expert's slot (BEC), the slot of every choice (BST), and whether it has one."""
+        length = chosen.shape[1]
+        capacity = math.ceil(self.per_token * length / self.experts)
+        numbers = torch.arange(self.experts, device=chosen.device)
+        takes = (chosen.unsqueeze(-1) == numbers).any(dim=2)  # BSE
+        order = takes.cumsum(dim=1) - 1  # BSE
+        earlier = length - torch.arange(length, device=chosen.device)
+        tokens = (takes * earlier.unsqueeze(-1)).topk(capacity, dim=1).indices.transpose(1, 2)
+        slot = order.gather(2, chosen)  # BST
+        taken = slot < capacity
+        return tokens, chosen * capacity + slot.clamp(max=capacity - 1), taken
+
+    def _run(self, x: Tensor) -> Tensor:
+        """BECD -> BECD: every expert on its own tokens."""
+        up = torch.einsum("becd,edf->becf", x, self.up)
+        if self.gate is None:
+            return torch.einsum("becf,efd->becd", self.activation(up), self.down)
+        gate = self.activation(torch.einsum("becd,edf->becf", x, self.gate))
+        return torch.einsum("becf,efd->becd", gate * up, self.down)
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.normal_(torch.empty(*shape), std=INIT_STD))
+
+
+def _look_up(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of every sequence: x of shape (B, S, D), index of shape (B, I) -> (B, I, D)."""
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+class Block(nn.Module):
+    """Attention, then MLP or experts, each with its norm and added to the residual stream.
+
+    With `looks_back`, an attention to the encoder's result stands between them.
+    """
+
+    def __init__(self, blocks: Blocks, *, causal: bool, looks_back: bool = False) -> None:
+        super().__init__()
+        self.post_norm = blocks.post_norm
+        self.attention_norm = norm(blocks)
+        self.attention = Attention(blocks, causal=causal)
+        self.memory_norm = norm(blocks) if looks_back else None
+        self.memory_attention = (
+            Attention(blocks, causal=False, looks_back=True) if looks_back else None
+        )
+        self.mlp_norm = norm(blocks)
+        self.mlp = Experts(blocks) if blocks.experts else MLP(blocks)
+        self.dropout = dropout(blocks)
+
+    def forward(
+        self, x: Tensor, positions: Positions = NO_POSITIONS, memory: Tensor | None = None
+    ) -> Tensor:
+        """BSD -> BSD."""
+        if self.post_norm:
+            x = self.attention_norm(x + self.dropout(self.attention(x, positions)))
+            return self.mlp_norm(x + self.dropout(self.mlp(x)))
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
+        if self.memory_norm is not None and self.memory_attention is not None:
+            looked_up = self.memory_attention(self.memory_norm(x), memory=memory)
+            x = x + self.dropout(looked_up)
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))

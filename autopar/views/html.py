@@ -1,0 +1,167 @@
+"""The report as one HTML file that needs no network, no script and no font."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from autopar.cost_model.breakdown import Breakdown
+from autopar.views import palette, units
+from autopar.views.bars import memory_headline, savings, shown, time_headline
+from autopar.views.block import block_graph
+from autopar.views.comparison import picture, sensitivity_bars, table
+from autopar.views.formulas import formulas
+from autopar.views.markup import Markup, escape, join, json_script, tag
+from autopar.views.page import Page
+from autopar.views.roofline import roofline
+from autopar.views.stack import legend, stacked_bar
+from autopar.views.tables import branches
+from autopar.views.timeline import timeline
+
+DEEPEST, SMALLEST = 4, 0.002  # of the trees: levels, and shares that are summed up
+
+
+def write_html(page: Page, path: Path | str) -> None:
+    """Writes the report to `path`."""
+    Path(path).write_text(to_html(page), encoding="utf-8")
+
+
+def to_html(page: Page) -> str:
+    """The report as text."""
+    sections = [s for s in _sections(page) if s.body]
+    return Template(_read("page.html")).substitute(
+        title=escape(page.title),
+        style=_read("page.css"),
+        header=_header(page),
+        navigation=join(tag("a", s.title, href=f"#{s.identifier}") for s in sections),
+        sections=join(s.element() for s in sections),
+        document=json_script(page.document, "document"),
+    )
+
+
+def _read(name: str) -> str:
+    return resources.files("autopar.views").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+class Section:
+    """A titled part of the page; one without a body is left out."""
+
+    def __init__(self, identifier: str, title: str, lead: str, *body: Markup | None) -> None:
+        self.identifier, self.title, self.lead, self.body = identifier, title, lead, join(body)
+
+    def element(self) -> Markup:
+        lead = tag("p", self.lead, class_="lead") if self.lead else None
+        return tag("section", tag("h2", self.title), lead, self.body, id=self.identifier)
+
+
+def _header(page: Page) -> Markup:
+    tiles = (
+        tag("div", tag("dt", label), tag("dd", value), class_="tile")
+        for label, value in page.figures
+    )
+    return tag(
+        "header",
+        tag("h1", page.title),
+        tag("p", page.subtitle, class_="subtitle"),
+        tag("dl", *tiles, class_="tiles"),
+    )
+
+
+def _sections(page: Page) -> Iterator[Section]:
+    axes = palette.of_axes(page.axes)
+    yield _memory(page)
+    yield _time(page)
+    steps = timeline(page.events, axes) if page.events else Markup("")
+    yield Section("timeline", "Timeline", "One predicted step of one rank.", steps)
+    block = block_graph(page.block, axes) if page.block else Markup("")
+    yield Section("block", "Block", "The repeated block as the plan runs it.", block)
+    dots = roofline(page.roofline, page.peak_flops, page.memory_bytes_per_second)
+    lead = "What ops reach, under what the device could give. Larger dots take more of the step."
+    yield Section("roofline", "Roofline", lead, dots)
+    yield _comparison(page)
+    lead = "Change of the step time when one number grows by 1 % and all else stays."
+    yield Section("sensitivity", "What would change it", lead, sensitivity_bars(page.sensitivity))
+    yield Section("traffic", "Traffic", "Sent by a rank in a step.", _traffic(page))
+    typeset = formulas(page.formulas) if page.formulas else Markup("")
+    yield Section("formulas", "Formulas", "", typeset)
+    notes = tag("ul", *(tag("li", note) for note in page.notes)) if page.notes else Markup("")
+    yield Section("notes", "Notes", "", notes)
+
+
+def _memory(page: Page) -> Section:
+    parts = shown(page.memory)
+    colours = palette.in_order(part.name for part in parts)
+    bound = (page.memory_bound_bytes, "bound")
+    return Section(
+        "memory",
+        "Memory",
+        f"Of a rank: {memory_headline(page.memory, page.memory_bound_bytes)}.",
+        stacked_bar("Memory of a rank by kind", parts, colours, bound),
+        legend(parts, colours, page.memory.value),
+        _tree(page.memory),
+    )
+
+
+def _time(page: Page) -> Section:
+    parts = shown(page.time)
+    colours = palette.with_axes((part.name for part in parts), palette.of_axes(page.axes))
+    hidden = savings(page.time)
+    step = (page.time.value, "step") if hidden else None
+    return Section(
+        "time",
+        "Time",
+        f"Of a step: {time_headline(page.time)}.",
+        stacked_bar("Time of a step", parts, colours, step),
+        legend((*parts, *hidden), colours, page.time.value),
+        _tree(page.time),
+    )
+
+
+def _traffic(page: Page) -> Markup:
+    if page.traffic.value <= 0:
+        return Markup("")
+    parts = shown(page.traffic)
+    colours = palette.with_axes((part.name for part in parts), palette.of_axes(page.axes))
+    bar = stacked_bar("Traffic of a rank by kind", parts, colours)
+    return join((bar, legend(parts, colours, page.traffic.value), _tree(page.traffic)))
+
+
+def _comparison(page: Page) -> Section:
+    lead = (
+        "Time against memory of every candidate, numbered as in the table; the line joins those"
+        " that no other beats in both. A ring marks the chosen one, a cross what does not fit."
+    )
+    if not page.candidates:
+        return Section("candidates", "Candidates", lead)
+    return Section(
+        "candidates", "Candidates", lead,
+        picture(page.candidates, page.memory_bound_bytes), table(page.candidates),
+    )  # fmt: skip
+
+
+def _tree(breakdown: Breakdown) -> Markup | None:
+    """The breakdown down to its smaller parts, folded away."""
+    if not any(part.parts for part in breakdown.parts):
+        return None
+    rows = (
+        tag(
+            "tr",
+            tag("td", branch.name, style=f"padding-left:{0.5 + 1.4 * branch.depth:g}rem"),
+            tag("td", branch.value, class_="number"),
+            tag("td", units.format_share(branch.share, 1.0), class_="number"),
+            tag("td", _share_bar(branch.share), class_="bar"),
+            tag("td", branch.note, class_="quiet"),
+        )
+        for branch in branches(breakdown, DEEPEST, SMALLEST)
+    )
+    table = tag("div", tag("table", tag("tbody", *rows), class_="tree"), class_="scroll")
+    return tag("details", tag("summary", "In detail"), table)
+
+
+def _share_bar(share: float) -> Markup | None:
+    if share <= 0:
+        return None
+    width = f"min-width:1px;width:{100 * min(1.0, share):.2f}%"
+    return tag("span", class_="share-bar", style=width, aria_hidden="true")

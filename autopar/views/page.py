@@ -1,0 +1,128 @@
+"""What a report shows, as plain values: the views read a `Page` and know nothing of searches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import sympy
+
+from autopar.cost_model.breakdown import Breakdown, Candidate, Event
+
+NO_AXES = ("compute", "hidden")  # lanes of events that are not a mesh axis
+
+
+class RooflinePoint(NamedTuple):
+    """An op under the roofline.
+
+    Attributes:
+        name: such as `mlp.up linear`.
+        flops_per_byte: of device memory traffic.
+        flops_per_second: what it is predicted to reach.
+        seconds: it takes in a step; the area of its dot.
+    """
+
+    name: str
+    flops_per_byte: float
+    flops_per_second: float
+    seconds: float
+
+
+class BlockCollective(NamedTuple):
+    """A collective on the way into an op.
+
+    Attributes:
+        axis: the mesh axis it runs over.
+        name: such as `all_gather`.
+        bytes: sent by a rank.
+        seconds: it takes.
+        operand: the operand of the op that it converts; "" where it belongs to no single one.
+    """
+
+    axis: str
+    name: str
+    bytes: float
+    seconds: float
+    operand: str = ""
+
+
+class BlockNode(NamedTuple):
+    """An op of the repeated block, with how the plan runs it.
+
+    Attributes:
+        name: unique in the block.
+        kind: such as `linear`; "input", "parameter" and "output" are drawn as pills.
+        module: path of its module, such as `layers.*.mlp`.
+        layouts: (axis, what is split over it) pairs, such as `("tp", "heads")`.
+        seconds: it takes, without its collectives.
+        operands: names of nodes of the block, which edges are drawn from, and of other tensors.
+        collectives: in the order in which they run.
+    """
+
+    name: str
+    kind: str
+    module: str = ""
+    layouts: tuple[tuple[str, str], ...] = ()
+    seconds: float = 0.0
+    operands: tuple[str, ...] = ()
+    collectives: tuple[BlockCollective, ...] = ()
+
+
+class Formula(NamedTuple):
+    """A formula with its value in words, such as ("step time", t, "7.14 s")."""
+
+    name: str
+    expression: sympy.Expr
+    value: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report. A section whose data are empty is left out.
+
+    Attributes:
+        title: what was planned.
+        subtitle: cluster and run in words.
+        figures: (label, value) pairs of the headline.
+        memory: of a rank, by kind.
+        memory_bound_bytes: what a rank may use.
+        time: of a step.
+        traffic: sent by a rank in a step.
+        events: the predicted step, in any order.
+        candidates: ways to run the model, among them the chosen one.
+        roofline: its ops.
+        peak_flops: of the device, in FLOP/s; the flat part of the roof.
+        memory_bytes_per_second: of the device; the slope of the roof.
+        block: ops of the repeated block in topological order.
+        formulas: to be typeset.
+        sensitivity: name -> relative change of the step time when it grows by 1 %.
+        notes: sentences.
+        document: everything above as JSON, with units in the keys.
+    """
+
+    title: str
+    subtitle: str
+    figures: tuple[tuple[str, str], ...]
+    memory: Breakdown
+    memory_bound_bytes: float
+    time: Breakdown
+    traffic: Breakdown
+    events: tuple[Event, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    roofline: tuple[RooflinePoint, ...] = ()
+    peak_flops: float = 0.0
+    memory_bytes_per_second: float = 0.0
+    block: tuple[BlockNode, ...] = ()
+    formulas: tuple[Formula, ...] = ()
+    sensitivity: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes that communicate, in order of appearance."""
+        lanes = (event.lane for event in self.events if event.lane not in NO_AXES)
+        in_block = (axis for node in self.block for axis, _ in node.layouts)
+        moved = (each.axis for node in self.block for each in node.collectives)
+        return tuple(dict.fromkeys((*in_block, *moved, *lanes)))

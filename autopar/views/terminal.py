@@ -1,0 +1,33 @@
+"""A whole report for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from autopar.views.bars import headline, memory_bar, time_bar
+from autopar.views.page import Page
+from autopar.views.tables import CandidateTable, SensitivityTable, Tree
+
+
+def show(page: Page) -> RenderableType:
+    """Headline, memory and time as bars, trees of both and of the traffic, and the comparisons."""
+    sections = list(_sections(page))
+    return Group(*(part for section in sections for part in (section, Text())))
+
+
+def _sections(page: Page) -> Iterator[RenderableType]:
+    yield headline(page)
+    yield memory_bar(page.memory, page.memory_bound_bytes)
+    yield time_bar(page.time, page.axes)
+    for breakdown in (page.time, page.memory, page.traffic):
+        if breakdown.parts:
+            yield Tree(breakdown)
+    if page.candidates:
+        yield CandidateTable(page.candidates)
+    if page.sensitivity:
+        yield SensitivityTable(page.sensitivity)
+    if page.notes:
+        yield Group(*(Text(f"- {note}") for note in page.notes))

@@ -1,0 +1,89 @@
+"""Numbers for people: three digits and a unit. Inside, everything is bytes, seconds and FLOPs."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.cost_model.breakdown import Breakdown
+
+_LARGE = ("", "k", "M", "G", "T", "P", "E")
+_SMALL = ("", "m", "µ", "n")
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Bytes in powers of 1000: 1_500_000 is `1.50 MB`."""
+    value, prefix = _scaled(size_bytes, _LARGE)
+    if not prefix and math.isfinite(value):
+        return f"{round(value)} bytes"
+    return f"{_digits(value)} {prefix}B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with a prefix: 0.0123 is `12.3 ms`."""
+    if 0 < abs(seconds) < 1:
+        return f"{_shrunk(seconds)}s"
+    return f"{_digits(seconds)} s"
+
+
+def format_flops(flops_per_second: float) -> str:
+    """A rate of arithmetic: `989 TFLOP/s`."""
+    value, prefix = _scaled(flops_per_second, _LARGE)
+    return f"{_digits(value)} {prefix}FLOP/s"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """A bandwidth: `3.35 TB/s`."""
+    value, prefix = _scaled(bytes_per_second, _LARGE)
+    return f"{_digits(value)} {prefix}B/s"
+
+
+def format_share(part: float, whole: float) -> str:
+    """A part of a whole in percent; a part too small to show is `<0.1 %`, not zero."""
+    share = 100 * part / whole if whole else 0.0
+    if 0 < share < 0.1:
+        return "<0.1 %"
+    return f"{share:.1f} %"
+
+
+def format_change(relative: float) -> str:
+    """A relative change with its sign: 0.0063 is `+0.630 %`."""
+    if abs(relative) < 5e-6:
+        return "0 %"
+    return f"{100 * relative:+.3f} %"
+
+
+def format_value(breakdown: Breakdown) -> str:
+    """The value of a breakdown in its unit."""
+    return format_as(breakdown.unit, breakdown.value)
+
+
+def format_as(unit: str, value: float) -> str:
+    """A value in "bytes" or "seconds"."""
+    return format_bytes(value) if unit == "bytes" else format_seconds(value)
+
+
+def _scaled(value: float, prefixes: tuple[str, ...]) -> tuple[float, str]:
+    """The value between 1 and 999.5 and the prefix that makes up for it."""
+    for prefix in prefixes[:-1]:
+        if abs(value) < 999.5 or not math.isfinite(value):
+            return value, prefix
+        value /= 1000
+    return value, prefixes[-1]
+
+
+def _shrunk(value: float) -> str:
+    for prefix in _SMALL:
+        if abs(value) >= 0.9995:
+            return f"{_digits(value)} {prefix}"
+        value *= 1000
+    return f"{_digits(value / 1000)} {_SMALL[-1]}"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits below 1000, and whole numbers above; zero is `0`."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(float(f"{value:.3g}")))))
+    return f"{value:.{min(decimals, 6)}f}"

@@ -1,0 +1,53 @@
+"""How many layers each stage of a pipeline has."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from autopar.cost_model.arith import Quantity
+
+
+class Cuts(NamedTuple):
+    """Layers of the first stage, of the largest in the middle, and of the last.
+
+    A single stage is the first one.
+    """
+
+    first: Quantity
+    middle: Quantity
+    last: Quantity
+
+
+def equal_cuts(layers: Quantity, stages: Quantity) -> Cuts:
+    """The same share for every stage."""
+    share = layers / stages
+    return Cuts(share, share, share)
+
+
+def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: float = 0.0) -> Cuts:
+    """Whole layers, a stage ending where its share of the weight is reached.
+
+    Args:
+        layers: repeated layers, each of weight 1.
+        stages: of the pipeline.
+        before, after: weights of what comes before and after them, in layers.
+    """
+    counts = [0] * stages
+    share = (before + layers + after) / stages
+    stage, reached = 0, before
+    for layer in range(layers):
+        reached += 1
+        left = layers - layer
+        while stage < stages - 1 and reached > share * (stage + 1) + 1e-9 and left < layers:
+            stage += 1
+        counts[stage] += 1
+    return Cuts(counts[0], max(counts[1:-1], default=0), counts[-1])
+
+
+def cuts_of_equal_ends(layers: int, stages: int) -> Cuts:
+    """Megatron's habit where stages do not divide the layers: each end takes the place of one."""
+    if stages == 1 or layers % stages == 0:
+        return equal_cuts(layers, stages)
+    share = math.ceil((layers + 2) / stages)
+    return Cuts(share - 1, share, share - 1)

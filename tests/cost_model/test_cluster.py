@@ -1,0 +1,70 @@
+"""Names of clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model import H100, Cluster, find_cluster, find_hardware, save_hardware
+from autopar.errors import AutoparError
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "in_node", "nodes"),
+    [
+        ("h100", "h100", 8, 1),
+        ("h100x4", "h100", 4, 1),
+        ("h100x8x16", "h100", 8, 16),
+        ("H100 x 8 x 16", "h100", 8, 16),
+        ("h100×8×16", "h100", 8, 16),
+        ("a100-40x8x2", "a100-40", 8, 2),
+        ("A100-40GB SXM x8x2", "a100-40", 8, 2),
+        ("mi300x", "mi300x", 8, 1),
+        ("mi300xx8x2", "mi300x", 8, 2),
+        ("rtx4090", "rtx4090", 8, 1),
+        ("rtx4090x2x3", "rtx4090", 2, 3),
+        ("gb200x64x2", "gb200", 64, 2),
+        ("cpux4", "cpu-gloo", 4, 1),
+    ],
+)
+def test_names(text: str, name: str, in_node: int, nodes: int) -> None:
+    cluster = find_cluster(text)
+    assert cluster.hardware.name == name
+    assert (cluster.devices_per_node, cluster.nodes) == (in_node, nodes)
+    assert cluster.ranks == in_node * nodes
+    assert find_cluster(str(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h100x0", "'h100x0' has 0 ranks in a node; it needs at least 1"),
+        ("h100x-8x2", "has -8 ranks in a node; it needs at least 1"),
+        ("h100x8x0", "has 0 nodes; it needs at least 1"),
+        ("h100x8x-1", "has -1 nodes; it needs at least 1"),
+        ("h100x2.5", "'2.5' is no number of ranks in a node; write h100x8x16"),
+        ("h100xeight", "'eight' is no number of ranks in a node; write h100x8x16"),
+        ("h100x8x2x2", "write GPU x ranks in a node x nodes, as h100x8x16"),
+        ("h100x16", "16 ranks in a node, but a node of h100 has 8; write h100x8x2 for 16 ranks"),
+        ("h10x8x2", "There is no GPU 'h10' in the catalogue; did you mean h100"),
+        ("  ", "named as h100x8x16"),
+        ("nowhere.toml", "Cannot read the hardware of nowhere.toml: No such file"),
+    ],
+)
+def test_a_bad_name_says_what_to_write(text: str, message: str) -> None:
+    with pytest.raises(AutoparError, match=message):
+        find_cluster(text)
+
+
+def test_a_file_is_a_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "my cluster.toml"
+    save_hardware(H100, path, nodes=16)
+    assert find_cluster(str(path)) == Cluster(H100, 16)
+    assert find_cluster(f"{path}x4x2").ranks == 8
+    assert find_cluster(f"{path}x4").ranks == 4
+
+
+def test_a_cluster_checks_itself() -> None:
+    with pytest.raises(AutoparError, match="a positive number of nodes, not 0"):
+        Cluster(find_hardware("h100"), 0)

@@ -1,0 +1,95 @@
+"""Every preset at three layers, on the meta device: it captures, and tensor parallelism is found."""
+
+import functools
+import time
+
+import pytest
+import torch
+
+from autopar.cost_model import find_hardware
+from autopar.models import PRESETS, build, example_inputs, parameter_count
+from autopar.planning import make_plan, prepare_step
+from autopar.program import build_program
+from autopar.targets import resolve_target
+
+MESH = {"dp": 2, "tp": 2}
+CAPTURE_SECONDS = 4.0
+UNBOUNDED = 10**15  # bytes: what is tested is the split, not the fit
+
+# An expert's weight splits by experts, and GPT-2 XL's 25 heads do not halve.
+COLUMNS = ("query.weight", "key.weight", "value.weight")
+WITHOUT_HEADS = ("gpt2-xl",)
+
+
+@functools.cache
+def prepared(name):
+    description = PRESETS[name].description
+    with torch.device("meta"):
+        model = build(description, layers=3)
+    return prepare_step(model, example_inputs(description, 4))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_op_but_arange_has_a_rule(name):
+    graph = prepared(name).analysis.graph
+    assert {op.kind for op in graph.ops if not op.has_rule} <= {"aten.arange"}
+
+
+@pytest.mark.parametrize("recipe", ["dp:ddp,tp:tp", "dp:zero3,tp:tp+sp"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_heads_and_ffn_are_split_along_tp(name, recipe):
+    plan = make_plan(
+        prepared(name), MESH, hardware=find_hardware("h100"), recipe=recipe, memory_bytes=UNBOUNDED
+    )
+    on_tp = {name: how.storage[1] for name, how in plan.parameters.items()}
+    columns = [n for n in on_tp if n.endswith(COLUMNS) and name not in WITHOUT_HEADS]
+    columns += [n for n in on_tp if n.endswith(("mlp.up.weight", "mlp.gate.weight", "mlp.up"))]
+    rows = [n for n in on_tp if n.endswith("mlp.down.weight")]
+    assert len(columns) >= 3
+    assert {str(on_tp[n]) for n in columns} == {"S(0)"}
+    assert {str(on_tp[n]) for n in rows} <= {"S(1)"}
+
+
+def test_experts_cost_what_the_tokens_visit():
+    graph = prepared("mixtral-8x7b").analysis.graph
+    d = PRESETS["mixtral-8x7b"].description
+    tokens = 4 * d.max_positions
+    found = sum(
+        op.flops for op in graph.ops if op.module == "layers.1.mlp" and op.kind == "aten.einsum"
+    )
+    # three products for each of two experts a token, and the weighted sum of both results
+    expected = 3 * 2 * 2 * tokens * d.hidden * d.ffn + 2 * 2 * tokens * d.hidden
+    assert found == expected
+
+
+def test_products_cost_two_flops_a_parameter_and_token():
+    graph = prepared("llama3-8b").analysis.graph
+    d = PRESETS["llama3-8b"].description
+    found = sum(op.flops for op in graph.ops if op.kind == "aten.linear")
+    block = d.block_parameters - 2 * d.norm_parameters
+    assert found == 2 * 4 * d.max_positions * (3 * block + d.vocab * d.hidden)
+
+
+def test_capture_of_the_deepest_takes_little_and_grows_not_with_depth():
+    target = resolve_target("llama3-405b")
+    start = time.process_time()
+    model, args, kwargs, _ = target.build_few()
+    prepare_step(model, args, kwargs)
+    assert time.process_time() - start < CAPTURE_SECONDS
+    assert target.stacks[0].layers == 126
+    assert parameter_count(PRESETS["llama3-405b"].description) > 4e11
+
+
+def test_search_finds_expert_parallelism():
+    """Tokens are split by batch, experts by expert, and an all-to-all goes each way in every layer."""
+    description = PRESETS["mixtral-8x7b"].description
+    with torch.device("meta"):
+        model = build(description, layers=3)
+    step = prepare_step(model, example_inputs(description, 16, 4096))
+    plan = make_plan(step, {"x": 8}, hardware=find_hardware("h100"), memory_bytes=60 * 10**9)
+    experts = [f"layers.{i}.mlp.{name}" for i in range(3) for name in ("gate", "up", "down")]
+    assert {str(plan.parameters[name].storage[0]) for name in experts} == {"S(0)"}
+    assert str(plan.parameters["layers.1.attention.query.weight"].storage[0]) == "R"
+    program = build_program(step.captured, step.analysis, plan)
+    exchanges = [n for n in program.module.graph.nodes if "all_to_all" in str(n.target)]
+    assert 2 * 3 <= len(exchanges) <= 2 * 3 + 1  # the embedding may cost one more
