@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
@@ -36,6 +37,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "memory_bandwidth": ("memory_bytes_per_second",),
     "host_speed": ("host_seconds",),
 }
+
+
+_TINY = 1e-30  # of the step in the complex plane; its square vanishes
+
+STAGES: tuple[Literal["first", "last"], ...] = ("first", "last")
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Explanation:
         tokens: of a micro-batch; None where the model has no tokens.
         candidates: other ways that were considered.
         overrides: values of symbols that differ from the cluster's or the graph's.
+        built: the expressions, where another explanation of the same plan has made them.
     """
 
     graph: Graph
@@ -80,11 +87,12 @@ class Explanation:
     tokens: int | None = None
     candidates: tuple[Candidate, ...] = ()
     overrides: Mapping[str, float] = field(default_factory=dict)
+    built: Expressions | None = field(default=None, repr=False)
 
     @cached_property
     def expressions(self) -> Expressions:
         """Items and holdings over symbols."""
-        return Expressions.of(
+        return self.built or Expressions.of(
             self.graph, self.plan, self.cluster.hardware, precision=self.run.precision
         )
 
@@ -136,7 +144,7 @@ class Explanation:
         """Peak bytes of a rank, of the stage of the pipeline that needs most."""
         trees = [
             self._tree(f"memory of the {stage} stage", "bytes", lambda s, at=stage: s.memory(at))  # type: ignore[misc]
-            for stage in ("first", "last")
+            for stage in STAGES
         ]
         best = max(trees, key=lambda tree: tree.value)
         return best if int(self.run.stages) > 1 else dataclasses.replace(best, name="memory of a rank")
@@ -154,11 +162,11 @@ class Explanation:
 
     @property
     def step_seconds(self) -> float:
-        return self.time.value
+        return float(total(self.step.time()))
 
     @property
     def memory_bytes(self) -> float:
-        return self.memory.value
+        return max(float(total(self.step.memory(stage))) for stage in STAGES)
 
     @property
     def bound_bytes(self) -> int:
@@ -194,14 +202,22 @@ class Explanation:
     def sensitivity(self) -> dict[str, float]:
         """Change of the step's time, as a fraction, per 1 % more of every symbol it depends on.
 
-        From the derivative: 0.01 x / T dT/dx. Largest first.
+        From the derivative, 0.01 x / T dT/dx, by a step in the complex plane, which is exact to
+        rounding (Squire and Trapp 1998). Largest first.
         """
-        seconds = total(self.symbolic.time())
-        numbers = {symbol(name): value for name, value in self.values.items()}
-        changes = {}
-        for x in sorted(seconds.free_symbols, key=str):
-            slope = seconds.diff(x).xreplace(numbers)
-            changes[str(x)] = float(0.01 * numbers[x] * slope.doit()) / self.step_seconds
+        names = list(self.values)
+        moved = {
+            name: np.where(
+                np.arange(len(names)) == i, self.values[name] * (1 + _TINY * 1j), self.values[name]
+            )
+            for i, name in enumerate(names)
+        }
+        slopes = np.imag(self.at(**moved).seconds()) / _TINY
+        changes = {
+            name: 0.01 * float(slope) / self.step_seconds
+            for name, slope in zip(names, slopes, strict=True)
+            if slope
+        }
         return dict(sorted(changes.items(), key=lambda pair: (-abs(pair[1]), pair[0])))
 
     def solve_for(self, name: str) -> Solution:
@@ -270,7 +286,9 @@ class Explanation:
             else:
                 known = ", ".join([*sorted(GROUPS), "hbm_bytes", *sorted(self.values)])
                 raise AutoparError(f"Nothing here is called {name!r}; there are {known}.")
-        return replace(self, overrides=overrides, memory_bound_bytes=bound)
+        return replace(
+            self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions
+        )
 
     def _scaled(self, group: str, factor: float) -> dict[str, float]:
         if group == "host_speed":

@@ -32,11 +32,11 @@ def timeline(step: Step) -> tuple[Event, ...]:
     """
     clock = _Clock()
     _once(clock, step, "gather")
-    count = int(step.run.micro_batches)
+    start, count = clock.now, int(step.run.micro_batches)
     shown = min(count, SHOWN_MICRO_BATCHES)
     for number in range(shown):
         _micro_batch(clock, step, number)
-    each = clock.now / shown if shown else 0.0
+    each = (clock.now - start) / shown if shown else 0.0
     if count > shown:
         clock.run(COMPUTE, f"{count - shown} more micro-batches", each * (count - shown))
     _once(clock, step, "reduce")

@@ -38,6 +38,22 @@ MAIN_FORMAT = {
     "cuda": "bfloat16",
 }  # that training uses; efficiency is fitted to it
 
+# What figures mean on each kind of device.
+NOTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "cpu": {
+            "devices_per_node": "ranks as run",
+            "memory_bytes": "a rank's share of the machine",
+            "host_seconds": "the host is the device",
+        },
+        "cuda": {
+            "devices_per_node": "GPUs of this machine",
+            "memory_bytes": "the whole device",
+            "host_seconds": "to issue x + 1",
+        },
+    }
+)
+
 # Guesses of links that could not be measured, with what they are guessed to be.
 ABSENT: Mapping[str, Mapping[str, tuple[Link, str]]] = MappingProxyType(
     {
@@ -119,7 +135,7 @@ class Device(ABC):
 
     @abstractmethod
     def reserved_bytes(self) -> int:
-        """What of it is taken by other things than tensors."""
+        """What of it is taken by other things than tensors, once everything was measured."""
 
     @abstractmethod
     def per_node(self, local_ranks: int) -> int:
@@ -140,6 +156,11 @@ class Cpu(Device):
     """One process with one thread; the host is the device."""
 
     backend = "gloo"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._held_before = peak if sys.platform == "darwin" else peak * 1024  # else in KiB
 
     @property
     def machine(self) -> str:
@@ -182,9 +203,8 @@ class Cpu(Device):
         return local_ranks
 
     def reserved_bytes(self) -> int:
-        """The most that the process has held so far: of use before anything large was allocated."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+        """The interpreter and its libraries: what the process held before it measured."""
+        return self._held_before
 
 
 class Cuda(Device):

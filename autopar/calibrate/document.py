@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from autopar.calibrate.devices import ABSENT, FORMATS, MAIN_FORMAT
+from autopar.calibrate.devices import ABSENT, FORMATS, MAIN_FORMAT, NOTES
 from autopar.calibrate.fit import (
     RINGS,
     LinkFit,
     ProductFit,
     fit_link,
+    fit_peak,
     fit_products,
     message_seconds,
-    peak_flops,
     product_seconds,
 )
 from autopar.calibrate.measure import LINKS, Measurements, Product
@@ -50,24 +50,39 @@ class Fits:
         return average / self.memory_bytes_per_second
 
     @cached_property
-    def peaks(self) -> Mapping[str, float]:
-        """FLOP/s by number format, in the order of FORMATS."""
+    def kernel_bytes_per_second(self) -> float:
+        """What the cost model lets kernels read and write."""
+        return self.memory_bytes_per_second * self.memory_efficiency
+
+    @cached_property
+    def formats(self) -> tuple[str, ...]:
+        """The number formats that were measured, in the order of FORMATS."""
         measured = {p.number_format for p in self.found.products}
-        return {name: peak_flops(self._of(name)) for name in FORMATS if name in measured}
+        return tuple(name for name in FORMATS if name in measured)
 
     @cached_property
     def main_format(self) -> str:
         """The number format whose shape curve stands for all."""
         usual = MAIN_FORMAT[self.found.kind]
-        return usual if usual in self.peaks else next(iter(self.peaks))
+        return usual if usual in self.formats else self.formats[0]
 
     @cached_property
     def products(self) -> ProductFit:
-        """The shape curve of the main format."""
+        """The main format's."""
         return fit_products(
             self._of(self.main_format), launch_seconds=self.found.launch_seconds,
-            memory_bytes_per_second=self.memory_bytes_per_second,
+            memory_bytes_per_second=self.kernel_bytes_per_second,
         )  # fmt: skip
+
+    @cached_property
+    def peaks(self) -> Mapping[str, float]:
+        """FLOP/s by number format."""
+        launch_seconds = self.found.launch_seconds
+        peaks = {
+            name: fit_peak(self._of(name), self.products, launch_seconds=launch_seconds)
+            for name in self.formats
+        }
+        return peaks | {self.main_format: self.products.peak_flops}
 
     @cached_property
     def links(self) -> Mapping[str, LinkFit]:
@@ -134,25 +149,19 @@ class _Sources:
 
     def all(self) -> Iterator[tuple[str, Source]]:
         """Pairs (figure, source)."""
-        alone = self.found.kind == "cpu"
+        notes = NOTES[self.found.kind]
         kernels = ", ".join(name for name, _ in self.found.rates)
-        yield (
-            "devices_per_node",
-            self._measured("ranks as run" if alone else "GPUs of this machine"),
-        )
-        yield "memory_bytes", self._measured("a rank's share" if alone else "the whole device")
+        yield "devices_per_node", self._measured(notes["devices_per_node"])
+        yield "memory_bytes", self._measured(notes["memory_bytes"])
         yield "memory_bytes_per_second", self._measured(f"best of {kernels}, {self.median}")
         yield "launch_seconds", self._measured("x + 1 on 8 elements, one after the other")
         for figure in ("matmul_efficiency", "matmul_half_size"):
             yield figure, self._product()
         yield "memory_efficiency", self._measured(f"average of {kernels} over the best")
-        yield "host_seconds", self._measured("the host is the device" if alone else "issuing x + 1")
+        yield "host_seconds", self._measured(notes["host_seconds"])
         yield "reserved_bytes", self._measured("held besides tensors")
         for name in self.fits.peaks:
-            yield (
-                f"peak_flops.{name}",
-                self._measured(f"best of the larger products, {self.median}"),
-            )
+            yield f"peak_flops.{name}", self._peak(name)
         for link in LINKS:
             yield from self._link(link)
 
@@ -161,7 +170,15 @@ class _Sources:
 
     def _product(self) -> Source:
         error = f"mean error {100 * self.fits.products.error:.1f} %"
-        return Source("fitted", f"products in {self.fits.main_format}, {error}; {self.where}")
+        return Source(
+            "fitted", f"products in {self.fits.main_format}, {self.median}, {error}; {self.where}"
+        )
+
+    def _peak(self, name: str) -> Source:
+        if name == self.fits.main_format:
+            return self._product()
+        curve = f"the larger products, with the shape curve of {self.fits.main_format}"
+        return Source("fitted", f"{curve}; {self.where}")
 
     def _link(self, link: str) -> Iterator[tuple[str, Source]]:
         fit = self.fits.links.get(link)
@@ -173,7 +190,10 @@ class _Sources:
         gains = {"exchange_gain": ("all_to_all",), "send_gain": ("send",)}
         for figure, collectives in (figures | gains).items():
             errors = ", ".join(f"{c} {100 * fit.errors[c]:.1f} %" for c in collectives)
-            yield f"{link}.{figure}", Source("fitted", f"mean error of {errors}; {self.where}")
+            yield (
+                f"{link}.{figure}",
+                Source("fitted", f"{self.median}, mean error of {errors}; {self.where}"),
+            )
 
     def _guess(self, link: str) -> Source:
         """Why it was not measured, and what it is taken for."""
@@ -200,7 +220,7 @@ def _matmul_rows(fits: Fits) -> Iterator[Row]:
         predicted = product_seconds(
             p, replace(fits.products, peak_flops=fits.peaks[p.number_format]),
             launch_seconds=fits.found.launch_seconds,
-            memory_bytes_per_second=fits.memory_bytes_per_second,
+            memory_bytes_per_second=fits.kernel_bytes_per_second,
         )  # fmt: skip
         yield {
             "dtype": p.number_format, "rows": p.m, "columns": p.n, "inner": p.k,

@@ -24,6 +24,7 @@ from autopar.calibrate.measure import Message, Product
 from autopar.cost_model import CPU_GLOO, Link, collective_seconds
 
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")  # what latency and bandwidth are fitted to
+ROUNDING = 1e-12  # of a sum of squared relative errors
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class ProductFit:
     """Matrix products of one number format.
 
     Attributes:
-        peak_flops: FLOP/s of the best of the larger products.
+        peak_flops: FLOP/s of a product of endless extents, or of a larger one that was faster.
         efficiency: fraction of it that a product of endless extents reaches.
         half_size: extent that halves it.
         error: mean relative error of the products that are not bound by memory.
@@ -72,17 +73,16 @@ def fit_link(messages: Sequence[Message], launch_seconds: float) -> LinkFit:
     Latency and bandwidth are those of the rings; all-to-all and send are given what they make of
     that bandwidth.
     """
-    terms = [_terms(m, launch_seconds) for m in messages]
-    rings = [term for term, m in zip(terms, messages, strict=True) if m.collective in RINGS]
+    rings = [_terms(m, launch_seconds) for m in messages if m.collective in RINGS]
     latency, per_byte = fit_two(*([getattr(t, f) for t in rings] for f in _Terms._fields))
     if not per_byte:  # nothing grew with size: the largest message bounds it
         largest = max(rings, key=lambda term: term.sent_bytes)
         per_byte = largest.seconds / largest.sent_bytes
-    gains = {}
-    for collective, name in (("all_to_all", "exchange_gain"), ("send", "send_gain")):
-        own = [t for t, m in zip(terms, messages, strict=True) if m.collective == collective]
-        if own:
-            gains[name] = per_byte / _own_per_byte(own, latency)
+    gains = {
+        name: per_byte / _own_per_byte(own, latency)
+        for collective, name in (("all_to_all", "exchange_gain"), ("send", "send_gain"))
+        if (own := [_terms(m, launch_seconds) for m in messages if m.collective == collective])
+    }
     link = Link(1 / per_byte, latency, **gains)
     errors = {
         name: _error([(message_seconds(m, link, launch_seconds), m.seconds) for m in group])
@@ -148,41 +148,55 @@ def product_seconds(
     )
 
 
-def peak_flops(products: Sequence[Product]) -> float:
-    """FLOP/s of the best product among those of at least an eighth of the largest one's work."""
-    largest = max(product.flops for product in products)
-    return max(p.flops / p.seconds for p in products if 8 * p.flops >= largest)
-
-
 def fit_products(
     products: Sequence[Product], *, launch_seconds: float, memory_bytes_per_second: float
 ) -> ProductFit:
     """The peak and the shape curve of one number format."""
-    peak = peak_flops(products)
     bound = [p for p in products if _is_bound_by_work(p, launch_seconds, memory_bytes_per_second)]
     bound = bound or list(products)
 
-    def ideal(half: float) -> np.ndarray:
-        """Predicted over measured seconds, at an efficiency of 1."""
-        return np.array(
-            [
-                p.flops * _slowdown(p, half) / (peak * _without(launch_seconds, p.seconds))
-                for p in bound
-            ]
-        )
+    def loss(half: float) -> float:
+        rates = _exact_rates(half, bound, launch_seconds)
+        return float(((rates / _best_rate(rates) - 1) ** 2).sum())
 
-    def inverse_efficiency(half: float) -> float:
-        ratios = ideal(half)
-        return max(1.0, float(ratios.sum() / (ratios**2).sum()))
-
-    half = minimise(lambda h: float(((inverse_efficiency(h) * ideal(h) - 1) ** 2).sum()))
-    fit = ProductFit(peak, 1 / inverse_efficiency(half), half, 0.0)
+    half = minimise(loss)
+    endless = _best_rate(_exact_rates(half, bound, launch_seconds))
+    peak = max(endless, _fastest(products))
+    fit = ProductFit(peak, endless / peak, half, 0.0)
     pairs = [
         (product_seconds(p, fit, launch_seconds=launch_seconds,
                          memory_bytes_per_second=memory_bytes_per_second), p.seconds)
         for p in bound
     ]  # fmt: skip
     return dataclasses.replace(fit, error=_error(pairs))
+
+
+def fit_peak(products: Sequence[Product], like: ProductFit, *, launch_seconds: float) -> float:
+    """The peak of another number format, with the efficiency and the shape curve of `like`."""
+    larger = _larger(products)
+    return _best_rate(_exact_rates(like.half_size, larger, launch_seconds)) / like.efficiency
+
+
+def _exact_rates(half: float, products: Sequence[Product], launch_seconds: float) -> np.ndarray:
+    """The FLOP/s of endless extents at which each product would be predicted exactly."""
+    return np.array(
+        [p.flops * _slowdown(p, half) / _without(launch_seconds, p.seconds) for p in products]
+    )
+
+
+def _best_rate(rates: np.ndarray) -> float:
+    """The FLOP/s r of the least squares of rates / r - 1."""
+    return float((rates**2).sum() / rates.sum())
+
+
+def _fastest(products: Sequence[Product]) -> float:
+    return max(p.flops / p.seconds for p in _larger(products))
+
+
+def _larger(products: Sequence[Product]) -> list[Product]:
+    """Those of at least an eighth of the largest one's work."""
+    largest = max(product.flops for product in products)
+    return [p for p in products if 8 * p.flops >= largest]
 
 
 def _slowdown(product: Product, half: float) -> float:
@@ -195,15 +209,19 @@ def _is_bound_by_work(product: Product, launch_seconds: float, bandwidth: float)
 
 
 def minimise(loss: Callable[[float], float], largest: float = 1e5) -> float:
-    """The x in [0, largest] of the least loss: a grid of 0 and powers, refined by golden section."""
-    grid = [0.0, *np.geomspace(1e-3, largest, 161)]
-    place = min(range(len(grid)), key=lambda i: loss(grid[i]))
+    """The x in [0, largest] of the least loss: a grid of 0 and powers, refined by golden section.
+
+    The least such x, where the loss does not depend on it.
+    """
+    grid = [0.0, *(float(x) for x in np.geomspace(1e-3, largest, 161))]
+    losses = [loss(x) for x in grid]
+    place = next(i for i, each in enumerate(losses) if each <= min(losses) + ROUNDING)
     low, high = grid[max(0, place - 1)], grid[min(len(grid) - 1, place + 1)]
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(100):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, right) if loss(left) <= loss(right) else (left, high)
-    return min((float(grid[place]), (low + high) / 2), key=loss)
+    return min((grid[place], (low + high) / 2), key=loss)
 
 
 def _error(pairs: Sequence[tuple[float, float]]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,6 @@ def measure(team: Team, *, quick: bool, formats: Sequence[str], progress: Progre
     """
     device, effort = team.device, team.device.effort(quick)
     formats = _supported(formats, device.formats)
-    reserved_bytes = device.reserved_bytes()
     count = _Counter(progress, _steps(effort, formats, team))
     with torch.no_grad():
         count("launch cost")
@@ -117,14 +117,12 @@ def measure(team: Team, *, quick: bool, formats: Sequence[str], progress: Progre
         rates = tuple(_rates(team, effort))
         products = tuple(_products(team, effort, formats, count))
         messages = tuple(_messages(team, effort, count))
-    if device.device.type == "cuda":  # the context and NCCL's buffers are there only now
-        reserved_bytes = device.reserved_bytes()
     return Measurements(
         machine=device.machine, kind=device.device.type,
         backend=device.backend if team.size > 1 else "", samples=effort.samples,
         local_ranks=team.local_size, nodes=team.nodes,
         devices_per_node=device.per_node(team.local_size),
-        memory_bytes=device.memory_bytes(team.local_size), reserved_bytes=reserved_bytes,
+        memory_bytes=device.memory_bytes(team.local_size), reserved_bytes=device.reserved_bytes(),
         launch_seconds=launch_seconds, host_seconds=host_seconds,
         rates=rates, products=products, messages=messages,
     )  # fmt: skip
@@ -158,14 +156,9 @@ def _steps(effort: Effort, formats: Sequence[str], team: Team) -> int:
 
 def _launch(team: Team) -> tuple[float, float]:
     x = torch.ones(8, device=team.device.device)
-    samples = [
-        team.device.launch_and_host_seconds(lambda: x + 1, TINY_OPS) for _ in range(11)
-    ]  # fmt: skip
+    samples = [team.device.launch_and_host_seconds(lambda: x + 1, TINY_OPS) for _ in range(11)]
     launches, hosts = zip(*samples, strict=True)
-    return (
-        team.largest(sorted(launches)[len(launches) // 2]),
-        team.largest(sorted(hosts)[len(hosts) // 2]),
-    )
+    return team.largest(median(launches)), team.largest(median(hosts))
 
 
 def _rates(team: Team, effort: Effort) -> Iterator[tuple[str, float]]:

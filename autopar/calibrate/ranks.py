@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -104,7 +105,8 @@ def _rank(
     rank: int, ranks: int, port: int, pipe: Connection,
     kind: str, quick: bool, formats: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """The life of one process. Without its parent the next report breaks it."""
+    """The life of one process."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
 
     def report(label: str, done: int, total: int) -> None:
         pipe.send(("progress", (label, done, total)))
@@ -122,9 +124,15 @@ def _rank(
         team.barrier()  # nobody leaves while another one still talks to it
         if ranks > 1:
             dist.destroy_process_group()
-    except BrokenPipeError:
-        return
     except AutoparError as error:
         pipe.send(("refused", str(error)))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
+
+
+def _follow_parent() -> None:
+    """Ends this process with its parent, even one that was killed, and even inside a collective."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
