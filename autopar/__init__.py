@@ -3,9 +3,10 @@
 model = autopar.compile(model, loss_fn=loss_fn)     under torchrun, or alone
 loss = model.step(tokens, targets)                  forward and backward; gradients are ready
 print(model.plan)                                   what was chosen and why
+autopar.explain(model, inputs, mesh=..., cluster="h100x8x16")      what it would cost there
 """
 
-from autopar.api import compile
+from autopar.api import compile, explain
 from autopar.errors import (
     AutoparError,
     CaptureError,
@@ -24,5 +25,5 @@ from autopar.verify import VerifyReport, verify
 __all__ = [
     "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "ParameterPlan",
     "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError", "VerifyReport", "compile",
-    "verify",
+    "explain", "verify",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The front door: `compile`."""
+"""The front door: `compile` and `explain`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import errors, report
+from autopar import errors
 from autopar.capture import LossFunction
-from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model import Cluster, Hardware, find_cluster, find_hardware
+from autopar.cost_model.items import FULL, Precision
+from autopar.cost_model.step import Run
 from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
-from autopar.ir import Mesh, ParameterPlan, Plan, R
+from autopar.explanation import Explanation
+from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
 from autopar.planning import (
     Prepared,
     make_plan,
@@ -224,10 +227,56 @@ class _Planner:
                 set_timeout(self._world, self._timeout_seconds)
         return self._world
 
-    def explain(self, plan: Plan) -> report.Explanation:
-        """The plan of the first program for people."""
+    def explain(self, plan: Plan) -> Explanation:
+        """The plan of the first program for people, with what it costs."""
         assert self._first is not None, "a plan was made for a program"
-        return report.Explanation(plan, self._first.analysis.graph)
+        return _explained(self._first.analysis.graph, plan, self._hardware)
+
+
+def explain(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mesh: MeshLike,
+    cluster: Cluster | str = "h100",
+    loss_fn: LossFunction | None = None,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    micro_batches: int = 1,
+    precision: Precision = FULL,
+) -> Explanation:
+    """Plans a model without devices, weights or a process group, and says what the plan costs.
+
+    Args:
+        model: plain PyTorch, on any device; on the meta device it takes no memory.
+        example_inputs: one micro-batch of all ranks: a tuple of arguments, a dict of keyword
+            arguments, or one tensor.
+        mesh: the axes.
+        cluster: a name such as `h100x8x16`, the path of a TOML file, or a `Cluster`.
+        loss_fn, recipe, pins, memory_bytes, micro_batches: as in `compile`.
+        precision: what training keeps beside parameters; by default gradients and two moments in
+            the parameters' own number format.
+
+    Raises CaptureError, MeshError, RecipeError or SearchError as `compile` does, AutoparError for an
+    unknown cluster.
+    """
+    found = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    axes = _axes(mesh, None)
+    assert axes is not None, "a mesh was given"
+    args, kwargs = split_example(example_inputs)
+    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+    plan = make_plan(
+        prepared, axes, hardware=found.hardware, recipe=recipe, pins=pins,
+        memory_bytes=memory_bytes, micro_batches=micro_batches,
+    )  # fmt: skip
+    run = Run(micro_batches, precision=precision)
+    return Explanation(prepared.analysis.graph, plan, found, run, memory_bound_bytes=memory_bytes)
+
+
+def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:
+    nodes = -(-plan.mesh.size // hardware.devices_per_node)
+    return Explanation(graph, plan, Cluster(hardware, nodes), Run(plan.micro_batches))
 
 
 def _with_unused(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import sympy
+from rich.console import RenderableType
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
 from autopar.cost_model.cluster import Cluster
@@ -27,6 +28,7 @@ from autopar.cost_model.symbols import (
 )
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
+from autopar.report import as_text, explain
 from autopar.timeline import timeline
 
 # Words for what a person may change, and the symbols that each of them scales.
@@ -131,6 +133,12 @@ class Explanation:
             chunks=given["chunks"],
         )  # fmt: skip
         return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
+
+    def __rich__(self) -> RenderableType:
+        return explain(self.plan, self.graph)
+
+    def __str__(self) -> str:
+        return as_text(self)
 
     # --- costs as trees
 

@@ -1,7 +1,8 @@
-"""Time, traffic and memory of a partitioning: a numeric roofline over `autopar.ir`.
+"""Time, traffic and memory of a partitioning, as numbers for a search and as formulas for people.
 
-The figures come from `hardware`, the formulas from `collectives`, `compute` and `memory`, and
-`price` sums them over a graph and a plan.
+The figures come from `hardware` and `software`, the formulas from `collectives`, `compute` and
+`memory`; `price` sums them for a search, `items` lists them, `step` composes a whole step of them,
+and `symbols` makes expressions of it all.
 """
 
 from autopar.cost_model.catalogue import (
