@@ -220,7 +220,7 @@ class _Analyzer:
     def _forget_unreached(self) -> None:
         """What an op makes needs no gradient where none comes from the results, as on the way to an index."""
         reached = {self.names[node.name][0] for node in output_nodes(self.captured.module)}
-        made = set()
+        made: set[str] = set()
         for node in reversed(self.nodes):
             if node.name not in self.specs:
                 continue
@@ -288,7 +288,9 @@ class _Analyzer:
             choices=tuple(self._choices(node.name, spec)),
             flops=spec.flops,
             saved=(
-                *(operands[i] for i in kept.operands), *(names[i] for i in kept.results), *hidden,
+                *(operands[i] for i in kept.operands),
+                *(names[i] for i in kept.results),
+                *hidden,
             ),
             is_view=spec.is_view,
             module=module_path(node),

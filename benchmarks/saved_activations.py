@@ -76,7 +76,7 @@ def program_kept_bytes(prepared: Prepared, model: nn.Module, inputs: tuple[Tenso
     captured, graph = prepared.captured, prepared.analysis.graph
     program = build_program(captured, prepared.analysis, unsplit_plan(graph, captured.fingerprint))
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    stored = [parameters[spec.name] for spec in program.parameters]
+    stored: list[Tensor] = [parameters[spec.name] for spec in program.parameters]
     stored += [buffers[spec.name] for spec in program.buffers]
     stored += program.constants
     return kept_bytes(lambda: program.module(*stored, *inputs), stored)
@@ -144,14 +144,16 @@ def markdown(rows: list[Row]) -> str:
     lines = [
         "# Saved activations",
         "",
-        "Bytes that autograd keeps between forward and backward of one step, all storages counted once and in full,",
-        "without parameters and buffers: as the rules price them (`autopar/rules/kept.py`), as the program of one",
-        "rank really keeps them under saved-tensor hooks, and as the eager model does. "
-        f"{within} of {len(rows)} are within",
-        f"{WITHIN:.0%} of the program. Measured on the CPU, whose kernels the price assumes where the model was "
-        "captured there.",
-        "The eager model differs where capture takes out copies. Made by",
-        "`OMP_NUM_THREADS=1 python benchmarks/saved_activations.py --markdown docs/saved_activations.md`.",
+        "Bytes that autograd keeps between forward and backward of one step, every storage counted once and in",
+        "full, parameters and buffers left out: as the rules price them (`autopar/rules/kept.py`), as the program",
+        "that the runtime runs on one rank really keeps them under saved-tensor hooks, and as the eager model does.",
+        f"{within} of {len(rows)} are within {WITHIN:.0%} of the program; what is missing are single numbers, such",
+        "as a loss's count of targets. Measured on the CPU; for a model captured elsewhere the price assumes the",
+        "fused kernels of a GPU, which are not measured here. The eager model runs other ops: untraced,",
+        "transformers leaves out causal masks and shares grouped heads without repeating them;",
+        "bloom's activation is a hand-written `autograd.Function`, of which capture keeps the forward alone;",
+        "whisper makes copies that capture takes out.",
+        "Made by `OMP_NUM_THREADS=1 python benchmarks/saved_activations.py --markdown docs/saved_activations.md`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|---|---|" + "---:|" * (len(COLUMNS) - 2),

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from autopar.rules import contract, elementwise, index, loss, nn, random, reduce, shape
-from autopar.rules.kept import NOT_DIFFERENTIABLE, kept
+from autopar.rules.kept import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
+from autopar.rules.kept import kept
 from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec, plain
 
 Rule = Callable[[Call], Spec]

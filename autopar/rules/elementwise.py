@@ -57,6 +57,7 @@ LINEAR: dict[str, Callable[[Call], tuple[frozenset[int], ...]]] = {
     "aten.type_as": _first,
 }
 
+
 def aligned(shape: torch.Size, rank: int) -> Letters:
     """Letters of a tensor that is broadcast to `rank` dims; `d0` is the last dim."""
     letters: list[Dim] = []

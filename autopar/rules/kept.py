@@ -7,8 +7,10 @@ A row names operands `x0`, `x1` ... and results `y0` ..., each with the operands
     tensor = ("x" | "y") position [".."]      `x1..` all operands from the second on
 
 The rows are those of PyTorch's derivatives.yaml (2.13) for ops that have a derivative of their own, and
-what its composite functions come down to for the others: there, an operand that only one formula uses is
-kept for that one, and one that several use always, as is a result. An op without a row keeps all its operands.
+what its composite functions come down to for the others. By its code generator an operand that one
+formula uses is kept for that one, and what several use, or a result, always. An op without a row keeps
+all its operands. tests/rules/test_kept.py holds the rows against autograd.
+
 What is kept and is no tensor of the graph (a mask, statistics, a contiguous copy) is a `Hidden`; its
 letters are those of the op, so that it divides as the op's other tensors do.
 """
@@ -54,7 +56,7 @@ def row(text: str) -> Rule:
             count = len(call.operands if kind == "x" else call.results)
             if wanting is None or wanting & call.wanted:
                 found[kind] += range(first, min(count, last))
-        return Kept(*(tuple(sorted(set(positions))) for positions in found.values()))
+        return Kept(tuple(dict.fromkeys(found["x"])), tuple(dict.fromkeys(found["y"])))
 
     return rule
 
@@ -271,7 +273,7 @@ def _is_fused(call: Call) -> bool:
 
 def _open_attention(call: Call, spec: Spec) -> Kept:
     """Two products with a softmax between them; half precision is widened first."""
-    query, key, value = call.operands[:3]
+    query, value = call.operands[0], call.operands[2]
     dtype = torch.float32 if query.dtype in HALF else query.dtype
     batch, rows = spec.results[0][:-2], spec.results[0][-2]
     (keys, inner), width = spec.operands[1][-2:], spec.operands[2][-1]

@@ -130,10 +130,26 @@ class _Localizer:
             emit(aten.ge.Scalar, column, 0),
             emit(aten.lt.Scalar, column, width),
         )
-        found = emit(aten.gather.default, x, dim, emit(aten.mul.Tensor, column, mine))
+        found = self._pick(local, x, emit(aten.mul.Tensor, column, mine), dim)
         picked = zeroed(local, found, mine)
         each = emit(aten.sub.Tensor, lse, picked)
         return emit(aten.sum.default, zeroed(local, each, kept_column))
+
+    def _pick(self, local: Local, x: fx.Node, column: fx.Node, dim: int) -> fx.Node:
+        """gather(x, dim, column) for one column; gather would keep all of x for its backward."""
+        emit = local.emit
+        by_row, place = (emit(aten.transpose.int, y, dim, -1) for y in (x, column))
+        width = emit(aten.sym_size.int, x, dim)
+        count = emit(aten.sym_numel.default, column)
+        rows = emit(aten.arange.default, count, device=local.node.meta["val"].device)
+        places = emit(
+            aten.add.Tensor,
+            emit(aten.reshape.default, place, [-1]),
+            emit(aten.mul.Tensor, rows, width),
+        )
+        flat = emit(aten.reshape.default, by_row, [-1])
+        found = emit(aten.view_as.default, emit(aten.index_select.default, flat, 0, places), place)
+        return emit(aten.transpose.int, found, dim, -1)
 
     def _peak(
         self, local: Local, x: fx.Node, axes: tuple[tuple[str, int], ...], dim: int

@@ -114,7 +114,7 @@ class Spec:
     linear: tuple[frozenset[int], ...] = ()
     flops: int = 0
     nests: tuple[tuple[float, tuple[str, ...]], ...] = ()
-    kept: Kept = Kept()
+    kept: Kept = field(default_factory=Kept)
     is_view: bool = False
     normalized: frozenset[str] = frozenset()
     localize: Localizer = field(default=run_as_is, compare=False)

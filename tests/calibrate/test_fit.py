@@ -7,36 +7,22 @@ import pytest
 from autopar.calibrate.fit import (
     ProductFit,
     fit_link,
+    fit_peak,
     fit_products,
     fit_two,
     message_seconds,
     minimise,
-    peak_flops,
-    product_seconds,
 )
 from autopar.calibrate.measure import COLLECTIVES, Message, Product
-from autopar.cost_model import Link
+from tests.calibrate.curves import (
+    LAUNCH_SECONDS,
+    LINK,
+    MEMORY_BYTES_PER_SECOND,
+    messages,
+    products,
+)
 
-LINK = Link(25e9, 3e-6, exchange_gain=0.5, send_gain=0.25)
-LAUNCH = 4e-6
-BANDWIDTH = 3e12
-SHAPES = [(n, n, n) for n in (128, 256, 512, 1024, 2048, 4096)]
-THIN = [(64, 4096, 4096), (4096, 64, 4096), (4096, 4096, 64)]
-
-
-def messages(ranks, link=LINK, launch=LAUNCH):
-    blank = [
-        Message("inside_node", name, ranks, size * ranks, 0.0)
-        for name in COLLECTIVES
-        for size in (2**10, 2**14, 2**18, 2**22, 2**26)
-    ]
-    return [replace(m, seconds=message_seconds(m, link, launch)) for m in blank]
-
-
-def products(fit, shapes, launch=LAUNCH):
-    blank = [Product("bfloat16", *shape, 0.0) for shape in shapes]
-    known = {"launch_seconds": launch, "memory_bytes_per_second": BANDWIDTH}
-    return [replace(p, seconds=product_seconds(p, fit, **known)) for p in blank]
+KNOWN = {"launch_seconds": LAUNCH_SECONDS, "memory_bytes_per_second": MEMORY_BYTES_PER_SECOND}
 
 
 def test_a_message_costs_what_the_formula_says():
@@ -44,20 +30,20 @@ def test_a_message_costs_what_the_formula_says():
     size = 2**20
     ring = 3 * 3e-6 + 3 / 4 * size / 25e9
     expected = {
-        "all_gather": LAUNCH + ring,
-        "reduce_scatter": LAUNCH + ring,
-        "all_reduce": 2 * (LAUNCH + ring),
-        "all_to_all": LAUNCH + 3 * 3e-6 + 3 / 4 * size / (0.5 * 25e9),
-        "send": LAUNCH + 3e-6 + size / (0.25 * 25e9),
+        "all_gather": LAUNCH_SECONDS + ring,
+        "reduce_scatter": LAUNCH_SECONDS + ring,
+        "all_reduce": 2 * (LAUNCH_SECONDS + ring),
+        "all_to_all": LAUNCH_SECONDS + 3 * 3e-6 + 3 / 4 * size / (0.5 * 25e9),
+        "send": LAUNCH_SECONDS + 3e-6 + size / (0.25 * 25e9),
     }
     for name, seconds in expected.items():
         message = Message("inside_node", name, 4, size, 0.0)
-        assert message_seconds(message, LINK, LAUNCH) == pytest.approx(seconds), name
+        assert message_seconds(message, LINK, LAUNCH_SECONDS) == pytest.approx(seconds), name
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_a_link_is_recovered(ranks):
-    fit = fit_link(messages(ranks), LAUNCH)
+    fit = fit_link(messages(ranks), LAUNCH_SECONDS)
     assert fit.link.bandwidth_bytes_per_second == pytest.approx(25e9, rel=1e-6)
     assert fit.link.latency_seconds == pytest.approx(3e-6, rel=1e-6)
     assert fit.link.exchange_gain == pytest.approx(0.5, rel=1e-6)
@@ -68,7 +54,7 @@ def test_a_link_is_recovered(ranks):
 def test_a_point_that_was_disturbed_hardly_counts():
     disturbed = [replace(m, seconds=30 * m.seconds) if i == 7 else m for i, m in
                  enumerate(messages(4))]  # fmt: skip
-    link = fit_link(disturbed, LAUNCH).link
+    link = fit_link(disturbed, LAUNCH_SECONDS).link
     assert link.bandwidth_bytes_per_second == pytest.approx(25e9, rel=0.05)
     assert link.latency_seconds == pytest.approx(3e-6, rel=0.05)
 
@@ -77,7 +63,7 @@ def test_a_link_is_positive_whatever_was_measured():
     same = [replace(m, seconds=1e-3) for m in messages(2)]
     falling = [replace(m, seconds=1 / m.bytes) for m in messages(2)]
     for measured in (same, falling):
-        link = fit_link(measured, LAUNCH).link
+        link = fit_link(measured, LAUNCH_SECONDS).link
         assert 0 < link.bandwidth_bytes_per_second < float("inf")
         assert link.latency_seconds >= 0
 
@@ -91,37 +77,37 @@ def test_two_constants_of_three_points():
 
 
 @pytest.mark.parametrize("half", [0.0, 20.0, 200.0])
-@pytest.mark.parametrize("efficiency", [0.6, 0.9])
-def test_the_shape_curve_is_recovered(efficiency, half):
-    truth = ProductFit(1e15, efficiency, half, 0.0)
-    measured = products(truth, [*SHAPES, *THIN, (16384, 16384, 16384)])
-    fit = fit_products(measured, launch_seconds=LAUNCH, memory_bytes_per_second=BANDWIDTH)
-    best = max(p.flops / p.seconds for p in measured)
-    assert fit.peak_flops == pytest.approx(best)
-    assert fit.half_size == pytest.approx(half, rel=0.06, abs=2)
-    predicted = [
-        product_seconds(p, fit, launch_seconds=LAUNCH, memory_bytes_per_second=BANDWIDTH)
-        for p in measured
-    ]
-    assert [p.seconds for p in measured] == pytest.approx(predicted, rel=0.08)
+def test_the_shape_curve_is_recovered(half):
+    truth = ProductFit(8e14, 1.0, half, 0.0)
+    measured = products(truth)
+    fit = fit_products(measured, **KNOWN)
+    assert fit.peak_flops * fit.efficiency == pytest.approx(8e14, rel=1e-6)
+    assert fit.half_size == pytest.approx(half, rel=1e-6, abs=1e-6)
+    assert fit.error < 1e-6
 
 
-def test_the_shape_curve_is_exact_where_the_peak_is_reached():
-    # efficiency 0.8 of a peak that one product without loss reaches
-    truth = ProductFit(1e14, 0.8, 50.0, 0.0)
-    measured = products(truth, SHAPES)
-    largest = Product("bfloat16", 4096, 4096, 4096, 2 * 4096**3 / 1e14)
-    assert peak_flops([*measured, largest]) == pytest.approx(1e14)
-    scaled = [replace(p, m=p.m, seconds=p.seconds) for p in measured]
-    fit = fit_products(scaled, launch_seconds=LAUNCH, memory_bytes_per_second=BANDWIDTH)
-    assert fit.error < 0.02
+def test_the_efficiency_is_a_fraction_of_the_fastest_product():
+    # nine products at 8e14 and an equal one at 1e15: the r of least squares of rate / r - 1 is
+    # (9 * 0.64 + 1) / (9 * 0.8 + 1) = 6.76 / 8.2 of 1e15
+    slow, fast = (Product("bfloat16", 4096, 4096, 4096, 2 * 4096**3 / r) for r in (8e14, 1e15))
+    fit = fit_products([slow] * 9 + [fast], launch_seconds=0, memory_bytes_per_second=1e14)
+    assert fit.peak_flops == pytest.approx(1e15)
+    assert fit.efficiency == pytest.approx(6.76 / 8.2, rel=1e-6)
+    assert fit.half_size < 1e-3  # one shape says nothing about shapes
+
+
+def test_another_format_gets_a_peak_of_its_own():
+    truth = ProductFit(1e15, 0.8, 50.0, 0.0)
+    measured = products(replace(truth, peak_flops=6e13))
+    assert fit_peak(measured, truth, launch_seconds=LAUNCH_SECONDS) == pytest.approx(6e13)
 
 
 def test_the_peak_is_that_of_large_products():
     # a format whose small products are the faster ones, as float16 on processors without it
     fast, slow = Product("float16", 64, 64, 64, 1e-5), Product("float16", 512, 512, 512, 0.1)
     assert fast.flops / fast.seconds > slow.flops / slow.seconds
-    assert peak_flops([fast, slow]) == slow.flops / slow.seconds
+    peak = fit_peak([fast, slow], ProductFit(1e11, 1.0, 0.0, 0.0), launch_seconds=0)
+    assert peak == pytest.approx(slow.flops / slow.seconds)
 
 
 def test_a_minimum_is_found():

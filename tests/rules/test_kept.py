@@ -61,19 +61,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **how: object) -> Ten
     return F.scaled_dot_product_attention(q, k, v, *rest, **how)  # type: ignore[arg-type]
 
 
-UNARY = (
-    "abs acos acosh asin asinh atan atanh ceil cos cosh digamma erf erfc exp exp2 expm1 floor frac lgamma "
-    "log log10 log1p log2 logit neg reciprocal relu round rsqrt sgn sigmoid sign sin sinc sinh sqrt square "
-    "tan tanh trunc deg2rad rad2deg nan_to_num erfinv positive"
-).split()
-ACTIVATIONS = (
-    "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish selu silu softplus "
-    "softshrink softsign tanhshrink glu relu6"
-).split()
+TORCH = """
+    abs acos acosh asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor
+    frac lgamma log log10 log1p log2 logit nan_to_num neg positive rad2deg reciprocal relu round rsqrt sgn
+    sigmoid sign sin sinc sinh sqrt square tan tanh trunc
+"""
+FUNCTIONAL = """
+    celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu6 selu silu
+    softplus softshrink softsign tanhshrink
+"""
 
 ONE: dict[str, Callable[[Tensor], object]] = {
-    **{name: getattr(torch, name, None) or getattr(torch.special, name) for name in UNARY},
-    **{name: getattr(F, name) for name in ACTIVATIONS},
+    **{name: getattr(torch, name) for name in TORCH.split()},
+    **{name: getattr(F, name) for name in FUNCTIONAL.split()},
     "add scalar": lambda a: a + 2,
     "mul scalar": lambda a: a * 2,
     "div scalar": lambda a: a / 2,
