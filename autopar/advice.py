@@ -2,46 +2,151 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-from autopar.candidates import Priced, Space, best_that_fits, compared, smallest
+import numpy as np
+import torch
+
+from autopar.candidates import (
+    UNBOUNDED_BYTES,
+    Priced,
+    Setting,
+    Space,
+    best_that_fits,
+    compared,
+    smallest,
+    where_time_goes,
+)
+from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Precision
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Recompute, Run
-from autopar.errors import SearchError
+from autopar.cost_model.step import Recompute, Run, Step, Term
+from autopar.cost_model.symbols import factor_symbols
+from autopar.errors import AutoparError, MeshError, SearchError
 from autopar.explanation import Explanation
-from autopar.ir import Graph, Mesh, Stack
+from autopar.intents import Wishes, expand_pins
+from autopar.ir import Graph, Plan
 from autopar.planning import Prepared, make_plan, prepare_step
+from autopar.report import axis_lines
 from autopar.targets import Target, resolve_target
 
 _EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
+_TRIES = 3  # settings whose own search is tried, where the first turns out not to fit
+_DUST = 1e-12  # of a cost
+_STEP = 1e-4  # relative, of the difference quotients: their error is its square
+
+Progress = Callable[[str], None]
+
+
+def silent(message: str) -> None:
+    """Shows nothing."""
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a person wants of a plan, as intents rather than placements.
+class Change:
+    """What another cluster would do.
 
     Attributes:
-        mesh: axes to use, None to search them.
-        recipe: constraints on the search along the axes.
-        pins: single choices that are fixed.
-        micro_batches: of a step; None to search.
-        stages: pipeline depths that may be chosen; this version runs depth 1 alone.
-        max_memory_bytes: of a rank; None for what the hardware has.
-        inside_node: axes whose groups must not leave a node.
-        without: of "recompute", "tp", "zero3" and so on, what must not be used.
+        what: such as "twice the bandwidth between nodes".
+        same_seconds: a step of the chosen setting then; None if it cannot run.
+        best: the setting that would be chosen then, in words.
+        best_seconds: a step of that.
     """
 
-    mesh: Mesh | None = None
-    recipe: str = "auto"
-    pins: Mapping[str, str] = field(default_factory=dict)
-    micro_batches: int | None = None
-    stages: tuple[int, ...] = (1,)
-    max_memory_bytes: int | None = None
-    inside_node: tuple[str, ...] = ()
-    without: frozenset[str] = frozenset()
+    what: str
+    same_seconds: float | None
+    best: str
+    best_seconds: float
+
+
+@dataclass(frozen=True)
+class Advice(Explanation):
+    """An explanation with what else is known of the question it answers.
+
+    Attributes:
+        words: size -> what people call it, such as 4096 -> "hidden".
+        changes: what would change the choice.
+        setting: the configuration it was made for; None for a mesh that was given.
+    """
+
+    words: Mapping[int, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    setting: Setting | None = None
+
+    def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
+        """Without parts that are nothing but the rounding of a difference."""
+        tree = super()._tree(name, unit, terms)
+        parts = tuple(part for part in tree.parts if abs(part.value) > _DUST * abs(tree.value))
+        return replace(tree, parts=parts)
+
+    def sensitivity(self) -> dict[str, float]:
+        """Change of the step's time, as a fraction, per 1 % more of every symbol. Largest first.
+
+        The derivative as a difference quotient of the formulas, all symbols at once; at a corner of
+        the formulas it is the mean of both sides. What is 1 and cannot grow is left out.
+        """
+        return dict(self._slopes)
+
+    @cached_property
+    def _slopes(self) -> Mapping[str, float]:
+        fixed = {*self._single_axes, *(("stages", "chunks") if self.run.stages == 1 else ())}
+        names = [name for name in self.values if name not in fixed]
+        steps = np.concatenate([np.eye(len(names)), -np.eye(len(names))]) * _STEP
+        moved = {name: self.values[name] * (1 + steps[:, i]) for i, name in enumerate(names)}
+        seconds = np.broadcast_to(self.at(**moved).seconds(), 2 * len(names))
+        up, down = seconds[: len(names)], seconds[len(names) :]
+        slopes = 0.01 * (up - down) / (2 * _STEP) / self.step_seconds
+        found = {name: float(x) for name, x in zip(names, slopes, strict=True) if abs(x) > 1e-9}
+        return dict(sorted(found.items(), key=lambda pair: (-abs(pair[1]), pair[0])))
+
+    @property
+    def _single_axes(self) -> tuple[str, ...]:
+        return tuple(name for name, size in self.plan.mesh.axes if size == 1)
+
+    @cached_property
+    def factor_words(self) -> Mapping[str, str]:
+        """Factor -> what people call it."""
+        return _words(self.graph, self.words)
+
+    @cached_property
+    def legend(self) -> Mapping[str, str]:
+        """Symbol -> what it stands for: a word where there is one, and the dims it is the size of."""
+        stands: dict[str, list[str]] = {}
+        for name, symbol in factor_symbols(self.graph).items():
+            stands.setdefault(str(symbol), []).append(name)
+        return {
+            symbol: self._meaning(symbol, names)
+            for symbol, names in stands.items()
+            if symbol in self.values
+        }
+
+    def _meaning(self, symbol: str, names: Sequence[str]) -> str:
+        size = int(self.values[symbol])
+        word = self.word(symbol)
+        where = _folded(names)
+        said = f"{word}, " if word and word != symbol else ""
+        return f"{said}{size}: {', '.join(where[:2])}{' ...' if len(where) > 2 else ''}"
+
+    def word(self, symbol: str) -> str:
+        """What people call the size that a symbol stands for; "" where nobody said."""
+        if symbol in ("batch", "seq", "layers"):
+            return symbol
+        sizes = {str(s): self.graph.factors[n].size for n, s in factor_symbols(self.graph).items()}
+        return self.words.get(sizes.get(symbol, 0), "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **super().to_json(),
+            "symbols_meaning": dict(self.legend),
+            "changes": [dataclasses.asdict(each) for each in self.changes],
+        }
 
 
 @dataclass(frozen=True)
@@ -51,10 +156,11 @@ class Question:
     Attributes:
         target: as `autopar.targets.resolve_target` reads it.
         cluster: where.
-        batch: sequences of a step on all ranks; None for one per rank.
+        batch: sequences of a step on all ranks; None for one per rank, or for the example's own.
         seq: tokens of a sequence; None for what the model is known for.
         wishes: constraints.
         software: what the runtime adds or hides.
+        progress: told what is being done.
     """
 
     target: str
@@ -63,6 +169,10 @@ class Question:
     seq: int | None = None
     wishes: Wishes = field(default_factory=Wishes)
     software: Software = AUTOPAR
+    progress: Progress = silent
+    _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
+        default_factory=dict, compare=False
+    )
 
     @property
     def bound_bytes(self) -> int:
@@ -70,106 +180,246 @@ class Question:
         bound = self.wishes.max_memory_bytes
         return int(self.cluster.hardware.memory_bytes) if bound is None else bound
 
-    @property
-    def global_batch(self) -> int:
-        return self.batch or self.cluster.ranks
+    @cached_property
+    def model(self) -> Target:
+        """The target. Raises AutoparError if there is none."""
+        return resolve_target(self.target, seq=self.seq)
 
-    def settings(self) -> list[Priced]:
-        """Every setting that the wishes leave, priced, fastest first. Raises AutoparError for none."""
-        space = self.space()
-        return [each for each in space.price() if self._wished(each)] or space.price()[:0]
+    def captured(self, batch: int) -> tuple[Prepared, Graph]:
+        """The step at a micro-batch of `batch` sequences, few layers standing for all."""
+        if self.model.own_batch:
+            batch = 0
+        if batch not in self._captured:
+            self.progress(f"capturing {self.target}")
+            target = resolve_target(self.target, batch=batch or None, seq=self.seq)
+            self._captured[batch] = (target, *_capture(target))
+        return self._captured[batch][1:]
 
+    # --- all ways
+
+    @cached_property
     def space(self) -> Space:
         """All settings of the captured model on the cluster."""
-        _, graph = captured(self.target, _EXPLORED_BATCH, self.seq)
+        _, graph = self.captured(_EXPLORED_BATCH)
         again: tuple[Recompute, ...] = ("none", "full") if graph.stacks else ("none",)
+        own = "batch" in graph.factors and self.model.own_batch
+        self.progress("searching the layouts of every recipe")
         return Space(
-            graph, self.cluster, self.global_batch, precision_of(graph), self.software,
+            graph, self.cluster, self._global_batch(graph), precision_of(graph), self.software,
             stages=self.wishes.stages,
             recomputes=("none",) if "recompute" in self.wishes.without else again,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            own_batch=own or "batch" not in graph.factors,
         )  # fmt: skip
 
-    def _wished(self, each: Priced) -> bool:
-        setting, wishes = each.setting, self.wishes
-        sizes = {"dp": setting.dp, "tp": setting.tp, "pp": setting.stages}
+    def _global_batch(self, graph: Graph) -> int:
+        if not self.model.own_batch:
+            return self.batch or self.cluster.ranks
+        factor = graph.factors.get("batch")
+        own = factor.size if factor else 1
+        if (self.batch or own) % own:
+            raise AutoparError(
+                f"A batch of {self.batch} is no multiple of the {own} sequences of {self.target}'s own "
+                "example inputs; give the function a parameter named batch, or another --batch."
+            )
+        return self.batch or own * (self.wishes.micro_batches or 1)
+
+    @cached_property
+    def settings(self) -> tuple[Priced, ...]:
+        """Every setting that the wishes leave, priced, fastest first. Raises AutoparError for none."""
+        self.wishes.check()
+        priced = self.space.price()
         node = self.cluster.devices_per_node
-        strides = {"tp": setting.tp, "dp": setting.tp * setting.dp}
-        return (
-            (wishes.mesh is None or dict(wishes.mesh.axes) == _used(sizes, wishes.mesh))
-            and wishes.micro_batches in (None, setting.micro_batches)
-            and all(node % strides.get(axis, 1) == 0 for axis in wishes.inside_node)
-            and not any(_uses(each, what) for what in wishes.without)
-        )
+        found = tuple(each for each in priced if self.wishes.allow(each.setting, node))
+        if not found:
+            raise SearchError(
+                f"Nothing is left of the {len(priced)} ways to lay {self.target} on {self.cluster}: "
+                f"{self.wishes.text} rule out all of them. Drop one of these wishes."
+            )
+        return found
 
-    def answer(self) -> Explanation:
+    # --- the chosen one
+
+    def answer(self) -> Advice:
         """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
-        priced = self.settings()
-        best = best_that_fits(priced, self.bound_bytes)
-        if best is None:
-            raise self._nothing_fits(priced)
-        chosen = self.explain(best)
-        return replace(chosen, candidates=compared(priced, best, self.bound_bytes))
+        if self.wishes.mesh is not None:
+            return self._given()
+        fitting = [each for each in self.settings if each.memory_bytes <= self.bound_bytes]
+        if not fitting:
+            raise SearchError(self.why_nothing_fits())
+        for best in fitting[:_TRIES]:
+            found = self.explain(best)
+            if found.fits:
+                break
+        return replace(found, candidates=self._candidates(best, found), changes=self._changes(best))
 
-    def explain(self, priced: Priced) -> Explanation:
-        """A setting with the plan that a search finds for it: its own recipe's, or a better free one."""
+    def explain(self, priced: Priced) -> Advice:
+        """A setting with the plan that its recipe leads to at its own sizes."""
         setting = priced.setting
-        prepared, graph = captured(self.target, setting.micro_batch * setting.dp, self.seq)
-        recipes = [setting.recipe] if self.wishes.recipe == "auto" else [self.wishes.recipe]
-        found = [self._explained(prepared, graph, priced, recipe) for recipe in recipes]
-        return min(found, key=lambda each: (not each.fits, each.step_seconds))
-
-    def _explained(
-        self, prepared: Prepared, graph: Graph, priced: Priced, recipe: str
-    ) -> Explanation:
-        setting = priced.setting
+        prepared, graph = self.captured(setting.micro_batch * setting.dp)
+        self.progress(f"searching the plan for {setting.name}")
         plan = make_plan(
-            replace(prepared, analysis=replace(prepared.analysis, graph=graph)), setting.mesh,
-            hardware=self.cluster.hardware, recipe=recipe, pins=self.wishes.pins,
-            memory_bytes=10**18,
+            _with_graph(prepared, graph), setting.mesh, hardware=self.cluster.hardware,
+            recipe=setting.recipe, memory_bytes=UNBOUNDED_BYTES,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
         )  # fmt: skip
         run = Run(
             setting.micro_batches, setting.stages, recompute=setting.recompute,
             precision=precision_of(graph),
         )  # fmt: skip
-        plan = replace(plan, micro_batches=setting.micro_batches)
-        return Explanation(
+        return replace(self._advice(graph, plan, run), setting=setting)
+
+    def _given(self) -> Advice:
+        """The plan for a mesh that was given, whether or not it fits."""
+        mesh, count = self.wishes.mesh, self.wishes.micro_batches or 1
+        assert mesh is not None
+        if mesh.size != self.cluster.ranks:
+            raise MeshError(
+                f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.cluster.ranks}."
+            )
+        batch = self.batch or mesh.size * count
+        if batch % count:
+            raise AutoparError(f"{count} micro-batches do not divide a batch of {batch} sequences.")
+        prepared, graph = self.captured(batch // count)
+        self.progress(f"searching the plan for {mesh}")
+        plan = make_plan(
+            _with_graph(prepared, graph), mesh, hardware=self.cluster.hardware,
+            recipe=self.wishes.recipe, micro_batches=count, memory_bytes=self.bound_bytes,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+        )  # fmt: skip
+        found = self._advice(graph, plan, Run(count, precision=precision_of(graph)))
+        return replace(found, candidates=(_row(found, f"{mesh} {plan.recipe}", "", ""),))
+
+    def _advice(self, graph: Graph, plan: Plan, run: Run) -> Advice:
+        plan = replace(
+            plan,
+            micro_batches=int(run.micro_batches),
+            notes=axis_lines(plan, graph, _words(graph, self.model.words)),
+        )
+        return Advice(
             graph, plan, self.cluster, run, self.software, self.wishes.max_memory_bytes,
-            tokens=tokens_of(graph),
+            tokens=tokens_of(graph), words=self.model.words,
         )  # fmt: skip
 
-    def _nothing_fits(self, priced: list[Priced]) -> SearchError:
-        if not priced:
-            return SearchError(
-                f"Nothing is left of the ways to lay {self.target} on {self.cluster}: the mesh, the "
-                "micro-batches and what may not be used rule out all of them. Drop one of these wishes."
-            )
-        least = smallest(priced)
-        return SearchError(
+    def _candidates(self, best: Priced, found: Advice) -> tuple[Candidate, ...]:
+        """Rows of a comparison; that of the chosen one says what its explanation says."""
+        rows = compared(self.settings, best, self.bound_bytes)
+        return tuple(
+            _row(found, each.name, each.binds, each.why_not) if each.chosen else each
+            for each in rows
+        )
+
+    def _changes(self, best: Priced) -> tuple[Change, ...]:
+        """What other figures of the cluster would lead to, among the settings that were near."""
+        near = _near(self.settings, best)
+        self.progress("asking what would change the choice")
+        found = []
+        for what, hardware in _variants(self.cluster):
+            space = self.space.on(Cluster(hardware, self.cluster.nodes))
+            priced = sorted(space.price_of(near), key=lambda each: each.seconds)
+            found.append(_change(what, priced, best, self.bound_bytes))
+        for size_bytes in _memories(self.bound_bytes):
+            what = f"{size_bytes / 1e9:.0f} GB of memory"
+            change = _change(what, self.settings, best, size_bytes)
+            found.append(change if change and change.best != best.setting.name else None)
+        return tuple(each for each in found if each is not None)
+
+    def why_nothing_fits(self) -> str:
+        """By how much the smallest way is too large, and what would help."""
+        least, bound = smallest(self.settings), self.bound_bytes
+        over = least.memory_bytes - bound
+        ranks = -(-least.memory_bytes * self.cluster.ranks // bound) if bound else 0
+        return (
             f"{self.target} does not fit on {self.cluster}: the smallest way found, "
             f"{least.setting.name}, takes {least.memory_bytes / 1e9:.1f} GB of a rank, "
-            f"{(least.memory_bytes - self.bound_bytes) / 1e9:.1f} GB more than the "
-            f"{self.bound_bytes / 1e9:.1f} GB there are. What would help: about "
-            f"{-(-least.memory_bytes * self.cluster.ranks // self.bound_bytes):.0f} ranks, a smaller "
-            "batch or shorter sequences, or devices with more memory."
+            f"{over / 1e9:.1f} GB ({over:,.0f} bytes) more than the {bound / 1e9:.1f} GB there are. "
+            f"What would help: about {ranks:.0f} ranks, a smaller batch or shorter sequences, or devices "
+            "with more memory (`autopar fit` prices them)."
         )
 
 
-def captured(target: str, batch: int, seq: int | None) -> tuple[Prepared, Graph]:
-    """The captured step of a target at this micro-batch, few layers standing for all.
+# --- parts of an answer
 
-    A function has its own example inputs, whatever the batch.
-    """
-    function = ":" in target
-    found = resolve_target(target, batch=None if function else batch, seq=seq)
-    model, args, kwargs, loss_fn = found.build_few()
+
+def _near(settings: Sequence[Priced], best: Priced, count: int = 24) -> list[Setting]:
+    """The settings whose turn it could be on another cluster: the fastest of those that fit as well."""
+    fitting = [each for each in settings if each.memory_bytes <= max(best.memory_bytes, 1) * 1.5]
+    return list(dict.fromkeys([best.setting, *(each.setting for each in fitting[:count])]))
+
+
+def _variants(cluster: Cluster) -> list[tuple[str, Hardware]]:
+    """The cluster with one figure doubled."""
+    hardware = cluster.hardware
+
+    def faster(name: str) -> Hardware:
+        link = getattr(hardware, name)
+        doubled = replace(link, bandwidth_bytes_per_second=2 * link.bandwidth_bytes_per_second)
+        return replace(hardware, **{name: doubled})
+
+    peaks = tuple((size, 2 * flops) for size, flops in hardware.peak_flops)
+    memory = 2 * hardware.memory_bytes_per_second
+    found = [
+        ("twice the arithmetic", replace(hardware, peak_flops=peaks)),
+        ("twice the memory bandwidth", replace(hardware, memory_bytes_per_second=memory)),
+    ]
+    if cluster.devices_per_node > 1:
+        found.append(("twice the bandwidth inside a node", faster("inside_node")))
+    if cluster.nodes > 1:
+        found.append(("twice the bandwidth between nodes", faster("across_nodes")))
+    return found
+
+
+_MEMORIES = (24, 40, 80, 141, 192)  # GB of devices one can rent
+
+
+def _memories(bound_bytes: int) -> list[int]:
+    """The next larger memories."""
+    return [int(size * 1e9) for size in _MEMORIES if size * 1e9 > 1.01 * bound_bytes][:2]
+
+
+def _change(what: str, priced: Sequence[Priced], best: Priced, bound_bytes: float) -> Change | None:
+    then = best_that_fits(priced, bound_bytes)
+    if then is None:
+        return None
+    same = next((p.seconds for p in priced if p.setting == best.setting), None)
+    return Change(what, same, then.setting.name, then.seconds)
+
+
+def _row(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
+    return Candidate(
+        name, found.step_seconds, found.memory_bytes, found.traffic.value,
+        binds or _binds(found), found.fits, True, why_not,
+    )  # fmt: skip
+
+
+def _binds(found: Advice) -> str:
+    causes = where_time_goes(found.step)
+    return max(causes, key=lambda name: causes[name])
+
+
+def _words(graph: Graph, words: Mapping[int, str]) -> dict[str, str]:
+    """Factor -> what people call it, where its size has a word of its own."""
+    named = {
+        n: words.get(f.size, "") for n, f in graph.factors.items() if n not in ("batch", "seq")
+    }
+    return {name: word for name, word in named.items() if word}
+
+
+def _folded(names: Sequence[str]) -> list[str]:
+    """Names of factors with the numbers of layers starred, each once."""
+    starred = (".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
+    return list(dict.fromkeys(starred))
+
+
+def _capture(target: Target) -> tuple[Prepared, Graph]:
+    with torch.device("meta") if target.is_function else contextlib.nullcontext():
+        model, args, kwargs, loss_fn = target.build_few()
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
-    stacks = stacks_of(found)
-    return prepared, replace(prepared.analysis.graph, stacks=stacks)
+    return prepared, replace(prepared.analysis.graph, stacks=target.stacks)
 
 
-def stacks_of(target: Target) -> tuple[Stack, ...]:
-    """The repeated layers of a target, as the graph has them."""
-    return tuple(Stack(s.path, s.layers, s.captured_layers) for s in target.stacks)
+def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:
+    return replace(prepared, analysis=replace(prepared.analysis, graph=graph))
 
 
 def precision_of(graph: Graph) -> Precision:
@@ -183,20 +433,3 @@ def tokens_of(graph: Graph) -> int | None:
     """Tokens of a micro-batch: batch times sequence, where the model has both."""
     batch, seq = graph.factors.get("batch"), graph.factors.get("seq")
     return batch.size * seq.size if batch and seq else None
-
-
-def _used(sizes: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
-    """The sizes of the axes that a mesh names; an axis it does not name must be of one rank."""
-    unnamed = [name for name, size in sizes.items() if name not in mesh.names and size > 1]
-    return {} if unnamed else {name: sizes.get(name, 0) for name in mesh.names}
-
-
-def _uses(each: Priced, what: str) -> bool:
-    setting = each.setting
-    return {
-        "recompute": setting.recompute != "none",
-        "tp": setting.tp > 1,
-        "dp": setting.dp > 1,
-        "pp": setting.stages > 1,
-        "sp": setting.tp > 1 and setting.tensor == "tp+sp",
-    }.get(what, setting.data == what and setting.dp > 1)

@@ -8,24 +8,29 @@ depths and micro-batches together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from autopar.cost_model.arith import Quantity
 from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.items import Precision
+from autopar.cost_model.compute import memory_seconds
+from autopar.cost_model.items import COMPUTE, Precision, Pricer
+from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Recompute, Run, Step, total
-from autopar.cost_model.symbols import factor_symbols, link_values
-from autopar.errors import AutoparError
-from autopar.explanation import Explanation, boundary_link
-from autopar.ir import Graph, Mesh, Plan
+from autopar.cost_model.step import Recompute, Run, Step, Term, total
+from autopar.errors import AutoparError, SearchError
+from autopar.ir import Graph, Layout, Mesh, Plan, Tensor
 from autopar.search import search
+from autopar.views.units import format_seconds
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
 TENSOR = ("tp", "tp+sp")
+UNBOUNDED_BYTES = 10**18  # where memory is judged by what a whole step takes, after the search
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,27 @@ class Setting:
 
 @dataclass(frozen=True)
 class Priced:
-    """A setting with its price."""
+    """A setting with its price.
+
+    Attributes:
+        setting: what is priced.
+        seconds: of a step.
+        memory_bytes: peak of a rank.
+        traffic_bytes: that a rank sends in a step.
+        parts: seconds by what they go to: "compute", "memory bandwidth", an axis, "bubble",
+            "host" and so on; what is hidden is negative. Their sum is `seconds`.
+    """
 
     setting: Setting
     seconds: float
     memory_bytes: float
     traffic_bytes: float
-    binds: str
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def binds(self) -> str:
+        """What most of the time goes to."""
+        return max(self.parts, key=lambda name: self.parts[name], default="")
 
     def candidate(self, bound_bytes: float) -> Candidate:
         """As a row of a comparison."""
@@ -98,6 +117,8 @@ class Space:
         stages: pipeline depths to try.
         tensor_sizes: sizes of tp to try; None for all that divide the ranks.
         recomputes: whether layers may be run again.
+        pins: single choices that every plan must make.
+        own_batch: whether the graph's batch is the only one it can have.
     """
 
     graph: Graph
@@ -108,29 +129,55 @@ class Space:
     stages: tuple[int, ...] = (1,)
     tensor_sizes: tuple[int, ...] | None = None
     recomputes: tuple[Recompute, ...] = ("none", "full")
+    pins: Mapping[str, str] = field(default_factory=dict)
+    own_batch: bool = False
+    _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
 
     def price(self) -> list[Priced]:
         """Every legal setting with its price, fastest first. Raises AutoparError if there is none."""
-        found: list[Priced] = []
-        for data, tensor in itertools.product(DATA, TENSOR):
-            plan = self._plan(data, tensor)
-            for recompute in self.recomputes:
-                legal = [s for s in self._settings(data, tensor, recompute) if self._divides(plan, s)]
-                found += self._priced(plan, recompute, legal)
+        found = [each for group in self._groups() for each in self._priced(*group)]
         if not found:
             raise AutoparError(self._nothing())
         return sorted(found, key=lambda each: (each.seconds, each.setting.name))
 
-    def explanation(self, plan: Plan, recompute: Recompute = "none") -> Explanation:
-        """The expressions of a plan on this cluster."""
-        run = Run(recompute=recompute, precision=self.precision)
-        return Explanation(self.graph, plan, self.cluster, run, self.software)
+    def price_of(self, settings: Iterable[Setting]) -> list[Priced]:
+        """The legal ones among some settings with their prices, in their order."""
+        groups: dict[tuple[str, str, Recompute], list[Setting]] = {}
+        wanted = list(settings)
+        for each in wanted:
+            groups.setdefault((each.data, each.tensor, each.recompute), []).append(each)
+        found: dict[Setting, Priced] = {}
+        for (data, tensor, recompute), group in groups.items():
+            plan = self.plan(data, tensor)
+            if plan is not None:
+                legal = [s for s in group if self._divides(plan, s)]
+                found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
+        return [found[each] for each in wanted if each in found]
 
-    def _plan(self, data: str, tensor: str) -> Plan:
-        return search(
-            self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware,
-            recipe=f"dp:{data},tp:{tensor}", memory_bytes=10**18,
-        )  # fmt: skip
+    def on(self, cluster: Cluster) -> Space:
+        """The same on another cluster, with the plans that were found for this one."""
+        return replace(self, cluster=cluster)
+
+    def plan(self, data: str, tensor: str) -> Plan | None:
+        """What the recipes lead to on a mesh of two by two; None where the pins forbid them."""
+        key = (data, tensor)
+        if key not in self._plans:
+            try:
+                self._plans[key] = search(
+                    self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware,
+                    recipe=f"dp:{data},tp:{tensor}", pins=self.pins, memory_bytes=UNBOUNDED_BYTES,
+                )  # fmt: skip
+            except SearchError:
+                self._plans[key] = None
+        return self._plans[key]
+
+    def _groups(self) -> Iterator[tuple[Plan, Recompute, list[Setting]]]:
+        for data, tensor in itertools.product(DATA, TENSOR):
+            settings = {r: list(self._settings(data, tensor, r)) for r in self.recomputes}
+            plan = self.plan(data, tensor) if any(settings.values()) else None
+            if plan is not None:
+                for recompute, each in settings.items():
+                    yield plan, recompute, [s for s in each if self._divides(plan, s)]
 
     def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[Setting]:
         """All ways to write the ranks as dp x tp x stages and the batch as micro-batches."""
@@ -141,6 +188,8 @@ class Space:
             if self.batch % dp or self._is_repeated(data, tensor, dp, tp):
                 continue
             for micro_batch in _divisors(self.batch // dp):
+                if self.own_batch and micro_batch * dp != self._captured_batch():
+                    continue
                 yield Setting(
                     dp, tp, stages, micro_batch, self.batch // dp // micro_batch, data, tensor,
                     recompute,
@@ -153,6 +202,10 @@ class Space:
 
     def _tensor_sizes(self) -> Sequence[int]:
         return self.tensor_sizes or _divisors(self.cluster.ranks)
+
+    def _captured_batch(self) -> int:
+        batch = self.graph.factors.get("batch")
+        return batch.size if batch else self.batch
 
     def _layers(self) -> int:
         return min((stack.layers for stack in self.graph.stacks), default=1)
@@ -174,25 +227,35 @@ class Space:
     def _priced(self, plan: Plan, recompute: Recompute, settings: list[Setting]) -> list[Priced]:
         if not settings:
             return []
-        columns = [self._values(each) for each in settings]
-        values = {name: np.array([c[name] for c in columns], dtype=float) for name in columns[0]}
-        step = self.explanation(plan, recompute).at(**values)
+        step = self._step(plan, recompute, _Columns.of(settings))
         return [
-            Priced(setting, float(s), float(m), float(t), b)
-            for setting, s, m, t, b in zip(settings, *_figures(step, len(settings)), strict=True)
+            Priced(setting, float(s), float(m), float(t), parts)
+            for setting, s, m, t, parts in zip(settings, *_figures(step, settings), strict=True)
         ]
 
-    def _values(self, setting: Setting) -> dict[str, float]:
-        hardware = self.cluster.hardware
-        mesh = Mesh((("pp", setting.stages), ("dp", setting.dp), ("tp", setting.tp)))
-        values: dict[str, float] = {
-            "dp": setting.dp, "tp": setting.tp, "stages": setting.stages, "chunks": 1,
-            "batch": setting.micro_batch * setting.dp, "micro_batches": setting.micro_batches,
-            **link_values(boundary_link(self.cluster, setting.mesh, setting.stages), "pp"),
-        }  # fmt: skip
-        for position, name in enumerate(mesh.names[1:], start=1):
-            values |= link_values(hardware.link(mesh, position), name)
-        return values
+    def _step(self, plan: Plan, recompute: Recompute, columns: _Columns) -> Step:
+        """The formulas of a step over arrays, an element for every setting."""
+        hardware, at = self.cluster.hardware, columns
+        ranks = at.dp * at.tp * at.stages
+        links = (
+            hardware.axis_link(at.tp, at.dp, ranks),
+            hardware.axis_link(1 + 0 * at.tp, at.tp, ranks),
+        )
+        sizes = _ManySizes(plan.mesh, {"batch": at.batch}, (1.0 * at.dp, 1.0 * at.tp))
+        pricer = Pricer(
+            self.graph, plan, sizes=sizes, hardware=hardware, links=links, precision=self.precision
+        )
+        run = Run(
+            1.0 * at.micro_batches, 1.0 * at.stages, recompute=recompute, precision=self.precision
+        )
+        boundary = hardware.axis_link(
+            at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp
+        )
+        return Step(
+            tuple(pricer.items()), tuple(pricer.holdings()), run, hardware, self.software,
+            layers=sum(stack.layers for stack in self.graph.stacks) or 1,
+            boundary_bytes=pricer.boundary_bytes(), boundary_link=boundary,
+        )  # fmt: skip
 
     def _nothing(self) -> str:
         return (
@@ -215,46 +278,151 @@ def smallest(priced: Sequence[Priced]) -> Priced:
 def compared(
     priced: Sequence[Priced], chosen: Priced | None, bound_bytes: float, count: int = 12
 ) -> tuple[Candidate, ...]:
-    """The chosen setting, the next best, and why they lose; the best of every mesh and recipe."""
-    kept: dict[tuple[object, ...], Priced] = {}
-    for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
-        s = each.setting
-        kept.setdefault((s.dp, s.tp, s.stages, s.data, s.tensor, s.recompute), each)
-    listed = list(kept.values())[:count]
+    """The chosen setting, the next best of every mesh and recipe, and why they lose.
+
+    The last few are those that would be faster, had a rank more memory.
+    """
+    best = _best_of_every_kind(priced, bound_bytes)
+    fitting = [each for each in best if each.memory_bytes <= bound_bytes]
+    too_large = [each for each in best if each.memory_bytes > bound_bytes]
+    faster = [each for each in too_large if chosen is None or each.seconds < chosen.seconds]
+    listed = (fitting[: count - min(3, len(faster))] + (faster or too_large))[:count]
+    if chosen is not None and chosen not in listed:
+        listed = [chosen, *listed[: count - 1]]
     return tuple(
         replace(
             each.candidate(bound_bytes), chosen=each is chosen,
-            why_not=_why_not(each, chosen, bound_bytes),
+            why_not=why_not(each, chosen, bound_bytes),
         )
         for each in listed
     )  # fmt: skip
 
 
-def _why_not(each: Priced, chosen: Priced | None, bound_bytes: float) -> str:
+def _best_of_every_kind(priced: Sequence[Priced], bound_bytes: float) -> list[Priced]:
+    kept: dict[tuple[object, ...], Priced] = {}
+    for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
+        s = each.setting
+        kept.setdefault((s.dp, s.tp, s.stages, s.data, s.tensor, s.recompute), each)
+    return list(kept.values())
+
+
+def why_not(each: Priced, chosen: Priced | None, bound_bytes: float) -> str:
+    """What a setting loses by against the chosen one, in words; "" for the chosen one."""
     if each is chosen:
         return ""
+    words = []
     if each.memory_bytes > bound_bytes:
-        return f"{(each.memory_bytes - bound_bytes) / 1e9:.1f} GB too much"
-    if chosen is None:
-        return ""
+        words.append(f"{(each.memory_bytes - bound_bytes) / 1e9:.1f} GB too much")
+    if chosen is not None:
+        words.append(_against(each, chosen))
+    return "; ".join(words)
+
+
+def _against(each: Priced, chosen: Priced) -> str:
+    """`4.1 % slower: 120 ms more along tp, 30 ms less along dp`, by the parts that differ most."""
     slower = each.seconds / chosen.seconds - 1
-    return f"{100 * slower:.1f} % slower, most of it {each.binds}" if slower > 0 else "as fast"
+    if abs(slower) < 5e-5:
+        return "as fast"
+    words = f"{100 * abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    names = dict.fromkeys((*each.parts, *chosen.parts))
+    changes = {name: each.parts.get(name, 0.0) - chosen.parts.get(name, 0.0) for name in names}
+    sign = 1 if slower > 0 else -1
+    reasons = sorted((n for n in names if sign * changes[n] > 0), key=lambda n: -sign * changes[n])
+    weighty = [n for n in reasons[:2] if abs(changes[n]) > 0.1 * abs(each.seconds - chosen.seconds)]
+    more = "more" if sign > 0 else "less"
+    said = [f"{format_seconds(abs(changes[n]))} {more} {n}" for n in weighty]
+    return f"{words}: {', '.join(said)}" if said else words
 
 
-def _figures(step: Step, count: int) -> tuple[Sequence[float], ...]:
-    """Seconds, peak bytes, bytes sent, and what binds, of every configuration."""
-    terms = [(t.name, np.broadcast_to(t.value, count)) for t in step.time()]
+@dataclass(frozen=True)
+class _Columns:
+    """Settings as arrays of whole numbers; `batch` is that of a micro-batch on all of dp."""
+
+    dp: np.ndarray
+    tp: np.ndarray
+    stages: np.ndarray
+    micro_batches: np.ndarray
+    batch: np.ndarray
+
+    @classmethod
+    def of(cls, settings: Sequence[Setting]) -> _Columns:
+        def column(read: Callable[[Setting], int]) -> np.ndarray:
+            return np.array([read(each) for each in settings], dtype=np.int64)
+
+        return cls(
+            column(lambda s: s.dp), column(lambda s: s.tp), column(lambda s: s.stages),
+            column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
+        )  # fmt: skip
+
+
+class _ManySizes(SymbolicSizes):
+    """Sizes of many settings at once: arrays stand where `SymbolicSizes` has symbols."""
+
+    def _local_bytes(self, tensor: Tensor, layout: Layout) -> Quantity:
+        leaves = (
+            self._factors.get(name, size)
+            for names, sizes in zip(tensor.factors, tensor.dims, strict=True)
+            for name, size in zip(names, sizes, strict=True)
+        )
+        parts = (self._axes[axis] for axis, state in enumerate(layout) if state.kind == "S")
+        return math.prod(leaves, start=1.0 * tensor.itemsize_bytes) / math.prod(parts, start=1)
+
+
+def _figures(step: Step, settings: Sequence[Setting]) -> tuple[Sequence[Any], ...]:
+    """Seconds, peak bytes, bytes sent, and where time goes, of every configuration."""
+    count = len(settings)
     peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
-    sent = np.broadcast_to(total(step.traffic()), count)
-    table = np.stack([values for _, values in terms])
-    names = [terms[i][0] for i in np.argmax(table, axis=0)]
-    return table.sum(axis=0), np.broadcast_to(peak, count), sent, names  # type: ignore[return-value]
+    parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
+    each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
+    seconds, sent = step.seconds(), total(step.traffic())
+    return (*(list(np.broadcast_to(x, count)) for x in (seconds, peak, sent)), each)
+
+
+# Terms of a step's time that go to one thing alone.
+_CAUSES = {
+    "pipeline bubble": "bubble", "stage boundaries": "along pp", "waiting for the host": "host",
+    "optimizer": "memory bandwidth", "fixed": "fixed",
+}  # fmt: skip
+
+
+def where_time_goes(step: Step) -> dict[str, Quantity]:
+    """Seconds of a step by cause: compute, memory bandwidth, an axis, the bubble, the host."""
+    found: dict[str, Quantity] = {}
+    slow = _memory_share(step)
+    for term in step.time():
+        for name, value in _causes(term, slow):
+            found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def _causes(term: Term, slow: Quantity) -> Iterator[tuple[str, Quantity]]:
+    """What a term of a step's time goes to; `slow` is the part of compute that waits for memory."""
+    if term.name in ("compute", "embedding, head and loss"):
+        yield "compute", term.value * (1 - slow)
+        yield "memory bandwidth", term.value * slow
+    elif term.name.startswith("communication "):
+        yield term.name.removeprefix("communication "), term.value
+    elif term.parts and all(" along " in part.name for part in term.parts):
+        for part in term.parts:
+            yield f"along {part.name.partition(' along ')[2]}", part.value
+    elif "hidden" in term.name:
+        yield "hidden behind compute", term.value
+    else:
+        yield _CAUSES.get(term.name, term.name), term.value
+
+
+def _memory_share(step: Step) -> Quantity:
+    """The part of the compute of forward and backward that the device's memory bounds."""
+    bound: Quantity = 0.0
+    whole: Quantity = 0.0
+    for item in step.items:
+        if item.resource == COMPUTE and item.phase in ("forward", "backward"):
+            seconds = item.count * item.seconds
+            moving = memory_seconds(item.traffic_bytes, step.hardware)
+            bound = bound + seconds * (moving >= 0.999 * item.seconds)
+            whole = whole + seconds
+    return bound / np.maximum(whole, 1e-300)
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def sizes_of(graph: Graph) -> Mapping[str, int]:
-    """The sizes of a model by the names of their symbols."""
-    return {str(s): graph.factors[name].size for name, s in factor_symbols(graph).items()}

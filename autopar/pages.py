@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from autopar.cost_model.breakdown import Breakdown
-from autopar.cost_model.compute import OpPrice
-from autopar.cost_model.items import COMPUTE, Item, Pricer
-from autopar.cost_model.sizes import Sizes
+import sympy
+
+from autopar.advice import Advice, Change
+from autopar.block import block_of
+from autopar.cost_model.breakdown import Breakdown, Event
+from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.symbols import symbol
 from autopar.explanation import Explanation
-from autopar.ir import Graph, Op, Stack
-from autopar.views import BlockCollective, BlockNode, Formula, Page, RooflinePoint
+from autopar.ir import Graph
+from autopar.report import collectives, described
+from autopar.views import BlockNode, Formula, Page, RooflinePoint
 from autopar.views.units import format_bytes, format_seconds
 
 
 def page_of(explanation: Explanation, title: str) -> Page:
     """Everything there is to show of a plan."""
+    page = _page(explanation, title)
+    return dataclasses.replace(page, document=_document(explanation, page))
+
+
+def _page(explanation: Explanation, title: str) -> Page:
     hardware = explanation.cluster.hardware
+    words = explanation.factor_words if isinstance(explanation, Advice) else {}
     return Page(
         title=title,
         subtitle=_subtitle(explanation),
@@ -30,21 +42,83 @@ def page_of(explanation: Explanation, title: str) -> Page:
         roofline=tuple(_roofline(explanation)),
         peak_flops=hardware.flops_per_second(_itemsize(explanation.graph)),
         memory_bytes_per_second=hardware.memory_bytes_per_second,
-        block=tuple(_block(explanation)),
+        block=block_of(explanation, words),
         formulas=tuple(_formulas(explanation)),
-        sensitivity=explanation.sensitivity(),
-        notes=tuple(explanation.plan.notes) + _caveats(explanation),
-        document=explanation.to_json(),
+        sensitivity=sensitivity_in_words(explanation),
+        notes=(*explanation.plan.notes, *change_lines(explanation), *_caveats(explanation)),
     )
+
+
+def sensitivity_in_words(e: Explanation) -> dict[str, float]:
+    """Symbol, with the word for it where there is one -> relative change of the step per 1 % more."""
+    return {f"{word_of(e, name)}": value for name, value in e.sensitivity().items()}
+
+
+def word_of(e: Explanation, symbol: str) -> str:
+    """`embedding_1` as `hidden (embedding_1)`."""
+    word = e.word(symbol) if isinstance(e, Advice) else ""
+    return f"{word} ({symbol})" if word and word != symbol else symbol
+
+
+def change_lines(e: Explanation) -> tuple[str, ...]:
+    """What would change the choice, a sentence each."""
+    return tuple(change_line(e, c) for c in e.changes) if isinstance(e, Advice) else ()
+
+
+def change_line(e: Advice, change: Change) -> str:
+    """`With 141 GB of memory: dp=16 zero1, 4 x 2, 3.5 % faster.`"""
+    chosen = e.setting.name if e.setting else ""
+    best = _relative(change.best_seconds, e.step_seconds)
+    if change.best == chosen:
+        return f"With {change.what}: the same choice, {best}."
+    same = change.same_seconds
+    if same is not None and abs(same / e.step_seconds - 1) < 5e-4:
+        same = None  # nothing to say of what stays as it is
+    else_ = f" (this one: {_relative(same, e.step_seconds)})" if same is not None else ""
+    return f"With {change.what}: {change.best}, {best}{else_}."
+
+
+def _relative(seconds: float, before: float) -> str:
+    change = seconds / before - 1
+    if abs(change) < 5e-4:
+        return "as fast"
+    return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
+
+
+def _document(e: Explanation, page: Page) -> dict[str, Any]:
+    """Everything the page shows, with units in the keys."""
+    return {
+        **e.to_json(),
+        **described(e.plan, e.graph),
+        "title": page.title,
+        "subtitle": page.subtitle,
+        "notes": list(page.notes),
+        "collectives": [dataclasses.asdict(each) for each in collectives(e.step)],
+        "peak_flops_per_second": page.peak_flops,
+        "memory_bytes_per_second": page.memory_bytes_per_second,
+        "roofline": [each._asdict() for each in page.roofline],
+        "block": [_node_document(each) for each in page.block],
+        "events": [_event_document(each) for each in page.events],
+    }
+
+
+def _node_document(node: BlockNode) -> dict[str, Any]:
+    layouts: Mapping[str, str] = dict(node.layouts)
+    moved: Sequence[dict[str, Any]] = [each._asdict() for each in node.collectives]
+    return {**node._asdict(), "layouts": layouts, "collectives": moved}
+
+
+def _event_document(event: Event) -> dict[str, Any]:
+    return {**dataclasses.asdict(event), "detail": dict(event.detail)}
 
 
 def _subtitle(e: Explanation) -> str:
     stages = f", {int(e.run.stages)} pipeline stages" if e.run.stages > 1 else ""
     again = ", layers run again in backward" if e.run.recompute == "full" else ""
-    return (
-        f"{e.plan.mesh} on {e.cluster}{stages}, {int(e.run.micro_batches)} micro-batches{again}, "
-        f"recipe {e.plan.recipe}"
-    )
+    count = int(e.run.micro_batches)
+    batches = f"{count} micro-batch{'es' * (count > 1)}"
+    axes = ",".join(f"{name}={size}" for name, size in e.plan.mesh.axes if size > 1) or "one rank"
+    return f"{axes} on {e.cluster}{stages}, {batches}{again}, recipe {e.plan.recipe}"
 
 
 def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
@@ -57,16 +131,58 @@ def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _formulas(e: Explanation) -> Iterator[Formula]:
-    yield Formula("step time", e.time.expression, format_seconds(e.time.value))
-    yield Formula("memory of a rank", e.memory.expression, format_bytes(e.memory.value))
-    yield Formula("traffic", e.traffic.expression, format_bytes(e.traffic.value))
-    for tree, shown in ((e.time, format_seconds), (e.memory, format_bytes)):
-        for part in _largest(tree):
-            yield Formula(part.name, part.expression, shown(part.value))
+    """Every cost as the sum of its parts by name, and the largest parts as formulas."""
+    plain = _plain_symbols(e)
+    for tree, shown in (
+        (e.time, format_seconds),
+        (e.memory, format_bytes),
+        (e.traffic, format_bytes),
+    ):
+        if tree.parts:
+            yield Formula(tree.name, _named_sum(tree), shown(tree.value))
+        for part in tree.parts[:_FORMULAS]:
+            yield from _formula(part, shown, plain)
 
 
-def _largest(tree: Breakdown, count: int = 4) -> tuple[Breakdown, ...]:
-    return tree.parts[:count]
+_FORMULAS = 5  # of the parts of every cost
+_NAMED = 8  # parts of a sum that are named
+_LONGEST = (
+    150  # operations of a formula that is still read; longer ones are sums of their parts' names
+)
+
+
+def _formula(
+    part: Breakdown, shown: Callable[[float], str], plain: Mapping[sympy.Symbol, sympy.Expr]
+) -> Iterator[Formula]:
+    """A part's formula, or its parts by name and the formula of the largest of them."""
+    if sympy.count_ops(part.expression) <= _LONGEST:
+        yield Formula(part.name, part.expression.xreplace(plain), shown(part.value))
+    elif part.parts:
+        yield Formula(part.name, _named_sum(part), shown(part.value))
+        yield from _formula(part.parts[0], shown, plain)
+
+
+def _named_sum(tree: Breakdown) -> sympy.Expr:
+    """The parts by name, the smaller ones as one; savings are subtracted."""
+    shown = tree.parts if len(tree.parts) <= _NAMED + 1 else tree.parts[:_NAMED]
+    terms = [sympy.Symbol(part.name) * (1 if part.value > 0 else -1) for part in shown]
+    if len(shown) < len(tree.parts):
+        terms.append(sympy.Symbol(f"{len(tree.parts) - len(shown)} smaller ones"))
+    return sympy.Add(*terms, evaluate=False)
+
+
+def _plain_symbols(e: Explanation) -> dict[sympy.Symbol, sympy.Expr]:
+    """Symbols that are 1 and cannot grow as 1, and sizes under the words that people have for them."""
+    single = [name for name, size in e.plan.mesh.axes if size == 1]
+    if e.run.stages == 1:
+        single += ["stages", "chunks"]
+    found: dict[sympy.Symbol, sympy.Expr] = {symbol(name): sympy.Integer(1) for name in single}
+    if isinstance(e, Advice):
+        for name in e.legend:
+            word = e.word(name)
+            if word and word != name:
+                found[symbol(name)] = symbol(word.replace(" ", "_"))
+    return found
 
 
 def _roofline(e: Explanation) -> Iterator[RooflinePoint]:
@@ -83,55 +199,6 @@ def _works(item: Item) -> bool:
     return float(item.flops) > 0 and float(item.traffic_bytes) > 0 and float(item.seconds) > 0
 
 
-def _block(e: Explanation) -> Iterator[BlockNode]:
-    """The ops of the layer in the middle; of the whole model where no layers repeat."""
-    mesh = e.plan.mesh
-    links = [e.cluster.hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
-    sizes = Sizes(mesh)
-    pricer = Pricer(e.graph, e.plan, sizes=sizes, hardware=e.cluster.hardware, links=links)
-    behind = _behind_views(e.graph)
-    for op in e.graph.ops:
-        if op.is_view or not _in_block(op, e.graph):
-            continue
-        labels = e.plan.ops[op.name]
-        price = OpPrice.of(op, labels, e.graph.tensors, sizes, e.cluster.hardware)
-        operands = tuple(behind.get(name, name) for name in op.operands)
-        yield BlockNode(
-            op.results[0], op.kind.removeprefix("aten."), op.module,
-            tuple(
-                (axis, op.choice(label).factor)
-                for axis, label in zip(mesh.names, labels, strict=True)
-                if op.choice(label).splits
-            ),
-            float(price.forward.seconds), operands, tuple(_collectives(pricer, op, operands)),
-        )  # fmt: skip
-
-
-def _collectives(pricer: Pricer, op: Op, operands: tuple[str, ...]) -> Iterator[BlockCollective]:
-    for position, operand in enumerate(operands):
-        for item in pricer.into(op, position):
-            if item.resource != COMPUTE:
-                yield BlockCollective(
-                    item.resource, item.kind, float(item.traffic_bytes), float(item.seconds), operand
-                )
-
-
-def _in_block(op: Op, graph: Graph) -> bool:
-    place: tuple[Stack, int] | None = graph.stack_of(op.module)
-    if not graph.stacks:
-        return True
-    return place is not None and place[0] == graph.stacks[0] and place[1] == place[0].middle
-
-
-def _behind_views(graph: Graph) -> dict[str, str]:
-    """What a view's result really is: the tensor that it looks at."""
-    found: dict[str, str] = {}
-    for op in graph.ops:
-        if op.is_view and op.operands:
-            found.update({name: found.get(op.operands[0], op.operands[0]) for name in op.results})
-    return found
-
-
 def _itemsize(graph: Graph) -> int:
     return min((t.itemsize_bytes for t in graph.tensors.values() if t.needs_grad), default=4)
 
@@ -142,7 +209,10 @@ def _caveats(e: Explanation) -> tuple[str, ...]:
         notes.append("Pipeline stages are priced by formula; this version cannot run them.")
     if e.run.recompute == "full":
         notes.append("Recomputation is priced by formula; this version does not insert it.")
-    without = sorted({op.kind for op in e.graph.ops if not op.has_rule})
+    without = sorted({op.kind for op in e.graph.ops if op.operands and not op.has_rule})
     if without:
         notes.append(f"Ops without a rule run replicated: {', '.join(without)}.")
+    if not e.fits:
+        over = e.memory_bytes - e.bound_bytes
+        notes.append(f"DOES NOT FIT: {format_bytes(over)} more than a rank has.")
     return tuple(notes)

@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar.capture import LossFunction
 from autopar.errors import AutoparError, StepError
+from autopar.ir import Stack
 from autopar.models import (
     PRESETS,
     Preset,
@@ -40,41 +41,17 @@ DEFAULT_SEQ = 8192  # tokens, where a longer sequence would be the model's own
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any], LossFunction | None]
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Layers that are alike.
-
-    Attributes:
-        path: of the module that holds them, such as `model.layers`.
-        layers: how many the model has.
-        captured_layers: how many of them a capture has; 0 for as many as `CAPTURED_LAYERS` allows.
-    """
-
-    path: str
-    layers: int
-    captured_layers: int = 0
-
-    def __post_init__(self) -> None:
-        captured = self.captured_layers or min(self.layers, CAPTURED_LAYERS)
-        object.__setattr__(self, "captured_layers", captured)
-
-    def weight(self, index: int) -> int:
-        """How many layers of the model the captured layer `index` stands for."""
-        return self.layers - self.captured_layers + 1 if index == self.captured_layers // 2 else 1
-
-
-def layer_of(path: str, stacks: tuple[Stack, ...]) -> tuple[Stack, int] | None:
-    """The stack and the index of the layer that a module or parameter lies in; None outside of them."""
-    for stack in stacks:
-        if path.startswith(f"{stack.path}."):
-            return stack, int(path[len(stack.path) + 1 :].partition(".")[0])
-    return None
+def stack(path: str, layers: int) -> Stack:
+    """Layers that are alike, of which a capture has at most `CAPTURED_LAYERS`."""
+    return Stack(path, layers, min(layers, CAPTURED_LAYERS))
 
 
 def weight_of(path: str, stacks: tuple[Stack, ...]) -> int:
     """How many times what lies at this path of the captured model occurs in the whole model."""
-    found = layer_of(path, stacks)
-    return 1 if found is None else found[0].weight(found[1])
+    for each in stacks:
+        if each.index(path) == each.middle:
+            return each.layers - each.captured + 1
+    return 1
 
 
 @dataclass(frozen=True)
@@ -87,12 +64,18 @@ class Target:
             loss function (None where the model returns its loss).
         stacks: the layers that repeat; none where layers differ, or where nobody knows.
         source: where the sizes come from.
+        own_batch: whether the batch of its example inputs is its own and cannot be chosen.
+        is_function: whether it is built on the default device, with weights unless that is "meta".
+        words: size -> what people call it, such as 4096 -> "hidden".
     """
 
     name: str
     build: Callable[[int | None], Built]
     stacks: tuple[Stack, ...]
     source: str
+    own_batch: bool = False
+    is_function: bool = False
+    words: Mapping[int, str] = field(default_factory=dict)
 
     def build_few(self) -> Built:
         """The model with so few layers of every stack as `stacks` says."""
@@ -146,8 +129,8 @@ def _of_preset(preset: Preset, batch: int, seq: int | None, dtype: torch.dtype) 
             model = build(description, dtype=dtype, layers=layers)
         return model, example_inputs(description, batch, seq, dtype=dtype), {}, None
 
-    stacks = tuple(Stack(path, count) for path, count in repeated_layers(description).items())
-    return Target(preset.name, make, stacks, preset.source)
+    stacks = tuple(stack(path, count) for path, count in repeated_layers(description).items())
+    return Target(preset.name, make, stacks, preset.source, words=_words(vars(description)))
 
 
 # --- configurations
@@ -164,8 +147,9 @@ def _of_configuration(
         model = pretrained.build(layers if found else None)
         return model, (), pretrained.example_inputs(batch, length), None
 
-    stacks = tuple(Stack(path, layers) for path, layers in found.items())
-    return Target(text, make, stacks, str(pretrained.path))
+    stacks = tuple(stack(path, layers) for path, layers in found.items())
+    words = _words(pretrained.config.to_dict())
+    return Target(text, make, stacks, str(pretrained.path), words=words)
 
 
 def _sequence_of(pretrained: Pretrained, seq: int | None) -> int:
@@ -199,7 +183,8 @@ def _of_function(text: str, batch: int | None, seq: int | None) -> Target:
     def make(layers: int | None) -> Built:
         return _unpack(function(**given), text)
 
-    return Target(text, make, (), text)
+    own = "batch" not in inspect.signature(function).parameters
+    return Target(text, make, (), text, own_batch=own, is_function=True)
 
 
 def _function(text: str) -> Callable[..., Any]:
@@ -232,3 +217,30 @@ def _unpack(made: Any, text: str) -> Built:
         return model, (), dict(inputs), loss_fn
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     return model, args, {}, loss_fn
+
+
+# --- words for sizes
+
+# What descriptions and configurations call the sizes that people speak of.
+_WORDS = {
+    "hidden": ("hidden", "hidden_size", "n_embd", "d_model"),
+    "ffn": ("ffn", "intermediate_size", "n_inner", "d_ff"),
+    "vocab": ("vocab", "vocab_size"),
+    "heads": ("heads", "num_attention_heads", "n_head", "num_heads"),
+    "kv heads": ("kv_heads", "num_key_value_heads"),
+    "head dim": ("head_dim", "d_kv"),
+    "experts": ("experts", "num_local_experts", "num_experts"),
+}
+
+
+def _words(sizes: Mapping[str, Any]) -> dict[int, str]:
+    """Size -> word, for the sizes that only one word has."""
+    found: dict[int, list[str]] = {}
+    for word, names in _WORDS.items():
+        for size in (sizes[name] for name in names if _is_size(sizes.get(name))):
+            found.setdefault(size, []).append(word)
+    return {size: words[0] for size, words in found.items() if len(set(words)) == 1}
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 1

@@ -47,7 +47,7 @@ BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel; the runtime's d
 class _Message(NamedTuple):
     """What a formula may look at.
 
-    `bucketed` messages share a collective of `BUCKET_BYTES` with others, and its latency.
+    `bucketed` messages share a collective of `bucket_bytes` with others, and its latency.
     """
 
     before_bytes: Quantity
@@ -56,6 +56,7 @@ class _Message(NamedTuple):
     link: Link
     hardware: Hardware
     bucketed: bool
+    bucket_bytes: float = BUCKET_BYTES
 
 
 def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:
@@ -65,7 +66,7 @@ def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:
     transfer = hops / m.ranks * whole_bytes / (link.bandwidth_bytes_per_second * gain)
     start = _begin(m) + hops * link.latency_seconds
     if m.bucketed:  # the bucket is long enough to fill the pipeline
-        return _share(whole_bytes) * (start + link.fill_seconds) + transfer
+        return _share(whole_bytes, m) * (start + link.fill_seconds) + transfer
     return start + transfer + _fill(transfer, link.fill_seconds)
 
 
@@ -78,12 +79,12 @@ def _all_reduce(m: _Message) -> Quantity:
     gain = m.link.reduce_gain
     both = _ring(m.before_bytes, m, gain) + _ring(m.after_bytes, m, gain)
     saved = (2.0 - m.link.reduce_rounds) * (m.ranks - 1) * m.link.latency_seconds
-    return both - (_share(m.before_bytes) * saved if m.bucketed else saved)
+    return both - (_share(m.before_bytes, m) * saved if m.bucketed else saved)
 
 
-def _share(whole_bytes: Quantity) -> Quantity:
+def _share(whole_bytes: Quantity, m: _Message) -> Quantity:
     """The part of a bucket's start that one of its messages bears."""
-    return smaller(1.0, whole_bytes / BUCKET_BYTES)
+    return smaller(1.0, whole_bytes / m.bucket_bytes)
 
 
 def _fill(transfer_seconds: Quantity, fill_seconds: Quantity) -> Quantity:
@@ -132,6 +133,7 @@ def collective_seconds(
     link: Link,
     hardware: Hardware,
     bucketed: bool = False,
+    bucket_bytes: float = BUCKET_BYTES,
 ) -> Quantity:
     """Seconds of one collective, named as in `autopar.ir.conversion`.
 
@@ -141,7 +143,9 @@ def collective_seconds(
     assert name in _FORMULAS, f"no formula for the collective {name!r}"
     if isinstance(ranks, int) and ranks == 1:
         return 0.0
-    message = _Message(before_bytes, after_bytes, ranks, link, hardware, bucketed)
+    message = _Message(
+        before_bytes, after_bytes, ranks, link, hardware, bucketed, bucket_bytes
+    )  # fmt: skip
     seconds = _FORMULAS[name](message)
     return seconds if isinstance(ranks, int) else smaller(1, ranks - 1) * seconds
 

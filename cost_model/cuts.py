@@ -26,7 +26,7 @@ def equal_cuts(layers: Quantity, stages: Quantity) -> Cuts:
 
 
 def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: float = 0.0) -> Cuts:
-    """Whole layers, a stage ending where its share of the weight is reached.
+    """Whole layers; a stage is full with the layer that reaches its share of the weight.
 
     Args:
         layers: repeated layers, each of weight 1.
@@ -36,12 +36,11 @@ def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: floa
     counts = [0] * stages
     share = (before + layers + after) / stages
     stage, reached = 0, before
-    for layer in range(layers):
-        reached += 1
-        left = layers - layer
-        while stage < stages - 1 and reached > share * (stage + 1) + 1e-9 and left < layers:
-            stage += 1
+    for _ in range(layers):
         counts[stage] += 1
+        reached += 1
+        if stage < stages - 1 and reached >= share * (stage + 1) - 1e-9:
+            stage += 1
     return Cuts(counts[0], max(counts[1:-1], default=0), counts[-1])
 
 

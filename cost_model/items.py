@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.collectives import collective_seconds
+from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
 from autopar.cost_model.compute import OpPrice, inner_tensors, memory_seconds
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.memory import SavedTensors, keeps
@@ -53,6 +54,7 @@ class Item:
         kernels: that the host issues for one.
         carries: "activation", "parameter" or "gradient", "" for compute.
         every_micro_batch: whether it runs once a micro-batch.
+        ranks: that take part.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Item:
     kernels: int = 1
     carries: str = ""
     every_micro_batch: bool = True
+    ranks: Quantity = 1
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Precision:
 
     Attributes:
         gradient_bytes: of a gradient; None for the parameter's own format.
+        fresh_gradient_bytes: of the gradient of one micro-batch that stays beside the sum; 0 for none.
         master_bytes: of a second copy of the parameter that the optimizer updates; 0 for none.
         moment_bytes: of both moments of Adam together; None for two in the parameter's own format.
     """
@@ -99,6 +103,7 @@ class Precision:
     gradient_bytes: int | None = None
     master_bytes: int = 0
     moment_bytes: int | None = None
+    fresh_gradient_bytes: int = 0
 
 
 FULL = Precision()
@@ -106,6 +111,8 @@ FULL = Precision()
 MIXED = Precision(gradient_bytes=2, master_bytes=4, moment_bytes=8)
 # The same with gradients accumulated in float32 (nanotron, Megatron-Core): 2 + 4 + 12.
 MIXED_FLOAT32_GRADIENTS = Precision(gradient_bytes=4, master_bytes=4, moment_bytes=8)
+# nanotron adds the gradient of a micro-batch, in bfloat16, to the sum, and lets none of them go.
+MIXED_BOTH_GRADIENTS = Precision(4, 4, 8, fresh_gradient_bytes=2)
 
 
 class Pricer:
@@ -120,6 +127,9 @@ class Pricer:
         layers: number of layers of every stack, by path, where it is not the graph's own: a symbol.
         precision: of what training keeps beside parameters.
         fused: whether chains of element-wise ops are one kernel, as a compiler makes them.
+        regathers: whether an activation that is gathered for an op is kept in shards, and gathered
+            again in backward (Korthikanti et al. 2022, section 4.2.2).
+        bucket_bytes: of the collectives that parameters and gradients share.
     """
 
     def __init__(
@@ -133,7 +143,10 @@ class Pricer:
         layers: Mapping[str, Quantity] | None = None,
         precision: Precision = FULL,
         fused: bool = False,
+        regathers: bool = False,
+        bucket_bytes: float = BUCKET_BYTES,
     ) -> None:
+        self.regathers, self.bucket_bytes = regathers, bucket_bytes
         self.graph, self.plan, self.sizes = graph, plan, sizes
         self.hardware, self.links, self.precision = hardware, tuple(links), precision
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
@@ -167,7 +180,9 @@ class Pricer:
         """Bytes of what crosses from one repeated layer to the next, on one rank."""
         crossing = _crossing(self.graph)
         produced = self._produced()
-        return sum((self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in crossing), start=0)
+        return sum(
+            (self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in crossing), start=0
+        )
 
     def into(self, op: Op, position: int) -> Iterator[Item]:
         """The forward of the conversion that an operand of `op` goes through."""
@@ -202,13 +217,13 @@ class Pricer:
         for name, targets in self._targets(produced).items():
             carries = "parameter" if name in parameters else "activation"
             for target in targets:
-                again = carries == "parameter" and name in kept
+                again = name in kept and (carries == "parameter" or self.regathers)
                 yield from self._convert(name, produced[name], target, carries, again)
 
     def _convert(
         self, name: str, source: Layout, target: Layout, carries: str, again: bool
     ) -> Iterator[Item]:
-        """A conversion inside the graph; a gathered parameter is gathered `again` in backward."""
+        """A conversion inside the graph; what is gathered may be gathered `again` in backward."""
         tensor = self.graph.tensors[name]
         region, count = self._place(name, self.modules.get(name, ""))
         title = self._title(name)
@@ -216,9 +231,13 @@ class Pricer:
             yield self._item(title, forward, axis, "forward", region, count, before, after, carries)
             if tensor.needs_grad:
                 back = "gradient" if carries == "parameter" else carries
-                yield self._item(title, backward, axis, "backward", region, count, after, before, back)
-            if again and tensor.needs_grad and sends(forward):
-                yield self._item(title, forward, axis, "backward", region, count, before, after, carries)
+                yield self._item(
+                    title, backward, axis, "backward", region, count, after, before, back
+                )
+            if again and tensor.needs_grad and forward == "all_gather":
+                yield self._item(
+                    title, forward, axis, "backward", region, count, before, after, carries
+                )
 
     def _between_steps(self, name: str) -> Iterator[Item]:
         """A parameter's way from storage to its resident layout, and its gradient's way back."""
@@ -227,13 +246,17 @@ class Pricer:
         title = _numbers_out(name)
         if tensor.needs_grad:
             yield self._accumulation(tensor, how.resident, region, count)
-        for axis, forward, backward, before, after in self._steps(tensor, how.storage, how.resident):
+        for axis, forward, backward, before, after in self._steps(
+            tensor, how.storage, how.resident
+        ):
             yield self._item(
                 title, forward, axis, "gather", region, count, before, after, "parameter",
                 every_micro_batch=False,
             )  # fmt: skip
             if tensor.needs_grad:
-                scale = (self.precision.gradient_bytes or tensor.itemsize_bytes) / tensor.itemsize_bytes
+                scale = (
+                    self.precision.gradient_bytes or tensor.itemsize_bytes
+                ) / tensor.itemsize_bytes
                 yield self._item(
                     title, backward, axis, "reduce", region, count, after * scale, before * scale,
                     "gradient", every_micro_batch=how.reduce == "micro_batch",
@@ -270,6 +293,7 @@ class Pricer:
         seconds = collective_seconds(
             name, before_bytes=before, after_bytes=after, ranks=ranks, link=self.links[axis],
             hardware=self.hardware, bucketed=carries != "activation",
+            bucket_bytes=self.bucket_bytes,
         )  # fmt: skip
         sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
         local = not sends(name)
@@ -277,7 +301,7 @@ class Pricer:
             f"{name} {title}", name, COMPUTE if local else self.plan.mesh.names[axis], phase, region,
             count, seconds, sent, kernels=int(carries == "activation"),
             carries="" if local else carries,
-            every_micro_batch=every_micro_batch,
+            every_micro_batch=every_micro_batch, ranks=1 if local else ranks,
         )  # fmt: skip
 
     # --- memory
@@ -293,11 +317,13 @@ class Pricer:
         if not tensor.needs_grad:
             return
         size, precision = tensor.itemsize_bytes, self.precision
-        gradient = (precision.gradient_bytes or size) / size
+        gradient = ((precision.gradient_bytes or size) + precision.fresh_gradient_bytes) / size
         moments = 2 * size if precision.moment_bytes is None else precision.moment_bytes
         reduced = stored if how.reduce == "micro_batch" else resident
         yield Holding(title, "gradients", region, gradient * reduced)
-        yield Holding(title, "optimizer", region, (precision.master_bytes + moments) / size * stored)
+        yield Holding(
+            title, "optimizer", region, (precision.master_bytes + moments) / size * stored
+        )
 
     def _saved(self) -> Iterator[Holding]:
         stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
@@ -306,7 +332,10 @@ class Pricer:
             if not keeps(op, self.graph.tensors):
                 continue
             names = (*op.operands, *op.results)
-            layouts = (*self.operands[op.name], *self.results[op.name])
+            operands = self.operands[op.name]
+            if self.regathers:
+                operands = tuple(map(self._shards, op.operands, operands))
+            layouts = (*operands, *self.results[op.name])
             for name, layout in zip(names, layouts, strict=True):
                 if name in op.saved and self.saved.root(name) not in stored:
                     seen.setdefault(self.saved.memory(name, layout), op)
@@ -316,6 +345,12 @@ class Pricer:
             title = f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
             yield Holding(title, "saved activations", region, held)
 
+    def _shards(self, name: str, layout: Layout) -> Layout:
+        """An operand as its maker left it on the axes along which it is gathered for a use."""
+        made = self._made[name]
+        return tuple(a if a.kind == "S" and b.kind in ("R", "V") else b
+                     for a, b in zip(made, layout, strict=True))  # fmt: skip
+
     # --- the graph
 
     def _place(self, name: str, module: str) -> tuple[Region, Quantity]:
@@ -324,7 +359,13 @@ class Pricer:
         if place is None:
             return self.regions.get(name, "before"), 1
         stack, index = place
-        return "layers", self.layers[stack.path] - stack.captured + 1 if index == stack.middle else 1
+        return "layers", self.layers[
+            stack.path
+        ] - stack.captured + 1 if index == stack.middle else 1
+
+    @cached_property
+    def _made(self) -> dict[str, Layout]:
+        return self._produced()
 
     def _produced(self) -> dict[str, Layout]:
         produced = {name: self.whole for name in self.graph.buffers.values()}

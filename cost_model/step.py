@@ -17,11 +17,13 @@ With equal stages the fourth line is the (p - 1) / (v m) of GPipe and interleave
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.cost_model.arith import Quantity, larger, smaller
+from autopar.cost_model.arith import Quantity, larger, power, smaller
+from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.hardware import Hardware, Link
@@ -82,6 +84,7 @@ class Step:
         layers: repeated layers of the whole model.
         boundary_bytes: what crosses from one layer to the next, of one micro-batch on one rank.
         boundary_link: between the stages of the pipeline.
+        boundary_crosses: 1 where messages between stages leave the node, 0 where none does.
     """
 
     items: Sequence[Item]
@@ -92,6 +95,7 @@ class Step:
     layers: Quantity = 1
     boundary_bytes: Quantity = 0
     boundary_link: Link | None = None
+    boundary_crosses: Quantity = 0
     _sums: dict[object, Quantity] = field(default_factory=dict)
 
     # --- time
@@ -109,7 +113,7 @@ class Step:
             *layers,
             Term("embedding, head and loss", ends * m, note="of the slowest stage"),
             Term("pipeline bubble", (everything - slowest) / self.run.chunks),
-            Term("stage boundaries", self._boundary_seconds() * m),
+            Term("stage boundaries", self._boundary_seconds() * (m + self.run.stages - 1)),
             *self._once_a_step(),
             Term("optimizer", self._optimizer_seconds()),
             Term("fixed", self.software.step_seconds),
@@ -157,19 +161,33 @@ class Step:
         )  # fmt: skip
 
     def _waits(self, region: Region) -> Quantity:
-        """How much longer the host takes to issue each kernel than the device to run it."""
+        """How much longer the host takes to issue kernels than the device to run them, op by op or,
+        where it runs ahead, in sum.
+        """
         found = [*self._of(region, COMPUTE)]
         for axis in self._axes():
             found += self._of(region, axis)
-        host = self.hardware.host_seconds
+        if self.software.runs_ahead:
+            ahead = sum((n * i.count * (self._issue(i) - i.seconds) for i, n in found), start=0)
+            return larger(0, ahead + self._hidden(region))
         return sum(
             (
-                times * item.count * larger(0, item.kernels * host - item.seconds)
+                times * item.count * larger(0, self._issue(item) - item.seconds)
                 for item, times in found
                 if item.kernels
             ),
             start=0,
         )
+
+    def _issue(self, item: Item) -> Quantity:
+        """Seconds of the host to issue an item; a collective waits for the slowest rank's host."""
+        issued = item.kernels * self.hardware.host_seconds
+        if item.carries != "activation":
+            return issued
+        nodes = larger(1, item.ranks / self.hardware.devices_per_node)
+        stall = self.software.stall_seconds * self.boundary_crosses * power(nodes, 0.5)
+        several = smaller(1, item.ranks - 1)
+        return issued + self.software.skew_seconds * (item.ranks - 1) + several * stall * item.ranks
 
     def _of(self, region: Region, resource: str) -> list[tuple[Item, int]]:
         """Items that every micro-batch runs, with how often: layers run forward again."""
@@ -194,16 +212,20 @@ class Step:
         return list(dict.fromkeys(i.resource for i in self.items if i.resource != COMPUTE))
 
     def _hidden(self, region: Region) -> Quantity:
-        """Gathers of parameters and reductions of gradients that run beside compute."""
+        """What runs beside compute: gathers of parameters and reductions of gradients, and where the
+        runtime sends them piece by piece, activations.
+        """
         compute = sum(
             (times * i.count * i.seconds for i, times in self._of(region, COMPUTE)), start=0
         )
-        moved: dict[str, Quantity] = {"parameter": 0, "gradient": 0}
+        moved: dict[str, Quantity] = {"parameter": 0, "gradient": 0, "activation": 0}
         for axis in self._axes():
             for item, times in self._of(region, axis):
-                if item.carries in moved:
-                    moved[item.carries] += times * item.count * item.seconds
-        return self.software.hides * smaller(moved["parameter"] + moved["gradient"], compute)
+                moved[item.carries] += times * item.count * item.seconds
+        own = self.software.hides * smaller(moved["parameter"] + moved["gradient"], compute)
+        if not self.software.hides_activations:
+            return own
+        return own + self.software.hides_activations * smaller(moved["activation"], compute)
 
     def _once_a_step(self) -> tuple[Term, ...]:
         """Gathers and reductions between storage and the resident copies."""
@@ -234,10 +256,12 @@ class Step:
         """Sending a micro-batch's activations on, and its gradients back."""
         if self.boundary_link is None:
             return 0
-        link = self.boundary_link
         crossing = smaller(1, self.run.stages - 1) * self.run.chunks
-        one = link.latency_seconds + self.boundary_bytes / link.bandwidth_bytes_per_second
-        return 2 * crossing * one
+        one = collective_seconds(
+            "send", before_bytes=self.boundary_bytes, after_bytes=self.boundary_bytes, ranks=2,
+            link=self.boundary_link, hardware=self.hardware,
+        )  # fmt: skip
+        return 2 * crossing * (one + self.software.send_seconds * self.boundary_crosses)
 
     def _optimizer_seconds(self) -> Quantity:
         """Adam reads and writes its states and parameters; the gradient is read for its norm, read,
@@ -258,6 +282,7 @@ class Step:
         return (
             *(Term(kind, self.held(kind, stage), self._held_parts(kind, stage)) for kind in kinds),
             saved,
+            Term("transient peak", self._transient(stage), note="operands and results of one op"),
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
 
@@ -270,6 +295,15 @@ class Step:
                 start=0,
             ),
         )
+
+    def _transient(self, stage: Literal["first", "last"]) -> Quantity:
+        """What the largest op reads and writes: its gradients are as large, and nothing keeps them."""
+        sizes = [
+            item.traffic_bytes * (1 if item.region == "layers" else self._share(item.region, stage))
+            for item in self.items
+            if item.resource == COMPUTE and item.phase == "forward"
+        ]
+        return functools.reduce(larger, sizes, 0)
 
     def _share(self, region: Region, stage: str) -> Quantity:
         """How much of a region a stage has."""
@@ -342,4 +376,3 @@ class Step:
         if key not in self._sums:
             self._sums[key] = make()
         return self._sums[key]
-

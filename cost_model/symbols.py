@@ -12,6 +12,7 @@ import sympy
 from sympy.printing.numpy import NumPyPrinter
 
 from autopar.cost_model.arith import Quantity
+from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, Precision, Pricer
 from autopar.cost_model.sizes import SymbolicSizes
@@ -129,6 +130,8 @@ class Expressions:
         factors: Mapping[str, sympy.Symbol] | None = None,
         precision: Precision = FULL,
         fused: bool = False,
+        regathers: bool = False,
+        bucket_bytes: float = BUCKET_BYTES,
     ) -> Expressions:
         """Prices every node with symbols. `factors` names them, by default `factor_symbols`."""
         names = factor_symbols(graph) if factors is None else factors
@@ -138,7 +141,7 @@ class Expressions:
         pricer = Pricer(
             graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
             links=link_symbols(plan.mesh.names), layers=layers, precision=precision,
-            fused=fused,
+            fused=fused, regathers=regathers, bucket_bytes=bucket_bytes,
         )  # fmt: skip
         for position, axis in enumerate(plan.mesh.names):
             values |= link_values(hardware.link(plan.mesh, position), axis)
@@ -164,7 +167,8 @@ class Expressions:
     def _with(self, rest: Iterator[Quantity]) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
         items = tuple(
             dataclasses.replace(
-                item, count=next(rest), seconds=next(rest), traffic_bytes=next(rest), flops=next(rest)
+                item, count=next(rest), seconds=next(rest), traffic_bytes=next(rest), flops=next(rest),
+                ranks=next(rest),
             )
             for item in self.items
         )  # fmt: skip
@@ -172,10 +176,11 @@ class Expressions:
 
     @cached_property
     def _flat(self) -> list[sympy.Expr]:
-        fields = [[i.count, i.seconds, i.traffic_bytes, i.flops] for i in self.items]
+        fields = [[i.count, i.seconds, i.traffic_bytes, i.flops, i.ranks] for i in self.items]
         return [sympy.sympify(x) for group in fields for x in group] + [
             *(sympy.sympify(h.bytes) for h in self.holdings),
-            sympy.sympify(self.boundary_bytes), sympy.sympify(self.layers),
+            sympy.sympify(self.boundary_bytes),
+            sympy.sympify(self.layers),
         ]
 
     @cached_property
@@ -218,7 +223,7 @@ def merged_holdings(holdings: Any) -> tuple[Holding, ...]:
     return tuple(dataclasses.replace(h, bytes=held) for h, held in sums.items())
 
 
-class _Printer(NumPyPrinter):  # type: ignore[misc]
+class _Printer(NumPyPrinter):
     """Prints Max and Min so that numbers and arrays mix; numpy.amax wants equal shapes."""
 
     def _print_Max(self, expr: sympy.Max) -> str:

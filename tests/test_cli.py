@@ -1,37 +1,191 @@
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
 
 from autopar.cli import main
 from autopar.ir import Plan
+from autopar.views import read_trace
 
 TARGET = "examples.gpt:tiny_example"
+HERE = ("--cluster", "h100x4", "--batch", "16", "--seq", "64")
 
 
 def run(*args):
     return CliRunner().invoke(main, list(args))
 
 
+def document(*args):
+    result = run(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+# --- explain
+
+
 def test_explain_prints_what_was_chosen():
     result = run("explain", TARGET, "--mesh", "dp=2,tp=2", "--recipe", "dp:zero3,tp:tp+sp")
     assert result.exit_code == 0, result.output
-    assert "Plan for 4 ranks as dp=2,tp=2" in result.output
-    assert "blocks.*.mlp.up.weight" in result.output
-    assert "predicted on h100" in result.output
+    for words in (
+        "dp=2,tp=2 on h100x4x1", "blocks.*.mlp.up.weight", "ZeRO-3@dp", "dp=2 splits batch",
+        "Collectives of a step", "reduce_scatter", "Memory of a rank", "Time of a step",
+        "Step time when this grows by 1 %",
+    ):  # fmt: skip
+        assert words in result.output
+    assert "1000000000" not in result.output
 
 
 def test_explain_as_json_and_saved(tmp_path):
     path = tmp_path / "plan.json"
-    result = run("explain", TARGET, "--mesh", "dp=2", "--json", "--save", str(path))
-    document = json.loads(result.output)
-    assert Plan.from_json(document["plan"]) == Plan.load(path)
-    assert document["parameters"]["head.weight"]["shape"] == [256, 32]
+    found = document("explain", TARGET, "--mesh", "dp=2", "--save", str(path))
+    assert Plan.from_json(found["plan"]) == Plan.load(path)
+    assert found["parameters"]["head.weight"]["shape"] == [256, 32]
 
 
 def test_explain_searches_the_mesh():
     result = run("explain", TARGET, "--ranks", "4")
-    assert result.exit_code == 0 and "Plan for 4 ranks" in result.output
+    assert result.exit_code == 0 and "on h100x4x1" in result.output
+    assert "* chosen" in result.output
+
+
+def test_explain_a_preset_with_all_its_files(tmp_path):
+    html, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    found = document("explain", "gpt2", *HERE, "--html", str(html), "--trace", str(trace))
+    assert html.read_text().startswith("<!DOCTYPE html>")
+    assert len(read_trace(trace)) == len(found["events"])
+    chosen = [each for each in found["candidates"] if each["chosen"]]
+    assert len(chosen) == 1
+    assert chosen[0]["step_seconds"] == found["step_seconds"]
+    assert chosen[0]["memory_bytes"] == found["memory_bytes"]
+    assert found["fits"]
+    assert any(text.startswith("hidden, 768") for text in found["symbols_meaning"].values())
+    assert any("With twice" in line for line in found["notes"])
+    assert {"roofline", "block", "collectives", "sensitivity_per_percent"} <= set(found)
+
+
+def test_json_has_units_in_its_keys_and_nothing_else_on_stdout():
+    found = document("explain", "gpt2", *HERE)
+    timed = [key for key in found if key.endswith(("_seconds", "_bytes"))]
+    assert {"step_seconds", "memory_bytes", "memory_bound_bytes"} <= set(timed)
+    assert all("start_seconds" in each for each in found["events"])
+    assert all("traffic_bytes" in each for each in found["collectives"])
+
+
+def test_axes_of_one_rank_are_not_shown():
+    result = run("explain", "gpt2", *HERE, "--no", "tp")
+    assert result.exit_code == 0, result.output
+    assert "tp=1" not in result.output
+
+
+# --- intents
+
+
+def test_intents_are_obeyed():
+    found = document("explain", "gpt2", "--cluster", "h100x4x2", "--batch", "16", "--seq", "64",
+                     "--keep-inside-node", "tp", "--no", "recompute", "--no", "zero3",
+                     "--pin", "layers.*.mlp.*=tp")  # fmt: skip
+    sizes = dict(part.split("=") for part in found["plan"]["mesh"].split(","))
+    assert 1 < int(sizes["tp"]) <= 4
+    assert found["run"]["recompute"] == "none"
+    storage = found["plan"]["parameters"]["layers.1.mlp.up.weight"]
+    assert "@tp" in json.dumps(storage)
+    assert not any("zero3" in each["name"] for each in found["candidates"])
+
+
+def test_a_pin_over_an_axis_splits_columns_and_then_rows():
+    found = document("explain", TARGET, "--mesh", "dp=2,tp=2", "--pin", "blocks.*.mlp.*=tp")
+    splits = {each["op"]: each["tp"] for each in found["splits"].values()}
+    assert splits["blocks.*.mlp.up linear"] == splits["blocks.*.mlp.down linear"]
+    assert splits["blocks.*.mlp.up linear"] == "blocks.*.mlp.up.weight[0]"
+
+
+def test_a_bound_on_memory_changes_the_plan():
+    loose = document("explain", "gpt2", *HERE)
+    tight = document("explain", "gpt2", *HERE, "--max-memory", "2GB")
+    assert tight["memory_bound_bytes"] == 2_000_000_000
+    assert tight["memory_bytes"] <= 2e9 < loose["memory_bytes"] or tight["fits"]
+    assert tight["step_seconds"] >= loose["step_seconds"] * (1 - 1e-9)
+
+
+# --- fit
+
+
+def test_fit_says_yes_and_how_much_is_left():
+    result = run("fit", "gpt2", *HERE)
+    assert result.exit_code == 0, result.output
+    assert "gpt2 fits on h100x4x1" in result.output and "free" in result.output
+
+
+def test_fit_says_no_with_the_smallest_changes_and_their_price():
+    result = run("fit", "gpt2", "--cluster", "h100x4", "--batch", "16", "--seq", "64",
+                 "--mesh", "dp=4", "--recipe", "ddp", "--max-memory", "3GB", "--json")  # fmt: skip
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert not found["fits"] and found["margin_bytes"] < 0
+    assert found["remedies"][0]["what"] == "zero1 instead of ddp"
+    assert all(each["memory_bytes"] <= 3e9 for each in found["remedies"])
+    kinds = {part["name"] for part in found["memory"]["parts"]}
+    assert {"parameters", "gradients", "optimizer"} <= kinds
+
+
+def test_fit_offers_more_ranks_and_larger_devices():
+    result = run("fit", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512")
+    assert result.exit_code == 1, result.output
+    assert "DOES NOT FIT" in result.output and "What would make it fit" in result.output
+    assert "times the nodes" in result.output
+
+
+# --- compare
+
+
+def test_compare_ranks_by_time_with_the_pareto_front():
+    found = document("compare", "gpt2", *HERE, "--top", "6")
+    rows = found["candidates"]
+    fitting = [each["step_seconds"] for each in rows if each["fits"]]
+    assert fitting == sorted(fitting)
+    assert rows[0]["chosen"] and rows[0]["on_pareto_front"]
+    assert all(each["binds"] and each["why_not"] for each in rows[1:])
+    shown = run("compare", "gpt2", *HERE).output
+    assert "bound by" in shown and "priced; bound 80.0 GB" in shown
+
+
+def test_compare_writes_a_report(tmp_path):
+    path = tmp_path / "compare.html"
+    result = run("compare", "gpt2", *HERE, "--html", str(path))
+    assert result.exit_code == 0, result.output
+    assert 'id="candidates"' in path.read_text()
+
+
+# --- diff
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("documents")
+    for name, no in (("a", "tp"), ("b", "dp")):
+        (folder / f"{name}.json").write_text(
+            run("explain", "gpt2", *HERE, "--no", no, "--json").stdout
+        )
+    return folder / "a.json", folder / "b.json"
+
+
+def test_diff_says_what_differs_and_what_it_costs(documents):
+    result = run("diff", *map(str, documents))
+    assert result.exit_code == 0, result.output
+    assert "mesh: dp=4,tp=1 -> dp=1,tp=4" in result.output
+    assert re.search(r"parameter layers\.\*\.mlp\.up\.weight \(3x\): .*S\(0\)@tp", result.output)
+    assert "b.json is" in result.output and "memory a rank" in result.output
+    assert "communication along tp" in result.output
+
+
+def test_diff_of_a_plan_with_itself(documents):
+    result = run("diff", str(documents[0]), str(documents[0]))
+    assert "The plans are the same." in result.output
+
+
+# --- verify
 
 
 def test_verify_proves_a_saved_plan(tmp_path):
@@ -47,23 +201,67 @@ def test_verify_at_random():
     assert result.exit_code == 0 and "recipe random 3" in result.output
 
 
+# --- bad input
+
+
+@pytest.mark.parametrize("command", ["explain", "fit", "compare", "diff", "verify", "calibrate"])
+def test_help_has_an_example(command):
+    assert f"autopar {command} " in run(command, "--help").output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["explain", "examples.gpt", "--mesh", "dp=2"], "write package.module:function"),
         (["explain", "nowhere:f", "--mesh", "dp=2"], "no module 'nowhere'"),
         (["explain", "examples.gpt:f", "--mesh", "dp=2"], "has no function 'f'"),
-        (["explain", TARGET], "Give either --mesh"),
+        (["explain", "llama3-9b", "--cluster", "h100"], "llama3-8b"),
+        (["explain", "no/such/config.json", "--cluster", "h100"], "no file or directory"),
+        (["explain", TARGET], "Say where: --cluster h100x8x16"),
         (["explain", TARGET, "--mesh", "dp=7"], "Axis dp has size 7, which divides nothing"),
         (["explain", TARGET, "--mesh", "pp=2"], "reserved for pipeline stages"),
         (["explain", TARGET, "--mesh", "dp=2", "--recipe", "zero9"], "zero9"),
+        (["explain", TARGET, "--ranks", "2", "--recipe", "zero9"], "no recipe 'zero9'"),
         (["explain", TARGET, "--mesh", "dp=2", "--memory-gb", "0.00001"], "What would help"),
         (["explain", TARGET, "--mesh", "dp=2", "--pin", "head.weight=S(5)@dp"], "head.weight"),
+        (["explain", TARGET, "--mesh", "dp=2", "--pin", "head.weight"], "layers.*.mlp.*=tp"),
+        (["explain", TARGET, "--mesh", "dp=2", "--pin", "head.*=tp"], "the axes are dp"),
+        (["explain", TARGET, "--mesh", "dp=2", "--pin", "tail.*=dp"], "no product of matrices"),
+        (["explain", TARGET, "--mesh", "dp=2", "--cluster", "h100x4"], "has 2 ranks, and h100x4x1"),
+        (["explain", TARGET, "--ranks", "12"], "no whole number of nodes"),
+        (["explain", TARGET, "--ranks", "4", "--batch", "12"], "no multiple of the 8"),
+        (["explain", "gpt2", "--cluster", "h100x8", "--batch", "0"], "0 is not in the range"),
+        (["explain", "gpt2", "--cluster", "h100x8", "--seq", "-4"], "-4 is not in the range"),
+        (["explain", "gpt2", "--cluster", "h100x8", "--batch", "8", "--seq", "4096"], "4096"),
+        (["explain", "gpt2", "--cluster", "h100x8", "--max-memory", "-7GB"], "write 70GB"),
+        (["explain", "gpt2", "--cluster", "h100x-8"], "h100x-8"),
+        (["explain", "gpt2", "--cluster", "h1000x8"], "h100"),
+        (["explain", "gpt2", "--cluster", "nowhere.toml"], "nowhere.toml"),
+        (["explain", "gpt2", "--cluster", "h100x8", "--html", "no/such/a.html"], "no folder no/such"),
+        (["fit", "gpt2", "--cluster", "h100x8", "--mesh", "x=8"], "rule out all of them"),
+        (["diff", "a.json", "nowhere.json"], "Cannot read the plan a.json"),
         (["verify", "examples.gpt:example", "--mesh", "dp=2"], "needs real weights"),
+        (["verify", "gpt2", "--mesh", "dp=2"], "write package.module:function"),
     ],
-)
+)  # fmt: skip
 def test_errors_are_one_sentence(arguments, says):
     result = run(*arguments)
     assert result.exit_code != 0
     assert says in result.output
     assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_a_cluster_too_small_for_any_plan():
+    result = run("explain", "llama3-8b", "--cluster", "rtx4090x2", "--batch", "8", "--seq", "512")
+    assert result.exit_code != 0
+    assert re.search(
+        r"does not fit on rtx4090x2x1: .* GB \([\d,]+ bytes\) more than the", result.output
+    )
+    assert "What would help: about" in result.output
+
+
+def test_inconsistent_toml_names_the_line(tmp_path):
+    path = tmp_path / "ours.toml"
+    path.write_text('name = "ours"\nlike = "h100"\nnoeds = 3\n')
+    result = run("explain", "gpt2", "--cluster", str(path))
+    assert result.exit_code != 0 and "line 3" in result.output and "'nodes'" in result.output

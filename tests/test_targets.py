@@ -11,7 +11,7 @@ from autopar.capture import capture_step
 from autopar.errors import AutoparError
 from autopar.factors import analyze
 from autopar.models import PRESETS, parameter_count
-from autopar.targets import Stack, layer_of, resolve_target, weight_of
+from autopar.targets import resolve_target, stack, weight_of
 
 LAYERS = 7
 LLAMA = {
@@ -36,6 +36,10 @@ def all_parameters(target):
     return sum(p.numel() for p in target.build(None)[0].parameters())
 
 
+def layer_of(path, stacks):
+    return next(((s, i) for s in stacks if (i := s.index(path)) is not None), None)
+
+
 def modules_of(target):
     model, args, kwargs, loss_fn = target.build_few()
     return [op.module for op in analyze(capture_step(model, args, kwargs, loss_fn)).graph.ops]
@@ -45,22 +49,18 @@ def modules_of(target):
 
 
 def test_the_middle_layer_stands_for_all_but_two():
-    stacks = (Stack("layers", 126),)
-    assert stacks[0].captured_layers == 3
-    assert [stacks[0].weight(i) for i in range(3)] == [1, 124, 1]
-    assert layer_of("layers.1.attention.query", stacks) == (stacks[0], 1)
-    assert layer_of("layers.2", stacks) == (stacks[0], 2)
-    assert layer_of("layernorm", stacks) is None
-    assert layer_of("layers", stacks) is None
+    stacks = (stack("layers", 126),)
+    assert stacks[0].captured == 3
     assert weight_of("head.weight", stacks) == 1
+    assert weight_of("layernorm", stacks) == 1
     assert [weight_of(f"layers.{i}.mlp.up.weight", stacks) for i in range(3)] == [1, 124, 1]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_a_shallow_stack_is_built_whole(layers):
-    stack = Stack("layers", layers)
-    assert stack.captured_layers == layers
-    assert [stack.weight(i) for i in range(layers)] == [1] * layers
+    found = stack("layers", layers)
+    assert found.captured == layers
+    assert [weight_of(f"layers.{i}", (found,)) for i in range(layers)] == [1] * layers
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -73,7 +73,7 @@ def test_weighted_parameters_of_a_preset_are_those_of_the_whole(name):
 def test_ops_say_which_layer_they_are_of(name):
     target = resolve_target(name, batch=1, seq=64)
     found = {layer_of(module, target.stacks) for module in modules_of(target)}
-    assert found == {None} | {(stack, i) for stack in target.stacks for i in range(3)}
+    assert found == {None} | {(s, i) for s in target.stacks for i in range(3)}
 
 
 # --- presets
@@ -86,7 +86,7 @@ def test_preset_with_batch_and_sequence():
     assert (kwargs, loss_fn) == ({}, None)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     assert len(model.layers) == 2
-    assert target.stacks == (Stack("layers", 12),)
+    assert target.stacks == (stack("layers", 12),)
     assert "Radford" in target.source
 
 
@@ -148,7 +148,7 @@ def test_function_may_take_batch_and_sequence(tmp_path, monkeypatch):
 def test_configuration_is_built_with_few_layers(tmp_path):
     folder = saved(tmp_path, transformers.LlamaConfig(**LLAMA), "LlamaForCausalLM")
     target = resolve_target(folder, batch=2, seq=16)
-    assert target.stacks == (Stack("model.layers", LAYERS),)
+    assert target.stacks == (stack("model.layers", LAYERS),)
     model, args, kwargs, _ = target.build_few()
     assert type(model).__name__ == "LlamaForCausalLM"
     assert all(p.is_meta for p in model.parameters())
@@ -217,7 +217,7 @@ def test_layer_types_that_are_alike_are_cut_along(tmp_path):
     config = transformers.Qwen3Config(**LLAMA, head_dim=16)
     assert len(config.layer_types) == LAYERS
     target = resolve_target(saved(tmp_path, config, "Qwen3ForCausalLM"), seq=16)
-    assert target.stacks == (Stack("model.layers", LAYERS),)
+    assert target.stacks == (stack("model.layers", LAYERS),)
     assert len(target.build_few()[0].config.layer_types) == 3
 
 

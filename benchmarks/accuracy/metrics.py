@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Outcome:
     """One run: what was measured and what was predicted, None where a table does not say.
 
     `group` is the (model, number of GPUs) within which configurations compete. `failed` marks a run
-    that crashed or ran out of memory.
+    that crashed or ran out of memory. `worst_bytes` are those of the fullest rank, which decide
+    whether a run fits; None where that is the measured one.
     """
 
     group: Hashable
@@ -25,6 +26,15 @@ class Outcome:
     measured_bytes: float | None = None
     capacity_bytes: float | None = None
     failed: bool = False
+    worst_bytes: float | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the fullest rank stays within its memory; None where that is unknown."""
+        found = self.predicted_bytes if self.worst_bytes is None else self.worst_bytes
+        if found is None or self.capacity_bytes is None:
+            return None
+        return found <= self.capacity_bytes
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
@@ -86,12 +96,12 @@ def oom_accuracy(outcomes: Sequence[Outcome]) -> float | None:
 
     None where all ran or all failed.
     """
-    known = [o for o in outcomes if o.predicted_bytes is not None and o.capacity_bytes is not None]
+    known = [o for o in outcomes if o.fits is not None]
     right = {True: 0, False: 0}
     count = {True: 0, False: 0}
     for o in known:
         count[o.failed] += 1
-        right[o.failed] += (o.predicted_bytes > o.capacity_bytes) == o.failed  # type: ignore[operator]
+        right[o.failed] += o.fits != o.failed
     if not all(count.values()):
         return None
     return (right[True] / count[True] + right[False] / count[False]) / 2

@@ -12,17 +12,25 @@ import numpy as np
 import sympy
 import torch
 
-from accuracy.rows import Row, Skip
 from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_by_weight, cuts_of_equal_ends
-from autopar.cost_model.items import Precision
+from autopar.cost_model.items import COMPUTE, Item, Precision
 from autopar.cost_model.software import Software
 from autopar.cost_model.step import Run, Step, total
-from autopar.cost_model.symbols import Expressions, link_of, link_values, machine_values, symbol
+from autopar.cost_model.symbols import (
+    Expressions,
+    link_of,
+    link_symbols,
+    link_values,
+    machine_values,
+    symbol,
+)
 from autopar.ir import Graph, Mesh, Plan, Stack
 from autopar.models import Transformer, build, example_inputs
 from autopar.planning import prepare_step
 from autopar.search import search
+from benchmarks.accuracy.rows import Row, Skip
 
 CAPTURED_LAYERS = 3
 # Every size that a symbol stands for differs from all others, so that it tells which factor is which.
@@ -56,6 +64,11 @@ class Shape:
         zero_stage, sequence_parallel, precision: how it was sharded and kept.
         balances: whether stages are cut by weight, the head included.
         fused: whether chains of element-wise ops are one kernel.
+        regathers: whether gathered activations are kept in shards.
+        bucket_bytes: of the collectives of gradients, before tensor parallelism splits them: their
+            number stays.
+        scatters: whether each rank of a tensor-parallel group sends a part of what crosses from stage
+            to stage, which the other side gathers.
     """
 
     family: Family
@@ -64,6 +77,9 @@ class Shape:
     precision: Precision
     balances: bool = False
     fused: bool = False
+    regathers: bool = False
+    bucket_bytes: float = BUCKET_BYTES
+    scatters: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,9 +103,43 @@ def expressions_of(shape: Shape) -> Expressions:
         graph, {"dp": 2, "tp": 2}, hardware=hardware, recipe=f"dp:{data},tp:{tensor}",
         memory_bytes=10**18,
     )  # fmt: skip
-    return Expressions.of(
-        graph, plan, hardware, factors=_names(graph), precision=shape.precision, fused=shape.fused
+    found = Expressions.of(
+        graph, plan, hardware, factors=_names(graph), precision=shape.precision, fused=shape.fused,
+        regathers=shape.regathers, bucket_bytes=shape.bucket_bytes / symbol("tp"),
+    )  # fmt: skip
+    return _vocabulary_parallel(found)
+
+
+def _vocabulary_parallel(expressions: Expressions) -> Expressions:
+    """The same with the loss computed where the logits are, each rank on its share of the vocabulary.
+
+    Our own graphs gather the logits, because the loss is one op; Megatron-LM and nanotron take it
+    apart (Shoeybi et al. 2019, section 3), for three all-reduces of a number per token.
+    """
+    parts = symbol("tp")
+    gathered = ("all_gather of head linear", "shard of head linear", "all_gather of  reshape")
+    items = [
+        replace(i, seconds=i.seconds / parts, traffic_bytes=i.traffic_bytes / parts)
+        if i.resource == COMPUTE and i.region == "after" and i.kind in _LOSS else i
+        for i in expressions.items if i.name not in gathered
+    ]  # fmt: skip
+    tokens = 4 * symbol("batch") * symbol("seq") / symbol("dp")
+    sums = collective_seconds(
+        "all_reduce", before_bytes=tokens, after_bytes=tokens, ranks=parts,
+        link=link_symbols(["tp"])[0], hardware=expressions.machine,
+    )  # fmt: skip
+    items.append(
+        Item("all_reduce of the loss", "all_reduce", "tp", "forward", "after", 3, sums, tokens,
+             carries="activation", ranks=parts)
+    )  # fmt: skip
+    holdings = tuple(
+        replace(h, bytes=h.bytes / parts) if h.name.endswith("cross_entropy_loss") else h
+        for h in expressions.holdings
     )
+    return replace(expressions, items=tuple(items), holdings=holdings)
+
+
+_LOSS = ("aten._to_copy", "aten.cross_entropy_loss")
 
 
 def _names(graph: Graph) -> dict[str, sympy.Expr]:
@@ -119,7 +169,7 @@ def price_rows(
     expressions = expressions_of(shape)
     cuts = Cuts(*np.array([cuts_of(row, shape.balances) for row in rows], dtype=float).T)
     values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
-    step = _step(expressions, values, cuts, recompute, hardware, software, shape.precision)
+    step = _step(expressions, values, cuts, recompute, hardware, software, shape)
     seconds = np.broadcast_to(step.seconds(), len(rows))
     first, last = (np.broadcast_to(total(step.memory(s)), len(rows)) for s in ("first", "last"))
     return [Prediction(*map(float, each)) for each in zip(seconds, first, last, strict=True)]
@@ -132,17 +182,19 @@ def _step(
     recompute: str,
     hardware: Hardware,
     software: Software,
-    precision: Precision,
+    shape: Shape,
 ) -> Step:
     found = expressions.at(**machine_values(expressions.machine, hardware), **values)
     run = Run(
         values["micro_batches"], values["stages"], values["chunks"], cuts,
-        "full" if recompute == "full" else "none", precision,
+        "full" if recompute == "full" else "none", shape.precision,
     )  # fmt: skip
     link = link_of(values, "pp")
+    parts = values["tp"] if shape.scatters and not shape.sequence_parallel else 1
     return Step(
         found.items, found.holdings, run, found.machine, software, layers=found.layers,
-        boundary_bytes=found.boundary_bytes, boundary_link=link,
+        boundary_bytes=found.boundary_bytes / parts, boundary_link=link,
+        boundary_crosses=values["crosses"],
     )  # fmt: skip
 
 
@@ -164,6 +216,7 @@ def _sizes(row: Row, family: Family) -> dict[str, float]:
         "head_dim": row.hidden // row.heads, "positions": row.seq, "ffn": row.ffn, "vocab": row.vocab,
         "layers": row.layers, "dp": row.dp, "tp": row.tp, "stages": row.pp,
         "chunks": row.chunks, "micro_batches": row.grad_accum,
+        "crosses": float(row.pp > 1 and row.n_gpus > row.gpus_per_node),
     }  # fmt: skip
 
 

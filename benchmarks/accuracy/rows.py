@@ -24,6 +24,7 @@ class Row:
     """
 
     row_id: str
+    source: str
     source_ref: str
     model: str
     params: float | None
@@ -46,7 +47,7 @@ class Row:
     chunks: int
     sequence_parallel: bool
     zero_stage: int | None
-    micro_batch: int
+    micro_batch: float
     grad_accum: int
     precision: str
     recompute: str
@@ -96,19 +97,20 @@ def parse(fields: Mapping[str, str]) -> Row:
     hidden, layers, heads, seq, n_gpus = (int(value or 0) for value in dims.values())
     _refuse(text)
     pp, tp = _whole(text, "pp") or 1, _whole(text, "tp") or 1
-    dp = _degree(text, n_gpus, tp * pp)
+    cp = _whole(text, "cp") or 1
+    dp = _degree(text, n_gpus, tp * pp * cp)
     micro_batch, grad_accum = _batches(text, dp)
     tokens = micro_batch * grad_accum * dp * seq
     return Row(
-        row_id=text.get("row_id", ""),
+        row_id=text.get("row_id", ""), source=text.get("source", ""),
         source_ref=text.get("source_ref", ""), model=text["model"], params=_number(text, "params"),
         hidden=hidden, layers=layers, heads=heads, kv_heads=_whole(text, "kv_heads") or heads,
         ffn=_whole(text, "ffn"), vocab=_whole(text, "vocab"),
         tied=_yes(text.get("tied_embeddings", "")), seq=seq, gpu=text["gpu"], n_gpus=n_gpus,
         gpus_per_node=_whole(text, "gpus_per_node") or 8,
-        interconnect=text.get("interconnect", ""), framework=text["framework"], dp=dp, tp=tp, pp=pp,
+        interconnect=text.get("interconnect", ""), framework=text["framework"], dp=dp * cp, tp=tp, pp=pp,
         chunks=_whole(text, "vpp") or 1, sequence_parallel=_yes(text.get("sp", "")) is True,
-        zero_stage=_stage(text.get("zero_stage", "")), micro_batch=micro_batch,
+        zero_stage=_stage(text.get("zero_stage", "")), micro_batch=micro_batch / cp,
         grad_accum=grad_accum, precision=text.get("precision", ""),
         recompute=text.get("recompute", ""), schedule=text.get("schedule", ""),
         step_seconds=_seconds(text, tokens, n_gpus), memory_bytes=_memory(text),
@@ -121,8 +123,6 @@ def _refuse(text: Mapping[str, str]) -> None:
     """Skips what the description of a dense transformer does not cover."""
     if (_whole(text, "ep") or 1) > 1 or "moe" in text["model"].lower():
         raise Skip("mixture of experts")
-    if (_whole(text, "cp") or 1) > 1:
-        raise Skip("context parallel")
     note = text.get("notes", "").lower()
     if "fine-tun" in note or "lora" in note or "fine-tun" in text["model"].lower():
         raise Skip("fine-tuning")
@@ -170,7 +170,9 @@ def _failed(status: str) -> bool:
 
 
 def _suspect(status: str) -> bool:
-    return any(word in status.lower() for word in ("suspect", "low confidence", "plotted as failed"))
+    return any(
+        word in status.lower() for word in ("suspect", "low confidence", "plotted as failed")
+    )
 
 
 def _yes(text: str) -> bool | None:
@@ -196,3 +198,5 @@ def rows(path: Path) -> Iterator[Row | Skip]:
             yield parse(fields)
         except Skip as reason:
             yield reason
+        except (ValueError, ArithmeticError, AttributeError, KeyError) as error:
+            yield Skip(f"cannot be read: {type(error).__name__}")

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from accuracy.pricing import SIGNATURE, Family, Shape
-from accuracy.rows import Row, Skip
 from autopar.cost_model import Hardware, find_hardware
 from autopar.cost_model.catalogue import canonical_gpu
-from autopar.cost_model.items import MIXED, MIXED_FLOAT32_GRADIENTS, Precision
-from autopar.cost_model.software import AUTOPAR, SOFTWARE, Software
+from autopar.cost_model.collectives import BUCKET_BYTES
+from autopar.cost_model.items import (
+    MIXED,
+    MIXED_BOTH_GRADIENTS,
+    MIXED_FLOAT32_GRADIENTS,
+    Precision,
+)
+from autopar.cost_model.software import Software, software_for
 from autopar.errors import AutoparError
 from autopar.models import Transformer
+from benchmarks.accuracy.pricing import SIGNATURE, Family, Shape
+from benchmarks.accuracy.rows import Row, Skip
 
 # PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
 # captured graph has them in bfloat16, so float32 masters stand for the stored ones.
@@ -32,7 +38,9 @@ class Framework:
         zero_stage: where a row has none.
         pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
         flash: whether attention keeps no weights.
-        balances, fused: see `Shape`.
+        balances, fused, regathers, bucket_bytes, scatters: see `Shape`.
+        sequence_parallel: with tensor parallelism, whatever a row says.
+        network: of the cluster where a row names none: a suffix in the catalogue of hardware.
     """
 
     name: str
@@ -43,14 +51,27 @@ class Framework:
     flash: bool = True
     balances: bool = False
     fused: bool = False
+    regathers: bool = False
+    bucket_bytes: float = BUCKET_BYTES
+    scatters: bool = False
+    network: str = ""
+    sequence_parallel: bool = False
 
 
 # By the first word of `framework` that matches.
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
     {
-        "nanotron": Framework("nanotron", "llama", MIXED_FLOAT32_GRADIENTS, balances=True),
+        "nanotron": Framework(
+            "nanotron",
+            "llama",
+            MIXED_BOTH_GRADIENTS,
+            balances=True,
+            regathers=True,
+            bucket_bytes=256e6,
+            network="efa",
+        ),
         "Megatron-DeepSpeed": Framework(
-            "megatron-deepspeed", "gpt", MIXED, pads_vocab=True, flash=False
+            "megatron-deepspeed", "gpt", MIXED, pads_vocab=True, flash=False, scatters=True
         ),
         "llm-foundry": Framework("llm-foundry", "llm-foundry", AUTOCAST, zero_stage=3),
         "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
@@ -59,9 +80,27 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
         "Megatron-LM (zero": Framework(
             "megatron-lm", "gpt", MIXED_FLOAT32_GRADIENTS, pads_vocab=True, flash=False
         ),
-        "Megatron-LM": Framework("megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False),
-        "NeMo": Framework("nemo", "llama", MIXED_FLOAT32_GRADIENTS, 1, pads_vocab=True),
-        "Megatron-Core": Framework("nemo", "llama", MIXED_FLOAT32_GRADIENTS, 1, pads_vocab=True),
+        "Megatron-LM": Framework(
+            "megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False, scatters=True
+        ),
+        "NeMo": Framework(
+            "nemo",
+            "llama",
+            MIXED_FLOAT32_GRADIENTS,
+            1,
+            pads_vocab=True,
+            fused=True,
+            sequence_parallel=True,
+        ),
+        "Megatron-Core": Framework(
+            "nemo",
+            "llama",
+            MIXED_FLOAT32_GRADIENTS,
+            1,
+            pads_vocab=True,
+            fused=True,
+            sequence_parallel=True,
+        ),
     }
 )
 
@@ -84,16 +123,15 @@ class Subject:
 def subject(row: Row) -> Subject:
     """What a row means. Raises Skip for what is not described."""
     framework = framework_of(row)
-    hardware = hardware_of(row)
-    software = SOFTWARE.get((framework.name, hardware.name), replace(AUTOPAR, name=framework.name))
+    hardware = hardware_of(row, framework.network)
+    software = software_for(framework.name, hardware.name)
     vocab = row.vocab or _vocab(row)
     if framework.pads_vocab:
         granule = 128 * row.tp
         vocab = -(-vocab // granule) * granule
     row = replace(row, vocab=vocab, ffn=row.ffn or 4 * row.hidden)
-    return Subject(
-        row, shape_of(row, framework), _recompute(row), software.on(hardware), software
-    )
+    shape = shape_of(row, framework)
+    return Subject(row, shape, _recompute(row), _products(row, software.on(hardware)), software)
 
 
 def framework_of(row: Row) -> Framework:
@@ -102,15 +140,14 @@ def framework_of(row: Row) -> Framework:
     framework = next(matching, None)
     if framework is None:
         raise Skip(f"framework {row.framework!r} is not described")
-    if framework.family == "llama" and "gpt" in row.model.lower():
+    ungated = any(word in row.model.lower() for word in ("gpt", "nemotron4", "nemotron-4"))
+    if framework.family == "llama" and ungated:
         return replace(framework, family="gpt")
     return framework
 
 
 def shape_of(row: Row, framework: Framework) -> Shape:
     """The family, and how it is sharded."""
-    if "fp8" in row.precision.lower() or "float8" in row.precision.lower() or "fp4" in row.precision.lower():
-        raise Skip("8-bit products")
     grouped = row.kv_heads != row.heads
     description = Transformer.from_dimensions(
         framework.family, hidden=SIGNATURE["hidden"], layers=3,
@@ -121,20 +158,23 @@ def shape_of(row: Row, framework: Framework) -> Shape:
     )  # fmt: skip
     stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
     return Shape(
-        Family(description, grouped), stage, row.sequence_parallel, framework.precision,
-        framework.balances, framework.fused,
+        Family(description, grouped), stage,
+        row.sequence_parallel or (framework.sequence_parallel and row.tp > 1), framework.precision,
+        framework.balances, framework.fused, framework.regathers, framework.bucket_bytes,
+        framework.scatters,
     )  # fmt: skip
 
 
-def hardware_of(row: Row) -> Hardware:
+def hardware_of(row: Row, network: str = "") -> Hardware:
     """The GPU of a row, in nodes and on a network as the row says."""
     try:
-        hardware = find_hardware(canonical_gpu(row.gpu))
+        name = canonical_gpu(row.gpu)
+        hardware = find_hardware(f"{name}-{network}" if network else name)
     except AutoparError as error:
         raise Skip(f"GPU {row.gpu!r} is not in the catalogue") from error
     hardware = replace(hardware, devices_per_node=row.gpus_per_node)
-    network = network_bytes_per_second(row.interconnect, row.gpus_per_node)
-    return hardware if network is None else hardware.with_network(network)
+    nic = network_bytes_per_second(row.interconnect, row.gpus_per_node)
+    return hardware if nic is None else hardware.with_network(nic)
 
 
 def network_bytes_per_second(text: str, gpus_per_node: int) -> float | None:
@@ -150,6 +190,20 @@ def network_bytes_per_second(text: str, gpus_per_node: int) -> float | None:
 
 def _vocab(row: Row) -> int:
     raise Skip("no vocabulary")
+
+
+def _products(row: Row, hardware: Hardware) -> Hardware:
+    """The hardware with products of 8 bits where a row has them; attention keeps its 16."""
+    precision = row.precision.lower()
+    if any(word in precision for word in ("fp4", "mx")):
+        raise Skip("4-bit or block-scaled products")
+    if "fp8" not in precision and "float8" not in precision:
+        return hardware
+    try:
+        gain = hardware.dtype_flops_per_second("float8") / hardware.flops_per_second(2)
+    except AutoparError as error:
+        raise Skip("no figure for 8-bit products") from error
+    return replace(hardware, matmul_efficiency=hardware.matmul_efficiency * gain)
 
 
 # Tables whose column `recompute` contradicts their own times. vTrain's single-node rows say full; with

@@ -1,0 +1,56 @@
+"""`autopar explain`: the chosen plan in the model's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autopar.cli.options import TARGET_HELP, question, question_options
+from autopar.cli.output import check_folder, console, print_json, working, write_files
+from autopar.pages import page_of
+from autopar.sheet import Sheet
+
+
+@click.command(
+    "explain",
+    help=f"""Plan a step of TARGET on a cluster, and say what was chosen and why: what is split over which
+axis, where collectives stand and what they cost, memory and time, the next best plans and why they
+lose, what would change the choice. Needs no devices, weights or process group.
+
+{TARGET_HELP}
+
+\b
+Examples:
+  autopar explain llama3-8b --cluster h100x8x2 --batch 128 --seq 4096
+  autopar explain llama3-70b --cluster h100x8x16 --batch 1024 --html report.html --trace step.json
+  autopar explain path/to/config.json --cluster a100x8 --max-memory 70GB --keep-inside-node tp
+  autopar explain gpt3-175b --cluster h100x8x16 --no recompute --pin 'layers.*.mlp.*=tp'
+  autopar explain examples.gpt:example --mesh dp=8,tp=8 --recipe dp:zero3,tp:tp+sp""",
+)
+@click.argument("target")
+@question_options
+@click.option("--save", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write the plan, as autopar.compile(plan=) and verify read it.")  # fmt: skip
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write a report to look at, one file without scripts or network.")  # fmt: skip
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write the predicted step as a Chrome trace, for Perfetto.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def explain_command(
+    target: str, save: Path | None, html: Path | None, trace: Path | None, as_json: bool,
+    **given: Any,
+) -> None:  # fmt: skip
+    check_folder(save, html, trace)
+    with working() as progress:
+        found = question(target, progress, given).answer()
+        progress("writing the report")
+        page = page_of(found, target)
+    if save is not None:
+        found.plan.save(save)
+    write_files(page, html, trace)
+    if as_json:
+        print_json(page.document)
+    else:
+        console().print(Sheet(found, page))

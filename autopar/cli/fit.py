@@ -1,0 +1,39 @@
+"""`autopar fit`: will it fit?"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from autopar.cli.options import TARGET_HELP, question, question_options
+from autopar.cli.output import console, print_json, working
+from autopar.fitting import to_json, will_it_fit
+from autopar.sheet import FitSheet
+
+
+@click.command(
+    "fit",
+    help=f"""Say whether a step of TARGET fits: bytes of a rank by kind, the margin, and the smallest changes
+that make it fit, each with its price in time. Ends with status 1 if it does not fit as asked.
+
+{TARGET_HELP}
+
+\b
+Examples:
+  autopar fit llama3-70b --cluster h100x8x4 --batch 256
+  autopar fit llama3-8b --cluster a100x8 --batch 64 --mesh dp=8 --recipe zero1 --micro-batches 1
+  autopar fit config.json --cluster rtx4090x8 --batch 8 --no recompute --json""",
+)
+@click.argument("target")
+@question_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def fit_command(target: str, as_json: bool, **given: Any) -> None:
+    with working() as progress:
+        fit = will_it_fit(question(target, progress, given))
+    if as_json:
+        print_json(to_json(fit))
+    else:
+        console().print(FitSheet(target, fit))
+    sys.exit(0 if fit.fits else 1)

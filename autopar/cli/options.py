@@ -1,0 +1,156 @@
+"""Options that several commands share, and the question that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from autopar.advice import Progress, Question
+from autopar.cost_model.cluster import Cluster, find_cluster
+from autopar.errors import MeshError
+from autopar.intents import AXES, REFUSALS, Wishes, is_intent
+from autopar.ir import Mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TARGET_HELP = """TARGET is a preset (llama3-8b, gpt3-175b, mixtral-8x7b, bert-large, t5-11b, vit-h ...), the
+path of a Hugging Face config.json or of a directory that has one, or package.module:function, which
+returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
+
+_SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+
+
+class Bytes(click.ParamType):
+    """A size such as 70GB, 70e9 or 640 MB; GB is 1e9 bytes."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?b)?\s*", str(value), re.IGNORECASE)
+        try:
+            size = float(found[1]) * _SIZES[(found[2] or "b").lower()] if found else 0.0
+        except ValueError:
+            size = 0.0
+        if size < 1:
+            self.fail(f"{value!r} is no size of a memory; write 70GB.", param, ctx)
+        return int(size)
+
+
+class Pin(click.ParamType):
+    """NAME=CHOICE as a pair."""
+
+    name = "NAME=CHOICE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        name, _, choice = value.partition("=")
+        if not name or not choice:
+            self.fail(
+                f"Cannot read the pin {value!r}; write 'layers.*.mlp.*=tp' or "
+                "'layers.*.weight=S(0)@tp'.", param, ctx,
+            )  # fmt: skip
+        return name, choice
+
+
+POSITIVE = click.IntRange(min=1)
+
+_WHERE = (
+    click.option("--cluster", metavar="NAME",
+                 help="GPU x ranks in a node x nodes: h100x8x16, a100x4; or a TOML file."),
+    click.option("--batch", type=POSITIVE, metavar="N",
+                 help="Sequences of a step on all ranks; by default one per rank."),
+    click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
+    click.option("--mesh", metavar="AXES", help="Axes to use, such as dp=8,tp=8; else searched."),
+    click.option("--ranks", type=POSITIVE, metavar="N",
+                 help="Number of ranks, where --cluster names one GPU or none."),
+    click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
+    click.option("--recipe", default="auto", metavar="R",
+                 help="One of auto, ddp, zero1, zero2, zero3, tp, tp+sp, or per axis: "
+                      "dp:zero3,tp:tp+sp."),
+)  # fmt: skip
+
+_INTENTS = (
+    click.option("--max-memory", "--memory", "max_memory", type=Bytes(),
+                 help="Bound on the memory of a rank, such as 70GB."),
+    click.option("--memory-gb", type=click.FloatRange(min=0, min_open=True), hidden=True),
+    click.option("--keep-inside-node", "inside_node", multiple=True, type=click.Choice(AXES),
+                 help="An axis whose ranks must share a node; may be repeated."),
+    click.option("--no", "without", multiple=True, type=click.Choice(REFUSALS),
+                 help="What must not be used; may be repeated."),
+    click.option("--pin", "pins", multiple=True, type=Pin(),
+                 help="Fix a choice: 'layers.*.mlp.*=tp' splits those matrices over tp; "
+                      "'layers.*.mlp.up.weight=S(0)@tp' says how. May be repeated."),
+    click.option("--micro-batches", type=POSITIVE, metavar="N",
+                 help="Micro-batches of a step; else searched."),
+    click.option("--stages", multiple=True, type=POSITIVE, metavar="N",
+                 help="Depths of a pipeline to consider beside 1. They are priced; this version "
+                      "cannot run them."),
+)  # fmt: skip
+
+
+def question_options(command: F) -> F:
+    """What to plan, for where, and under which wishes."""
+    for option in reversed(_WHERE + _INTENTS):
+        command = option(command)
+    return command
+
+
+def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Question:
+    """The question that the options ask. Raises AutoparError or a click error where they cannot."""
+    mesh = None if given["mesh"] is None else Mesh.parse(given["mesh"])
+    cluster = _cluster(given, mesh)
+    memory = given["max_memory"]
+    if memory is None and given["memory_gb"] is not None:
+        memory = max(1, int(given["memory_gb"] * 1e9))
+    wishes = Wishes(
+        mesh=mesh, recipe=given["recipe"], pins=dict(given["pins"]),
+        micro_batches=given["micro_batches"],
+        stages=tuple(sorted({1, *given["stages"]})), max_memory_bytes=memory,
+        inside_node=given["inside_node"], without=frozenset(given["without"]),
+    )  # fmt: skip
+    _check_pins(wishes, mesh)
+    return Question(target, cluster, given["batch"], given["seq"], wishes=wishes, progress=progress)
+
+
+def _check_pins(wishes: Wishes, mesh: Mesh | None) -> None:
+    axes = mesh.names if mesh is not None else AXES
+    for name, choice in wishes.pins.items():
+        if is_intent(choice) and choice not in axes:
+            raise click.UsageError(
+                f"The pin {name}={choice} names no axis; the axes are {', '.join(axes)}."
+            )
+
+
+def _cluster(given: Mapping[str, Any], mesh: Mesh | None) -> Cluster:
+    name, ranks = given["cluster"], given["ranks"]
+    if name is not None and given["hardware"] is not None:
+        raise click.UsageError("Give --cluster or --hardware, not both.")
+    if name is None and mesh is None and ranks is None:
+        raise click.UsageError(
+            "Say where: --cluster h100x8x16, or --ranks 8, or --mesh dp=8,tp=8 for H100."
+        )
+    if name is not None and ranks is None and (mesh is None or "x" in name[1:]):
+        return find_cluster(name)
+    if mesh is not None and ranks not in (None, mesh.size):
+        raise click.UsageError(f"--mesh {mesh} has {mesh.size} ranks, and --ranks says {ranks}.")
+    return cluster_of(name or given["hardware"] or "h100", ranks or (mesh.size if mesh else 1))
+
+
+def cluster_of(gpu: str, ranks: int) -> Cluster:
+    """So many ranks of a GPU: part of one node, or whole nodes."""
+    node = find_cluster(gpu).devices_per_node
+    if ranks > node and ranks % node:
+        raise MeshError(
+            f"{ranks} ranks are no whole number of nodes of {node} {gpu}; say how they are spread, "
+            f"such as --cluster {gpu}x{_spread(ranks, node)}x{ranks // _spread(ranks, node)}."
+        )
+    return find_cluster(f"{gpu}x{min(node, ranks)}x{max(1, ranks // node)}")
+
+
+def _spread(ranks: int, node: int) -> int:
+    """The largest number of ranks in a node that divides them all."""
+    return max(size for size in range(1, node + 1) if ranks % size == 0)

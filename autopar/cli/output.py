@@ -1,0 +1,59 @@
+"""Where things are printed: results on stdout, what is going on on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from autopar.advice import Progress, silent
+from autopar.errors import AutoparError
+from autopar.views import Page, write_html, write_trace
+
+
+def console() -> Console:
+    """The terminal; a file or a pipe gets wide lines rather than the 80 columns rich assumes."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
+
+
+@contextlib.contextmanager
+def working() -> Iterator[Progress]:
+    """A spinner with what is being done, on a terminal's stderr; nothing elsewhere."""
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield silent
+        return
+    with errors.status("reading the model") as status:
+        yield lambda message: status.update(message)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """A document on stdout, alone."""
+    click.echo(json.dumps(document, indent=1, default=str, allow_nan=False))
+
+
+def check_folder(*paths: Path | None) -> None:
+    """Raises AutoparError for a file that could not be written, before any work is done."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise AutoparError(f"Cannot write {path}: there is no folder {path.parent}.")
+
+
+def write_files(page: Page, html: Path | None, trace: Path | None) -> None:
+    """The report and the trace, where they are wanted."""
+    if html is not None:
+        write_html(page, html)
+        _wrote(html)
+    if trace is not None:
+        write_trace(page.events, trace)
+        _wrote(trace)
+
+
+def _wrote(path: Path) -> None:
+    click.echo(f"Wrote {path}", err=True)

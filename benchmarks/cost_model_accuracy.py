@@ -1,0 +1,206 @@
+"""How true the cost model is to published runs of real clusters.
+
+    python benchmarks/cost_model_accuracy.py --data DIR [--json] [--markdown PATH]
+
+Reads every CSV file of training runs in DIR (or one file), builds each row's model from its
+dimensions, prices the row's configuration, and prints per file how far step times and peaks of memory
+are off and how well configurations are ranked. Configurations compete within one model, sequence
+length, global batch and number of GPUs. Errors and regrets are fractions.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it runs as a script
+
+from autopar.errors import AutoparError
+from benchmarks.accuracy.metrics import Outcome, oom_accuracy, summary
+from benchmarks.accuracy.pricing import Prediction, price_rows
+from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
+from benchmarks.accuracy.subjects import Subject, subject
+
+FIGURES = (
+    "time_error_median", "time_error_mean", "spearman", "tau_mean", "regret_mean",
+    "regret_median", "regret_worst", "memory_error_median", "oom_accuracy",
+)  # fmt: skip
+
+
+@dataclass
+class Source:
+    """One file: its runs priced, and why others are not."""
+
+    name: str
+    subjects: list[Subject] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def figures(self) -> dict[str, Any]:
+        """What the JSON says of the file."""
+        counts = {"rows_used": len(self.outcomes), "rows_skipped": self.skipped.total()}
+        return counts | summary(self.outcomes) | {"skipped_because": dict(self.skipped)}
+
+
+def evaluate(path: Path) -> Source:
+    """Prices the rows of one file. Raises AutoparError for a file of another form."""
+    source = Source(path.stem)
+    for row in rows(path):
+        try:
+            source.subjects.append(_usable(row))
+        except Skip as reason:
+            source.skipped[str(reason)] += 1
+    source.outcomes = list(_priced(source))
+    return source
+
+
+def _usable(row: Row | Skip) -> Subject:
+    if isinstance(row, Skip):
+        raise row
+    if row.suspect:
+        raise Skip("marked as suspect in the table")
+    if row.step_seconds is None and row.memory_bytes is None and not row.failed:
+        raise Skip("neither time nor memory was measured")
+    return subject(row)
+
+
+def _priced(source: Source) -> Iterable[Outcome]:
+    """Rows of one shape are priced together; a shape that cannot be priced is skipped."""
+    alike: dict[object, list[Subject]] = defaultdict(list)
+    for each in source.subjects:
+        alike[each.shape, each.recompute, each.hardware, each.software].append(each)
+    for found in alike.values():
+        first = found[0]
+        try:
+            prices = price_rows(
+                [s.row for s in found], first.shape, first.recompute, first.hardware, first.software
+            )
+        except (Skip, AutoparError, AssertionError, ArithmeticError, ValueError) as error:
+            source.skipped[f"not priced: {str(error).splitlines()[0][:80]}"] += len(found)
+            continue
+        yield from map(_outcome, found, prices)
+
+
+def _outcome(s: Subject, price: Prediction) -> Outcome:
+    return Outcome(
+        s.row.group, price.seconds, s.row.step_seconds, price.first_bytes, s.row.memory_bytes,
+        s.capacity_bytes, s.row.failed, max(price.first_bytes, price.last_bytes),
+    )  # fmt: skip
+
+
+def combined(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
+    """Runs and failures of one origin that stand in files of their own, told apart together."""
+    joined: dict[str, list[Source]] = defaultdict(list)
+    for source in sources:
+        for origin in {s.row.source for s in source.subjects if s.row.source}:
+            joined[origin].append(source)
+    return {
+        origin: {
+            "files": [s.name for s in found],
+            "oom_accuracy": oom_accuracy([o for s in found for o in s.outcomes]),
+        }
+        for origin, found in sorted(joined.items())
+        if len(found) > 1
+    }
+
+
+def read(data: Path) -> tuple[list[Source], dict[str, str]]:
+    """The sources of a folder or a file, and why files are left out.
+
+    Raises AutoparError for a file that is named and cannot be read, or where nothing can.
+    """
+    if data.is_file():
+        return [evaluate(data)], {}
+    left_out: dict[str, str] = {}
+    sources = []
+    for path in sorted(data.glob("*.csv")):
+        try:
+            if is_training_table(path):
+                sources.append(evaluate(path))
+            else:
+                left_out[path.name] = "no table of training runs"
+        except (AutoparError, UnicodeDecodeError) as error:
+            left_out[path.name] = str(error)
+    if not sources:
+        why = "; ".join(left_out.values()) or "it has no CSV files"
+        raise AutoparError(f"No table of training runs in {data}: {why}")
+    return sources, left_out
+
+
+def markdown(sources: Sequence[Source]) -> str:
+    """The figures as a table for the documentation."""
+    head = ("source", "used", "skipped", *(name.replace("_", " ") for name in FIGURES))
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for source in sources:
+        figures = source.figures()
+        cells = (source.name, str(figures["rows_used"]), str(figures["rows_skipped"]))
+        lines.append("| " + " | ".join((*cells, *_cells(figures))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    return [_cell(name, figures[name]) for name in FIGURES]
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if name in ("spearman", "tau_mean") else f"{value:.1%}"
+
+
+def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
+    """Prints the figures, and the reasons for what is left out."""
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    table = Table("source", "used", "skipped", *(name.replace("_", " ") for name in FIGURES))
+    reasons = Table("source", "rows", "skipped because")
+    for source in sources:
+        figures = source.figures()
+        counts = (str(figures["rows_used"]), str(figures["rows_skipped"]))
+        table.add_row(source.name, *counts, *_cells(figures))
+        for reason, count in source.skipped.most_common():
+            reasons.add_row(source.name, str(count), reason)
+    for name, reason in left_out.items():
+        reasons.add_row(name, "all", reason)
+    console.print(table)
+    console.print(reasons)
+    for origin, found in combined(sources).items():
+        if found["oom_accuracy"] is not None:
+            files = " and ".join(found["files"])
+            console.print(
+                f"{origin}: {files} together tell {found['oom_accuracy']:.1%} of failures"
+            )
+
+
+@click.command(help=__doc__)
+@click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
+def main(data: Path, as_json: bool, page: Path | None) -> None:
+    try:
+        sources, left_out = read(data)
+    except (AutoparError, UnicodeDecodeError) as error:
+        raise click.ClickException(str(error)) from error
+    if page is not None:
+        page.write_text(markdown(sources))
+    if not as_json:
+        show(sources, left_out)
+        return
+    result = {
+        "sources": {source.name: source.figures() for source in sources},
+        "files_skipped": left_out,
+        "combined": combined(sources),
+    }
+    click.echo(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
