@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from autopar.candidates import (
@@ -40,7 +39,6 @@ from autopar.targets import Target, resolve_target
 _EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _TRIES = 3  # settings whose own search is tried, where the first turns out not to fit
 _DUST = 1e-12  # of a cost
-_STEP = 1e-4  # relative, of the difference quotients: their error is its square
 
 Progress = Callable[[str], None]
 
@@ -85,30 +83,6 @@ class Advice(Explanation):
         tree = super()._tree(name, unit, terms)
         parts = tuple(part for part in tree.parts if abs(part.value) > _DUST * abs(tree.value))
         return replace(tree, parts=parts)
-
-    def sensitivity(self) -> dict[str, float]:
-        """Change of the step's time, as a fraction, per 1 % more of every symbol. Largest first.
-
-        The derivative as a difference quotient of the formulas, all symbols at once; at a corner of
-        the formulas it is the mean of both sides. What is 1 and cannot grow is left out.
-        """
-        return dict(self._slopes)
-
-    @cached_property
-    def _slopes(self) -> Mapping[str, float]:
-        fixed = {*self._single_axes, *(("stages", "chunks") if self.run.stages == 1 else ())}
-        names = [name for name in self.values if name not in fixed]
-        steps = np.concatenate([np.eye(len(names)), -np.eye(len(names))]) * _STEP
-        moved = {name: self.values[name] * (1 + steps[:, i]) for i, name in enumerate(names)}
-        seconds = np.broadcast_to(self.at(**moved).seconds(), 2 * len(names))
-        up, down = seconds[: len(names)], seconds[len(names) :]
-        slopes = 0.01 * (up - down) / (2 * _STEP) / self.step_seconds
-        found = {name: float(x) for name, x in zip(names, slopes, strict=True) if abs(x) > 1e-9}
-        return dict(sorted(found.items(), key=lambda pair: (-abs(pair[1]), pair[0])))
-
-    @property
-    def _single_axes(self) -> tuple[str, ...]:
-        return tuple(name for name, size in self.plan.mesh.axes if size == 1)
 
     @cached_property
     def factor_words(self) -> Mapping[str, str]:
@@ -415,7 +389,8 @@ def _capture(target: Target) -> tuple[Prepared, Graph]:
     with torch.device("meta") if target.is_function else contextlib.nullcontext():
         model, args, kwargs, loss_fn = target.build_few()
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
-    return prepared, replace(prepared.analysis.graph, stacks=target.stacks)
+    graph = prepared.analysis.graph
+    return prepared, replace(graph, stacks=target.stacks or graph.stacks)
 
 
 def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:

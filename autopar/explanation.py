@@ -54,7 +54,8 @@ class Solution:
         name: of the symbol.
         value: the largest whole number that the axes which split it divide.
         limit: where the memory would be exactly full.
-        expression: the limit, as a function of the other symbols where sympy can say it.
+        expression: the limit, as a function of the other symbols, while what is largest at the limit
+            (of peaks, of stages) stays so; None where that is not linear in the size.
     """
 
     name: str
@@ -211,9 +212,11 @@ class Explanation:
         """Change of the step's time, as a fraction, per 1 % more of every symbol it depends on.
 
         From the derivative, 0.01 x / T dT/dx, by a step in the complex plane, which is exact to
-        rounding (Squire and Trapp 1998). Largest first.
+        rounding (Squire and Trapp 1998). Axes and stages of one are left out. Largest first.
         """
-        names = list(self.values)
+        fixed = {axis for axis, size in self.plan.mesh.axes if size == 1}
+        fixed |= {"stages", "chunks"} if self.run.stages == 1 else set()
+        names = [name for name in self.values if name not in fixed]
         moved = {
             name: np.where(
                 np.arange(len(names)) == i, self.values[name] * (1 + _TINY * 1j), self.values[name]
@@ -246,7 +249,9 @@ class Explanation:
                 f"No {name} fits: the memory of a rank is full at {limit:.3g}, and the axes of the "
                 f"mesh {self.plan.mesh} need a multiple of {step}."
             )
-        return Solution(name, value, limit, _solved(expression, x, symbol("memory_bound_bytes")))
+        at_limit = {symbol(n): v for n, v in self.values.items()} | {x: limit}
+        branch = _active(expression, at_limit)
+        return Solution(name, value, limit, _solved(branch, x, symbol("memory_bound_bytes")))
 
     def _largest(self, name: str) -> float:
         """Where memory meets the bound, by bisection: memory rises with every size."""
@@ -364,6 +369,15 @@ def _whole_flops(graph: Graph) -> list[float]:
         for op in graph.ops
         if is_product(op)
     ]
+
+
+def _active(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, float]) -> sympy.Expr:
+    """The expression with every maximum and minimum replaced by what it is at these numbers."""
+
+    def chosen(best: Callable[..., Any]) -> Callable[..., sympy.Expr]:
+        return lambda *args: best(args, key=lambda arg: float(arg.xreplace(numbers)))
+
+    return expression.replace(sympy.Max, chosen(max)).replace(sympy.Min, chosen(min))
 
 
 def _solved(expression: sympy.Expr, x: sympy.Symbol, bound: sympy.Symbol) -> sympy.Expr | None:

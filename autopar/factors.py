@@ -36,6 +36,7 @@ from autopar.ir import (
     State,
     Tensor,
     V,
+    find_stacks,
 )
 from autopar.rules.spec import Hidden, Letters, Spec, tensor_operands, tensor_results
 from autopar.work import works
@@ -158,6 +159,7 @@ class _Analyzer:
             inputs={v: k for k, v in self.captured.inputs.items()},
             outputs=tuple(self.names[n.name][0] for n in output_nodes(self.captured.module)),
             factors=factors,
+            stacks=find_stacks(ops),
         )
         letters = {
             name: {letter: self._labels(letter, atom) for letter, atom in own.items()}

@@ -17,7 +17,6 @@ With equal stages the fourth line is the (p - 1) / (v m) of GPipe and interleave
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -282,7 +281,7 @@ class Step:
         return (
             *(Term(kind, self.held(kind, stage), self._held_parts(kind, stage)) for kind in kinds),
             saved,
-            Term("transient peak", self._transient(stage), note="operands and results of one op"),
+            Term("transient peak", self._transient(stage), note="operands and results of the loss"),
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
 
@@ -297,13 +296,15 @@ class Step:
         )
 
     def _transient(self, stage: Literal["first", "last"]) -> Quantity:
-        """What the largest op reads and writes: its gradients are as large, and nothing keeps them."""
-        sizes = [
-            item.traffic_bytes * (1 if item.region == "layers" else self._share(item.region, stage))
-            for item in self.items
-            if item.resource == COMPUTE and item.phase == "forward"
-        ]
-        return functools.reduce(larger, sizes, 0)
+        """What the loss reads and writes: its gradients are as large, and nothing keeps them."""
+        return sum(
+            (
+                self._share(item.region, stage) * item.traffic_bytes
+                for item in self.items
+                if item.kind == "aten.cross_entropy_loss" and item.phase == "forward"
+            ),
+            start=0,
+        )
 
     def _share(self, region: Region, stage: str) -> Quantity:
         """How much of a region a stage has."""

@@ -14,6 +14,7 @@ from autopar.ir.graph import (
     Stack,
     Tensor,
     Work,
+    find_stacks,
     is_legal,
     operand_layouts,
     result_layouts,
@@ -42,6 +43,6 @@ __all__ = [
     "PARTIAL", "PIPELINE_AXIS", "UNSPLIT", "VARIED", "WHOLE",
     "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh", "Op",
     "P", "ParameterPlan", "Plan", "R", "S", "Stack", "State", "Step", "Tensor", "V", "Work",
-    "calls", "divides", "format_layout", "is_legal", "local_elements", "local_factors",
+    "calls", "divides", "find_stacks", "format_layout", "is_legal", "local_elements", "local_factors",
     "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps", "walk",
 ]  # fmt: skip

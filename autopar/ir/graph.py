@@ -7,7 +7,7 @@ Nothing here knows torch. `autopar.factors` makes a `Graph` of a captured model;
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -189,6 +189,24 @@ class Stack:
     def middle(self) -> int:
         """The captured layer that stands for all that were left out."""
         return self.captured // 2
+
+
+def find_stacks(ops: Iterable[Op]) -> tuple[Stack, ...]:
+    """Lists of modules whose members `path.0`, `path.1` ... all have ops; the outermost of each path.
+
+    Every layer stands for itself: they need not be alike.
+    """
+    found: dict[str, set[int]] = {}
+    for op in ops:
+        names = op.module.split(".")
+        position = next((i for i, name in enumerate(names) if name.isdigit()), None)
+        if position:
+            found.setdefault(".".join(names[:position]), set()).add(int(names[position]))
+    return tuple(
+        Stack(path, len(indices), len(indices))
+        for path, indices in found.items()
+        if len(indices) > 1 and indices == set(range(len(indices)))
+    )
 
 
 @dataclass(frozen=True)
