@@ -17,6 +17,7 @@ from autopar import errors
 from autopar.capture import LossFunction
 from autopar.cost_model import Cluster, Hardware, find_cluster, find_hardware
 from autopar.cost_model.items import FULL, Precision
+from autopar.cost_model.software import as_eager_runs
 from autopar.cost_model.step import Run
 from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
 from autopar.explanation import Explanation
@@ -261,7 +262,7 @@ def explain(
     Raises CaptureError, MeshError, RecipeError or SearchError as `compile` does, AutoparError for an
     unknown cluster.
     """
-    found = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    found = as_eager_runs(find_cluster(cluster)) if isinstance(cluster, str) else cluster
     axes = _axes(mesh, None)
     assert axes is not None, "a mesh was given"
     args, kwargs = split_example(example_inputs)

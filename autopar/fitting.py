@@ -10,6 +10,7 @@ from autopar.advice import Advice, Question
 from autopar.candidates import DATA, Priced, Setting, best_that_fits, smallest
 from autopar.cost_model.catalogue import HARDWARE
 from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
 
 _FACTORS = (2, 4, 8, 16, 32, 64)  # of nodes
@@ -160,7 +161,7 @@ def _other_devices(question: Question, asked: Priced, count: int = 2) -> Iterato
         if count == 0 or hardware.devices_per_node < cluster.devices_per_node:
             continue
         there = replace(hardware, devices_per_node=cluster.devices_per_node)
-        priced = _on(question, Cluster(there, cluster.nodes), asked)
+        priced = _on(question, as_eager_runs(Cluster(there, cluster.nodes)), asked)
         if priced is not None and priced.memory_bytes <= hardware.memory_bytes:
             count -= 1
             yield _remedy(f"{hardware.name}, {hardware.memory_bytes / 1e9:.0f} GB", priced, asked)

@@ -209,6 +209,12 @@ def _caveats(e: Explanation) -> tuple[str, ...]:
         notes.append("Pipeline stages are priced by formula; this version cannot run them.")
     if e.run.recompute == "full":
         notes.append("Recomputation is priced by formula; this version does not insert it.")
+    guessed = [n for n, source in e.cluster.hardware.sources if source.kind == "guess"]
+    if "host_seconds" in guessed:
+        notes.append(
+            f"Nobody measured {e.cluster.hardware.name} here: what eager kernels reach of it is a guess "
+            "from published runs. `autopar calibrate` measures it."
+        )
     without = sorted({op.kind for op in e.graph.ops if op.operands and not op.has_rule})
     if without:
         notes.append(f"Ops without a rule run replicated: {', '.join(without)}.")
