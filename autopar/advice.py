@@ -251,10 +251,17 @@ class Question:
             raise MeshError(
                 f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.cluster.ranks}."
             )
-        batch = self.batch or mesh.size * count
-        if batch % count:
-            raise AutoparError(f"{count} micro-batches do not divide a batch of {batch} sequences.")
-        prepared, graph = self.captured(batch // count)
+        if self.model.own_batch:
+            prepared, graph = self.captured(0)
+            own = graph.factors["batch"].size if "batch" in graph.factors else 1
+            count = self._global_batch(graph) // own
+        else:
+            batch = self.batch or mesh.size * count
+            if batch % count:
+                raise AutoparError(
+                    f"{count} micro-batches do not divide a batch of {batch} sequences."
+                )
+            prepared, graph = self.captured(batch // count)
         self.progress(f"searching the plan for {mesh}")
         plan = make_plan(
             _with_graph(prepared, graph), mesh, hardware=self.cluster.hardware,

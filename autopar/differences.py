@@ -47,7 +47,8 @@ class Side:
             plan = Plan.from_json(document.get("plan", document))
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
-        return cls(path.name, plan, document if "time" in document else {})
+        priced = {"time", "memory", "traffic", "cluster"} <= document.keys()
+        return cls(path.name, plan, document if priced else {})
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
 from autopar.cost_model.symbols import (
     Expressions,
+    factor_symbols,
     link_of,
     link_symbols,
     link_values,
@@ -196,15 +197,31 @@ class Explanation:
         """Of all ranks together."""
         if self.tokens is None:
             return None
-        return self.tokens * float(self.run.micro_batches) / self.step_seconds
+        own = self.expressions.values
+        grown = math.prod(
+            self.values[name] / own[name] for name in ("batch", "seq") if name in own
+        )
+        return self.tokens * grown * self.values["micro_batches"] / self.step_seconds
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization: of the peak in the model's own number format."""
         sizes = [t.itemsize_bytes for t in self.graph.tensors.values() if t.needs_grad]
-        peak = self.cluster.hardware.flops_per_second(min(sizes, default=4))
-        useful = sum(_whole_flops(self.graph)) * float(self.run.micro_batches)
-        return useful / (self.step_seconds * peak * self.ranks)
+        peak = self.step.hardware.flops_per_second(min(sizes, default=4))
+        useful = sum(_whole_flops(self.graph)) * self.values["micro_batches"] * self._growth
+        return useful / (self.step_seconds * float(peak) * self.ranks)
+
+    @property
+    def _growth(self) -> float:
+        """FLOPs of a rank over those at the sizes of the graph."""
+        if not self.overrides:
+            return 1.0
+
+        def flops(step: Step) -> float:
+            return sum(float(item.count * item.flops) for item in step.items)
+
+        own = self.expressions.values
+        return flops(self.step) / flops(self.at(**{name: own[name] for name in own}))
 
     # --- questions
 
@@ -260,6 +277,8 @@ class Explanation:
             step = self.at(**{name: value})
             return max(float(total(step.memory("first"))), float(total(step.memory("last"))))
 
+        if peak(2 * self.values[name]) <= peak(self.values[name]):
+            raise AutoparError(f"More {name} takes no more memory: any number fits, or none.")
         low, high = 0.0, 1.0
         while peak(high) <= self.bound_bytes and high < 1e15:
             low, high = high, high * 2
@@ -270,11 +289,12 @@ class Explanation:
 
     def _granule(self, name: str) -> int:
         """What a size must be a multiple of, so that every axis which splits it divides it."""
+        symbols = {factor: str(s) for factor, s in factor_symbols(self.graph).items()}
         axes = {
             axis
             for op in self.graph.ops
             for axis, label in enumerate(self.plan.ops[op.name])
-            if (op.choice(label).factor or "") == name
+            if symbols.get(op.choice(label).factor) == name
         }
         return math.prod(self.plan.mesh.sizes[axis] for axis in axes)
 
@@ -288,7 +308,7 @@ class Explanation:
         """
         overrides, bound = dict(self.overrides), self.memory_bound_bytes
         for name, value in changes.items():
-            if value <= 0:
+            if not 0 < value < math.inf:
                 raise AutoparError(f"what_if({name}={value}): give a positive number.")
             if name == "hbm_bytes":
                 bound = int(value)
@@ -322,8 +342,9 @@ class Explanation:
             "plan": self.plan.to_json(),
             "cluster": {"name": str(self.cluster), "ranks": self.cluster.ranks},
             "run": {
-                "micro_batches": int(self.run.micro_batches), "stages": int(self.run.stages),
-                "chunks": int(self.run.chunks), "recompute": self.run.recompute,
+                "micro_batches": int(self.values["micro_batches"]),
+                "stages": int(self.values["stages"]), "chunks": int(self.values["chunks"]),
+                "recompute": self.run.recompute,
             },
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -365,7 +386,9 @@ def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
 def _whole_flops(graph: Graph) -> list[float]:
     """Forward and backward FLOPs of every product of matrices of the whole model."""
     return [
-        graph.stands_for.get(op.name, 1) * op.flops * (1 + backward_passes(op, graph.tensors))
+        graph.stands_for.get(op.name, 1)
+        * op.flops
+        * (1 + min(2, backward_passes(op, graph.tensors)))  # what attention makes anew is no use
         for op in graph.ops
         if is_product(op)
     ]

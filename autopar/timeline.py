@@ -26,9 +26,9 @@ class _Clock:
 def timeline(step: Step) -> tuple[Event, ...]:
     """The events of a step on one rank, on the stage that has both ends of the model's layers.
 
-    Repeated layers are one event per kind of op, as long as all of them. What the cost model lets
-    run beside compute still stands in line here; the last event, on lane `hidden`, says how much of
-    it that is.
+    Repeated layers are one event per kind of op, as long as all of them. A kernel lasts at least as
+    long as the host takes to issue it. What the cost model lets run beside compute stands in line
+    here, so that the timeline is longer than the step by what is hidden.
     """
     clock = _Clock()
     _once(clock, step, "gather")
@@ -63,10 +63,17 @@ def _phase(
     found = [i for i in step.items if i.phase == phase and i.region == region]
     for item in found if phase == "forward" else reversed(found):
         count = float(item.count) * share
+        seconds = max(float(item.seconds), _issue_seconds(step, item))
         clock.run(
-            item.resource, f"{item.name} {title or phase}", count * float(item.seconds),
+            item.resource, f"{item.name} {title or phase}", count * seconds,
             **_detail(item, count), micro_batch=number,
         )  # fmt: skip
+
+
+def _issue_seconds(step: Step, item: Item) -> float:
+    """What the host takes for an item, where the device has to wait for it."""
+    waits = item.kernels and not step.software.runs_ahead
+    return float(step.issue_seconds(item)) if waits else 0.0
 
 
 def _once(clock: _Clock, step: Step, phase: Phase) -> None:

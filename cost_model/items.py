@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from autopar.cost_model.arith import Quantity
+from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
 from autopar.cost_model.compute import OpPrice, inner_tensors, memory_seconds
 from autopar.cost_model.hardware import Hardware, Link
@@ -171,18 +171,20 @@ class Pricer:
         """What a rank holds: parameters with what training keeps, and saved activations once."""
         for name in self.graph.parameters:
             yield from self._parameter(name)
-        for name in self.graph.buffers.values():
-            held = self.sizes.bytes(self.graph.tensors[name], self.whole)
-            yield Holding(_numbers_out(name), "buffers", "before", held)
+        for public, name in self.graph.buffers.items():
+            region, count = self._place(name, public)
+            held = count * self.sizes.bytes(self.graph.tensors[name], self.whole)
+            yield Holding(_numbers_out(public), "buffers", region, held)
+        yield from self._gathered()
         yield from self._saved()
 
     def boundary_bytes(self) -> Quantity:
         """Bytes of what crosses from one repeated layer to the next, on one rank."""
-        crossing = _crossing(self.graph)
-        produced = self._produced()
-        return sum(
-            (self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in crossing), start=0
-        )
+        produced, largest = self._produced(), 0
+        for names in _crossing(self.graph).values():
+            held = sum((self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in names), start=0)
+            largest = larger(largest, held)
+        return largest
 
     def into(self, op: Op, position: int) -> Iterator[Item]:
         """The forward of the conversion that an operand of `op` goes through."""
@@ -325,6 +327,20 @@ class Pricer:
             title, "optimizer", region, (precision.master_bytes + moments) / size * stored
         )
 
+    def _gathered(self) -> Iterator[Holding]:
+        """Copies of parameters that a use gathers, nothing for an axis of one rank."""
+        produced = self._produced()
+        targets = self._targets(produced)
+        for name in self.graph.parameters.values():
+            region, count = self._place(name, self.modules[name])
+            for target in targets.get(name, {}):
+                for axis, forward, _, _, after in self._steps(
+                    self.graph.tensors[name], produced[name], target
+                ):
+                    if sends(forward):
+                        held = count * after * smaller(1, self.sizes.axis(axis) - 1)
+                        yield Holding(_numbers_out(self.modules[name]), "gathered", region, held)
+
     def _saved(self) -> Iterator[Holding]:
         stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
         seen: dict[tuple[str, Layout], Op] = {}
@@ -403,9 +419,9 @@ class Pricer:
         return _numbers_out(self.modules.get(name, name))
 
 
-def _crossing(graph: Graph) -> list[str]:
-    """Tensors that the layer in the middle of a stack makes for the next one."""
-    found: dict[str, None] = {}
+def _crossing(graph: Graph) -> dict[str, dict[str, None]]:
+    """Of every stack the tensors that the layer before its middle makes for that in the middle."""
+    found: dict[str, dict[str, None]] = {}
     for op in graph.ops:
         place = graph.stack_of(op.module)
         for name in op.operands:
@@ -414,8 +430,8 @@ def _crossing(graph: Graph) -> list[str]:
             if place is None or source is None or source[0] != place[0]:
                 continue
             if (source[1], place[1]) == (place[0].middle - 1, place[0].middle):
-                found[name] = None
-    return list(found)
+                found.setdefault(place[0].path, {})[name] = None
+    return found
 
 
 def _grows(storage: Layout, resident: Layout) -> bool:

@@ -167,20 +167,22 @@ class Step:
         for axis in self._axes():
             found += self._of(region, axis)
         if self.software.runs_ahead:
-            ahead = sum((n * i.count * (self._issue(i) - i.seconds) for i, n in found), start=0)
+            ahead = sum((n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in found), start=0)
             return larger(0, ahead + self._hidden(region))
         return sum(
             (
-                times * item.count * larger(0, self._issue(item) - item.seconds)
+                times * item.count * larger(0, self.issue_seconds(item) - item.seconds)
                 for item, times in found
                 if item.kernels
             ),
             start=0,
         )
 
-    def _issue(self, item: Item) -> Quantity:
+    def issue_seconds(self, item: Item) -> Quantity:
         """Seconds of the host to issue an item; a collective waits for the slowest rank's host."""
         issued = item.kernels * self.hardware.host_seconds
+        if item.resource != COMPUTE:  # nothing is issued along an axis of one rank
+            issued = issued * smaller(1, item.ranks - 1)
         if item.carries != "activation":
             return issued
         nodes = larger(1, item.ranks / self.hardware.devices_per_node)
@@ -281,7 +283,7 @@ class Step:
         return (
             *(Term(kind, self.held(kind, stage), self._held_parts(kind, stage)) for kind in kinds),
             saved,
-            Term("transient peak", self._transient(stage), note="operands and results of the loss"),
+            Term("transient peak", self._transient(stage), note="the loss, or one layer gathered"),
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
 
@@ -296,8 +298,12 @@ class Step:
         )
 
     def _transient(self, stage: Literal["first", "last"]) -> Quantity:
-        """What the loss reads and writes: its gradients are as large, and nothing keeps them."""
-        return sum(
+        """What is there for a moment: either the loss, or a layer's parameters and their gradients.
+
+        The loss reads and writes its operands, whose gradients are as large, and nothing keeps them.
+        Parameters stored in shards are whole while their layer runs, and so are their gradients.
+        """
+        loss = sum(
             (
                 self._share(item.region, stage) * item.traffic_bytes
                 for item in self.items
@@ -305,6 +311,8 @@ class Step:
             ),
             start=0,
         )
+        gathered = (h.bytes for h in self.holdings if self._is(h, "gathered", "layers"))
+        return larger(loss, 2 * sum(gathered, start=0) / self.layers)
 
     def _share(self, region: Region, stage: str) -> Quantity:
         """How much of a region a stage has."""
@@ -336,10 +344,10 @@ class Step:
 
     def _recomputed(self, stage: Literal["first", "last"], flight: Quantity) -> Term:
         """Inputs of every layer in flight, and all of one layer while it is run again."""
-        layers = sum((h.bytes for h in self.holdings if self._is_saved(h, "layers")), start=0)
+        layers = sum((h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0)
         ends = sum(
             (self._share(h.region, stage) * h.bytes for h in self.holdings
-             if self._is_saved(h, "before") or self._is_saved(h, "after")), start=0,
+             if self._is(h, "saved activations", "before") or self._is(h, "saved activations", "after")), start=0,
         )  # fmt: skip
         inputs = self.boundary_bytes * self._share("layers", stage) * self.layers
         parts = (
@@ -350,8 +358,8 @@ class Step:
         return Term("saved activations", total(parts), parts, "layers are run again in backward")
 
     @staticmethod
-    def _is_saved(h: Holding, region: Region) -> bool:
-        return h.kind == "saved activations" and h.region == region
+    def _is(h: Holding, kind: str, region: Region) -> bool:
+        return h.kind == kind and h.region == region
 
     # --- traffic
 

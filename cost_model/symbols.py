@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,6 +47,15 @@ def machine_values(machine: Hardware, hardware: Hardware) -> dict[str, float]:
 
 def _peak_name(itemsize_bytes: int) -> str:
     return f"peak_flops_{8 * itemsize_bytes}bit"
+
+
+RUN_SYMBOLS = ("micro_batches", "stages", "chunks", "memory_bound_bytes")
+
+
+def axis_symbols(axes: Sequence[str], taken: Collection[str]) -> tuple[sympy.Symbol, ...]:
+    """A symbol for every axis: its name, or `batch_ranks` where something else is called `batch`."""
+    others = {*taken, *RUN_SYMBOLS}
+    return tuple(symbol(f"{name}_ranks" if name in others else name) for name in axes)
 
 
 def link_symbols(axes: Sequence[str]) -> tuple[Link, ...]:
@@ -136,8 +145,9 @@ class Expressions:
         """Prices every node with symbols. `factors` names them, by default `factor_symbols`."""
         names = factor_symbols(graph) if factors is None else factors
         machine, values = machine_symbols(hardware)
-        axes = [symbol(name) for name in plan.mesh.names]
         layers = layer_symbols(graph)
+        taken = {*values, *map(str, names.values()), *map(str, layers.values())}
+        axes = axis_symbols(plan.mesh.names, taken)
         pricer = Pricer(
             graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
             links=link_symbols(plan.mesh.names), layers=layers, precision=precision,
@@ -145,7 +155,7 @@ class Expressions:
         )  # fmt: skip
         for position, axis in enumerate(plan.mesh.names):
             values |= link_values(hardware.link(plan.mesh, position), axis)
-        values |= dict(zip(plan.mesh.names, map(float, plan.mesh.sizes), strict=True))
+        values |= dict(zip(map(str, axes), map(float, plan.mesh.sizes), strict=True))
         values |= {str(names[n]): float(f.size) for n, f in graph.factors.items() if n in names}
         values |= {str(layers[stack.path]): float(stack.layers) for stack in graph.stacks}
         return cls(
