@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -412,6 +413,7 @@ def precision_of(graph: Graph) -> Precision:
 
 
 def tokens_of(graph: Graph) -> int | None:
-    """Tokens of a micro-batch: batch times sequence, where the model has both."""
-    batch, seq = graph.factors.get("batch"), graph.factors.get("seq")
-    return batch.size * seq.size if batch and seq else None
+    """Tokens of a micro-batch: entries of its first input of whole numbers in two dims, if any."""
+    inputs = (graph.tensors[name] for name in graph.inputs.values())
+    tokens = (t for t in inputs if t.itemsize_bytes == 8 and not t.needs_grad and len(t.shape) == 2)
+    return next((math.prod(t.shape) for t in tokens), None)

@@ -265,6 +265,8 @@ def explain(
     found = as_eager_runs(find_cluster(cluster)) if isinstance(cluster, str) else cluster
     axes = _axes(mesh, None)
     assert axes is not None, "a mesh was given"
+    if axes.size > found.ranks:
+        raise MeshError(f"The mesh {axes} has {axes.size} ranks, and {found} has {found.ranks}.")
     args, kwargs = split_example(example_inputs)
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
     plan = make_plan(

@@ -31,6 +31,7 @@ from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
 from autopar.report import as_text, explain
 from autopar.timeline import timeline
+from autopar.views.units import format_bytes, format_seconds
 
 # Words for what a person may change, and the symbols that each of them scales.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -137,7 +138,20 @@ class Explanation:
         return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
 
     def __rich__(self) -> RenderableType:
-        return explain(self.plan, self.graph)
+        return explain(replace(self.plan, notes=(*self._choices, self._prediction)), self.graph)
+
+    @property
+    def _choices(self) -> tuple[str, ...]:
+        """What the search says it chose, without its own, additive, prices."""
+        priced = ("predicted on", " a rank, of ")
+        return tuple(n for n in self.plan.notes if not any(words in n for words in priced))
+
+    @property
+    def _prediction(self) -> str:
+        return (
+            f"predicted on {self.cluster}: {format_seconds(self.step_seconds)} a step, "
+            f"{format_bytes(self.memory_bytes)} of {format_bytes(self.bound_bytes)} of a rank"
+        )
 
     def __str__(self) -> str:
         return as_text(self)
@@ -157,7 +171,9 @@ class Explanation:
             for stage in STAGES
         ]
         best = max(trees, key=lambda tree: tree.value)
-        return best if int(self.run.stages) > 1 else dataclasses.replace(best, name="memory of a rank")
+        return (
+            best if int(self.run.stages) > 1 else dataclasses.replace(best, name="memory of a rank")
+        )
 
     @cached_property
     def traffic(self) -> Breakdown:
@@ -166,7 +182,9 @@ class Explanation:
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         symbolic, numeric = terms(self.symbolic), terms(self.step)
-        return _breakdown(Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit)
+        return _breakdown(
+            Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit
+        )
 
     # --- figures
 
@@ -198,9 +216,7 @@ class Explanation:
         if self.tokens is None:
             return None
         own = self.expressions.values
-        grown = math.prod(
-            self.values[name] / own[name] for name in ("batch", "seq") if name in own
-        )
+        grown = math.prod(self.values[name] / own[name] for name in ("batch", "seq") if name in own)
         return self.tokens * grown * self.values["micro_batches"] / self.step_seconds
 
     @property
@@ -319,9 +335,7 @@ class Explanation:
             else:
                 known = ", ".join([*sorted(GROUPS), "hbm_bytes", *sorted(self.values)])
                 raise AutoparError(f"Nothing here is called {name!r}; there are {known}.")
-        return replace(
-            self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions
-        )
+        return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
 
     def _scaled(self, group: str, factor: float) -> dict[str, float]:
         if group == "host_speed":
@@ -375,12 +389,12 @@ def _step(expressions: Expressions, run: Run, software: Software, link: Link) ->
 
 def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
     """A tree of terms with their values, parts of nothing left out, largest first."""
-    parts = [
-        _breakdown(s, n, unit) for s, n in zip(symbolic.parts, numeric.parts, strict=True)
-    ]
+    parts = [_breakdown(s, n, unit) for s, n in zip(symbolic.parts, numeric.parts, strict=True)]
     kept = sorted((p for p in parts if p.value), key=lambda p: (-p.value, p.name))
     expression = sympy.sympify(symbolic.value)
-    return Breakdown(symbolic.name, unit, expression, float(numeric.value), tuple(kept), symbolic.note)
+    return Breakdown(
+        symbolic.name, unit, expression, float(numeric.value), tuple(kept), symbolic.note
+    )
 
 
 def _whole_flops(graph: Graph) -> list[float]:

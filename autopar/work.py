@@ -34,9 +34,7 @@ def _iteration_spaces(spec: Spec) -> Iterator[tuple[str, ...]]:
         yield tuple(dict.fromkeys(letter for dim in tensor for letter in dim))
 
 
-def _work(
-    spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf
-) -> Work:
+def _work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf) -> Work:
     """Sorts letters into rows, columns, inner and batch; all are rows where nothing is summed."""
     if not spec.nests and spec.flops != 2 * spec.points:
         return Work(coefficient, tuple(leaf for letter in letters for leaf in leaves_of(letter)))
@@ -73,5 +71,3 @@ def _three(spec: Spec, letters: tuple[str, ...]) -> tuple[set[str], set[str], se
 
 def _letters(tensor: Iterable[tuple[str, ...]]) -> set[str]:
     return {letter for dim in tensor for letter in dim}
-
-

@@ -96,9 +96,7 @@ def memory_seconds(traffic_bytes: Quantity, hardware: Hardware) -> Quantity:
     return traffic_bytes / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
 
 
-def efficiency(
-    op: Op, work: Work, labels: Labels, sizes: Sizes, hardware: Hardware
-) -> Quantity:
+def efficiency(op: Op, work: Work, labels: Labels, sizes: Sizes, hardware: Hardware) -> Quantity:
     """Fraction of the peak that a product of matrices reaches; 1 for work that is none.
 
     A tile that is short in one direction spends its time on loading: the fraction falls as

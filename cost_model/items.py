@@ -182,7 +182,9 @@ class Pricer:
         """Bytes of what crosses from one repeated layer to the next, on one rank."""
         produced, largest = self._produced(), 0
         for names in _crossing(self.graph).values():
-            held = sum((self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in names), start=0)
+            held = sum(
+                (self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in names), start=0
+            )
             largest = larger(largest, held)
         return largest
 

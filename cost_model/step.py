@@ -167,7 +167,9 @@ class Step:
         for axis in self._axes():
             found += self._of(region, axis)
         if self.software.runs_ahead:
-            ahead = sum((n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in found), start=0)
+            ahead = sum(
+                (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in found), start=0
+            )
             return larger(0, ahead + self._hidden(region))
         return sum(
             (
@@ -344,7 +346,9 @@ class Step:
 
     def _recomputed(self, stage: Literal["first", "last"], flight: Quantity) -> Term:
         """Inputs of every layer in flight, and all of one layer while it is run again."""
-        layers = sum((h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0)
+        layers = sum(
+            (h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0
+        )
         ends = sum(
             (self._share(h.region, stage) * h.bytes for h in self.holdings
              if self._is(h, "saved activations", "before") or self._is(h, "saved activations", "after")), start=0,

@@ -81,8 +81,7 @@ def test_sensitivities_are_the_derivatives(zero1: Explanation) -> None:
     found = zero1.sensitivity()
     for name in ("peak_flops_32bit", "bandwidth_dp", "seq", "memory_bytes_per_second"):
         up, down = (
-            float(zero1.at(**{name: zero1.values[name] * (1 + h)}).seconds())
-            for h in (1e-5, -1e-5)
+            float(zero1.at(**{name: zero1.values[name] * (1 + h)}).seconds()) for h in (1e-5, -1e-5)
         )
         slope = (up - down) / 2e-5 * 0.01 / zero1.step_seconds
         assert found.get(name, 0.0) == pytest.approx(slope, rel=1e-3, abs=1e-9), name

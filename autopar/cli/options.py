@@ -24,6 +24,9 @@ returns (model, example_inputs) or (model, example_inputs, loss_fn)."""
 _SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
+_SMALLEST_BYTES = 1e6  # less is a number whose unit was forgotten
+
+
 class Bytes(click.ParamType):
     """A size such as 70GB, 70e9 or 640 MB; GB is 1e9 bytes."""
 
@@ -35,7 +38,7 @@ class Bytes(click.ParamType):
             size = float(found[1]) * _SIZES[(found[2] or "b").lower()] if found else 0.0
         except ValueError:
             size = 0.0
-        if size < 1:
+        if size < _SMALLEST_BYTES:
             self.fail(f"{value!r} is no size of a memory; write 70GB.", param, ctx)
         return int(size)
 

@@ -267,7 +267,9 @@ def _saved_entries(
         tensor = graph.tensors[root]
         alike = (tensor.dims, tensor.itemsize_bytes, frozenset(found))
         groups.setdefault(alike, (tensor, [], tuple(found.values())))[1].append(root)
-    return tuple(SavedEntry(t, count_of(roots, graph), found) for t, roots, found in groups.values())
+    return tuple(
+        SavedEntry(t, count_of(roots, graph), found) for t, roots, found in groups.values()
+    )
 
 
 def _path(

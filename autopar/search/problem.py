@@ -379,7 +379,12 @@ class Problem:
         """How the result of a view is made if the view is collapsed, None if it cannot be."""
         op, source = self.ops[index], self.ops[maker.index]
         view = self.saved.view(op.results[0])
-        if view is None or not view.is_whole or op.name in self.pins.labels or not self._same_factors(op):
+        if (
+            view is None
+            or not view.is_whole
+            or op.name in self.pins.labels
+            or not self._same_factors(op)
+        ):
             return None
         onward = {before: after for after, before in view.states.items()}
         for axis, choices in enumerate(self._filters):
