@@ -16,7 +16,7 @@ from rich.console import RenderableType
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.compute import backward_passes, is_product
-from autopar.cost_model.hardware import Link
+from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
 from autopar.cost_model.symbols import (
@@ -30,6 +30,7 @@ from autopar.cost_model.symbols import (
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
 from autopar.report import as_text, explain
+from autopar.search import search as search_plan
 from autopar.timeline import timeline
 from autopar.views.units import format_bytes, format_seconds
 
@@ -314,14 +315,17 @@ class Explanation:
         }
         return math.prod(self.plan.mesh.sizes[axis] for axis in axes)
 
-    def what_if(self, **changes: float) -> Explanation:
-        """The same plan, priced again.
+    def what_if(self, *, search: bool = False, **changes: float) -> Explanation:
+        """The same plan, priced again; with `search` the plan that would then be chosen.
 
         Names of symbols take values in their own units (`batch=64`, `memory_bytes_per_second=4.8e12`);
         `hbm_bytes` is the memory of a rank; `link_bandwidth`, `link_latency`, `flops`,
         `memory_bandwidth` and `host_speed` take factors: 2 is twice as much. Raises AutoparError for
-        any other name, and for values that are not positive.
+        any other name, and for values that are not positive. A search starts from another machine,
+        not from other sizes: those need another capture.
         """
+        if search:
+            return self._searched_again(changes)
         overrides, bound = dict(self.overrides), self.memory_bound_bytes
         for name, value in changes.items():
             if not 0 < value < math.inf:
@@ -336,6 +340,23 @@ class Explanation:
                 known = ", ".join([*sorted(GROUPS), "hbm_bytes", *sorted(self.values)])
                 raise AutoparError(f"Nothing here is called {name!r}; there are {known}.")
         return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
+
+    def _searched_again(self, changes: Mapping[str, float]) -> Explanation:
+        """The best plan under the same recipe on the changed machine."""
+        changed = self.what_if(search=False, **changes)  # refuses what has no name or no value
+        sizes = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
+        if sizes:
+            raise AutoparError(
+                f"A new search for another {sizes[0]} needs a new capture: explain the model again."
+            )
+        hardware = changed_hardware(self.cluster.hardware, changes)
+        plan = search_plan(
+            self.graph, self.plan.mesh, hardware=hardware, recipe=self.plan.recipe,
+            memory_bytes=changed.bound_bytes, micro_batches=self.plan.micro_batches,
+            fingerprint=self.plan.fingerprint,
+        )  # fmt: skip
+        cluster = replace(self.cluster, hardware=hardware)
+        return replace(changed, plan=plan, cluster=cluster, overrides=self.overrides, built=None)
 
     def _scaled(self, group: str, factor: float) -> dict[str, float]:
         if group == "host_speed":
@@ -373,6 +394,28 @@ class Explanation:
             "symbols": dict(sorted(self.values.items())),
             "candidates": [dataclasses.asdict(each) for each in self.candidates],
         }  # fmt: skip
+
+
+def changed_hardware(hardware: Hardware, changes: Mapping[str, float]) -> Hardware:
+    """The hardware with the factors of `GROUPS` and `hbm_bytes` applied."""
+    factor = {group: changes.get(group, 1.0) for group in GROUPS}
+
+    def link(old: Link) -> Link:
+        return replace(
+            old,
+            bandwidth_bytes_per_second=old.bandwidth_bytes_per_second * factor["link_bandwidth"],
+            latency_seconds=old.latency_seconds * factor["link_latency"],
+        )
+
+    return replace(
+        hardware,
+        peak_flops=tuple((size, flops * factor["flops"]) for size, flops in hardware.peak_flops),
+        memory_bytes_per_second=hardware.memory_bytes_per_second * factor["memory_bandwidth"],
+        host_seconds=hardware.host_seconds / factor["host_speed"],
+        memory_bytes=int(changes.get("hbm_bytes", hardware.memory_bytes)),
+        inside_node=link(hardware.inside_node),
+        across_nodes=link(hardware.across_nodes),
+    )
 
 
 def boundary_link(cluster: Cluster, mesh: Mesh, stages: int) -> Link:

@@ -174,3 +174,20 @@ def test_stages_hold_their_own_layers_and_micro_batches_in_flight() -> None:
     assert part(two, "parameters") < part(one, "parameters")
     assert part(two, "saved activations") > part(one, "saved activations") / 2  # two in flight
     assert float(total(two.memory("last"))) > 0
+
+
+def test_a_new_search_is_never_worse_than_the_old_plan() -> None:
+    """Under `auto`, on a machine with links a hundred times faster, and with little memory."""
+    e = explanation("auto")
+    for changes in ({"link_bandwidth": 100.0}, {"flops": 0.01, "hbm_bytes": 1.2e9}):
+        again = e.what_if(search=True, **changes)
+        assert again.step_seconds <= e.what_if(**changes).step_seconds * (1 + 1e-9)
+        assert again.plan.mesh == e.plan.mesh
+    same = e.what_if(search=True, link_bandwidth=1)
+    assert same.plan.ops == e.plan.ops
+    assert same.step_seconds == e.step_seconds
+
+
+def test_a_new_search_for_other_sizes_is_refused(zero1: Explanation) -> None:
+    with pytest.raises(AutoparError, match="needs a new capture"):
+        zero1.what_if(search=True, batch=16)
