@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -99,11 +98,9 @@ def test_what_if_takes_factors_units_and_sizes(zero1: Explanation) -> None:
 
 
 def test_thousands_of_configurations_are_priced_at_once(zero1: Explanation) -> None:
-    """The same as one by one, and fast; the bound is loose for a busy machine."""
+    """The same as one by one; how fast is measured in benchmarks/bench_pricing.py."""
     batches = np.arange(4.0, 40004.0, 4.0)
-    start = time.perf_counter()
     seconds = zero1.at(batch=batches).seconds()
-    assert time.perf_counter() - start < 2
     assert seconds.shape == (10_000,)
     for i in (0, 17, 9_999):
         assert seconds[i] == pytest.approx(float(zero1.at(batch=batches[i]).seconds()))
