@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
 from autopar.cost_model.compute import OpPrice, inner_tensors, memory_seconds
+from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.memory import SavedTensors, keeps
+from autopar.cost_model.memory import keeps
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
 from autopar.ir import (
@@ -24,10 +24,7 @@ from autopar.ir import (
     Layout,
     Op,
     Plan,
-    R,
     Tensor,
-    operand_layouts,
-    result_layouts,
     steps,
 )
 
@@ -150,11 +147,8 @@ class Pricer:
         self.graph, self.plan, self.sizes = graph, plan, sizes
         self.hardware, self.links, self.precision = hardware, tuple(links), precision
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
-        self.saved = SavedTensors(graph)
+        self.flow = Flow(graph, plan)
         self.inner = inner_tensors(graph) if fused else frozenset()
-        self.whole: Layout = (R,) * len(plan.mesh.axes)
-        self.operands = {op.name: operand_layouts(op, plan.ops[op.name]) for op in graph.ops}
-        self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
         self.regions = _regions(graph)
         self.modules = {name: op.module for op in graph.ops for name in op.results}
         self.modules |= {tensor: name for name, tensor in graph.parameters.items()}
@@ -173,14 +167,14 @@ class Pricer:
             yield from self._parameter(name)
         for public, name in self.graph.buffers.items():
             region, count = self._place(name, public)
-            held = count * self.sizes.bytes(self.graph.tensors[name], self.whole)
+            held = count * self.sizes.bytes(self.graph.tensors[name], self.flow.whole)
             yield Holding(_numbers_out(public), "buffers", region, held)
         yield from self._gathered()
         yield from self._saved()
 
     def boundary_bytes(self) -> Quantity:
         """Bytes of what crosses from one repeated layer to the next, on one rank."""
-        produced, largest = self._produced(), 0
+        produced, largest = self.flow.produced, 0
         for names in _crossing(self.graph).values():
             held = sum(
                 (self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in names), start=0
@@ -193,7 +187,7 @@ class Pricer:
         name = op.operands[position]
         parameters = self.graph.parameters.values()
         carries = "parameter" if name in parameters else "activation"
-        source, target = self._produced()[name], self.operands[op.name][position]
+        source, target = self.flow.produced[name], self.flow.operands[op.name][position]
         for item in self._convert(name, source, target, carries, False):
             if item.phase == "forward":
                 yield item
@@ -216,9 +210,9 @@ class Pricer:
     # --- conversions
 
     def _conversions(self) -> Iterator[Item]:
-        produced, kept = self._produced(), self._saved_roots()
+        produced, kept = self.flow.produced, self.flow.saved_roots
         parameters = set(self.graph.parameters.values())
-        for name, targets in self._targets(produced).items():
+        for name, targets in self.flow.targets.items():
             carries = "parameter" if name in parameters else "activation"
             for target in targets:
                 again = name in kept and (carries == "parameter" or self.regathers)
@@ -331,8 +325,7 @@ class Pricer:
 
     def _gathered(self) -> Iterator[Holding]:
         """Copies of parameters that a use gathers, nothing for an axis of one rank."""
-        produced = self._produced()
-        targets = self._targets(produced)
+        produced, targets = self.flow.produced, self.flow.targets
         for name in self.graph.parameters.values():
             region, count = self._place(name, self.modules[name])
             for target in targets.get(name, {}):
@@ -350,13 +343,13 @@ class Pricer:
             if not keeps(op, self.graph.tensors):
                 continue
             names = (*op.operands, *op.results)
-            operands = self.operands[op.name]
+            operands = self.flow.operands[op.name]
             if self.regathers:
                 operands = tuple(map(self._shards, op.operands, operands))
-            layouts = (*operands, *self.results[op.name])
+            layouts = (*operands, *self.flow.results[op.name])
             for name, layout in zip(names, layouts, strict=True):
-                if name in op.saved and self.saved.root(name) not in stored:
-                    seen.setdefault(self.saved.memory(name, layout), op)
+                if name in op.saved and self.flow.saved.root(name) not in stored:
+                    seen.setdefault(self.flow.saved.memory(name, layout), op)
         for (root, at), op in seen.items():
             region, count = self._place(op.name, op.module)
             held = count * self.sizes.bytes(self.graph.tensors[root], at)
@@ -365,7 +358,7 @@ class Pricer:
 
     def _shards(self, name: str, layout: Layout) -> Layout:
         """An operand as its maker left it on the axes along which it is gathered for a use."""
-        made = self._made[name]
+        made = self.flow.produced[name]
         return tuple(a if a.kind == "S" and b.kind in ("R", "V") else b
                      for a, b in zip(made, layout, strict=True))  # fmt: skip
 
@@ -380,38 +373,6 @@ class Pricer:
         return "layers", self.layers[
             stack.path
         ] - stack.captured + 1 if index == stack.middle else 1
-
-    @cached_property
-    def _made(self) -> dict[str, Layout]:
-        return self._produced()
-
-    def _produced(self) -> dict[str, Layout]:
-        produced = {name: self.whole for name in self.graph.buffers.values()}
-        produced |= {self.graph.inputs[name]: at for name, at in self.plan.inputs.items()}
-        for name, tensor in self.graph.parameters.items():
-            produced[tensor] = self.plan.parameters[name].resident
-        for op in self.graph.ops:
-            produced.update(zip(op.results, self.results[op.name], strict=True))
-        return produced
-
-    def _targets(self, produced: dict[str, Layout]) -> dict[str, dict[Layout, None]]:
-        """Tensor name -> the distinct layouts its consumers need, in order of first use."""
-        targets: dict[str, dict[Layout, None]] = {}
-        for op in self.graph.ops:
-            for name, layout in zip(op.operands, self.operands[op.name], strict=True):
-                targets.setdefault(name, {})[layout] = None
-        for name in self.graph.outputs:
-            delivered = tuple(R if state.kind == "P" else state for state in produced[name])
-            targets.setdefault(name, {})[delivered] = None
-        return targets
-
-    def _saved_roots(self) -> set[str]:
-        return {
-            self.saved.root(name)
-            for op in self.graph.ops
-            if keeps(op, self.graph.tensors)
-            for name in op.saved
-        }
 
     def _title(self, name: str) -> str:
         """A tensor in a reader's words: the parameter's name, or what makes it."""

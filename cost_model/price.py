@@ -14,18 +14,16 @@ from dataclasses import dataclass
 
 from autopar.cost_model.collectives import Seconds, communicates, conversion_seconds
 from autopar.cost_model.compute import op_seconds
+from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.memory import ParameterBytes, SavedTensors, keeps, parameter_bytes
+from autopar.cost_model.memory import ParameterBytes, keeps, parameter_bytes
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import (
     Graph,
     Layout,
     ParameterPlan,
     Plan,
-    R,
     Tensor,
-    operand_layouts,
-    result_layouts,
     steps,
 )
 
@@ -131,10 +129,7 @@ class _Pricer:
         self.plan = plan
         self.hardware = hardware
         self.sizes = Sizes(plan.mesh)
-        self.saved = SavedTensors(graph)
-        self.whole: Layout = (R,) * len(plan.mesh.axes)
-        self.operands = {op.name: operand_layouts(op, plan.ops[op.name]) for op in graph.ops}
-        self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
+        self.flow = Flow(graph, plan)
 
     def count(self, name: str) -> int:
         """How many ops or tensors the captured one of this name stands for."""
@@ -154,11 +149,11 @@ class _Pricer:
         )
 
     def conversions(self) -> _InGraph:
-        produced = self._produced()
+        produced = self.flow.produced
         parameters = set(self.graph.parameters.values())
-        kept = self._saved_roots()
+        kept = self.flow.saved_roots
         seconds = {True: 0.0, False: 0.0}
-        for name, targets in self._targets(produced).items():
+        for name, targets in self.flow.targets.items():
             tensor, source = self.graph.tensors[name], produced[name]
             for target in targets:
                 if name in parameters:
@@ -178,34 +173,6 @@ class _Pricer:
     def _convert(self, tensor: Tensor, source: Layout, target: Layout) -> Seconds:
         return conversion_seconds(tensor, source, target, sizes=self.sizes, hardware=self.hardware)
 
-    def _produced(self) -> dict[str, Layout]:
-        produced = {name: self.whole for name in self.graph.buffers.values()}
-        produced |= {self.graph.inputs[name]: at for name, at in self.plan.inputs.items()}
-        for name, tensor in self.graph.parameters.items():
-            produced[tensor] = self.plan.parameters[name].resident
-        for op in self.graph.ops:
-            produced.update(zip(op.results, self.results[op.name], strict=True))
-        return produced
-
-    def _targets(self, produced: dict[str, Layout]) -> dict[str, dict[Layout, None]]:
-        """Tensor name -> the distinct layouts its consumers need, in order of first use."""
-        targets: dict[str, dict[Layout, None]] = {}
-        for op in self.graph.ops:
-            for name, layout in zip(op.operands, self.operands[op.name], strict=True):
-                targets.setdefault(name, {})[layout] = None
-        for name in self.graph.outputs:
-            delivered = tuple(R if state.kind == "P" else state for state in produced[name])
-            targets.setdefault(name, {})[delivered] = None
-        return targets
-
-    def _saved_roots(self) -> set[str]:
-        return {
-            self.saved.root(name)
-            for op in self.graph.ops
-            if keeps(op, self.graph.tensors)
-            for name in op.saved
-        }
-
     def per_step_seconds(self, name: str) -> float:
         tensor, plan = self.graph.tensors[self.graph.parameters[name]], self.plan.parameters[name]
         return per_step_seconds(
@@ -217,7 +184,7 @@ class _Pricer:
         return parameter_bytes(tensor, self.plan.parameters[name], self.sizes)
 
     def whole_bytes(self, name: str) -> int:
-        return self.sizes.bytes(self.graph.tensors[name], self.whole)
+        return self.sizes.bytes(self.graph.tensors[name], self.flow.whole)
 
     def saved_bytes(self) -> int:
         stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
@@ -226,10 +193,10 @@ class _Pricer:
             if not keeps(op, self.graph.tensors):
                 continue
             names = (*op.operands, *op.results)
-            layouts = (*self.operands[op.name], *self.results[op.name])
+            layouts = (*self.flow.operands[op.name], *self.flow.results[op.name])
             for name, layout in zip(names, layouts, strict=True):
-                if name in op.saved and self.saved.root(name) not in stored:
-                    root, at = self.saved.memory(name, layout)
+                if name in op.saved and self.flow.saved.root(name) not in stored:
+                    root, at = self.flow.saved.memory(name, layout)
                     seen[root, at] = self.count(root) * self.sizes.bytes(
                         self.graph.tensors[root], at
                     )

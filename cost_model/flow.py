@@ -1,0 +1,53 @@
+"""In which layouts a plan's tensors are made and needed: what every way to price it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.cost_model.memory import SavedTensors, keeps
+from autopar.ir import Graph, Layout, Plan, R, operand_layouts, result_layouts
+
+
+class Flow:
+    """The layouts of a graph's tensors under a plan.
+
+    Attributes:
+        operands, results: op name -> the layouts it takes and gives.
+        produced: tensor name -> the layout it is made, held or fed in.
+        targets: tensor name -> the distinct layouts its consumers need, in order of first use.
+        saved: which memory saved tensors lie in.
+        saved_roots: tensors whose memory autograd keeps.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.operands = {op.name: operand_layouts(op, plan.ops[op.name]) for op in graph.ops}
+        self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
+        self.whole: Layout = (R,) * len(plan.mesh.axes)
+        self.produced: Mapping[str, Layout] = self._produced(graph, plan)
+        self.targets = self._targets(graph)
+        self.saved = SavedTensors(graph)
+        self.saved_roots = {
+            self.saved.root(name)
+            for op in graph.ops
+            if keeps(op, graph.tensors)
+            for name in op.saved
+        }
+
+    def _produced(self, graph: Graph, plan: Plan) -> dict[str, Layout]:
+        produced = {name: self.whole for name in graph.buffers.values()}
+        produced |= {graph.inputs[name]: at for name, at in plan.inputs.items()}
+        for name, tensor in graph.parameters.items():
+            produced[tensor] = plan.parameters[name].resident
+        for op in graph.ops:
+            produced.update(zip(op.results, self.results[op.name], strict=True))
+        return produced
+
+    def _targets(self, graph: Graph) -> dict[str, dict[Layout, None]]:
+        targets: dict[str, dict[Layout, None]] = {}
+        for op in graph.ops:
+            for name, layout in zip(op.operands, self.operands[op.name], strict=True):
+                targets.setdefault(name, {})[layout] = None
+        for name in graph.outputs:
+            delivered = tuple(R if state.kind == "P" else state for state in self.produced[name])
+            targets.setdefault(name, {})[delivered] = None
+        return targets
