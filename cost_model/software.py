@@ -66,12 +66,12 @@ SOFTWARE: Mapping[tuple[str, str], Software] = MappingProxyType(
     {
         ("megatron-deepspeed", "a100"): Software(
             "megatron-deepspeed",
-            matmul_efficiency=0.714,
-            memory_efficiency=0.605,
-            host_seconds=44.4e-6,
-            skew_seconds=31.3e-6,
-            source="fitted to half of the groups of vTrain on one node; mean error 6.6 % on the "
-            "other half, 10.5 % on several nodes",
+            matmul_efficiency=0.767,
+            memory_efficiency=0.528,
+            host_seconds=45.4e-6,
+            skew_seconds=26.6e-6,
+            source="fitted to half of the groups of vTrain on one node; mean error 6.5 % on the "
+            "other half, 10.1 % on several nodes",
         ),
         ("llm-foundry", "a100"): Software(
             "llm-foundry",
