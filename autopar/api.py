@@ -21,20 +21,20 @@ from autopar.cost_model.software import as_eager_runs
 from autopar.cost_model.step import Run
 from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
 from autopar.explanation import Explanation
-from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, without_pipeline
 from autopar.planning import (
     Prepared,
     make_plan,
     prepare_forward,
     prepare_step,
-    refuse_pipeline,
     split_example,
 )
-from autopar.program import Program, build_program
+from autopar.program import build_program
 from autopar.runtime.initialise import InitFunction
-from autopar.runtime.module import CompiledModule, Outputs, Settings
+from autopar.runtime.module import CompiledModule, Fixed, Outputs, Programs, Settings
 from autopar.runtime.world import World, set_timeout
 from autopar.search import RecipeLike
+from autopar.stages import cut_stages, cuts_where_parameters_lie
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int]
 _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
@@ -183,9 +183,9 @@ class _Planner:
         kwargs: Mapping[str, Any],
         *,
         is_step: bool,
-        fixed: Mapping[str, ParameterPlan] | None,
-    ) -> Program:
-        """Captures and plans; `fixed` are the parameters that already lie somewhere."""
+        fixed: Fixed | None,
+    ) -> Programs:
+        """Captures and plans; `fixed` is where parameters already lie."""
         if is_step:
             prepared = prepare_step(model, args, kwargs, loss_fn=self._loss_fn)
         else:
@@ -194,30 +194,41 @@ class _Planner:
         if plan is None:
             plan = agreed(lambda: self._search(prepared, fixed, is_step=is_step))
         program = build_program(prepared.captured, prepared.analysis, plan)
+        stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
-            self._first, self._mesh = prepared, plan.mesh
-        return program
+            self._first, self._mesh = prepared, plan.world_mesh
+        return Programs(program, stages)
 
-    def _search(
-        self, prepared: Prepared, fixed: Mapping[str, ParameterPlan] | None, *, is_step: bool
-    ) -> Plan:
+    def _search(self, prepared: Prepared, fixed: Fixed | None, *, is_step: bool) -> Plan:
+        if fixed is not None:
+            return self._following(prepared, fixed, is_step=is_step)
+        plan = make_plan(
+            prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
+            recipe=self._recipe, pins=self._pins, memory_bytes=self._memory_bytes,
+            micro_batches=self.micro_batches,
+        )  # fmt: skip
+        return replace(plan, notes=(*plan.notes, *self._assumed))
+
+    def _following(self, prepared: Prepared, fixed: Fixed, *, is_step: bool) -> Plan:
+        """A plan for another graph of the model, whose parameters stay where they lie."""
+        assert self._mesh is not None, "there was a first program"
+        mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
+
         def search(recipe: RecipeLike) -> Plan:
             return make_plan(
-                prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
-                recipe=recipe, pins=self._pins if fixed is None else None,
-                memory_bytes=self._memory_bytes, fixed_storage=fixed,
-                micro_batches=self.micro_batches if is_step else 1,
+                prepared, mesh, hardware=self._hardware, recipe=recipe,
+                memory_bytes=self._memory_bytes, micro_batches=self.micro_batches if is_step else 1,
+                fixed_storage=_with_unused(fixed.parameters, prepared, mesh),
             )  # fmt: skip
 
-        if fixed is not None:
-            fixed = _with_unused(fixed, prepared, self._mesh)
         try:
             plan = search(self._recipe)
         except (RecipeError, SearchError):
-            if fixed is None:
-                raise
             plan = search("auto")  # the parameters lie as the recipe has it; this graph need not
-        return replace(plan, notes=(*plan.notes, *self._assumed))
+        if fixed.pipeline is None:
+            return plan
+        cuts = cuts_where_parameters_lie(graph, fixed.users, fixed.pipeline.stages)
+        return replace(plan, pipeline=replace(fixed.pipeline, cuts=cuts))
 
     def world(self) -> World:
         """The mesh as it runs; known once the first program is."""
@@ -283,10 +294,9 @@ def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:
 
 
 def _with_unused(
-    fixed: Mapping[str, ParameterPlan], prepared: Prepared, mesh: Mesh | None
+    fixed: Mapping[str, ParameterPlan], prepared: Prepared, mesh: Mesh
 ) -> Mapping[str, ParameterPlan]:
     """Parameters that the first program had not are stored replicated."""
-    assert mesh is not None
     replicated = ParameterPlan((R,) * len(mesh.axes), (R,) * len(mesh.axes))
     return {name: fixed.get(name, replicated) for name in prepared.analysis.graph.parameters}
 
@@ -306,12 +316,13 @@ def _hardware(
 def _axes(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
     """The mesh as data, None if it is to be searched. Raises MeshError where plan and mesh differ."""
     if mesh is None:
-        return plan.mesh if plan is not None else None
+        return plan.world_mesh if plan is not None else None
     axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
-    refuse_pipeline(axes)
-    if plan is not None and plan.mesh != axes:
+    if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
+        axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
+    if plan is not None and plan.world_mesh != axes:
         raise MeshError(
-            f"The plan was made for the mesh {plan.mesh}, and the mesh given is {axes}."
+            f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}."
         )
     return axes
 
@@ -348,8 +359,12 @@ def check_world(mesh: Mesh) -> None:
 
 def make_world(mesh: Mesh, device: torch.device, device_mesh: DeviceMesh | None) -> World:
     """The process groups of the mesh; a single rank without a default group needs none."""
-    if device_mesh is None and dist.is_initialized():
+    known = device_mesh is not None and device_mesh.mesh_dim_names == mesh.names
+    if not known and dist.is_initialized():
         device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.names)
+    if PIPELINE_AXIS in mesh.names:
+        assert device_mesh is not None, "check_world has found the ranks of the mesh"
+        return World.with_pipeline(mesh, device, device_mesh)
     return World(mesh, device, device_mesh)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -29,6 +30,7 @@ from autopar.ir import (
 from autopar.ir.layout import WHOLE
 from autopar.ir.plan import Reduction
 from autopar.passes import partition, verify_graph
+from autopar.recomputation import mark_blocks
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,27 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """A local tensor on its way from one pipeline stage to the next.
+
+    Attributes:
+        name: of the node that made it.
+        shape: on every rank of a stage.
+        needs_grad: whether a gradient comes back.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
 class Program:
-    """What one rank runs: `module(*parameters, *buffers, *constants, *inputs)`, all local.
+    """What one rank runs: `module(*parameters, *buffers, *constants, *inputs, *received)`, all local.
+
+    It returns new values of buffers, outputs, and what is sent. The program of a pipeline stage is one
+    like any other (`autopar.stages`); that of a whole model receives and sends nothing.
 
     Attributes:
         module: the local graph; collectives name mesh axes until they are bound to process groups.
@@ -69,6 +90,10 @@ class Program:
         tied: further names of tied parameters -> their first name.
         frozen: parameters that take no gradient.
         is_step: whether the only output is the loss.
+        received: what comes from the stage before.
+        sent: what goes to the stage behind.
+        recomputed: numbers of the blocks that run again in backward; where there are some, every call
+            of the module has that of its block in `meta["block"]`.
     """
 
     module: fx.GraphModule
@@ -86,6 +111,9 @@ class Program:
     tied: Mapping[str, str]
     frozen: frozenset[str]
     is_step: bool
+    received: tuple[Wire, ...] = ()
+    sent: tuple[Wire, ...] = ()
+    recomputed: frozenset[int] = frozenset()
 
     def storage(self, name: str) -> ParameterPlan:
         """The plan of a parameter."""
@@ -124,6 +152,7 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         tied=captured.tied,
         frozen=captured.frozen,
         is_step=captured.is_step,
+        recomputed=mark_blocks(module, analysis.graph) if plan.recompute == "full" else frozenset(),
     )
 
 
@@ -158,6 +187,8 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
         _check_layout(f"input {name}", layout, dims, plan.mesh, "RSV")
     for op in graph.ops:
         _check_op(op, analysis, plan)
+    if plan.pipeline is not None:
+        _check_cuts(plan.pipeline.cuts, analysis)
 
 
 def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
@@ -238,6 +269,19 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
         raise PlanError(
             f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, "
             f"and the mesh {mesh} does not divide what they split; it can split {sizes}."
+        )
+
+
+def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
+    position = {op.name: i for i, op in enumerate(analysis.graph.ops)}
+    unknown = [name for name in cuts if name not in position]
+    if unknown:
+        raise PlanError(f"The plan is damaged: a stage begins with {unknown[0]}, which is no op.")
+    places = [position[name] for name in cuts]
+    if any(a >= b for a, b in itertools.pairwise(places)):
+        raise PlanError(
+            f"The plan is damaged: its stages begin with {', '.join(cuts)}, which is not the order of "
+            "these ops in the model."
         )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 
 from autopar.ir import (
+    PIPELINE_AXIS,
+    SCHEDULES,
     UNSPLIT,
     WHOLE,
     Graph,
@@ -16,6 +18,7 @@ from autopar.ir import (
     Mesh,
     Op,
     ParameterPlan,
+    Pipeline,
     Plan,
     R,
     S,
@@ -24,12 +27,18 @@ from autopar.ir import (
     V,
     divides,
     is_legal,
+    without_pipeline,
 )
+from autopar.schedules import fewest_micro_batches
 
 
 def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Plan:
-    """Draws a legal plan; the same seed gives the same plan."""
+    """Draws a legal plan; the same seed gives the same plan.
+
+    With an axis `pp` in the mesh the schedule is drawn too, and cuts at any op.
+    """
     draw = random.Random(seed)
+    whole, mesh = mesh, without_pipeline(mesh)
     parameters = {
         name: _random_parameter(graph.tensors[tensor], mesh, draw)
         for name, tensor in graph.parameters.items()
@@ -39,7 +48,23 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
         for name, tensor in graph.inputs.items()
     }
     ops = {op.name: _random_labels(graph, op, mesh, draw) for op in graph.ops}
-    return Plan(mesh, fingerprint, f"random {seed}", 1, parameters, inputs, ops)
+    # drawn apart, so that the size of a micro-batch, which other draws depend on, does not change it
+    pipeline = _random_pipeline(graph, whole, random.Random(f"pipeline {seed}"))
+    count = max(2, fewest_micro_batches(pipeline)) if pipeline else 1
+    return Plan(
+        mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline
+    )
+
+
+def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline | None:
+    if PIPELINE_AXIS not in mesh.names:
+        return None
+    position = mesh.index(PIPELINE_AXIS)
+    ranks = mesh.sizes[position]
+    shapes = {"one": ranks, "rounds": 2 * ranks, "v": 2 * ranks}
+    schedule = draw.choice([s for s in SCHEDULES if shapes[SCHEDULES[s]] <= len(graph.ops)])
+    places = sorted(draw.sample(range(1, len(graph.ops)), shapes[SCHEDULES[schedule]] - 1))
+    return Pipeline(ranks, schedule, tuple(graph.ops[i].name for i in places), position)
 
 
 def _random_labels(graph: Graph, op: Op, mesh: Mesh, draw: random.Random) -> Labels:

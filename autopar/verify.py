@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from rich.text import Text
@@ -21,8 +21,10 @@ from autopar.passes.retarget import draws
 from autopar.planning import Prepared, make_plan, prepare_step, split_example
 from autopar.program import Program, build_program
 from autopar.random_plan import random_plan
+from autopar.rehearsal import Rehearsal, actions_of
 from autopar.runtime import simulate
 from autopar.search import RecipeLike
+from autopar.stages import cut_stages
 
 TOLERANCE_FLOAT64 = 1e-9
 TOLERANCE_FLOAT32 = 2e-5  # where any part of the graph is of lower precision
@@ -51,6 +53,7 @@ class VerifyReport:
         buffer_error: of the buffers that the forward updates, relative to their largest entry, the worst
             of all buffers and ranks; 0.0 if there are none.
         buffers: how many were compared.
+        schedule: how micro-batches went through pipeline stages, "" without stages.
     """
 
     mesh: Mesh
@@ -62,6 +65,7 @@ class VerifyReport:
     parameters: int
     buffer_error: float = 0.0
     buffers: int = 0
+    schedule: str = ""
 
     @property
     def passed(self) -> bool:
@@ -73,7 +77,7 @@ class VerifyReport:
         buffers = f"  buffers             {self.buffer_error:.1e} of {self.buffers} updated\n"
         return (
             f"{'PASSED' if self.passed else 'FAILED'}: {self.mesh}, recipe {self.recipe}, "
-            f"{self.mesh.size} ranks simulated\n"
+            f"{self.mesh.size} ranks simulated{', ' + self.schedule if self.schedule else ''}\n"
             f"  loss                {self.loss_error:.1e} (relative, worst rank)\n"
             f"  worst gradient      {self.worst_gradient_error:.1e} of {self.parameters}, "
             f"at {self.worst_parameter}\n"
@@ -124,60 +128,115 @@ def verify(
 
 
 @dataclass(frozen=True)
+class Reference:
+    """What a single device computes.
+
+    Attributes:
+        loss: the mean over micro-batches.
+        gradients: None for a parameter that the model does not use.
+        buffers: after the forward.
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Subject:
-    """A captured model with what a single device computes, to hold any number of plans against.
+    """A captured model, to hold any number of plans against what a single device computes.
 
     Attributes:
         model: a copy of the user's.
-        args, kwargs: the batch.
+        args, kwargs: a micro-batch; further ones are its rows in another order.
         prepared: its captured step.
-        loss: of the single device.
-        gradients: of the single device, None for a parameter that the model does not use.
-        buffers: of the single device after its forward.
+        loss_fn: as in `compile`.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     prepared: Prepared
-    loss: Tensor
-    gradients: Mapping[str, Tensor | None]
-    buffers: Mapping[str, Tensor]
+    loss_fn: LossFunction | None
+    _references: dict[int, Reference] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
         cls, model: nn.Module, example_inputs: Any, *, loss_fn: LossFunction | None = None
     ) -> Subject:
-        """Captures a model and runs it eagerly once."""
+        """Captures a model; its random numbers must not matter."""
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
         _require_weights(model)
         model = copy.deepcopy(model)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
         _require_determinism(prepared)
-        single = _single_device(model, args, kwargs, prepared.captured, loss_fn)
-        return cls(model, args, kwargs, prepared, *single)
+        return cls(model, args, kwargs, prepared, loss_fn)
 
     def compare(self, plan: Plan) -> VerifyReport:
         """Simulates a plan; compares loss, gradients and new values of buffers.
 
         Raises PlanError for another model's plan.
         """
-        program = build_program(self.prepared.captured, self.prepared.analysis, plan)
-        losses, stored, updates = _simulated(program, self.model, self.args, self.kwargs)
-        errors = _gradient_errors(program, stored, self.gradients)
+        count = plan.micro_batches
+        whole = build_program(self.prepared.captured, self.prepared.analysis, plan)
+        rehearsal = Rehearsal(
+            whole, cut_stages(whole, self.prepared.analysis.graph), micro_batches=count,
+            parameters=dict(self.model.named_parameters()), buffers=dict(self.model.named_buffers()),
+        )  # fmt: skip
+        rehearsal.run(actions_of(plan), lambda i: self._inputs(whole, i))
+        return self._report(whole, rehearsal)
+
+    def reference(self, micro_batches: int) -> Reference:
+        """What the model computes without autopar; run once for each number of micro-batches."""
+        if micro_batches not in self._references:
+            batches = [self._batch(i) for i in range(micro_batches)]
+            self._references[micro_batches] = _single_device(
+                self.model, batches, self.prepared.captured, self.loss_fn
+            )
+        return self._references[micro_batches]
+
+    def _batch(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A micro-batch: the rows of the first in another order."""
+        if number == 0:
+            return self.args, self.kwargs
+        rolled = pytree.tree_map(
+            lambda x: x.roll(number, 0) if isinstance(x, Tensor) and x.ndim else x,
+            (self.args, self.kwargs),
+        )
+        return cast(tuple[tuple[Any, ...], dict[str, Any]], rolled)
+
+    def _inputs(self, whole: Program, number: int) -> dict[str, Tensor]:
+        tensors = [x for x in pytree.tree_leaves(self._batch(number)) if isinstance(x, Tensor)]
+        return {spec.name: x for spec, x in zip(whole.inputs, tensors, strict=True)}
+
+    def _report(self, whole: Program, rehearsal: Rehearsal) -> VerifyReport:
+        plan, reference = whole.plan, self.reference(rehearsal.count)
+        errors = _gradient_errors(whole, rehearsal.stored, reference.gradients)
         worst = max(errors, key=lambda name: _nan_last(errors[name]), default="none")
+        losses = torch.stack([torch.stack(ranks) for ranks in rehearsal.losses.values()]).mean(0)
         return VerifyReport(
-            mesh=plan.mesh,
+            mesh=plan.world_mesh,
             recipe=plan.recipe,
-            loss_error=max((_relative(each, self.loss) for each in losses), key=_nan_last),
+            loss_error=max((_relative(each, reference.loss) for each in losses), key=_nan_last),
             worst_gradient_error=errors.get(worst, 0.0),
             worst_parameter=worst,
             tolerance=tolerance(self.prepared),
             parameters=len(errors),
-            buffer_error=_buffer_error(updates, self.buffers),
-            buffers=len(updates),
+            buffer_error=_buffer_error(rehearsal.updates, reference.buffers),
+            buffers=len(rehearsal.updates),
+            schedule=_schedule_text(plan),
         )
+
+
+def _schedule_text(plan: Plan) -> str:
+    """`1f1b with 4 micro-batches through 2 stages`, "" without stages."""
+    if plan.pipeline is None:
+        return ""
+    return (
+        f"{plan.pipeline.schedule} with {plan.micro_batches} micro-batches through "
+        f"{plan.pipeline.stages} stages"
+    )
 
 
 def _require_weights(model: nn.Module) -> None:
@@ -226,52 +285,22 @@ def _plan(
 
 def _single_device(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     captured: Captured,
     loss_fn: LossFunction | None,
-) -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
+) -> Reference:
     """Loss, gradients and buffers of the model run eagerly; of a copy, so that its own stay."""
     copied = copy.deepcopy(model)
     copied.zero_grad()
-    loss = run_with_loss(copied, args, kwargs, loss_fn)
-    loss.backward()
+    losses = []
+    for args, kwargs in batches:
+        loss = run_with_loss(copied, args, kwargs, loss_fn)
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
     parameters = dict(copied.named_parameters())
     gradients = {name: parameters[name].grad for name in captured.parameters.values()}
-    return loss.detach(), gradients, dict(copied.named_buffers(remove_duplicate=False))
-
-
-def _simulated(
-    program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Tensor], dict[str, simulate.Ranks], dict[str, simulate.Ranks]]:
-    """Of every rank the loss, the stored shards with their gradients, and new values of buffers."""
-    mesh, plan = program.plan.mesh, program.plan
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    stored: dict[str, simulate.Ranks] = {}
-    arguments: list[simulate.Ranks] = []
-    for spec in program.parameters:
-        how, value = plan.parameters[spec.name], parameters[spec.name].detach()
-        stored[spec.name] = [
-            simulate.shard(value, spec.dims, how.storage, mesh, rank)
-            .clone()
-            .requires_grad_(spec.name not in program.frozen)
-            for rank in range(mesh.size)
-        ]
-        arguments.append(
-            simulate.convert(stored[spec.name], spec.dims, how.storage, how.resident, mesh)
-        )
-    arguments += [[buffers[spec.name]] * mesh.size for spec in program.buffers]
-    arguments += [[constant] * mesh.size for constant in program.constants]
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    for spec, x in zip(program.inputs, tensors, strict=True):
-        arguments.append(
-            [simulate.shard(x, spec.dims, spec.layout, mesh, rank) for rank in range(mesh.size)]
-        )
-    outputs = simulate.run(program, arguments)
-    losses = outputs[-1]
-    torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
-    updates = {name: [x.detach() for x in outputs[i]] for i, name in program.mutated.items()}
-    return [loss.detach() for loss in losses], stored, updates
+    buffers = dict(copied.named_buffers(remove_duplicate=False))
+    return Reference(torch.stack(losses).mean(0), gradients, buffers)
 
 
 def _buffer_error(updates: Mapping[str, simulate.Ranks], expected: Mapping[str, Tensor]) -> float:

@@ -1,11 +1,12 @@
 """How true the cost model is to published runs of real clusters.
 
-    python benchmarks/cost_model_accuracy.py --data DIR [--json] [--markdown PATH]
+    python benchmarks/cost_model_accuracy.py --data DIR [--json] [--markdown PATH] [--simulate]
 
 Reads every CSV file of training runs in DIR (or one file), builds each row's model from its
 dimensions, prices the row's configuration, and prints per file how far step times and peaks of memory
 are off and how well configurations are ranked. Configurations compete within one model, sequence
-length, global batch and number of GPUs. Errors and regrets are fractions.
+length, global batch and number of GPUs. Errors and regrets are fractions. Runs with pipeline stages are
+told apart once more, by their depth, and compete among themselves.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from autopar.errors import AutoparError
 from benchmarks.accuracy.metrics import Outcome, oom_accuracy, summary
 from benchmarks.accuracy.pricing import Prediction, price_rows
 from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
+from benchmarks.accuracy.simulated import CLOSED, pipeline_of
 from benchmarks.accuracy.subjects import Subject, subject
 
 FIGURES = (
     "time_error_median", "time_error_mean", "spearman", "tau_mean", "regret_mean",
     "regret_median", "regret_worst", "memory_error_median", "oom_accuracy",
+)  # fmt: skip
+
+PIPELINE_FIGURES = (
+    "time_error_median", "time_error_mean", "time_bias_median", "spearman", "tau_mean", "regret_mean",
+    "regret_worst", "memory_error_median",
 )  # fmt: skip
 
 
@@ -48,32 +55,46 @@ class Source:
     def figures(self) -> dict[str, Any]:
         """What the JSON says of the file."""
         counts = {"rows_used": len(self.outcomes), "rows_skipped": self.skipped.total()}
-        return counts | summary(self.outcomes) | {"skipped_because": dict(self.skipped)}
+        found = counts | summary(self.outcomes) | {"skipped_because": dict(self.skipped)}
+        return found | {"pipelines": self.pipelines()}
+
+    def pipelines(self) -> dict[str, dict[str, Any]]:
+        """The figures of the runs with pipeline stages: of all, and by their number of stages."""
+        ran = [o for o in self.outcomes if o.stages > 1 and not o.failed]
+        depths = sorted({o.stages for o in ran})
+        parts = {"all": ran} | {str(p): [o for o in ran if o.stages == p] for p in depths}
+        return {name: {"rows": len(o)} | summary(o) for name, o in parts.items() if o}
 
 
-def evaluate(path: Path) -> Source:
-    """Prices the rows of one file. Raises AutoparError for a file of another form."""
+def evaluate(path: Path, *, simulates: bool = False) -> Source:
+    """Prices the rows of one file. Raises AutoparError for a file of another form.
+
+    Pipelines are priced by the closed form where their schedule has one, or all by simulation.
+    """
     source = Source(path.stem)
     for row in rows(path):
         try:
-            source.subjects.append(_usable(row))
+            source.subjects.append(_usable(row, simulates))
         except Skip as reason:
             source.skipped[str(reason)] += 1
-    source.outcomes = list(_priced(source))
+    source.outcomes = list(_priced(source, simulates))
     return source
 
 
-def _usable(row: Row | Skip) -> Subject:
+def _usable(row: Row | Skip, simulates: bool) -> Subject:
     if isinstance(row, Skip):
         raise row
     if row.suspect:
         raise Skip("marked as suspect in the table")
     if row.step_seconds is None and row.memory_bytes is None and not row.failed:
         raise Skip("neither time nor memory was measured")
-    return subject(row)
+    found = subject(row)
+    if row.pp > 1 and (simulates or row.schedule.upper() not in CLOSED):
+        pipeline_of(found.row)
+    return found
 
 
-def _priced(source: Source) -> Iterable[Outcome]:
+def _priced(source: Source, simulates: bool) -> Iterable[Outcome]:
     """Rows of one shape are priced together; a shape that cannot be priced is skipped."""
     alike: dict[object, list[Subject]] = defaultdict(list)
     for each in source.subjects:
@@ -82,8 +103,9 @@ def _priced(source: Source) -> Iterable[Outcome]:
         first = found[0]
         try:
             prices = price_rows(
-                [s.row for s in found], first.shape, first.recompute, first.hardware, first.software
-            )
+                [s.row for s in found], first.shape, first.recompute, first.hardware, first.software,
+                simulates=simulates,
+            )  # fmt: skip
         except (Skip, AutoparError, AssertionError, ArithmeticError, ValueError) as error:
             source.skipped[f"not priced: {str(error).splitlines()[0][:80]}"] += len(found)
             continue
@@ -91,9 +113,12 @@ def _priced(source: Source) -> Iterable[Outcome]:
 
 
 def _outcome(s: Subject, price: Prediction) -> Outcome:
+    """What a row says beside its price; a table has the memory of rank 0, or of the fullest."""
+    at_first = s.row.memory_kind.startswith(("rank 0", "world rank 0"))
     return Outcome(
-        s.row.group, price.seconds, s.row.step_seconds, price.first_bytes, s.row.memory_bytes,
-        s.capacity_bytes, s.row.failed, max(price.first_bytes, price.last_bytes),
+        s.row.group, price.seconds, s.row.step_seconds,
+        price.first_bytes if at_first else price.worst_bytes, s.row.memory_bytes,
+        s.capacity_bytes, s.row.failed, price.worst_bytes, s.row.pp,
     )  # fmt: skip
 
 
@@ -113,19 +138,19 @@ def combined(sources: Sequence[Source]) -> dict[str, dict[str, Any]]:
     }
 
 
-def read(data: Path) -> tuple[list[Source], dict[str, str]]:
+def read(data: Path, *, simulates: bool = False) -> tuple[list[Source], dict[str, str]]:
     """The sources of a folder or a file, and why files are left out.
 
     Raises AutoparError for a file that is named and cannot be read, or where nothing can.
     """
     if data.is_file():
-        return [evaluate(data)], {}
+        return [evaluate(data, simulates=simulates)], {}
     left_out: dict[str, str] = {}
     sources = []
     for path in sorted(data.glob("*.csv")):
         try:
             if is_training_table(path):
-                sources.append(evaluate(path))
+                sources.append(evaluate(path, simulates=simulates))
             else:
                 left_out[path.name] = "no table of training runs"
         except (AutoparError, UnicodeDecodeError) as error:
@@ -144,11 +169,24 @@ def markdown(sources: Sequence[Source]) -> str:
         figures = source.figures()
         cells = (source.name, str(figures["rows_used"]), str(figures["rows_skipped"]))
         lines.append("| " + " | ".join((*cells, *_cells(figures))) + " |")
+    return "\n".join(lines) + "\n\n" + _pipelines_markdown(sources)
+
+
+def _pipelines_markdown(sources: Sequence[Source]) -> str:
+    head = ("source", "stages", "rows", *(name.replace("_", " ") for name in PIPELINE_FIGURES))
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in _pipeline_rows(sources)]
     return "\n".join(lines) + "\n"
 
 
-def _cells(figures: Mapping[str, Any]) -> list[str]:
-    return [_cell(name, figures[name]) for name in FIGURES]
+def _pipeline_rows(sources: Sequence[Source]) -> Iterable[tuple[str, ...]]:
+    for source in sources:
+        for stages, figures in source.pipelines().items():
+            yield source.name, stages, str(figures["rows"]), *_cells(figures, PIPELINE_FIGURES)
+
+
+def _cells(figures: Mapping[str, Any], names: Sequence[str] = FIGURES) -> list[str]:
+    return [_cell(name, figures[name]) for name in names]
 
 
 def _cell(name: str, value: float | None) -> str:
@@ -170,7 +208,11 @@ def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
             reasons.add_row(source.name, str(count), reason)
     for name, reason in left_out.items():
         reasons.add_row(name, "all", reason)
+    pipelines = Table("source", "stages", "rows", *(n.replace("_", " ") for n in PIPELINE_FIGURES))
+    for row in _pipeline_rows(sources):
+        pipelines.add_row(*row)
     console.print(table)
+    console.print(pipelines)
     console.print(reasons)
     for origin, found in combined(sources).items():
         if found["oom_accuracy"] is not None:
@@ -183,10 +225,11 @@ def show(sources: Sequence[Source], left_out: Mapping[str, str]) -> None:
 @click.command(help=__doc__)
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
-def main(data: Path, as_json: bool, page: Path | None) -> None:
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the tables there.")
+@click.option("--simulate", "simulates", is_flag=True, help="Run every pipeline action by action.")
+def main(data: Path, as_json: bool, page: Path | None, simulates: bool) -> None:
     try:
-        sources, left_out = read(data)
+        sources, left_out = read(data, simulates=simulates)
     except (AutoparError, UnicodeDecodeError) as error:
         raise click.ClickException(str(error)) from error
     if page is not None:

@@ -48,5 +48,7 @@ def cuts_of_equal_ends(layers: int, stages: int) -> Cuts:
     """Megatron's habit where stages do not divide the layers: each end takes the place of one."""
     if stages == 1 or layers % stages == 0:
         return equal_cuts(layers, stages)
+    if stages == 2:
+        return Cuts(math.ceil(layers / 2), 0, layers // 2)
     share = math.ceil((layers + 2) / stages)
     return Cuts(share - 1, share, share - 1)

@@ -14,7 +14,8 @@ class Flow:
     Attributes:
         operands, results: op name -> the layouts it takes and gives.
         produced: tensor name -> the layout it is made, held or fed in.
-        targets: tensor name -> the distinct layouts its consumers need, in order of first use.
+        targets: tensor name -> the distinct layouts its consumers need, each with the op that first does,
+            "" for the end of the graph; in order of first use.
         saved: which memory saved tensors lie in.
         saved_roots: tensors whose memory autograd keeps.
     """
@@ -42,12 +43,12 @@ class Flow:
             produced.update(zip(op.results, self.results[op.name], strict=True))
         return produced
 
-    def _targets(self, graph: Graph) -> dict[str, dict[Layout, None]]:
-        targets: dict[str, dict[Layout, None]] = {}
+    def _targets(self, graph: Graph) -> dict[str, dict[Layout, str]]:
+        targets: dict[str, dict[Layout, str]] = {}
         for op in graph.ops:
             for name, layout in zip(op.operands, self.operands[op.name], strict=True):
-                targets.setdefault(name, {})[layout] = None
+                targets.setdefault(name, {}).setdefault(layout, op.name)
         for name in graph.outputs:
             delivered = tuple(R if state.kind == "P" else state for state in self.produced[name])
-            targets.setdefault(name, {})[delivered] = None
+            targets.setdefault(name, {}).setdefault(delivered, "")
         return targets

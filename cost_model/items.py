@@ -52,6 +52,8 @@ class Item:
         carries: "activation", "parameter" or "gradient", "" for compute.
         every_micro_batch: whether it runs once a micro-batch.
         ranks: that take part.
+        of: the op that it is or that first needs it; the parameter's name for its gradients' sums, gathers
+            and reductions.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Item:
     carries: str = ""
     every_micro_batch: bool = True
     ranks: Quantity = 1
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,14 @@ class Holding:
         kind: "parameters", "gradients", "optimizer", "saved activations", "buffers".
         region: before, in or after the repeated layers.
         bytes: of all that the item stands for.
+        of: the op that first keeps it, the parameter's name, or the tensor of a buffer.
     """
 
     name: str
     kind: str
     region: Region
     bytes: Quantity
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class Pricer:
         for public, name in self.graph.buffers.items():
             region, count = self._place(name, public)
             held = count * self.sizes.bytes(self.graph.tensors[name], self.flow.whole)
-            yield Holding(_numbers_out(public), "buffers", region, held)
+            yield Holding(_numbers_out(public), "buffers", region, held, name)
         yield from self._gathered()
         yield from self._saved()
 
@@ -188,7 +193,7 @@ class Pricer:
         parameters = self.graph.parameters.values()
         carries = "parameter" if name in parameters else "activation"
         source, target = self.flow.produced[name], self.flow.operands[op.name][position]
-        for item in self._convert(name, source, target, carries, False):
+        for item in self._convert(name, source, target, carries, op.name, False):
             if item.phase == "forward":
                 yield item
 
@@ -204,7 +209,7 @@ class Pricer:
             if part.passes and (kernels or not op.is_view):
                 yield Item(
                     name, op.kind, COMPUTE, phase, region, count * part.passes,  # type: ignore[arg-type]
-                    part.seconds, part.traffic_bytes, part.flops, kernels,
+                    part.seconds, part.traffic_bytes, part.flops, kernels, of=op.name,
                 )  # fmt: skip
 
     # --- conversions
@@ -214,27 +219,31 @@ class Pricer:
         parameters = set(self.graph.parameters.values())
         for name, targets in self.flow.targets.items():
             carries = "parameter" if name in parameters else "activation"
-            for target in targets:
+            for target, user in targets.items():
                 again = name in kept and (carries == "parameter" or self.regathers)
-                yield from self._convert(name, produced[name], target, carries, again)
+                yield from self._convert(name, produced[name], target, carries, user, again)
 
     def _convert(
-        self, name: str, source: Layout, target: Layout, carries: str, again: bool
+        self, name: str, source: Layout, target: Layout, carries: str, user: str, again: bool
     ) -> Iterator[Item]:
-        """A conversion inside the graph; what is gathered may be gathered `again` in backward."""
+        """A conversion inside the graph for the op `user`; what is gathered may be gathered `again` in
+        backward.
+        """
         tensor = self.graph.tensors[name]
         region, count = self._place(name, self.modules.get(name, ""))
         title = self._title(name)
         for axis, forward, backward, before, after in self._steps(tensor, source, target):
-            yield self._item(title, forward, axis, "forward", region, count, before, after, carries)
+            yield self._item(
+                title, forward, axis, "forward", region, count, before, after, carries, of=user
+            )
             if tensor.needs_grad:
                 back = "gradient" if carries == "parameter" else carries
                 yield self._item(
-                    title, backward, axis, "backward", region, count, after, before, back
+                    title, backward, axis, "backward", region, count, after, before, back, of=user
                 )
             if again and tensor.needs_grad and forward == "all_gather":
                 yield self._item(
-                    title, forward, axis, "backward", region, count, before, after, carries
+                    title, forward, axis, "backward", region, count, before, after, carries, of=user
                 )
 
     def _between_steps(self, name: str) -> Iterator[Item]:
@@ -243,13 +252,13 @@ class Pricer:
         region, count = self._place(name, name)
         title = _numbers_out(name)
         if tensor.needs_grad:
-            yield self._accumulation(tensor, how.resident, region, count)
+            yield self._accumulation(name, tensor, how.resident, region, count)
         for axis, forward, backward, before, after in self._steps(
             tensor, how.storage, how.resident
         ):
             yield self._item(
                 title, forward, axis, "gather", region, count, before, after, "parameter",
-                every_micro_batch=False,
+                of=name, every_micro_batch=False,
             )  # fmt: skip
             if tensor.needs_grad:
                 scale = (
@@ -257,11 +266,11 @@ class Pricer:
                 ) / tensor.itemsize_bytes
                 yield self._item(
                     title, backward, axis, "reduce", region, count, after * scale, before * scale,
-                    "gradient", every_micro_batch=how.reduce == "micro_batch",
+                    "gradient", of=name, every_micro_batch=how.reduce == "micro_batch",
                 )  # fmt: skip
 
     def _accumulation(
-        self, tensor: Tensor, resident: Layout, region: Region, count: Quantity
+        self, name: str, tensor: Tensor, resident: Layout, region: Region, count: Quantity
     ) -> Item:
         """Adding a micro-batch's gradient to the sum: both are read, the sum is written."""
         held = self.sizes.bytes(tensor, resident)
@@ -269,7 +278,7 @@ class Pricer:
         moved = held * (1 + 2 * scale)
         return Item(
             "accumulating gradients", "accumulate", COMPUTE, "backward", region, count,
-            memory_seconds(moved, self.hardware), moved,
+            memory_seconds(moved, self.hardware), moved, of=name,
         )  # fmt: skip
 
     def _steps(
@@ -285,7 +294,7 @@ class Pricer:
 
     def _item(
         self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,
-        before: Quantity, after: Quantity, carries: str, *, every_micro_batch: bool = True,
+        before: Quantity, after: Quantity, carries: str, *, of: str, every_micro_batch: bool = True,
     ) -> Item:  # fmt: skip
         ranks = self.sizes.axis(axis)
         seconds = collective_seconds(
@@ -299,7 +308,7 @@ class Pricer:
             f"{name} {title}", name, COMPUTE if local else self.plan.mesh.names[axis], phase, region,
             count, seconds, sent, kernels=int(carries == "activation"),
             carries="" if local else carries,
-            every_micro_batch=every_micro_batch, ranks=1 if local else ranks,
+            every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of,
         )  # fmt: skip
 
     # --- memory
@@ -311,16 +320,16 @@ class Pricer:
         resident = count * self.sizes.bytes(tensor, how.resident)
         title = _numbers_out(name)
         shards = how.resident if _grows(how.storage, how.resident) else how.storage
-        yield Holding(title, "parameters", region, count * self.sizes.bytes(tensor, shards))
+        yield Holding(title, "parameters", region, count * self.sizes.bytes(tensor, shards), name)
         if not tensor.needs_grad:
             return
         size, precision = tensor.itemsize_bytes, self.precision
         gradient = ((precision.gradient_bytes or size) + precision.fresh_gradient_bytes) / size
         moments = 2 * size if precision.moment_bytes is None else precision.moment_bytes
         reduced = stored if how.reduce == "micro_batch" else resident
-        yield Holding(title, "gradients", region, gradient * reduced)
+        yield Holding(title, "gradients", region, gradient * reduced, name)
         yield Holding(
-            title, "optimizer", region, (precision.master_bytes + moments) / size * stored
+            title, "optimizer", region, (precision.master_bytes + moments) / size * stored, name
         )
 
     def _gathered(self) -> Iterator[Holding]:
@@ -328,13 +337,14 @@ class Pricer:
         produced, targets = self.flow.produced, self.flow.targets
         for name in self.graph.parameters.values():
             region, count = self._place(name, self.modules[name])
-            for target in targets.get(name, {}):
+            for target, user in targets.get(name, {}).items():
                 for axis, forward, _, _, after in self._steps(
                     self.graph.tensors[name], produced[name], target
                 ):
                     if sends(forward):
                         held = count * after * smaller(1, self.sizes.axis(axis) - 1)
-                        yield Holding(_numbers_out(self.modules[name]), "gathered", region, held)
+                        title = _numbers_out(self.modules[name])
+                        yield Holding(title, "gathered", region, held, user)
 
     def _saved(self) -> Iterator[Holding]:
         stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
@@ -354,7 +364,7 @@ class Pricer:
             region, count = self._place(op.name, op.module)
             held = count * self.sizes.bytes(self.graph.tensors[root], at)
             title = f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
-            yield Holding(title, "saved activations", region, held)
+            yield Holding(title, "saved activations", region, held, op.name)
 
     def _shards(self, name: str, layout: Layout) -> Layout:
         """An operand as its maker left it on the axes along which it is gathered for a use."""

@@ -9,10 +9,11 @@ the model (before, in and after the repeated layers) the seconds of one micro-ba
     stage  = the slowest of the first, with what comes before the layers, the last, with what comes
              after them, and those in the middle
     step   = m * stage + (before + layers + after - stage) / v   fill and drain of the pipeline
-             + stage boundaries + reductions that backward does not hide + optimizer + fixed
+             + (m * v + p - 1) * 2 sends                         a chunk's activations and gradients
+             + reductions that backward does not hide + optimizer + fixed
 
 With equal stages the fourth line is the (p - 1) / (v m) of GPipe and interleaved 1F1B (Huang et al.
-2019, section 2.3; Narayanan et al. 2021, section 2.2).
+2019, section 2.3; Narayanan et al. 2021, section 2.2). Micro-batches in flight are those of 1F1B.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Re
 from autopar.cost_model.software import Software
 
 Recompute = Literal["none", "full"]
+Stage = Literal["first", "middle", "last"]
+STAGES: tuple[Stage, ...] = ("first", "middle", "last")
 REGIONS: tuple[Region, ...] = ("before", "layers", "after")
 
 
@@ -84,6 +87,8 @@ class Step:
         boundary_bytes: what crosses from one layer to the next, of one micro-batch on one rank.
         boundary_link: between the stages of the pipeline.
         boundary_crosses: 1 where messages between stages leave the node, 0 where none does.
+        boundary_parts: ranks that send a part each of what crosses to the next stage, where the other
+            side gathers it (Narayanan et al. 2021, section 4.1); what is kept stays whole.
     """
 
     items: Sequence[Item]
@@ -95,6 +100,7 @@ class Step:
     boundary_bytes: Quantity = 0
     boundary_link: Link | None = None
     boundary_crosses: Quantity = 0
+    boundary_parts: Quantity = 1
     _sums: dict[object, Quantity] = field(default_factory=dict)
 
     # --- time
@@ -112,7 +118,7 @@ class Step:
             *layers,
             Term("embedding, head and loss", ends * m, note="of the slowest stage"),
             Term("pipeline bubble", (everything - slowest) / self.run.chunks),
-            Term("stage boundaries", self._boundary_seconds() * (m + self.run.stages - 1)),
+            Term("stage boundaries", self._boundary_seconds()),
             *self._once_a_step(),
             Term("optimizer", self._optimizer_seconds()),
             Term("fixed", self.software.step_seconds),
@@ -124,7 +130,7 @@ class Step:
 
     def _stages(self) -> tuple[Quantity, Quantity]:
         """Seconds of a micro-batch on the slowest stage, and on all stages together."""
-        before, layers, after = (self._region_seconds(region) for region in REGIONS)
+        before, layers, after = (self.region_seconds(region) for region in REGIONS)
         alone, cuts, one = self._alone, self.cuts, layers / self.layers
         first = before + cuts.first * one + alone * after
         last = after + cuts.last * one + alone * before
@@ -141,17 +147,18 @@ class Step:
         return larger(0, 2 - self.run.stages)
 
     def _layers_share(self) -> Quantity:
-        return self._region_seconds("layers") / self.run.stages
+        return self.region_seconds("layers") / self.run.stages
 
-    def _region_seconds(self, region: Region) -> Quantity:
+    def region_seconds(self, region: Region) -> Quantity:
+        """Seconds of a micro-batch in a region, all stages together."""
         return self._once(("region", region), lambda: total(self._region_terms(region, 1)))
 
     def _region_terms(self, region: Region, share: Quantity) -> tuple[Term, ...]:
         """Compute, exposed communication by axis, and what the device waits for the host."""
-        compute = self._by_name(self._of(region, COMPUTE), "compute", share)
+        compute = self._by_name(self.runs(region, COMPUTE), "compute", share)
         communication = tuple(
-            self._by_name(self._of(region, axis), f"communication along {axis}", share)
-            for axis in self._axes()
+            self._by_name(self.runs(region, axis), f"communication along {axis}", share)
+            for axis in self.axes
         )
         hidden = self._hidden(region) * share
         return (
@@ -163,9 +170,9 @@ class Step:
         """How much longer the host takes to issue kernels than the device to run them, op by op or,
         where it runs ahead, in sum.
         """
-        found = [*self._of(region, COMPUTE)]
-        for axis in self._axes():
-            found += self._of(region, axis)
+        found = [*self.runs(region, COMPUTE)]
+        for axis in self.axes:
+            found += self.runs(region, axis)
         if self.software.runs_ahead:
             ahead = sum(
                 (n * i.count * (self.issue_seconds(i) - i.seconds) for i, n in found), start=0
@@ -192,7 +199,7 @@ class Step:
         several = smaller(1, item.ranks - 1)
         return issued + self.software.skew_seconds * (item.ranks - 1) + several * stall * item.ranks
 
-    def _of(self, region: Region, resource: str) -> list[tuple[Item, int]]:
+    def runs(self, region: Region, resource: str) -> list[tuple[Item, int]]:
         """Items that every micro-batch runs, with how often: layers run forward again."""
         again = self.run.recompute == "full" and region == "layers"
         return [
@@ -211,7 +218,9 @@ class Step:
         parts = tuple(Term(title, value) for title, value in sums.items())
         return Term(name, total(parts), parts)
 
-    def _axes(self) -> list[str]:
+    @property
+    def axes(self) -> list[str]:
+        """Mesh axes along which something is sent."""
         return list(dict.fromkeys(i.resource for i in self.items if i.resource != COMPUTE))
 
     def _hidden(self, region: Region) -> Quantity:
@@ -219,11 +228,11 @@ class Step:
         runtime sends them piece by piece, activations.
         """
         compute = sum(
-            (times * i.count * i.seconds for i, times in self._of(region, COMPUTE)), start=0
+            (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
         )
         moved: dict[str, Quantity] = {"parameter": 0, "gradient": 0, "activation": 0}
-        for axis in self._axes():
-            for item, times in self._of(region, axis):
+        for axis in self.axes:
+            for item, times in self.runs(region, axis):
                 moved[item.carries] += times * item.count * item.seconds
         own = self.software.hides * smaller(moved["parameter"] + moved["gradient"], compute)
         if not self.software.hides_activations:
@@ -256,15 +265,21 @@ class Step:
         return Term(names[phase], total(parts), parts)
 
     def _boundary_seconds(self) -> Quantity:
-        """Sending a micro-batch's activations on, and its gradients back."""
+        """Sending activations on and gradients back: of every chunk, and of one through the pipeline."""
+        run = self.run
+        ticks = smaller(1, run.stages - 1) * (run.micro_batches * run.chunks + run.stages - 1)
+        return 2 * ticks * self.send_seconds()
+
+    def send_seconds(self) -> Quantity:
+        """Seconds of a message from a stage to the next."""
         if self.boundary_link is None:
             return 0
-        crossing = smaller(1, self.run.stages - 1) * self.run.chunks
+        sent = self.boundary_bytes / self.boundary_parts
         one = collective_seconds(
-            "send", before_bytes=self.boundary_bytes, after_bytes=self.boundary_bytes, ranks=2,
-            link=self.boundary_link, hardware=self.hardware,
+            "send", before_bytes=sent, after_bytes=sent, ranks=2, link=self.boundary_link,
+            hardware=self.hardware,
         )  # fmt: skip
-        return 2 * crossing * (one + self.software.send_seconds * self.boundary_crosses)
+        return one + self.software.send_seconds * self.boundary_crosses
 
     def _optimizer_seconds(self) -> Quantity:
         """Adam reads and writes its states and parameters; the gradient is read for its norm, read,
@@ -278,8 +293,13 @@ class Step:
 
     # --- memory
 
-    def memory(self, stage: Literal["first", "last"] = "first") -> tuple[Term, ...]:
-        """The parts of a rank's peak, on the first or the last stage of the pipeline."""
+    def peak_bytes(self) -> Quantity:
+        """The peak of the fullest rank."""
+        first, middle, last = (total(self.memory(stage)) for stage in STAGES)
+        return larger(first, larger(middle, last))
+
+    def memory(self, stage: Stage = "first") -> tuple[Term, ...]:
+        """The parts of a rank's peak on a stage of the pipeline; "middle" is the largest after the first."""
         kinds = ("parameters", "gradients", "optimizer", "buffers")
         saved = self._saved(stage)
         return (
@@ -289,7 +309,7 @@ class Step:
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
 
-    def held(self, kind: str, stage: Literal["first", "last"]) -> Quantity:
+    def held(self, kind: str, stage: Stage) -> Quantity:
         """Bytes of one kind on a stage, for one micro-batch."""
         return self._once(
             ("held", kind, stage),
@@ -299,7 +319,7 @@ class Step:
             ),
         )
 
-    def _transient(self, stage: Literal["first", "last"]) -> Quantity:
+    def _transient(self, stage: Stage) -> Quantity:
         """What is there for a moment: either the loss, or a layer's parameters and their gradients.
 
         The loss reads and writes its operands, whose gradients are as large, and nothing keeps them.
@@ -316,25 +336,35 @@ class Step:
         gathered = (h.bytes for h in self.holdings if self._is(h, "gathered", "layers"))
         return larger(loss, 2 * sum(gathered, start=0) / self.layers)
 
-    def _share(self, region: Region, stage: str) -> Quantity:
+    def _share(self, region: Region, stage: Stage) -> Quantity:
         """How much of a region a stage has."""
         if region == "layers":
-            return (self.cuts.first if stage == "first" else self.cuts.last) / self.layers
-        alone = self._alone
-        own = "before" if stage == "first" else "after"
-        return 1 if region == own else alone
+            return getattr(self.cuts, stage) / self.layers
+        if stage == "middle":
+            return 0
+        return 1 if (region, stage) in (("before", "first"), ("after", "last")) else self._alone
 
-    def _held_parts(self, kind: str, stage: str) -> tuple[Term, ...]:
+    def _held_parts(self, kind: str, stage: Stage) -> tuple[Term, ...]:
         sums: dict[str, Quantity] = {}
         for h in self.holdings:
             if h.kind == kind:
                 sums[h.name] = sums.get(h.name, 0) + self._share(h.region, stage) * h.bytes
         return tuple(Term(name, value) for name, value in sums.items())
 
-    def _saved(self, stage: Literal["first", "last"]) -> Term:
-        """Saved activations of the micro-batches in flight: p of them on the first stage of 1F1B."""
-        m, p = self.run.micro_batches, self.run.stages
-        flight = smaller(m, p) if stage == "first" else 1
+    def _in_flight(self, stage: Stage) -> Quantity:
+        """Micro-batches whose activations a stage keeps at once in 1F1B, counted in all of its chunks.
+
+        Stage r has p - r of them. With v chunks it runs 2 (p - 1 - r) + (v - 1) p + 1 of its chunks
+        before the first backward (Narayanan et al. 2021, section 2.2), which is p + (p - 1) / v on the
+        first stage.
+        """
+        p, v = self.run.stages, self.run.chunks
+        behind = {"first": p - 1, "middle": p - 2, "last": 0}[stage]
+        return smaller(self.run.micro_batches, ((v - 1) * p + 1 + smaller(2, v) * behind) / v)
+
+    def _saved(self, stage: Stage) -> Term:
+        """Saved activations of the micro-batches in flight."""
+        flight = self._in_flight(stage)
         if self.run.recompute == "full":
             return self._recomputed(stage, flight)
         parts = self._held_parts("saved activations", stage)
@@ -344,7 +374,7 @@ class Step:
             "of all micro-batches in flight",
         )  # fmt: skip
 
-    def _recomputed(self, stage: Literal["first", "last"], flight: Quantity) -> Term:
+    def _recomputed(self, stage: Stage, flight: Quantity) -> Term:
         """Inputs of every layer in flight, and all of one layer while it is run again."""
         layers = sum(
             (h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0

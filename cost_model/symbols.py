@@ -216,10 +216,10 @@ def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
 
 
 def merged_items(items: Any) -> tuple[Item, ...]:
-    """Items that differ only in their count as one."""
+    """Items that differ only in their count, and in what they are of, as one."""
     counts: dict[Item, Quantity] = {}
     for item in items:
-        key = dataclasses.replace(item, count=0)
+        key = dataclasses.replace(item, count=0, of="")
         counts[key] = counts.get(key, 0) + item.count
     return tuple(dataclasses.replace(item, count=count) for item, count in counts.items())
 
@@ -228,7 +228,7 @@ def merged_holdings(holdings: Any) -> tuple[Holding, ...]:
     """Holdings of one name as one."""
     sums: dict[Holding, Quantity] = {}
     for holding in holdings:
-        key = dataclasses.replace(holding, bytes=0)
+        key = dataclasses.replace(holding, bytes=0, of="")
         sums[key] = sums.get(key, 0) + holding.bytes
     return tuple(dataclasses.replace(h, bytes=held) for h, held in sums.items())
 

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.passes.cut_stages import cut_stage_graphs
 from autopar.passes.expand_copies import expand_copies
+from autopar.passes.fold_blocks import fold_blocks
 from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
@@ -47,6 +49,6 @@ def clean_up(module: fx.GraphModule) -> None:
 
 
 __all__ = [
-    "CLEANUP", "bind_groups", "clean_up", "defer_loss_sum", "find_gathers", "group_gathers",
-    "hoist_input_sums", "partition", "retarget_device", "verify_graph",
+    "CLEANUP", "bind_groups", "clean_up", "cut_stage_graphs", "defer_loss_sum", "find_gathers", "fold_blocks",
+    "group_gathers", "hoist_input_sums", "partition", "retarget_device", "verify_graph",
 ]  # fmt: skip

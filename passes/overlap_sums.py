@@ -36,17 +36,21 @@ def _is_final_sum(node: fx.Node) -> bool:
 
 def hoist_input_sums(
     module: fx.GraphModule,
-    parameters: int,
     start: Callable[..., object],
     finish: Callable[..., object],
+    *,
+    parameters: int,
+    received: int = 0,
 ) -> None:
     """Starts all_reduces that depend on no parameter at the front, and finishes them where they stood.
+
+    The first placeholders are parameters, and the last are what an earlier stage has made of some.
 
     `start(x, dims, size, axis, backward)` and `finish(started)` are functions of a module's top level.
     """
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
-    depends = set(placeholders[:parameters])
+    depends = {*placeholders[:parameters], *placeholders[len(placeholders) - received :]}
     for node in graph.nodes:
         if any(argument in depends for argument in node.all_input_nodes):
             depends.add(node)

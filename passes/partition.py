@@ -40,7 +40,8 @@ def partition(
     """Returns the local graph and the layouts of its outputs.
 
     The graph takes parameters (resident), buffers, constants and inputs like the captured one, and
-    returns the same outputs; collectives name mesh axes.
+    returns the same outputs; collectives name mesh axes. Every call has in `meta["origin"]` the captured
+    op that it is for, "" where it makes an output what it must be.
     """
     return _Partitioner(captured, analysis, plan).run()
 
@@ -58,6 +59,7 @@ class _Partitioner:
         self.placed: dict[tuple[str, Layout], fx.Node] = {}  # one node per (tensor, layout)
         self.produced: dict[str, Layout] = {}
         self.replicated: Layout = (R,) * len(self.mesh.axes)
+        self.origin = ""  # the captured op that is being placed
 
     def run(self) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
         for node in self.captured.module.graph.nodes:
@@ -85,6 +87,7 @@ class _Partitioner:
         return self.replicated
 
     def _place_call(self, node: fx.Node) -> None:
+        self.origin = node.name
         op = self.analysis.graph.by_name[node.name]
         labels = self.plan.ops[node.name]
         wanted = operand_layouts(op, labels)
@@ -104,6 +107,7 @@ class _Partitioner:
             self._produce(name, layout, part)
 
     def _place_outputs(self) -> tuple[Layout, ...]:
+        self.origin = ""
         names = [self.analysis.names[n.name][0] for n in output_nodes(self.captured.module)]
         layouts = []
         for i, name in enumerate(names):
@@ -150,7 +154,9 @@ class _Partitioner:
     ) -> fx.Node:
         """Adds a call, named for its op."""
         name = getattr(getattr(target, "overloadpacket", target), "__name__", "call")
-        return self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
+        node.meta["origin"] = self.origin
+        return node
 
 
 class _LocalCall:
@@ -172,7 +178,7 @@ class _LocalCall:
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self._owner.call(target, args, kwargs)
         kept = ("nn_module_stack", "stack_trace")
-        new.meta = {key: self.node.meta[key] for key in kept if key in self.node.meta}
+        new.meta |= {key: self.node.meta[key] for key in kept if key in self.node.meta}
         return new
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:

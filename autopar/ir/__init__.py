@@ -37,12 +37,14 @@ from autopar.ir.layout import (
     shape_of,
 )
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+from autopar.ir.pipeline import SCHEDULES, Pipeline, with_pipeline, without_pipeline
 from autopar.ir.plan import ParameterPlan, Plan
 
 __all__ = [
-    "PARTIAL", "PIPELINE_AXIS", "UNSPLIT", "VARIED", "WHOLE",
+    "PARTIAL", "PIPELINE_AXIS", "SCHEDULES", "UNSPLIT", "VARIED", "WHOLE",
     "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh", "Op",
-    "P", "ParameterPlan", "Plan", "R", "S", "Stack", "State", "Step", "Tensor", "V", "Work",
+    "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "Step", "Tensor", "V", "Work",
     "calls", "divides", "find_stacks", "format_layout", "is_legal", "local_elements", "local_factors",
-    "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps", "walk",
+    "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps",
+    "walk", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -7,6 +7,8 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     model 5be0c1...                                   fingerprint of the captured graph
     recipe dp:zero3,tp:tp
     micro-batches 1
+    pipeline 1f1b: linear_4 linear_8                  the schedule, and the op each further stage begins with
+    recompute full                                    where layers are run again in backward
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | micro_batch
                                                       storage | resident | when gradients are reduced
     input tokens: S(0)@dp
@@ -16,6 +18,9 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
 A parameter lives in its *storage* layout between steps (as a DTensor), is converted once per step to
 its *resident* layout, and from there inside the graph to whatever each op takes. ZeRO's stages
 (Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`.
+
+With pipeline stages the mesh in the text has the axis `pp`, and layouts and labels speak of the others:
+every stage lies on a mesh of its own, and those are alike.
 """
 
 from __future__ import annotations
@@ -31,10 +36,12 @@ from typing import Any, Literal, get_args
 from autopar.errors import LayoutError, MeshError, PlanError
 from autopar.ir.graph import Labels
 from autopar.ir.layout import Layout, format_layout, parse_layout
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
 
 VERSION = 1
 Reduction = Literal["step", "micro_batch"]
+Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Plan:
     """All choices for one captured model on one mesh.
 
     Attributes:
-        mesh: the axes, major first.
+        mesh: the axes, major first, on which each stage of the pipeline lies.
         fingerprint: of the captured graph the plan was made for.
         recipe: the recipe it was searched under, as text.
         micro_batches: into how many parts `step` cuts its batch.
@@ -74,6 +81,8 @@ class Plan:
         inputs: input name -> layout of the part each rank takes.
         ops: op name -> the label of its choice on every axis.
         notes: what was chosen and why, for people.
+        pipeline: how the model is cut into stages; None for a single stage.
+        recompute: "full" keeps of every layer only what enters it, and runs it again in backward.
     """
 
     mesh: Mesh
@@ -84,8 +93,14 @@ class Plan:
     inputs: Mapping[str, Layout]
     ops: Mapping[str, Labels]
     notes: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None
+    recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recompute):
+            raise PlanError(
+                f"A plan recomputes {' or '.join(get_args(Recompute))}, not {self.recompute!r}."
+            )
         if type(self.micro_batches) is not int:  # a bool is an int to isinstance
             raise PlanError(
                 "The number of micro-batches of a plan is a whole number such as 1, not "
@@ -101,6 +116,13 @@ class Plan:
     def __hash__(self) -> int:
         return hash(str(self))
 
+    @property
+    def world_mesh(self) -> Mesh:
+        """The mesh of all ranks: with the pipeline's axis, if there is one."""
+        if self.pipeline is None:
+            return self.mesh
+        return with_pipeline(self.mesh, self.pipeline.ranks, self.pipeline.position)
+
     def __str__(self) -> str:
         return "\n".join(self._lines) + "\n"
 
@@ -111,11 +133,15 @@ class Plan:
 
         lines = [
             f"autopar plan {VERSION}",
-            f"mesh {self.mesh}",
+            f"mesh {self.world_mesh}",
             f"model {self.fingerprint}",
             f"recipe {self.recipe}",
             f"micro-batches {self.micro_batches}",
         ]
+        if self.pipeline is not None:
+            lines.append(f"pipeline {self.pipeline.schedule}: {' '.join(self.pipeline.cuts)}")
+        if self.recompute != "none":
+            lines.append(f"recompute {self.recompute}")
         lines += [
             f"parameter {name}: {text(p.storage)} | {text(p.resident)} | {p.reduce}"
             for name, p in self.parameters.items()
@@ -154,10 +180,11 @@ class Plan:
 
         return {
             "version": VERSION,
-            "mesh": str(self.mesh),
+            "mesh": str(self.world_mesh),
             "model": self.fingerprint,
             "recipe": self.recipe,
             "micro_batches": self.micro_batches,
+            **self._pipeline_json(),
             "parameters": {
                 name: [text(p.storage), text(p.resident), p.reduce]
                 for name, p in self.parameters.items()
@@ -166,6 +193,15 @@ class Plan:
             "ops": {name: " ".join(labels) for name, labels in self.ops.items()},
             "notes": list(self.notes),
         }
+
+    def _pipeline_json(self) -> dict[str, Any]:
+        """Fields that a plan without stages and recomputation has not."""
+        fields: dict[str, Any] = {}
+        if self.pipeline is not None:
+            fields["pipeline"] = [self.pipeline.schedule, " ".join(self.pipeline.cuts)]
+        if self.recompute != "none":
+            fields["recompute"] = self.recompute
+        return fields
 
     @classmethod
     def from_json(cls, document: Any) -> Plan:
@@ -178,7 +214,8 @@ class Plan:
         if document["version"] != VERSION:
             raise _wrong_version(document["version"])
         try:
-            mesh = Mesh.parse(document["mesh"])
+            whole = Mesh.parse(document["mesh"])
+            mesh = without_pipeline(whole)
             return cls(
                 mesh=mesh,
                 fingerprint=document["model"],
@@ -191,6 +228,8 @@ class Plan:
                 inputs={k: parse_layout(v, mesh) for k, v in document["inputs"].items()},
                 ops={name: _labels(text, name, mesh) for name, text in document["ops"].items()},
                 notes=_notes(document["notes"]),
+                pipeline=_pipeline(document.get("pipeline"), whole),
+                recompute=document.get("recompute", "none"),
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
@@ -253,6 +292,19 @@ def _notes(notes: object) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
+    if fields is None and PIPELINE_AXIS not in mesh.names:
+        return None
+    if not isinstance(fields, list) or len(fields) != 2 or PIPELINE_AXIS not in mesh.names:
+        raise PlanError(
+            f"The plan has the mesh {mesh} and the pipeline {fields!r}; an axis {PIPELINE_AXIS} goes with "
+            "a schedule and the ops at which stages begin."
+        )
+    schedule, cuts = fields
+    position = mesh.index(PIPELINE_AXIS)
+    return Pipeline(mesh.sizes[position], schedule, tuple(cuts.split()), position)
+
+
 def _parameter_plan(fields: object, name: str, mesh: Mesh) -> ParameterPlan:
     if not isinstance(fields, list) or len(fields) != 3:
         raise PlanError(
@@ -274,10 +326,20 @@ def _labels(text: str, name: str, mesh: Mesh) -> Labels:
     return labels
 
 
+def _once(word: str, number: int, document: dict[str, Any]) -> None:
+    if word in document:
+        raise PlanError(f"Line {number} of the plan gives {word} again.")
+
+
 def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
     word, _, rest = line.partition(" ")
     if word == "note":
         document["notes"].append(rest)
+        return
+    if word in ("pipeline", "recompute"):
+        _once(word, number, document)
+        schedule, _, cuts = rest.partition(":")
+        document[word] = [schedule, cuts] if word == "pipeline" else rest
         return
     name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
     if not colon or word not in ("parameter", "input", "op"):

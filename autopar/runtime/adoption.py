@@ -9,7 +9,6 @@ between) holds the right one. Optimizers made even earlier are given the new obj
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -21,33 +20,44 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar import _torch
 from autopar.errors import CaptureError
 
-Successors = dict[
-    int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]
-]  # id of the old -> old, new
+# id of the old -> old, new; None for the new where the parameter now lies on other ranks
+Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
 
 
-def adopt(model: nn.Module, device_mesh: DeviceMesh) -> Callable[[], None]:
-    """Makes every parameter a replicated DTensor; returns what stops watching optimizers.
+class Adoption:
+    """The parameters of a model as DTensors, and the optimizers that are to follow."""
+
+    def __init__(self) -> None:
+        self._successors: Successors = {}
+        self.stop = register_optimizer_step_pre_hook(self._follow).remove
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter | None) -> None:
+        """Optimizers shall hold `new` where they hold `old`, or nothing where it is None."""
+        for key, (reference, successor) in list(self._successors.items()):
+            if successor is old:
+                self._successors[key] = (reference, new)
+        self._successors[id(old)] = (weakref.ref(old), new)
+
+    def _follow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        _replace_parameters(optimizer, self._successors)
+
+
+def adopt(model: nn.Module, device_mesh: DeviceMesh) -> Adoption:
+    """Makes every parameter a replicated DTensor.
 
     Raises CaptureError for a model that is distributed already.
     """
-    successors: Successors = {}
+    adoption, successors = Adoption(), dict[int, nn.Parameter]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in successors:
                 _refuse_distributed(parameter, f"{path}.{name}".lstrip("."))
-                successors[id(parameter)] = (
-                    weakref.ref(parameter),
-                    _replicated(parameter, device_mesh),
-                )
-            module._parameters[name] = successors[id(parameter)][1]
-
-    def succeed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        _replace_parameters(optimizer, successors)
-
-    return register_optimizer_step_pre_hook(succeed).remove
+                successors[id(parameter)] = _replicated(parameter, device_mesh)
+                adoption.replace(parameter, successors[id(parameter)])
+            module._parameters[name] = successors[id(parameter)]
+    return adoption
 
 
 def _refuse_distributed(parameter: nn.Parameter, name: str) -> None:
@@ -66,10 +76,15 @@ def _replicated(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Paramete
 def _replace_parameters(optimizer: Optimizer, successors: Successors) -> None:
     """Puts new parameters in the place of old ones in an optimizer's groups and state."""
     for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
+        kept = []
+        for parameter in group["params"]:
             reference, new = successors.get(id(parameter), (None, parameter))
-            if reference is not None and reference() is parameter:
-                group["params"][position] = new
-                state = optimizer.state.pop(parameter, None)  # type: ignore[arg-type]
-                if state is not None:
+            if reference is None or reference() is not parameter:
+                new = parameter
+            if new is not None:
+                kept.append(new)
+            if new is not parameter:
+                state = optimizer.state.pop(parameter, None)
+                if state is not None and new is not None:
                     optimizer.state[new] = state
+        group["params"][:] = kept

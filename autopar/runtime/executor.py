@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from autopar.passes import (
     bind_groups,
     defer_loss_sum,
+    fold_blocks,
     hoist_input_sums,
     retarget_device,
     verify_graph,
@@ -19,20 +20,25 @@ from autopar.passes.retarget import draws
 from autopar.program import Program
 from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents
+from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
 from autopar.runtime.transfer import Hop, Transfer, finish_sum, start_sum
+from autopar.runtime.world import World
 
 
-class BoundProgram:
-    """A program that runs on this rank.
+class Runner:
+    """A program, of a whole model or of one stage, on this rank's devices and process groups.
 
     Args:
         program: the portable program.
         store: the parameters at rest.
         model: whose buffers it reads and updates.
-        seeds: in the same state on every rank; gives each run its seed, see
+        seeds: in the same state on every rank of the mesh; gives each run its seed, see
             [Note: keys of random ops] in autopar/rules/random.py.
         bucket_bytes: about how much one collective carries.
+
+    Attributes:
+        loss_axes: axes that the loss is still to be added up over, see autopar.passes.overlap_sums.
     """
 
     def __init__(
@@ -50,14 +56,24 @@ class BoundProgram:
         parameters = len(program.parameters)
         self._constants = [x.to(self.world.device) for x in program.constants]
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
-        self._gathers = Gathers(self._residents, self.world)
+        self._gathers = Gathers(self._residents, self.world, program.recomputed)
         self._graph = _copy(program.module)
         order = completion_order(self._graph, parameters)
         retarget_device(self._graph, self.world.device)
-        self._loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
+        self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
         self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
         bind_groups(self._graph, self.world.group_names)
-        hoist_input_sums(self._graph, parameters, start_sum, finish_sum)
+        self._graph = fold_blocks(
+            self._graph, program.recomputed, lambda block: Recomputed(block, self._gathers),
+            parameters=parameters, received=len(program.received),
+        )  # fmt: skip
+        hoist_input_sums(
+            self._graph,
+            start_sum,
+            finish_sum,
+            parameters=parameters,
+            received=len(program.received),
+        )
         verify_graph(self._graph, after="binding to process groups")
         self._reducer = Reducer(
             self._residents,
@@ -69,72 +85,39 @@ class BoundProgram:
             bucket_bytes=bucket_bytes,
         )
 
-    def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients.
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The parameters in which gradients accumulate; valid inside a step."""
+        return self._residents.leaves
 
-        Where autograd is off there is no backward.
-        """
+    def begin(self) -> None:
+        """Before a step: brings the parameters up to date."""
         self._reducer.forget()
         self._gathers.forget()
         if self._residents.refresh():
             self._reducer.attach()
-        if not torch.is_grad_enabled():
-            return self._loss_alone(batch)
-        self._loss = torch.zeros(())
-        for number, inputs in enumerate(batch):
-            self._micro_batch(inputs, len(batch), last=number == len(batch) - 1)
-        self._residents.release()
-        return self._loss
 
-    def _loss_alone(self, batch: Sequence[list[Tensor]]) -> Tensor:
-        """The mean loss without backward, as evaluation under `torch.no_grad` wants it."""
-        self._gathers.in_step = False
-        self._loss = torch.zeros(())
-        for inputs in batch:
-            with self._gathers.watching():
-                *updates, loss = self._run(self._residents.leaves, inputs)
-            self._loss = self._loss.to(loss) + loss / len(batch)
-            self._write_back(updates)
-        (self._loss,) = self._start_loss_sum().wait()
+    def end(self) -> None:
+        """After a step: frees what lives for one step."""
         self._residents.release()
-        return self._loss
 
-    def _micro_batch(self, inputs: list[Tensor], count: int, *, last: bool) -> None:
-        self._gathers.in_step = True
-        with torch.enable_grad(), self._gathers.watching():
-            *updates, loss = self._run(self._residents.leaves, inputs)
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The forward of one micro-batch in a step; returns outputs and what is sent."""
+        self._gathers.in_step = torch.is_grad_enabled()
+        with self._gathers.watching():
+            return self._results(self._run(self._residents.leaves, inputs))
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Before the backward of a micro-batch; `last` is the step's last one."""
         self._reducer.begin(last=last)
-        # The total is the mean over micro-batches, so each gives its share of the gradient.
-        loss.backward(torch.full_like(loss, 1 / count))
-        self._loss = self._loss.to(loss) + loss.detach() / count
-        total = self._start_loss_sum() if last else None
+
+    def end_backward(self) -> None:
+        """After it: the gradients that were to travel have arrived."""
         self._gathers.finish()
         self._reducer.finish()
-        if total is not None:
-            (self._loss,) = total.wait()
-        self._write_back(updates)
 
-    def _start_loss_sum(self) -> Transfer:
-        """Adds up what the ranks have of the loss; see autopar.passes.overlap_sums."""
-        mesh, shape = self.world.mesh, tuple(self._loss.shape)
-        hops = tuple(
-            Hop(
-                "all_reduce",
-                "vary",
-                (),
-                mesh.index(axis),
-                dict(mesh.axes)[axis],
-                shape,
-                shape,
-                shape,
-                shape,
-            )
-            for axis in self._loss_axes
-        )
-        return Transfer([hops], [self._loss], self.world)
-
-    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The local outputs, differentiable in the parameters at rest if autograd is on."""
+    def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """A forward outside a step, differentiable in the parameters at rest if autograd is on."""
         if torch.is_grad_enabled():
             parameters = self._residents.differentiable()
         else:
@@ -142,12 +125,9 @@ class BoundProgram:
             parameters = self._residents.leaves
         self._gathers.in_step = False
         with self._gathers.watching():
-            outputs = self._run(parameters, inputs)
-        count = len(self.program.mutated)
-        self._write_back(outputs[:count])
-        return outputs[count:]
+            return self._results(self._run(parameters, inputs))
 
-    def _run(self, parameters: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    def _run(self, parameters: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         arguments = (*parameters, *self._state(), *inputs)
         if not self._is_random:
             return list(self._graph(*arguments))
@@ -155,6 +135,12 @@ class BoundProgram:
         with torch.random.fork_rng(devices, device_type=self.world.device.type):
             torch.manual_seed(int(torch.randint(2**62, (), generator=self._seeds)))
             return list(self._graph(*arguments))
+
+    def _results(self, outputs: list[Tensor]) -> list[Tensor]:
+        """What follows the new values of buffers, which are written."""
+        count = len(self.program.mutated)
+        self._write_back(outputs[:count])
+        return outputs[count:]
 
     # --- buffers
 
@@ -173,6 +159,61 @@ class BoundProgram:
     def _write_back(self, updates: Sequence[Tensor]) -> None:
         for position, name in self.program.mutated.items():
             self._buffer(name).copy_(updates[position])
+
+
+class BoundProgram:
+    """A program of a whole model that runs on this rank; see `Runner` for the arguments."""
+
+    def __init__(
+        self,
+        program: Program,
+        store: ParameterStore,
+        model: nn.Module,
+        *,
+        seeds: torch.Generator,
+        bucket_bytes: int,
+    ) -> None:
+        self.program, self.world = program, store.world
+        self._runner = Runner(program, store, model, seeds=seeds, bucket_bytes=bucket_bytes)
+
+    def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
+        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients.
+
+        Where autograd is off there is no backward.
+        """
+        self._runner.begin()
+        loss = torch.zeros(())
+        for number, inputs in enumerate(batch):
+            (part,) = self._runner.run(inputs)
+            loss = loss.to(part) + part.detach() / len(batch)
+            is_last = number == len(batch) - 1
+            if torch.is_grad_enabled():
+                self._runner.begin_backward(last=is_last)
+                # The total is the mean over micro-batches, so each gives its share of the gradient.
+                part.backward(torch.full_like(part, 1 / len(batch)))
+            total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
+            if torch.is_grad_enabled():
+                self._runner.end_backward()
+            if total is not None:
+                (loss,) = total.wait()
+        self._runner.end()
+        return loss
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The local outputs, differentiable in the parameters at rest if autograd is on."""
+        return self._runner.forward(inputs)
+
+
+def sum_over(x: Tensor, axes: Sequence[str], world: World) -> Transfer:
+    """Starts to add up what the ranks have of a small tensor, such as the loss."""
+    mesh, shape = world.mesh, tuple(x.shape)
+    hops = tuple(
+        Hop(
+            "all_reduce", "vary", (), mesh.index(axis), dict(mesh.axes)[axis], shape, shape, shape, shape
+        )
+        for axis in axes
+    )  # fmt: skip
+    return Transfer([hops], [x], world)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -4,6 +4,9 @@
 backward. While the forward runs, saved-tensor hooks replace every saved tensor that lies in the storage of
 a gathered parameter (itself, or a view such as a transpose) by a handle; what backward unpacks is a view of
 the same strides on a second gather. That lives until the backward of its group has run.
+
+A block that runs again in backward (`recompute.py`) keeps nothing of a gathered parameter: its second run
+gathers for itself.
 """
 
 from __future__ import annotations
@@ -32,15 +35,20 @@ _MOST_UNDER_WAY = 2  # reductions in flight; each keeps the full gradients of a 
 class Gathers:
     """The gather groups of one program, and what is under way in the current micro-batch.
 
+    Args:
+        residents: the parameters.
+        recomputed: numbers of the blocks that run again in backward.
+
     Attributes:
         late: positions of the parameters whose gradients arrive here and not at their leaf.
         in_step: whether gradients are kept for `finish` instead of being returned to autograd.
     """
 
-    def __init__(self, residents: Residents, world: World) -> None:
-        self.residents, self.world = residents, world
+    def __init__(self, residents: Residents, world: World, recomputed: frozenset[int]) -> None:
+        self.residents, self.world, self._recomputed = residents, world, recomputed
         self.groups: list[GatherGroup] = []
         self.in_step = False
+        self._is_again = False  # a block runs a second time
         self._ahead: tuple[int, Transfer] | None = None
         self._calls: list[_Call] = []
         self._saved: dict[
@@ -63,7 +71,7 @@ class Gathers:
         def key(chain: Chain) -> object:
             there, back = signature(routes[chain]), signature(transposed(routes[chain]))
             parameter = self.residents.kept[chain.parameter].parameter
-            return there, back, parameter.dtype, parameter.requires_grad
+            return there, back, parameter.dtype, parameter.requires_grad, chain.block
 
         def size_bytes(chain: Chain) -> int:
             return (
@@ -72,8 +80,9 @@ class Gathers:
 
         def make(group: list[Chain]) -> nn.Module:
             made = GatherGroup(
-                self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group]
-            )
+                self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group],
+                block=group[0].block,
+            )  # fmt: skip
             self.groups.append(made)
             return made
 
@@ -92,23 +101,35 @@ class Gathers:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def open(self, group: GatherGroup, shards: Sequence[Tensor]) -> _Call:
-        """Begins a forward's gather of a group."""
+        """Begins a forward's gather of a group, or that of a block's second run."""
         ahead = (
             self._ahead[1] if self._ahead is not None and self._ahead[0] == group.number else None
         )
-        call = _Call(self, group, [x.detach() for x in shards], ahead)
+        call = _Call(self, group, [x.detach() for x in shards], ahead, self._calls)
         self._ahead = None
-        self._calls.append(call)
+        if not self._is_again:
+            self._calls.append(call)
         return call
 
     def opened(self, call: _Call, values: Sequence[Tensor]) -> None:
         """Notes what was gathered, and starts the next group's gather."""
-        for position, value in enumerate(values):
-            reference = _torch.storage_reference(value)
-            self._saved[reference.cdata] = (reference, call, position)
-        following = call.group.number + 1
-        if self.in_step and following < len(self.groups):
-            self._ahead = (following, self.groups[following].start(self.residents.leaves))
+        if not self._is_again:
+            for position, value in enumerate(values):
+                reference = _torch.storage_reference(value)
+                self._saved[reference.cdata] = (reference, call, position)
+        following = self._following(call.group)
+        if self.in_step and following is not None:
+            self._ahead = (following.number, following.start(self.residents.leaves))
+
+    def _following(self, group: GatherGroup) -> GatherGroup | None:
+        """The group that is gathered next: blocks run again from the last to the first."""
+        behind = self.groups[group.number + 1 :][:1]
+        if not self._is_again:
+            return next(iter(behind), None)
+        if behind and behind[0].block == group.block:
+            return behind[0]
+        earlier = [b for b in {g.block for g in self.groups} & self._recomputed if b < group.block]
+        return next((g for g in self.groups if earlier and g.block == max(earlier)), None)
 
     def _pack(self, x: Tensor) -> Tensor | _Handle:
         _, call, position = self._saved.get(x.untyped_storage()._cdata, (None, None, 0))
@@ -117,13 +138,17 @@ class Gathers:
         call.is_saved = True
         return _Handle(call, position, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
+    # --- blocks that run again
+
+    def second_run(self) -> AbstractContextManager[None]:
+        """Inside it, a block runs again in backward, where it gathers for itself; can be entered anew."""
+        return _SecondRun(self)
+
     # --- backward
 
     def start_previous(self, call: _Call) -> None:
         """Starts the gather that backward will need after this one."""
-        for earlier in reversed(
-            self._calls[: self._calls.index(call)] if call in self._calls else []
-        ):
+        for earlier in reversed(call.run[: call.run.index(call)]):
             if earlier.is_saved:
                 earlier.start_again()
                 return
@@ -154,14 +179,27 @@ class Gathers:
         self._under_way, self._calls, self._saved, self._ahead = [], [], {}, None
 
 
+class _SecondRun:
+    """Tells gathers that a block runs again."""
+
+    def __init__(self, gathers: Gathers) -> None:
+        self._gathers = gathers
+
+    def __enter__(self) -> None:
+        self._gathers._is_again = True
+
+    def __exit__(self, *_: object) -> None:
+        self._gathers._is_again = False
+
+
 class GatherGroup(nn.Module):
     """Parameters that are gathered by one collective: shards in, full parameters out."""
 
     def __init__(
-        self, owner: Gathers, number: int, members: list[int], routes: list[Route]
+        self, owner: Gathers, number: int, members: list[int], routes: list[Route], *, block: int
     ) -> None:
         super().__init__()
-        self.number, self.members, self.routes = number, members, routes
+        self.number, self.members, self.routes, self.block = number, members, routes, block
         self._owner = owner
 
     def start(self, leaves: Sequence[Tensor]) -> Transfer:
@@ -177,9 +215,15 @@ class _Call:
     """One gather of a group in forward, which can be made again in backward."""
 
     def __init__(
-        self, owner: Gathers, group: GatherGroup, shards: list[Tensor], ahead: Transfer | None
+        self,
+        owner: Gathers,
+        group: GatherGroup,
+        shards: list[Tensor],
+        ahead: Transfer | None,
+        run: list[_Call],
     ) -> None:
         self.owner, self.group, self.shards = owner, group, shards
+        self.run = run  # all gathers of the same forward, of which several may be in flight
         self.is_saved, self.in_step = False, owner.in_step
         self._ahead = ahead
         self._again: Transfer | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PeerError, PlanError, StepError
-from autopar.ir import ParameterPlan, Plan
+from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.program import Program
-from autopar.runtime.adoption import adopt
+from autopar.runtime.absence import take_out
+from autopar.runtime.adoption import Adoption, adopt
+from autopar.runtime.clipping import clip_grad_norm_
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.hooks import backward_hooks, warn_of_hooks
 from autopar.runtime.initialise import InitFunction, initial_values, place_buffers
@@ -32,10 +34,23 @@ from autopar.runtime.inputs import (
 )
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import ParameterStore
-from autopar.runtime.stand_ins import stand_ins
+from autopar.runtime.pipeline import BoundPipeline, buffer_homes, holders_of
+from autopar.runtime.stand_ins import Absent, stand_ins
 from autopar.runtime.world import World
 
 Outputs = Literal["local", "dtensor"]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What was planned: the program of the whole model, and those of its stages."""
+
+    whole: Program
+    stages: Sequence[Program]
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.whole.plan.pipeline
 
 
 class Planner(Protocol):
@@ -48,9 +63,9 @@ class Planner(Protocol):
         kwargs: Mapping[str, Any],
         *,
         is_step: bool,
-        fixed: Mapping[str, ParameterPlan] | None,
-    ) -> Program:
-        """Captures and plans; `fixed` are the parameters that already lie somewhere."""
+        fixed: Fixed | None,
+    ) -> Programs:
+        """Captures and plans; `fixed` is where parameters already lie."""
         ...
 
     def world(self) -> World:
@@ -86,12 +101,36 @@ class Settings:
     bucket_bytes: int
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """Where parameters lie since the first program.
+
+    Attributes:
+        parameters: how each lies on the mesh of its stage.
+        pipeline: of the first program.
+        users: parameter name -> the stages that use it.
+    """
+
+    parameters: Mapping[str, ParameterPlan]
+    pipeline: Pipeline | None
+    users: Mapping[str, tuple[int, ...]]
+
+
 @dataclass
 class _Ready:
     """A program with what the model was like when it was captured, see `CompiledModule._state`."""
 
-    bound: BoundProgram
+    bound: BoundProgram | BoundPipeline
     state: tuple[bool, ...]
+
+
+def _users(stages: Sequence[Program]) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the stages that use it."""
+    users: dict[str, tuple[int, ...]] = {}
+    for number, program in enumerate(stages):
+        for spec in program.parameters:
+            users[spec.name] = (*users.get(spec.name, ()), number)
+    return users
 
 
 def _release(ready: dict[bool, list[_Ready]]) -> None:
@@ -114,11 +153,16 @@ class CompiledModule(nn.Module):
     def __init__(self, model: nn.Module, planner: Planner, settings: Settings) -> None:
         super().__init__()
         self._hooked = backward_hooks(model)  # adoption leaves the hooks of parameters behind
+        self._adoption: Adoption | None = None
         if settings.device_mesh is not None:
-            weakref.finalize(self, adopt(model, settings.device_mesh))
+            self._adoption = adopt(model, settings.device_mesh)
+            weakref.finalize(self, self._adoption.stop)
         self._planner, self._settings = planner, settings
         self._store: ParameterStore | None = None
         self._plan: Plan | None = None
+        self._fixed: Fixed | None = None
+        self._absent: list[Absent] = []  # parameters of other pipeline ranks
+        self._elsewhere: frozenset[str] = frozenset()  # entries of the state dict that others give
         self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
         self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
@@ -163,6 +207,11 @@ class CompiledModule(nn.Module):
         """
         arguments = Arguments.of(args, kwargs)
         bound = self._program(arguments, is_step=False)
+        if isinstance(bound, BoundPipeline) and torch.is_grad_enabled():
+            raise StepError(
+                "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
+                "to the next. Call it under torch.no_grad(), or train with model.step(*batch)."
+            )
         inputs = cut_inputs(bound.program, arguments, 1, bound.world)[0]
         try:
             outputs = bound.forward(inputs)
@@ -177,9 +226,35 @@ class CompiledModule(nn.Module):
         """Captures and plans for a batch of this global shape, which `step` then also takes."""
         self._add(Arguments.of(batch, kwargs), is_step=True)
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that their norm over the whole model is at most `max_norm`.
+
+        As torch.nn.utils.clip_grad_norm_ does for one device, whatever the plan. Every rank calls it.
+
+        Returns:
+            The norm before clipping, of shape `()`, the same on every rank.
+
+        Raises StepError for a `norm_type` that is none, PeerError if another rank died or hangs.
+        """
+        world = self._planner.world()
+        stages = None if world.pipe is None else world.pipe.group
+        return clip_grad_norm_(
+            self._original.named_parameters(), world, max_norm, norm_type,
+            stages=stages, counted_elsewhere=self._counted_elsewhere(),
+        )  # fmt: skip
+
+    def _counted_elsewhere(self) -> list[str]:
+        """Parameters that an earlier rank of the pipeline holds too."""
+        pipe = self._planner.world().pipe
+        if pipe is None or self._fixed is None or self._fixed.pipeline is None:
+            return []
+        rank_of = self._fixed.pipeline.rank_of
+        users = self._fixed.users.items()
+        return [name for name, stages in users if min(map(rank_of, stages)) < pipe.rank]
+
     # --- programs
 
-    def _program(self, arguments: Arguments, *, is_step: bool) -> BoundProgram:
+    def _program(self, arguments: Arguments, *, is_step: bool) -> BoundProgram | BoundPipeline:
         fitting = [r for r in self._ready[is_step] if arguments.fits(r.bound.program)]
         count = self._settings.micro_batches if is_step else 1
         accepting = [
@@ -196,40 +271,79 @@ class CompiledModule(nn.Module):
             arguments = as_whole(arguments, accepting[0].bound.program, count)
         return self._add(arguments, is_step=is_step)
 
-    def _add(self, arguments: Arguments, *, is_step: bool) -> BoundProgram:
+    def _add(self, arguments: Arguments, *, is_step: bool) -> BoundProgram | BoundPipeline:
         model, device = self._original, self._settings.device
         count = self._settings.micro_batches if is_step else 1
-        fixed = None if self._plan is None else self.plan.parameters
-        with stand_ins(model, first_micro_batch(arguments, count), device) as fakes:
+        examples = first_micro_batch(arguments, count)
+        with stand_ins(model, examples, device, self._absent) as fakes:
             args, kwargs = arguments.rebuild(fakes)
-            program = self._planner.program(model, args, kwargs, is_step=is_step, fixed=fixed)
+            programs = self._planner.program(
+                model, args, kwargs, is_step=is_step, fixed=self._fixed
+            )
         if self._store is None:
             warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
-            self._store, self._plan = self._place(program), program.plan
-        bound = BoundProgram(
-            program, self._store, model, seeds=self._seeds, bucket_bytes=self._settings.bucket_bytes
-        )
+            self._place(programs)
+        bound = self._bind(programs)
         self._ready[is_step].append(_Ready(bound, self._state()))
         return bound
+
+    def _bind(self, programs: Programs) -> BoundProgram | BoundPipeline:
+        assert self._store is not None
+        bucket_bytes = self._settings.bucket_bytes
+        if programs.pipeline is None:
+            return BoundProgram(
+                programs.whole, self._store, self._original, seeds=self._seeds,
+                bucket_bytes=bucket_bytes,
+            )  # fmt: skip
+        return BoundPipeline(
+            programs.whole, programs.stages, self._store, self._original, seeds=self._seeds,
+            bucket_bytes=bucket_bytes, micro_batches=self._settings.micro_batches,
+        )  # fmt: skip
 
     def _state(self) -> tuple[bool, ...]:
         """What is built into a program: every submodule's mode, and which parameters take gradients."""
         modes = [module.training for module in self._original.modules()]
         return (*modes, *(p.requires_grad for p in self._original.parameters()))
 
-    def _place(self, program: Program) -> ParameterStore:
+    def _place(self, programs: Programs) -> None:
         """Puts parameters and buffers to rest."""
-        model, world = self._original, self._planner.world()
-        store = ParameterStore(world)
-        settings = self._settings
-        store.fill(
-            program,
+        model, world, settings = self._original, self._planner.world(), self._settings
+        held = self._held(programs)
+        self._store = ParameterStore(world)
+        self._store.fill(
+            programs.whole,
             model,
             initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed),
+            held,
         )
         place_buffers(model, world)
         self._seeds.manual_seed(world.agree(torch.initial_seed() % 2**62))
-        return store
+        plan = self._plan = programs.whole.plan
+        self._fixed = Fixed(plan.parameters, plan.pipeline, _users(programs.stages))
+        if world.pipe is not None:
+            self._leave_to_others(programs, held)
+
+    def _held(self, programs: Programs) -> frozenset[str]:
+        """Names of the parameters that this rank holds; what no stage uses, the first rank does."""
+        names = [name for name, _ in self._original.named_parameters()]
+        if programs.pipeline is None:
+            return frozenset(names)
+        pipe = self._planner.world().pipe
+        assert pipe is not None
+        holders = holders_of(programs.stages, programs.pipeline)
+        return frozenset(name for name in names if pipe.rank in holders.get(name, (0,)))
+
+    def _leave_to_others(self, programs: Programs, held: frozenset[str]) -> None:
+        """Lets go of the parameters of other pipeline ranks, and of their entries in the state dict."""
+        model, world = self._original, self._planner.world()
+        assert world.pipe is not None and programs.pipeline is not None
+        assert self._adoption is not None and world.device_mesh is not None
+        before = list(model.state_dict(keep_vars=True))
+        self._absent = take_out(model, held, self._adoption, world.device_mesh)
+        after = model.state_dict(keep_vars=True)
+        homes = buffer_homes(model, programs.stages, programs.pipeline)
+        buffers = {name for name, rank in homes.items() if rank != world.pipe.rank}
+        self._elsewhere = frozenset(n for n in before if n not in after or n in buffers)
 
     # --- what was chosen
 
@@ -261,8 +375,16 @@ class CompiledModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own state dict; parameters are DTensors."""
-        return self._original.state_dict(*args, **kwargs)
+        """The model's own state dict; parameters are DTensors.
+
+        With pipeline stages, that of the stages on this rank: those of all ranks make up the model's, which
+        is how torch.distributed.checkpoint takes them.
+        """
+        state = self._original.state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for name in self._elsewhere:
+            state.pop(prefix + name, None)
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads into the model, as `nn.Module.load_state_dict` does; `assign` only before the first call."""
@@ -271,7 +393,13 @@ class CompiledModule(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that the plan has placed; "
                 "leave assign out, so that values are copied."
             )
-        return self._original.load_state_dict(*args, **kwargs)
+        if not self._elsewhere:
+            return self._original.load_state_dict(*args, **kwargs)
+        given, *rest = args or (kwargs.pop("state_dict"),)
+        present = self._original.state_dict()
+        own = {k: v for k, v in given.items() if k in present or k not in self._elsewhere}
+        own |= {k: present[k] for k in self._elsewhere if k in present and k not in own}
+        return self._original.load_state_dict(own, *rest, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

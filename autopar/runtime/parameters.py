@@ -11,7 +11,7 @@ so that an optimizer made before is still right. In use it is a plain leaf in it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,16 +70,22 @@ class ParameterStore:
         self.kept: dict[str, Kept] = {}
 
     def fill(
-        self, program: Program, model: nn.Module, values: Iterable[tuple[str, Tensor]]
+        self,
+        program: Program,
+        model: nn.Module,
+        values: Iterable[tuple[str, Tensor]],
+        held: Container[str],
     ) -> None:
         """Cuts full values, one at a time, and swaps them into the model's parameters.
 
-        Parameters that the program does not use are stored replicated.
+        Parameters that the program does not use are stored replicated. Only those `held` are kept.
         """
         specs = {spec.name: spec for spec in program.parameters}
         parameters = dict(model.named_parameters())
         replicated = (R,) * len(self.world.mesh.axes)
         for name, value in values:
+            if name not in held:
+                continue
             spec = specs.get(name) or _unused(name, value, replicated)
             storage = program.storage(name).storage if name in specs else replicated
             self._keep(spec, storage, parameters[name], value)

@@ -8,18 +8,36 @@ which would keep the user's Parameter objects from being swapped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
+@dataclass(frozen=True)
+class Absent:
+    """A parameter that lies on other ranks, and where it was.
+
+    Attributes:
+        module, key: the module that had it, and its name there.
+        likeness: of its shape, on the meta device; the same for tied names.
+    """
+
+    module: nn.Module
+    key: str
+    likeness: nn.Parameter
+
+
 @contextlib.contextmanager
 def stand_ins(
-    model: nn.Module, tensors: Sequence[Tensor], device: torch.device
+    model: nn.Module,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    absent: Iterable[Absent] = (),
 ) -> Iterator[list[Tensor]]:
-    """Inside it, parameters and buffers of `model` are fakes; yields fakes of `tensors`.
+    """Inside it, parameters and buffers of `model` are fakes, absent ones too; yields fakes of `tensors`.
 
     Tied parameters stay tied.
     """
@@ -39,6 +57,8 @@ def stand_ins(
         return made[id(x)]
 
     try:
+        for each in absent:
+            each.module._parameters[each.key] = each.likeness
         for module in modules:
             for table in (module._parameters, module._buffers):
                 table.update({name: once(x) for name, x in table.items() if x is not None})  # type: ignore[misc]

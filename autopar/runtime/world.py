@@ -13,8 +13,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
 from autopar.errors import PeerError
-from autopar.ir import Mesh
+from autopar.ir import PIPELINE_AXIS, Mesh, without_pipeline
 from autopar.runtime.collectives import group_name
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """One rank's place along the pipeline.
+
+    Attributes:
+        rank: its position along the pipeline axis.
+        device_mesh: of all ranks, the pipeline axis among its axes.
+    """
+
+    rank: int
+    device_mesh: DeviceMesh
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of all positions that differ in nothing else; looked up anew each time, as `groups`."""
+        return self.device_mesh.get_group(PIPELINE_AXIS)
+
+    def peer(self, rank: int) -> int:
+        """The global number of the rank at another position."""
+        return dist.get_global_rank(self.group, rank)
 
 
 @dataclass(frozen=True)
@@ -22,14 +44,23 @@ class World:
     """One rank's view of the mesh.
 
     Attributes:
-        mesh: the axes.
+        mesh: the axes; of this rank's pipeline stages, if there is a pipeline.
         device: where this rank computes.
         device_mesh: the process groups; None for a single rank that needs none.
+        pipe: the place along the pipeline, if there is one.
     """
 
     mesh: Mesh
     device: torch.device
     device_mesh: DeviceMesh | None = None
+    pipe: Pipe | None = None
+
+    @classmethod
+    def with_pipeline(cls, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh) -> World:
+        """The world of one pipeline rank, given the mesh of all ranks."""
+        inner = without_pipeline(mesh)
+        rank = device_mesh.get_local_rank(PIPELINE_AXIS)
+        return cls(inner, device, device_mesh[inner.names], Pipe(rank, device_mesh))
 
     def __post_init__(self) -> None:
         assert self.device_mesh is not None or self.mesh.size == 1, self.mesh
@@ -64,9 +95,10 @@ class World:
         }
 
     def broadcast(self, x: Tensor) -> None:
-        """Overwrites `x` with the first rank's."""
-        if self.device_mesh is not None and self.mesh.size > 1:
-            dist.broadcast(x, src=int(self.device_mesh.mesh.flatten()[0]))
+        """Overwrites `x` with the first rank's, on all ranks."""
+        everyone = self.pipe.device_mesh if self.pipe is not None else self.device_mesh
+        if everyone is not None and everyone.size() > 1:
+            dist.broadcast(x, src=int(everyone.mesh.flatten()[0]))
 
     def agree(self, number: int) -> int:
         """The first rank's number."""
@@ -76,7 +108,10 @@ class World:
 
     def explain(self, error: PeerError, doing: str) -> PeerError:
         """The error of a collective with what was being done, and the axis in place of its group."""
-        axes = [axis for axis, group in self.group_names.items() if group == error.group]
+        names = dict(self.group_names)
+        if self.pipe is not None:
+            names[PIPELINE_AXIS] = group_name(self.pipe.group)
+        axes = [axis for axis, group in names.items() if group == error.group]
         axis = f"axis {axes[0]!r} of {self.mesh}" if axes else "its group"
         return PeerError(
             f"{doing} broke in {error.collective} over {axis} on rank {self.rank}: another rank of "
@@ -89,6 +124,7 @@ class World:
 
 def set_timeout(world: World, seconds: float) -> None:
     """How long a collective of any axis may wait for the other ranks."""
-    for group in world.groups:
+    pipe = [world.pipe.group] if world.pipe is not None else []
+    for group in (*world.groups, *pipe):
         if group is not None:
             _torch.set_group_timeout(group, seconds)

@@ -11,6 +11,10 @@ name:
 
 and every op may always run unsplit or pass P through. Text: one recipe for all axes, `zero3`, or
 one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
+
+The recipes of the pipeline axis `pp` are its schedules, and `naive-pp`, which is GPipe with a single
+micro-batch. `split_recipe` takes them out before the rest is resolved: `1f1b` alone leaves all other axes
+to `auto`, and `pp:1f1b,dp:zero1` does not.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.errors import RecipeError
-from autopar.ir import Choice, Graph, Mesh, Op
+from autopar.ir import PIPELINE_AXIS, SCHEDULES, Choice, Graph, Mesh, Op
 
 Roles = frozenset[str]
 Which = Callable[[Roles], bool]
@@ -78,12 +82,48 @@ _ROWS = (
 RECIPES: Mapping[str, Recipe] = MappingProxyType({row.name: row for row in _ROWS})
 ALIASES: Mapping[str, str] = MappingProxyType({"fsdp": "zero3"})
 
+NAIVE = "naive-pp"  # one micro-batch goes from stage to stage: layer placement without a schedule
+PIPELINE_RECIPES: Mapping[str, str] = MappingProxyType(
+    {**{name: f"the schedule {name}" for name in SCHEDULES}, NAIVE: "gpipe with one micro-batch"}
+)
+
 RecipeLike = str | Mapping[str, str]
+
+
+def split_recipe(recipe: RecipeLike) -> tuple[str, RecipeLike]:
+    """(recipe of the pipeline axis, "" for none; recipe of the axes inside a stage).
+
+    Raises RecipeError for a recipe that is none of the pipeline axis and is given to it.
+    """
+    named = _parse(recipe)
+    if isinstance(named, str):
+        return (named, "auto") if named in PIPELINE_RECIPES else ("", named)
+    if PIPELINE_AXIS not in named:
+        return "", named
+    schedule = named[PIPELINE_AXIS]
+    if schedule != "auto":
+        _check_pipeline_recipe(schedule)
+    rest = {axis: name for axis, name in named.items() if axis != PIPELINE_AXIS}
+    return "" if schedule == "auto" else schedule, rest or "auto"
+
+
+def _check_pipeline_recipe(name: object) -> None:
+    if not isinstance(name, str) or name not in PIPELINE_RECIPES:
+        raise RecipeError(
+            f"There is no recipe {name!r} for the axis {PIPELINE_AXIS}; choose among auto, "
+            f"{', '.join(PIPELINE_RECIPES)}."
+        )
 
 
 def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
     """The row for every axis of the mesh. Raises RecipeError for an unknown recipe or axis."""
     named = _parse(recipe)
+    schedule, _ = split_recipe(recipe)
+    if schedule:
+        raise RecipeError(
+            f"The recipe {format_recipe(recipe)!r} is one of pipeline stages, and the mesh {mesh} has no axis "
+            f"{PIPELINE_AXIS}; give it one, such as mesh={{'{PIPELINE_AXIS}': {mesh.sizes[0]}}}."
+        )
     if isinstance(named, str):
         return tuple(_row(named) for _ in mesh.names)
     unknown = [axis for axis in named if axis not in mesh.names]
@@ -101,8 +141,11 @@ def format_recipe(recipe: RecipeLike) -> str:
     """The text of a recipe, with aliases resolved; the inverse of what `resolve` reads."""
     named = _parse(recipe)
     if isinstance(named, str):
-        return _row(named).name
-    return ",".join(f"{axis}:{_row(name).name}" for axis, name in named.items())
+        return named if named in PIPELINE_RECIPES else _row(named).name
+    return ",".join(
+        f"{axis}:{name if axis == PIPELINE_AXIS else _row(name).name}"
+        for axis, name in named.items()
+    )
 
 
 def recipe_axes(recipe: RecipeLike) -> tuple[str, ...]:
@@ -136,6 +179,8 @@ def _row(name: str) -> Recipe:
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in RECIPES:
         known = ", ".join([*RECIPES, *(f"{a} (= {b})" for a, b in ALIASES.items())])
+        if isinstance(name, str) and name in PIPELINE_RECIPES:
+            known += f"; {name} is for the axis {PIPELINE_AXIS}"
         raise RecipeError(f"There is no recipe {name!r}; choose among {known}.")
     return RECIPES[name]
 

@@ -16,7 +16,7 @@ class Outcome:
 
     `group` is the (model, number of GPUs) within which configurations compete. `failed` marks a run
     that crashed or ran out of memory. `worst_bytes` are those of the fullest rank, which decide
-    whether a run fits; None where that is the measured one.
+    whether a run fits; None where that is the measured one. `stages` are those of its pipeline.
     """
 
     group: Hashable
@@ -27,6 +27,7 @@ class Outcome:
     capacity_bytes: float | None = None
     failed: bool = False
     worst_bytes: float | None = None
+    stages: int = 1
 
     @property
     def fits(self) -> bool | None:
@@ -51,6 +52,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
     return {
         "time_error_median": _median(errors),
         "time_error_mean": statistics.fmean(errors) if errors else None,
+        "time_bias_median": _median([o.predicted_seconds / _measured(o) - 1 for o in timed]),
         "spearman": spearman(timed),
         "tau_mean": statistics.fmean(taus) if taus else None,
         "regret_mean": statistics.fmean(regrets) if regrets else None,

@@ -31,6 +31,7 @@ from autopar.models import Transformer, build, example_inputs
 from autopar.planning import prepare_step
 from autopar.search import search
 from benchmarks.accuracy.rows import Row, Skip
+from benchmarks.accuracy.simulated import CLOSED, Simulated
 
 CAPTURED_LAYERS = 3
 # Every size that a symbol stands for differs from all others, so that it tells which factor is which.
@@ -69,6 +70,7 @@ class Shape:
             number stays.
         scatters: whether each rank of a tensor-parallel group sends a part of what crosses from stage
             to stage, which the other side gathers.
+        accumulates_in_products: whether a product adds a weight's gradient to the sum as it writes it.
     """
 
     family: Family
@@ -80,6 +82,7 @@ class Shape:
     regathers: bool = False
     bucket_bytes: float = BUCKET_BYTES
     scatters: bool = False
+    accumulates_in_products: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,6 +110,8 @@ def expressions_of(shape: Shape) -> Expressions:
         graph, plan, hardware, factors=_names(graph), precision=shape.precision, fused=shape.fused,
         regathers=shape.regathers, bucket_bytes=shape.bucket_bytes / symbol("tp"),
     )  # fmt: skip
+    if shape.accumulates_in_products:
+        found = replace(found, items=tuple(i for i in found.items if i.kind != "accumulate"))
     return _vocabulary_parallel(found)
 
 
@@ -155,24 +160,33 @@ def _names(graph: Graph) -> dict[str, sympy.Expr]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and bytes of a rank on the first and on the last stage."""
+    """Seconds of a step, and bytes of a rank on the first stage and on the fullest."""
 
     seconds: float
     first_bytes: float
-    last_bytes: float
+    worst_bytes: float
 
 
 def price_rows(
-    rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardware, software: Software
-) -> list[Prediction]:
-    """Prices rows that share a shape, all at once."""
+    rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardware, software: Software,
+    *, simulates: bool = False,
+) -> list[Prediction]:  # fmt: skip
+    """Prices rows that share a shape, all at once.
+
+    Pipelines whose schedule has no closed form are run action by action; all are, where it `simulates`.
+    """
     expressions = expressions_of(shape)
     cuts = Cuts(*np.array([cuts_of(row, shape.balances) for row in rows], dtype=float).T)
     values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
     step = _step(expressions, values, cuts, recompute, hardware, software, shape)
-    seconds = np.broadcast_to(step.seconds(), len(rows))
-    first, last = (np.broadcast_to(total(step.memory(s)), len(rows)) for s in ("first", "last"))
-    return [Prediction(*map(float, each)) for each in zip(seconds, first, last, strict=True)]
+    seconds = np.array(np.broadcast_to(step.seconds(), len(rows)), dtype=float)
+    simulated = Simulated(step, rows)
+    for i, row in enumerate(rows):
+        if row.pp > 1 and (simulates or row.schedule.upper() not in CLOSED):
+            seconds[i] = simulated.seconds(i)
+    peaks = (total(step.memory("first")), step.peak_bytes())
+    first, worst = (np.broadcast_to(peak, len(rows)) for peak in peaks)
+    return [Prediction(*map(float, each)) for each in zip(seconds, first, worst, strict=True)]
 
 
 def _step(
@@ -193,8 +207,8 @@ def _step(
     parts = values["tp"] if shape.scatters and not shape.sequence_parallel else 1
     return Step(
         found.items, found.holdings, run, found.machine, software, layers=found.layers,
-        boundary_bytes=found.boundary_bytes / parts, boundary_link=link,
-        boundary_crosses=values["crosses"],
+        boundary_bytes=found.boundary_bytes, boundary_link=link,
+        boundary_crosses=values["crosses"], boundary_parts=parts,
     )  # fmt: skip
 
 
@@ -216,7 +230,6 @@ def _sizes(row: Row, family: Family) -> dict[str, float]:
         "head_dim": row.hidden // row.heads, "positions": row.seq, "ffn": row.ffn, "vocab": row.vocab,
         "layers": row.layers, "dp": row.dp, "tp": row.tp, "stages": row.pp,
         "chunks": row.chunks, "micro_batches": row.grad_accum,
-        "crosses": float(row.pp > 1 and row.n_gpus > row.gpus_per_node),
     }  # fmt: skip
 
 
@@ -226,7 +239,7 @@ def _links(row: Row, hardware: Hardware) -> dict[str, float]:
     values: dict[str, float] = {}
     for position, name in enumerate(mesh.names):
         values |= link_values(hardware.link(mesh, position), name)
-    return values
+    return values | {"crosses": float(row.pp > 1 and row.n_gpus > hardware.devices_per_node)}
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ class Row:
     """One run, in SI units.
 
     Attributes are the columns of the file; what a table leaves out has the neutral value, or None.
+    `chunks` is 0 for an interleaved schedule whose chunks are not told.
     """
 
     row_id: str
@@ -109,7 +110,7 @@ def parse(fields: Mapping[str, str]) -> Row:
         tied=_yes(text.get("tied_embeddings", "")), seq=seq, gpu=text["gpu"], n_gpus=n_gpus,
         gpus_per_node=_whole(text, "gpus_per_node") or 8,
         interconnect=text.get("interconnect", ""), framework=text["framework"], dp=dp * cp, tp=tp, pp=pp,
-        chunks=_whole(text, "vpp") or 1, sequence_parallel=_yes(text.get("sp", "")) is True,
+        chunks=_chunks(text.get("vpp", "")), sequence_parallel=_yes(text.get("sp", "")) is True,
         zero_stage=_stage(text.get("zero_stage", "")), micro_batch=micro_batch / cp,
         grad_accum=grad_accum, precision=text.get("precision", ""),
         recompute=text.get("recompute", ""), schedule=text.get("schedule", ""),
@@ -159,6 +160,10 @@ def _seconds(text: Mapping[str, str], tokens: int, n_gpus: int) -> float | None:
 def _memory(text: Mapping[str, str]) -> float | None:
     found = _number(text, "peak_memory_gib")
     return None if found is None else found * 2**30
+
+
+def _chunks(text: str) -> int:
+    return 0 if text.startswith("yes") else _whole({"vpp": text}, "vpp") or 1
 
 
 def _stage(text: str) -> int | None:

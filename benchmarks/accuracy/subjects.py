@@ -19,7 +19,7 @@ from autopar.cost_model.items import (
 from autopar.cost_model.software import Software, software_for
 from autopar.errors import AutoparError
 from autopar.models import Transformer
-from benchmarks.accuracy.pricing import SIGNATURE, Family, Shape
+from benchmarks.accuracy.pricing import SIGNATURE, Family, Shape, cuts_of
 from benchmarks.accuracy.rows import Row, Skip
 
 # PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
@@ -38,7 +38,10 @@ class Framework:
         zero_stage: where a row has none.
         pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
         flash: whether attention keeps no weights.
-        balances, fused, regathers, bucket_bytes, scatters: see `Shape`.
+        dropout: share of activations and attention weights that is dropped.
+        vocab: where a row has none.
+        chunk_layers: layers of a chunk of an interleaved schedule, where a row does not tell chunks.
+        balances, fused, regathers, bucket_bytes, scatters, accumulates_in_products: see `Shape`.
         sequence_parallel: with tensor parallelism, whatever a row says.
         network: of the cluster where a row names none: a suffix in the catalogue of hardware.
     """
@@ -49,11 +52,15 @@ class Framework:
     zero_stage: int = 0
     pads_vocab: bool = False
     flash: bool = True
+    dropout: float = 0.0
+    vocab: int | None = None
+    chunk_layers: int | None = None
     balances: bool = False
     fused: bool = False
     regathers: bool = False
     bucket_bytes: float = BUCKET_BYTES
     scatters: bool = False
+    accumulates_in_products: bool = False
     network: str = ""
     sequence_parallel: bool = False
 
@@ -77,8 +84,19 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
         "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
         "PyTorch DDP": Framework("apex", "bert", MIXED, flash=False),
         "AutoModel": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        # Qi et al. 2023, section 5.1: every layer is a chunk. The vocabulary is that of the tokenizer of
+        # their example, and what the printed numbers of parameters leave for an embedding; dropout and
+        # gradients added by the products themselves are defaults of Megatron-LM.
         "Megatron-LM (zero": Framework(
-            "megatron-lm", "gpt", MIXED_FLOAT32_GRADIENTS, pads_vocab=True, flash=False
+            "megatron-lm",
+            "gpt",
+            MIXED_FLOAT32_GRADIENTS,
+            pads_vocab=True,
+            flash=False,
+            dropout=0.1,
+            vocab=32000,
+            chunk_layers=1,
+            accumulates_in_products=True,
         ),
         "Megatron-LM": Framework(
             "megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False, scatters=True
@@ -125,11 +143,14 @@ def subject(row: Row) -> Subject:
     framework = framework_of(row)
     hardware = hardware_of(row, framework.network)
     software = software_for(framework.name, hardware.name)
-    vocab = row.vocab or _vocab(row)
+    vocab = row.vocab or framework.vocab
+    if vocab is None:
+        raise Skip("no vocabulary")
     if framework.pads_vocab:
         granule = 128 * row.tp
         vocab = -(-vocab // granule) * granule
-    row = replace(row, vocab=vocab, ffn=row.ffn or 4 * row.hidden)
+    chunks = row.chunks or _chunks(row, framework)
+    row = replace(row, vocab=vocab, ffn=row.ffn or 4 * row.hidden, chunks=chunks)
     shape = shape_of(row, framework)
     return Subject(row, shape, _recompute(row), _products(row, software.on(hardware)), software)
 
@@ -154,25 +175,28 @@ def shape_of(row: Row, framework: Framework) -> Shape:
         heads=SIGNATURE["kv_heads"] * (SIGNATURE["group"] if grouped else 1),
         kv_heads=SIGNATURE["kv_heads"], head_dim=SIGNATURE["head_dim"], ffn=SIGNATURE["ffn"],
         vocab=SIGNATURE["vocab"], max_positions=SIGNATURE["positions"], tied=row.tied,
-        fused_attention=framework.flash, fused_projections=not grouped,
+        fused_attention=framework.flash, fused_projections=not grouped, dropout=framework.dropout,
     )  # fmt: skip
     stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
     return Shape(
         Family(description, grouped), stage,
         row.sequence_parallel or (framework.sequence_parallel and row.tp > 1), framework.precision,
         framework.balances, framework.fused, framework.regathers, framework.bucket_bytes,
-        framework.scatters,
+        framework.scatters, framework.accumulates_in_products,
     )  # fmt: skip
 
 
 def hardware_of(row: Row, network: str = "") -> Hardware:
-    """The GPU of a row, in nodes and on a network as the row says."""
+    """The GPU of a row, in nodes and on a network as the row says; a node is what NVLink reaches, which
+    is a whole rack where the GPU's name says so, and not the tray that the row counts.
+    """
     try:
         name = canonical_gpu(row.gpu)
         hardware = find_hardware(f"{name}-{network}" if network else name)
     except AutoparError as error:
         raise Skip(f"GPU {row.gpu!r} is not in the catalogue") from error
-    hardware = replace(hardware, devices_per_node=row.gpus_per_node)
+    if "NVL" not in row.gpu:
+        hardware = replace(hardware, devices_per_node=row.gpus_per_node)
     nic = network_bytes_per_second(row.interconnect, row.gpus_per_node)
     return hardware if nic is None else hardware.with_network(nic)
 
@@ -188,8 +212,11 @@ def network_bytes_per_second(text: str, gpus_per_node: int) -> float | None:
     return None
 
 
-def _vocab(row: Row) -> int:
-    raise Skip("no vocabulary")
+def _chunks(row: Row, framework: Framework) -> int:
+    """Chunks of a stage in the middle."""
+    if framework.chunk_layers is None:
+        raise Skip("interleaved, and the number of chunks is not told")
+    return int(cuts_of(row, framework.balances).middle) // framework.chunk_layers
 
 
 def _products(row: Row, hardware: Hardware) -> Hardware:

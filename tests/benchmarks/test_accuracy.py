@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from autopar.cost_model.cuts import Cuts
 from autopar.cost_model.software import SOFTWARE, software_for
 from benchmarks.accuracy.metrics import Outcome, kendall, oom_accuracy, regret, summary
+from benchmarks.accuracy.pricing import Prediction, price_rows
 from benchmarks.accuracy.rows import Row, Skip, parse
-from benchmarks.accuracy.subjects import network_bytes_per_second, subject
-from benchmarks.cost_model_accuracy import FIGURES, main
+from benchmarks.accuracy.simulated import layers_of, pipeline_of
+from benchmarks.accuracy.subjects import hardware_of, network_bytes_per_second, subject
+from benchmarks.cost_model_accuracy import FIGURES, PIPELINE_FIGURES, main
 
 ROW = {
     "source": "a sweep", "model": "Llama-like", "hidden": "2048", "layers": "16", "heads": "32",
@@ -22,6 +25,25 @@ ROW = {
     "global_batch": "256", "precision": "bf16", "step_time_s": "3.37", "peak_memory_gib": "41.76",
     "status": "ok",
 }  # fmt: skip
+
+
+# Zero Bubble: 22 layers on 8 GPUs, one layer less on the first and the last.
+BUBBLES = {
+    "source": "a paper", "model": "GPT 1.5B", "hidden": "2304", "layers": "22", "heads": "24",
+    "kv_heads": "24", "ffn": "9216", "seq_len": "1024", "gpu": "A100-80GB SXM", "n_gpus": "8",
+    "gpus_per_node": "8", "framework": "Megatron-LM (zero bubble fork)", "dp": "1", "tp": "1", "pp": "8",
+    "vpp": "", "schedule": "1F1B", "micro_batch": "6", "grad_accum": "24", "step_time_s": "1.5254",
+    "peak_memory_gib": "30", "memory_kind": "max over stages",
+}  # fmt: skip
+
+
+def priced(change: dict[str, str], *, simulates: bool = False) -> Prediction:
+    """The price of one row of Zero Bubble."""
+    s = subject(parse(BUBBLES | change))
+    (found,) = price_rows(
+        [s.row], s.shape, s.recompute, s.hardware, s.software, simulates=simulates
+    )
+    return found
 
 
 def write(path: Path, *rows: dict[str, str]) -> Path:
@@ -60,6 +82,52 @@ def test_failures_and_runs_count_the_same() -> None:
 
 def test_the_fullest_rank_decides_what_fits() -> None:
     assert Outcome("g", 1, predicted_bytes=4, capacity_bytes=5, worst_bytes=6).fits is False
+
+
+def test_closed_form_and_execution_agree() -> None:
+    for change in ({}, {"schedule": "1F1B-I", "vpp": "3"}, {"grad_accum": "64"}):
+        closed, ran = priced(change), priced(change, simulates=True)
+        assert ran.seconds == pytest.approx(closed.seconds, rel=0.02)
+
+
+def test_a_schedule_without_a_closed_form_is_executed() -> None:
+    """Qi et al. 2023, table 4: ZB-1p takes less than 1F1B, and here longer than interleaved 1F1B."""
+    plain, filled, interleaved = (
+        priced(change).seconds
+        for change in ({}, {"schedule": "ZB-1p"}, {"schedule": "1F1B-I", "vpp": "yes (not told)"})
+    )
+    assert interleaved < filled < plain
+    assert filled == pytest.approx(1.3953, rel=0.1)
+
+
+def test_the_second_stage_is_the_fullest() -> None:
+    """Two layers on the first stage, eight in flight; three on the second, and seven."""
+    found = priced({})
+    assert found.worst_bytes > found.first_bytes
+    assert found.worst_bytes == pytest.approx(30 * 2**30, rel=0.1)
+
+
+def test_layers_of_chunks_by_hand() -> None:
+    row = parse(BUBBLES | {"vpp": "3"})
+    assert layers_of(row, Cuts(2, 3, 2)) == [0, *[1] * 22, 0]
+    assert layers_of(parse(BUBBLES), Cuts(2, 3, 2)) == [2, *[3] * 6, 2]
+    two = parse(BUBBLES | {"pp": "2", "n_gpus": "2"})
+    assert layers_of(two, Cuts(12, 0, 10)) == [12, 10]
+
+
+def test_schedules_that_torch_has_not() -> None:
+    with pytest.raises(Skip, match="torch has no schedule ZB-2p"):
+        pipeline_of(parse(BUBBLES | {"schedule": "ZB-2p"}))
+    with pytest.raises(Skip, match="more stages"):
+        pipeline_of(parse(BUBBLES | {"grad_accum": "4"}))
+    with pytest.raises(Skip, match="chunks is not told"):
+        subject(parse(ROW | {"vpp": "yes"}))
+
+
+def test_a_node_is_what_nvlink_reaches() -> None:
+    assert hardware_of(parse(ROW | {"gpus_per_node": "4"})).devices_per_node == 4
+    rack = parse(ROW | {"gpu": "GB200 NVL72", "gpus_per_node": "4"})
+    assert hardware_of(rack).devices_per_node == 72
 
 
 def test_context_parallelism_shares_a_sequence_out() -> None:
@@ -132,6 +200,19 @@ def test_a_folder_of_runs(tmp_path: Path) -> None:
     assert figures["time_error_median"] < 0.2
     assert found["files_skipped"] == {"bandwidth.csv": "no table of training runs"}
     assert figures["skipped_because"]["no heads"] == 1
+    pipelines = figures["pipelines"]
+    assert {stages: found["rows"] for stages, found in pipelines.items()} == {"all": 1, "2": 1}
+    assert set(PIPELINE_FIGURES) <= set(pipelines["2"])
+
+
+def test_runs_without_stages_are_no_pipelines(tmp_path: Path) -> None:
+    alone = ROW | {"pp": "1", "dp": "8", "grad_accum": "8"}
+    slower = ROW | {"step_time_s": "5"}
+    write(tmp_path / "runs.csv", alone, ROW, slower)
+    found = json.loads(run("--data", tmp_path, "--json", "--simulate").output)
+    figures = found["sources"]["runs"]
+    assert (figures["rows_used"], figures["pipelines"]["all"]["rows"]) == (3, 2)
+    assert figures["time_bias_median"] < figures["time_error_median"]
 
 
 def test_people_read_reasons(tmp_path: Path) -> None:
@@ -140,6 +221,7 @@ def test_people_read_reasons(tmp_path: Path) -> None:
     result = run("--data", path, "--markdown", page)
     assert "GPU 'TPU v5' is not in the catalogue" in result.output
     assert page.read_text().startswith("| source | used |")
+    assert "| source | stages | rows |" in page.read_text()
 
 
 def test_missing_columns_are_named(tmp_path: Path) -> None:

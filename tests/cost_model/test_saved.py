@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.cost_model import SavedTensors, Sizes, find_hardware, price
-from autopar.cost_model.recompute import recomputed_bytes
+from autopar.cost_model.items import Pricer
+from autopar.cost_model.software import AUTOPAR
+from autopar.cost_model.step import Run, Step
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S
 from autopar.planning import Prepared, make_plan, prepare_step
 from autopar.program import build_program
@@ -202,17 +204,31 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def test_recomputation_keeps_the_inputs_of_blocks() -> None:
+def saved_parts(prepared: Prepared, plan: Plan) -> dict[str, float]:
+    """What is saved where layers are run again, by part."""
+    graph, mesh = prepared.analysis.graph, plan.mesh
+    links = [HARDWARE.link(mesh, axis) for axis in range(len(mesh.axes))]
+    pricer = Pricer(graph, plan, sizes=Sizes(mesh), hardware=HARDWARE, links=links)
+    step = Step(
+        list(pricer.items()), list(pricer.holdings()), Run(recompute="full"), HARDWARE, AUTOPAR,
+        layers=3, boundary_bytes=pricer.boundary_bytes(),
+    )  # fmt: skip
+    saved = next(term for term in step.memory() if term.name == "saved activations")
+    return {part.name: part.value for part in saved.parts}
+
+
+def test_recomputation_keeps_the_inputs_of_layers() -> None:
     model, inputs = llama()
     prepared = prepare_step(model, inputs)
-    graph = prepared.analysis.graph
-    plan = unsplit_plan(graph, prepared.captured.fingerprint)
-    blocks = [f"layers.{i}" for i in range(3)]
-    said = recomputed_bytes(graph, plan, blocks)
-    assert recomputed_bytes(graph, plan, ()) == price(graph, plan, HARDWARE).saved_bytes
+    plan = unsplit_plan(prepared.analysis.graph, prepared.captured.fingerprint)
+    parts = saved_parts(prepared, plan)
+    everything = price(prepared.analysis.graph, plan, HARDWARE).saved_bytes
+    ends = parts["embedding, head and loss"]
+    assert 3 * parts["one layer run again"] + ends == everything
     model.layers = nn.ModuleList(Checkpointed(block) for block in model.layers)
-    assert said == pytest.approx(eager_kept_bytes(model, inputs), rel=0.001)
-    assert said < 0.4 * price(graph, plan, HARDWARE).saved_bytes
+    kept = parts["inputs of layers"] + ends
+    assert kept == pytest.approx(eager_kept_bytes(model, inputs), rel=0.001)
+    assert kept < 0.4 * everything
 
 
 def test_recomputation_divides_too() -> None:
@@ -227,5 +243,5 @@ def test_recomputation_divides_too() -> None:
     }
     plan = replace(whole, mesh=Mesh.of({"x": 2}), ops={n: (label,) for n, label in labels.items()})
     plan = replace(plan, parameters={n: ParameterPlan((R,), (R,)) for n in graph.parameters})
-    blocks = ["layers.0", "layers.1", "layers.2"]
-    assert recomputed_bytes(graph, plan, blocks) == recomputed_bytes(graph, whole, blocks) / 2
+    halves = {name: held / 2 for name, held in saved_parts(prepared, whole).items()}
+    assert saved_parts(prepared, plan) == halves

@@ -132,7 +132,7 @@ def test_sums_of_inputs_are_started_first(graph):
     count = total(graph, graph.call_function(aten.sum.default, (x,)))
     graph.output((graph.call_function(aten.div.Tensor, (total(graph, y), count)),))
     module = module_of(graph)
-    hoist_input_sums(module, 1, start, finish)
+    hoist_input_sums(module, start, finish, parameters=1)
     assert text(module.graph) == [
         "sum_default = aten.sum(x,)",
         "start = start(sum_default, [], 2, 'dp', 'vary')",

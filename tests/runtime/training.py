@@ -26,7 +26,10 @@ def train(model: nn.Module, step: Step, batch: Batch, *, steps: int = 3) -> dict
     losses = []
     for _ in range(steps):
         losses.append(step(*batch).item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if isinstance(model, autopar.CompiledModule):
+            model.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, **full_state(model)}
@@ -41,14 +44,19 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def single(name: str, *, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def single(
+    name: str, *, steps: int = 3, dtype: torch.dtype = torch.float64, micro_batches: int = 1
+) -> dict[str, Any]:
     """What a single process without autopar gets."""
     model, batch, loss_fn = make(name, dtype)
 
     def step(*batch: Tensor) -> Tensor:
-        loss = run_with_loss(model, batch, {}, loss_fn)  # type: ignore[arg-type]
-        loss.backward()
-        return loss.detach()
+        losses = []
+        for part in zip(*(x.chunk(micro_batches) for x in batch), strict=True):
+            loss = run_with_loss(model, part, {}, loss_fn) / micro_batches  # type: ignore[arg-type]
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     return train(model, step, batch, steps=steps)
 
@@ -64,18 +72,26 @@ def compiled(
     return train(made, made.step, batch)
 
 
-def randomly(name: str, mesh: dict[str, int], seed: int) -> dict[str, Any]:
-    """The same with a plan drawn at random."""
+def randomly(name: str, mesh: dict[str, int], seed: int) -> tuple[dict[str, Any], int]:
+    """The same with a plan drawn at random, and how many micro-batches that has."""
     model, batch, loss_fn = make(name)
-    prepared = prepare_step(*make(name)[:2], loss_fn=loss_fn)  # type: ignore[arg-type]
-    plan = random_plan(
+    plan = _random_plan(name, mesh, seed, micro_batches=1)
+    if plan.micro_batches > 1:  # it was drawn for the whole batch
+        plan = _random_plan(name, mesh, seed, micro_batches=plan.micro_batches)
+    made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
+    return train(made, made.step, batch), plan.micro_batches
+
+
+def _random_plan(name: str, mesh: dict[str, int], seed: int, *, micro_batches: int) -> autopar.Plan:
+    model, batch, loss_fn = make(name)
+    part = tuple(x[: len(x) // micro_batches] for x in batch)
+    prepared = prepare_step(model, part, loss_fn=loss_fn)  # type: ignore[arg-type]
+    return random_plan(
         prepared.analysis.graph,
         autopar.Mesh.of(mesh),
         seed=seed,
         fingerprint=prepared.captured.fingerprint,
     )
-    made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
-    return train(made, made.step, batch)
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:

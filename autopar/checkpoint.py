@@ -1,0 +1,416 @@
+"""Checkpoints: a model and its optimizer on disk, named and shaped as in the original model.
+
+A checkpoint is a folder:
+
+    shard-*.safetensors    tensors, every rank's own parts, as torch.distributed.checkpoint lays them out:
+                           `model.<name>` and `optimizer.<parameter>.<key>`
+    state.pt               what is small: the optimizer's options, random state, the caller's values
+
+No plan is in it, so it can be loaded under any other. Nothing in it is run when it is loaded:
+safetensors are plain bytes, and `state.pt` is read with `weights_only=True`. (The usual format of
+torch.distributed.checkpoint has a file `.metadata`, which torch reads with plain pickle.)
+
+[Note: a save is all or nothing] The ranks write to `<path>.partial`. When all have finished, the first
+rank looks whether all is there, moves the checkpoint that was at `<path>` to `<path>.previous`, gives the
+new one its name, and deletes the old. Whoever dies when, a complete checkpoint is at `<path>` or, between
+the two renames, at `<path>.previous`, where `load_checkpoint` looks next.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from autopar.errors import AutoparError
+from autopar.runtime.module import CompiledModule
+from autopar.runtime.optimizer_state import Restorer, empty_like, read_state, ties
+from autopar.runtime.together import Together
+
+_VERSION = 1
+_STATE = "state.pt"
+PathLike = str | os.PathLike[str]
+
+
+def save_checkpoint(
+    path: PathLike, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+) -> None:
+    """Saves a model, and what it takes to train on as if nothing had happened.
+
+    Every rank calls this, with a path that all of them see. A checkpoint that is there already is
+    replaced once the new one is complete, see [Note: a save is all or nothing].
+
+    Args:
+        path: a folder for this checkpoint alone.
+        model: a compiled module that has its plan, or any module.
+        optimizer: of the model's parameters.
+        extra: small values to have back from `load_checkpoint`: numbers, text, lists, dicts, tensors
+            (`step=7, scheduler=scheduler.state_dict()`). Those of the first rank are kept.
+
+    Raises AutoparError on every rank for what cannot be saved or written, naming the rank and the
+    reason; PlanError for a compiled module without a plan; PeerError if another rank died or hangs.
+    """
+    folder = Path(path).resolve()
+    partial = _beside(folder, "partial")
+    ranks = Together(f"Saving {folder}")
+    tensors, notes = ranks.each(lambda: _collect(model, optimizer, extra))
+    ranks.first_alone(lambda: _clear(folder, partial))
+    writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+    with ranks.naming_failures():
+        planned = dcp.save(tensors, storage_writer=writer, no_dist=ranks.alone)
+    every = ranks.at_first(notes)
+    ranks.first_alone(lambda: _commit(partial, folder, planned, _merged(every)))
+
+
+def load_checkpoint(
+    path: PathLike, model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Loads what `save_checkpoint` saved, under this plan or another, or into a plain module.
+
+    Every rank calls this. A compiled module needs its plan first, from `example_inputs` or `prepare`:
+    values are read to where the plan has put the parameters.
+
+    Returns:
+        The `extra` values, their tensors on the CPU.
+
+    Raises AutoparError on every rank for a checkpoint that is missing, damaged or of another model,
+    naming what differs; PlanError for a compiled module without a plan; PeerError if another rank
+    died or hangs.
+    """
+    ranks = Together(f"Loading {path}")
+    loading = ranks.each(lambda: _Loading.begin(Path(path).resolve(), model, optimizer))
+    _refuse_unknown(ranks.everyones(loading.unknown()), path)
+    reader = dcp.HuggingFaceStorageReader(str(loading.folder))
+    with ranks.naming_failures():
+        dcp.load(loading.room, storage_reader=reader, no_dist=ranks.alone)
+    ranks.each(loading.finish)
+    return loading.notes["extra"]
+
+
+# --- saving
+
+
+def _collect(
+    model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What this rank has to save: tensors by their names on disk, and the rest."""
+    progress = _progress(model)
+    state = model.state_dict()
+    tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
+    notes: dict[str, Any] = {
+        "version": _VERSION,
+        "extra": extra,
+        "progress": progress,
+        "ties": ties(model),
+        "objects": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
+        "values": {},
+        "groups": [],
+    }
+    if optimizer is not None:
+        _catch_up(model, optimizer)
+        found = read_state(model, optimizer)
+        notes.update(values=found.values, groups=found.groups)
+        for name, own in found.tensors.items():
+            tensors.update({f"optimizer.{name}.{key}": tensor for key, tensor in own.items()})
+    for key, value in extra.items():
+        _refuse_unloadable(f"extra value {key!r}", value)
+    for what in ("objects", "values", "groups"):
+        _refuse_unloadable(f"the {what} of model and optimizer", notes[what])
+    return _apart(tensors), notes
+
+
+def _progress(model: nn.Module) -> dict[str, Any] | None:
+    """Where a compiled module is; random ops go on from there."""
+    if not isinstance(model, CompiledModule):
+        return None
+    assert model.plan  # which raises PlanError where there is none
+    return {"steps": model._steps, "seeds": model._seeds.get_state()}
+
+
+def _catch_up(model: nn.Module, optimizer: Optimizer) -> None:
+    """Gives an optimizer that was made early, and not stepped since, the parameters that are there now."""
+    if isinstance(model, CompiledModule) and model._adoption is not None:
+        model._adoption._follow(optimizer, (), {})
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, and no two in the same memory (tied parameters are): so safetensors wants them."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        pointer = local.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return apart
+
+
+def _refuse_unloadable(what: str, value: Any) -> None:
+    """Raises AutoparError for what could not be loaded again with `weights_only`."""
+    if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value)):
+        raise AutoparError(
+            f"The {what} holds a DTensor, of which the first rank has a part only; save full values, "
+            "or leave it to the model and the optimizer."
+        )
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # whatever pickling the caller's objects raises
+        reason = str(error).strip().splitlines()[0]
+        raise AutoparError(
+            f"The {what} cannot be saved so that it loads without running code: {reason} Numbers, text, "
+            "lists, dicts and tensors can be."
+        ) from error
+
+
+def _merged(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The notes of all ranks as one: each knows the parameters it holds."""
+    if not every:
+        return {}
+    merged = dict(every[0])
+    for key in ("ties", "objects", "values"):
+        merged[key] = {
+            name: value for notes in reversed(every) for name, value in notes[key].items()
+        }
+    known: set[str] = set()
+    merged["groups"] = []
+    for names, options in (group for notes in every for group in notes["groups"]):
+        new = [name for name in names if name not in known]
+        known.update(new)
+        if new:
+            merged["groups"].append((new, options))
+    return merged
+
+
+# --- the folder
+
+
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f"{folder.name}.{what}")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / _STATE).is_file()
+
+
+def _clear(folder: Path, partial: Path) -> None:
+    """Makes way for a save."""
+    if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
+        raise AutoparError(
+            f"{folder} has files and is no checkpoint, and would be replaced; give a folder for the "
+            "checkpoint alone."
+        )
+    _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]) -> None:
+    """Gives a complete checkpoint its name, see [Note: a save is all or nothing]."""
+    _refuse_incomplete(partial, planned)
+    files = {file.name: file.stat().st_size for file in partial.glob("*.safetensors")}
+    with (partial / _STATE).open("wb") as file:
+        torch.save({**notes, "files": files}, file)
+        file.flush()
+        os.fsync(file.fileno())  # as the shards were
+    previous = _beside(folder, "previous")
+    if folder.exists():
+        _remove(previous)
+        folder.rename(previous)
+    partial.rename(folder)
+    _remove(previous)
+
+
+def _refuse_incomplete(partial: Path, planned: Metadata) -> None:
+    """Raises AutoparError where a part that some rank wrote is not in the first rank's folder."""
+    there = _saved_tensors(partial)
+    for name, plan in planned.state_dict_metadata.items():
+        assert isinstance(plan, TensorStorageMetadata), name
+        wanted = {chunk.offsets for chunk in plan.chunks}
+        found = {chunk.offsets for chunk in there[name].chunks} if name in there else set()
+        if not wanted <= found:
+            raise AutoparError(
+                f"{len(wanted - found)} of {len(wanted)} parts of {name} are not in {partial}, though their "
+                "ranks wrote them. Give a path on a file system that all ranks share."
+            )
+
+
+def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Name -> shape, dtype and parts of what a folder has."""
+    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
+
+
+# --- loading
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """One rank's side of a load.
+
+    Attributes:
+        folder: where the checkpoint really is.
+        model: what it is loaded into.
+        notes: its `state.pt`.
+        saved: the tensors it has.
+        room: name on disk -> tensor to read into, for all that this rank has.
+        objects: entries of the model's state dict that are no tensors.
+        restorer: what brings the optimizer's state home; None without an optimizer.
+    """
+
+    folder: Path
+    model: nn.Module
+    notes: Mapping[str, Any]
+    saved: Mapping[str, TensorStorageMetadata]
+    room: dict[str, Any]
+    objects: list[str]
+    restorer: Restorer | None
+
+    @staticmethod
+    def begin(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> _Loading:
+        """Opens a checkpoint. Raises AutoparError for one that cannot be loaded here."""
+        _progress(model)
+        folder = _located(folder)
+        notes, saved = _opened(folder)
+        state = model.state_dict()
+        room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
+        objects = [k for k, v in state.items() if not isinstance(v, Tensor)]
+        _refuse_other_model(folder, room, saved)
+        restorer = None
+        if optimizer is not None:
+            if not notes["groups"]:
+                raise AutoparError(f"{folder} was saved without an optimizer; load it without one.")
+            _catch_up(model, optimizer)
+            restorer = Restorer(model, optimizer, notes["groups"], notes["ties"])
+            room.update(_optimizer_room(restorer.sources(), saved))
+        return _Loading(folder, model, notes, saved, room, objects, restorer)
+
+    def unknown(self) -> list[str]:
+        """Saved tensors of the model that this rank has no place for."""
+        return sorted(k for k in self.saved if k.startswith("model.") and k not in self.room)
+
+    def finish(self) -> None:
+        """Gives what was read to whom it belongs."""
+        model, notes = self.model, self.notes
+        tensors = {
+            k.removeprefix("model."): v for k, v in self.room.items() if k.startswith("model.")
+        }
+        model.load_state_dict({**tensors, **{k: notes["objects"][k] for k in self.objects}})
+        if self.restorer is not None:
+            self.restorer.restore(self._optimizer_states())
+        if isinstance(model, CompiledModule) and notes["progress"] is not None:
+            model._steps = notes["progress"]["steps"]
+            model._seeds.set_state(notes["progress"]["seeds"])
+
+    def _optimizer_states(self) -> dict[str, dict[str, Any]]:
+        """Parameter -> key -> tensor or value."""
+        states = {name: dict(values) for name, values in self.notes["values"].items()}
+        for entry, tensor in self.room.items():
+            if entry.startswith("optimizer."):
+                name, key = _parameter_and_key(entry)
+                states[name][key] = tensor
+        return states
+
+
+def _located(folder: Path) -> Path:
+    """The folder, or where the checkpoint is that it had before a save was cut short."""
+    for place in (folder, _beside(folder, "previous")):
+        if _is_checkpoint(place):
+            return place
+    unfinished = _beside(folder, "partial").exists()
+    raise AutoparError(
+        f"There is no checkpoint at {folder}"
+        + (": the first save to it was not finished." if unfinished else ".")
+    )
+
+
+def _opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadata]]:
+    """What `state.pt` says, and which tensors there are. Raises AutoparError for a damaged checkpoint."""
+    try:
+        notes = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        version, files = notes["version"], notes.get("files", {})
+        if version != _VERSION:
+            raise AutoparError(
+                f"{folder} is of version {version}, and this autopar reads version {_VERSION}."
+            )
+        for name, wanted_bytes in files.items():
+            _refuse_other_size(folder / name, wanted_bytes)
+        return notes, _saved_tensors(folder)
+    except AutoparError:
+        raise
+    except Exception as error:  # whatever torch.load and safetensors raise for damaged files
+        raise AutoparError(f"{folder} is damaged. {type(error).__name__}: {error}") from error
+
+
+def _refuse_other_size(file: Path, wanted_bytes: int) -> None:
+    found = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
+    if found != f"{wanted_bytes} bytes":
+        raise AutoparError(
+            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes."
+        )
+
+
+def _refuse_other_model(
+    folder: Path, room: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]
+) -> None:
+    problems = []
+    for name, tensor in room.items():
+        own = name.removeprefix("model.")
+        if name not in saved:
+            problems.append(f"{own} is not in it")
+        elif saved[name].size != tensor.shape:
+            problems.append(
+                f"{own} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in the model"
+            )
+    if problems:
+        raise AutoparError(f"The checkpoint {folder} is of another model: {_few(problems)}.")
+
+
+def _refuse_unknown(every: Sequence[list[str]], path: PathLike) -> None:
+    """Raises AutoparError for tensors that no rank has a place for."""
+    unknown = sorted(set(every[0]).intersection(*every))
+    if unknown:
+        names = _few([name.removeprefix("model.") for name in unknown])
+        raise AutoparError(
+            f"The checkpoint {path} is of another model: it has {names}, which the model lacks."
+        )
+
+
+def _few(texts: Sequence[str], count: int = 5) -> str:
+    more = f" and {len(texts) - count} more" if len(texts) > count else ""
+    return ", ".join(texts[:count]) + more
+
+
+def _parameter_and_key(entry: str) -> tuple[str, str]:
+    name, _, key = entry.removeprefix("optimizer.").rpartition(".")
+    return name, key
+
+
+def _optimizer_room(
+    sources: Mapping[str, nn.Parameter], saved: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Entries of the optimizer's state for this rank's parameters, empty."""
+    room = {}
+    for entry, found in saved.items():
+        name, key = _parameter_and_key(entry)
+        if entry.startswith("optimizer.") and name in sources:
+            room[entry] = empty_like(sources[name], key, found.size, found.properties.dtype)
+    return room

@@ -1,0 +1,95 @@
+"""How a plan is cut into pipeline stages, as data.
+
+A pipeline of p ranks and v chunks has p * v stages: contiguous parts of the captured graph, in its order.
+Every stage runs on a mesh of its own, and all those meshes are alike; the layouts of a plan are layouts
+on that mesh. The mesh of all ranks has one more axis, `pp`, along which the stages lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+
+# Schedule -> how its stages lie on the ranks: one each, in rounds (rank r has r, r + p, ...), or as a V
+# (rank r has r and 2p - 1 - r). They are those of torch.distributed.pipelining.
+SCHEDULES = {
+    "gpipe": "one",
+    "1f1b": "one",
+    "interleaved": "rounds",
+    "looped-bfs": "rounds",
+    "zb": "rounds",
+    "zbv": "v",
+    "dualpipev": "v",
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a plan and the order in which they run micro-batches.
+
+    Attributes:
+        ranks: size of the pipeline axis.
+        schedule: one of `SCHEDULES`.
+        cuts: names of the ops with which the stages after the first begin, in the graph's order.
+        position: of the pipeline axis among the axes of the mesh of all ranks.
+    """
+
+    ranks: int
+    schedule: str
+    cuts: tuple[str, ...]
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"There is no schedule {self.schedule!r}; there are {', '.join(SCHEDULES)}."
+            )
+        if self.stages % self.ranks:
+            raise PlanError(
+                f"{len(self.cuts)} cuts make {self.stages} stages, and {self.ranks} pipeline ranks "
+                f"take a multiple of {self.ranks}."
+            )
+        shape = SCHEDULES[self.schedule]
+        if (shape == "one" and self.chunks != 1) or (shape == "v" and self.chunks != 2):
+            wanted = self.ranks if shape == "one" else 2 * self.ranks
+            raise PlanError(
+                f"The schedule {self.schedule} takes {wanted} stages on {self.ranks} pipeline ranks, "
+                f"and the plan has {self.stages}."
+            )
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each rank."""
+        return self.stages // self.ranks
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that runs a stage."""
+        if SCHEDULES[self.schedule] == "v":
+            return min(stage, self.stages - 1 - stage)
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in the graph's order."""
+        return tuple(s for s in range(self.stages) if self.rank_of(s) == rank)
+
+
+def without_pipeline(mesh: Mesh) -> Mesh:
+    """The mesh of one stage: the mesh of all ranks without its pipeline axis.
+
+    Where no other axis is left, it is one axis of a single rank, so that there are layouts.
+    """
+    axes = tuple(axis for axis in mesh.axes if axis[0] != PIPELINE_AXIS)
+    return Mesh(axes or (("dp", 1),))
+
+
+def with_pipeline(mesh: Mesh, ranks: int, position: int) -> Mesh:
+    """The mesh of all ranks, given that of one stage."""
+    axes = list(mesh.axes)
+    axes.insert(position, (PIPELINE_AXIS, ranks))
+    return Mesh(tuple(axes))

@@ -1,0 +1,102 @@
+"""Clipping of gradients by their norm over the whole model.
+
+The norm of a vector is the norm of the norms of its parts, whatever the parts are. So every rank takes
+the norm of what it alone accounts for, and the ranks of one axis after another exchange theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar import _torch
+from autopar.errors import PeerError, StepError
+from autopar.runtime.transfer import naming_failures
+from autopar.runtime.world import World
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    world: World,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    stages: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[str] = (),
+) -> Tensor:
+    """Scales gradients in place so that their norm over all ranks is at most `max_norm`.
+
+    Args:
+        named_parameters: those that this rank holds; each gradient lies as its parameter does.
+        world: the mesh on which they lie.
+        max_norm: the bound; 1e-6 is added to the norm before it divides, as in torch.nn.utils.
+        norm_type: p of the p-norm, above zero, or infinity.
+        stages: the ranks that hold the other parameters; None where every rank holds some of each.
+        counted_elsewhere: parameters whose gradients another rank of `stages` holds too and counts.
+
+    Returns:
+        The norm before clipping, of shape `()`, the same on every rank.
+
+    Raises StepError for a `norm_type` that is none, PeerError if another rank died or hangs.
+    """
+    if not norm_type > 0:
+        raise StepError(f"norm_type is {norm_type}; a p-norm has p above 0, such as 2.0 or inf.")
+    named = list(named_parameters)
+    counted = [p.grad for name, p in named if p.grad is not None and name not in counted_elsewhere]
+    own = _own_norm(counted, norm_type, world)
+    try:
+        total = _norm_over([*world.groups, stages], own, norm_type)
+    except PeerError as error:
+        raise world.explain(error, "Clipping gradients") from error
+    norm = total.to(_number_format(p.grad for _, p in named))
+    torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
+    return norm
+
+
+def _number_format(grads: Iterable[Tensor | None]) -> torch.dtype:
+    """In which a norm of these gradients is told, as by torch.nn.utils."""
+    found = {grad.dtype for grad in grads if grad is not None}
+    return functools.reduce(torch.promote_types, found) if found else torch.float32
+
+
+def _own_norm(grads: Iterable[Tensor], norm_type: float, world: World) -> Tensor:
+    """The norm of what this rank has and no rank before it has too."""
+    # an infinity norm of no entries is not defined
+    own = [local for local in map(_first_copy, grads) if local is not None and local.numel()]
+    return torch.nn.utils.get_total_norm(own, norm_type).to(world.device)
+
+
+def _first_copy(grad: Tensor) -> Tensor | None:
+    """The local part of a gradient on the first of the ranks that have the same part, else None."""
+    if not isinstance(grad, DTensor):
+        return grad
+    place = grad.device_mesh.get_coordinate()
+    assert place is not None, "every rank is in the mesh of its parameters"
+    copies = zip(grad.placements, place, strict=True)
+    if any(placement.is_replicate() and position > 0 for placement, position in copies):
+        return None
+    return grad.to_local()
+
+
+def _norm_over(
+    groups: Iterable[dist.ProcessGroup | None], norm: Tensor, norm_type: float
+) -> Tensor:
+    """Norms of parts -> the norm of the whole.
+
+    They are gathered rather than summed as powers: nothing overflows, and a NaN is kept by every p. They
+    travel as float64, because a rank without gradients does not know the others' number format.
+    """
+    total = norm.double().reshape(1)
+    for group in groups:
+        if group is not None:
+            parts = total.new_empty(group.size())
+            with naming_failures("all_gather", group):
+                _torch.start_all_gather(parts, total, group).wait()
+            total = torch.linalg.vector_norm(parts, norm_type).reshape(1)
+    return total.squeeze(0)

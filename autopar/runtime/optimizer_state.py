@@ -1,0 +1,159 @@
+"""An optimizer's state by the names of the model's parameters, which every plan shares.
+
+torch.optim numbers parameters in the order of the optimizer's groups, and a rank of a pipeline has only
+some of them. By name, states of all ranks come together, and each rank finds its own again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from autopar.errors import AutoparError
+
+_NO_OPTIONS = ("params", "param_names")
+Group = tuple[list[str], dict[str, Any]]  # names of parameters, and what they share, such as `lr`
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer knows, by parameter.
+
+    Attributes:
+        tensors: parameter -> key -> tensor, for the parameters that have been stepped.
+        values: the same for what is no tensor.
+        groups: every parameter is in one.
+    """
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Mapping[str, Any]]
+    groups: list[Group]
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter -> the first one."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+
+
+def read_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
+    """The state by name. Raises AutoparError for a parameter that is not the model's."""
+    states, groups = [], []
+    for names, group in _named_groups(model, optimizer):
+        states += [
+            (name, optimizer.state.get(parameter, {}))
+            for name, parameter in zip(names, group["params"], strict=True)
+        ]
+        groups.append((names, {k: v for k, v in group.items() if k not in _NO_OPTIONS}))
+    return OptimizerState(
+        {name: {k: v for k, v in s.items() if isinstance(v, Tensor)} for name, s in states},
+        {name: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for name, s in states},
+        groups,
+    )
+
+
+def empty_like(parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor for a parameter's state of this global shape.
+
+    What is of the parameter's shape lies as the parameter does; numbers are plain tensors, and so is
+    `step` even of a parameter that is a number, as torch.optim has it; all else is whole on every rank.
+    """
+    if key != "step" and shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    plain = torch.empty(shape, dtype=dtype)
+    if not shape or not isinstance(parameter, DTensor):
+        return plain
+    mesh = parameter.device_mesh
+    return DTensor.from_local(plain.to(parameter.device), mesh, [Replicate()] * mesh.ndim)
+
+
+class Restorer:
+    """Brings a saved state into an optimizer.
+
+    Args:
+        model, optimizer: whose parameters are found by name.
+        groups: as they were saved.
+        saved_ties: `ties` of the model that was saved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        groups: list[Group],
+        saved_ties: Mapping[str, str],
+    ) -> None:
+        self._optimizer = optimizer
+        self._options = {name: options for names, options in groups for name in names}
+        self._ties, self._saved_ties = ties(model), saved_ties
+        self._groups = list(_named_groups(model, optimizer))
+
+    def sources(self) -> dict[str, nn.Parameter]:
+        """Name under which it was saved -> parameter; those the saved optimizer had not are left out."""
+        found = {}
+        for names, group in self._groups:
+            for name, parameter in zip(names, group["params"], strict=True):
+                source = self._source(name)
+                if source is not None:
+                    found[source] = parameter
+        return found
+
+    def _source(self, name: str) -> str | None:
+        """A parameter that several stages hold has other names there."""
+        own = [name, *(other for other, first in self._ties.items() if first == name)]
+        candidates = own + [self._saved_ties[each] for each in own if each in self._saved_ties]
+        return next((each for each in candidates if each in self._options), None)
+
+    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Loads states, by the names of `sources`, and options of groups."""
+        numbers: dict[int, Mapping[str, Any]] = {}
+        groups = self._optimizer.state_dict()["param_groups"]
+        for (names, live), group in zip(self._groups, groups, strict=True):
+            sources = [self._source(name) for name in names]
+            group.update(self._shared_options(sources, live))
+            for number, source in zip(group["params"], sources, strict=True):
+                if source is not None and states.get(source):
+                    numbers[number] = states[source]
+        self._optimizer.load_state_dict({"state": numbers, "param_groups": groups})
+
+    def _shared_options(self, sources: list[str | None], live: dict[str, Any]) -> dict[str, Any]:
+        """What the parameters of a group were saved with; tensors where the live group has them."""
+        known = [source for source in sources if source is not None]
+        if not known:
+            return {}
+        first = self._options[known[0]]
+        for source in known:
+            for key, value in self._options[source].items():
+                if value != first.get(key):
+                    raise AutoparError(
+                        f"Parameters {known[0]} and {source} are in one group of the optimizer, and were "
+                        f"saved with {key}={first.get(key)} and {key}={value}. Make the optimizer with the "
+                        "groups it had."
+                    )
+        return {
+            key: value.to(live[key].device)
+            if isinstance(value, Tensor) and isinstance(live.get(key), Tensor)
+            else value
+            for key, value in first.items()
+        }
+
+
+def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[tuple[list[str], dict[str, Any]]]:
+    """The optimizer's groups, each with the names of its parameters."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise AutoparError(
+                    f"Parameter {position} of group {number} of the optimizer, of shape "
+                    f"{list(parameter.shape)}, is none of the model's. Make the optimizer of "
+                    "model.parameters(), after autopar.compile."
+                )
+    return [([names[id(p)] for p in g["params"]], g) for g in optimizer.param_groups]

@@ -1,0 +1,269 @@
+"""A plan with pipeline stages on this rank: its stages, run by a schedule of torch.distributed.pipelining.
+
+torch's schedule decides what runs when, and sends and receives; a stage is a `PipelineStage` around the
+`Runner` of its program. What torch cuts into micro-batches are their numbers alone: every stage looks up
+its own part of the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar import _torch
+from autopar.errors import PeerError
+from autopar.ir import Pipeline, local_shape
+from autopar.program import Program, Wire
+from autopar.runtime.collectives import group_name
+from autopar.runtime.executor import Runner, sum_over
+from autopar.runtime.parameters import ParameterStore
+from autopar.runtime.shared import SharedParameters, holders_of
+from autopar.runtime.split_backward import SplitBackward
+from autopar.runtime.world import Pipe
+from autopar.schedules import schedule_class
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
+
+
+class BoundPipeline:
+    """A program of a whole model that runs on this rank, through stages.
+
+    Args:
+        program: of the whole model.
+        stages: the programs it was cut into.
+        store, model, bucket_bytes: see `Runner`.
+        seeds: in the same state on every rank.
+        micro_batches: of a step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Sequence[Program],
+        store: ParameterStore,
+        model: nn.Module,
+        *,
+        seeds: torch.Generator,
+        bucket_bytes: int,
+        micro_batches: int,
+    ) -> None:
+        assert program.plan.pipeline is not None and store.world.pipe is not None
+        self.program, self.world = program, store.world
+        self._pipe: Pipe = store.world.pipe
+        self._pipeline: Pipeline = program.plan.pipeline
+        self._count = micro_batches
+        self._positions = {spec.name: i for i, spec in enumerate(program.inputs)}
+        self._seeds = seeds
+        numbers = self._pipeline.stages_of(self._pipe.rank)
+        self._stage_seeds = {number: torch.Generator() for number in numbers}
+        self._runners = {
+            number: Runner(
+                stages[number], store, model, bucket_bytes=bucket_bytes,
+                seeds=self._stage_seeds[number],
+            )
+            for number in numbers
+        }  # fmt: skip
+        self._shared = SharedParameters(stages, self._pipeline, store)
+        self._schedule: Any = None
+
+    def _begin(self, batch: Sequence[list[Tensor]]) -> None:
+        """Takes the batch, and seeds for the stages: with equal ones they would draw equal masks."""
+        self._batch = batch
+        seed = int(torch.randint(2**62, (), generator=self._seeds))
+        for number, seeds in self._stage_seeds.items():
+            seeds.manual_seed((seed + number * _SEED_STEP) % 2**62)
+
+    # --- a step
+
+    def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
+        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients.
+
+        Where autograd is off there is no backward.
+        """
+        self._begin(batch)
+        for runner in self._runners.values():
+            runner.begin()
+        losses = self._run_schedule(batch)
+        for runner in self._runners.values():
+            runner.end()
+        return self._mean(losses)
+
+    def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
+        if self._schedule is None:
+            self._schedule = self._make_schedule()
+        numbers, losses = torch.arange(len(batch)), list[Tensor]()
+        with self._naming_failures():
+            if torch.is_grad_enabled():
+                with self._shared.summed():
+                    self._schedule.step(
+                        number=numbers, target=numbers, losses=losses, return_outputs=False
+                    )
+            else:
+                self._schedule.eval(
+                    number=numbers, target=numbers, losses=losses, return_outputs=False
+                )
+        return [loss.detach() for loss in losses]
+
+    def _make_schedule(self) -> Any:
+        stages = [
+            _torch.pipeline_stage(
+                _StageModule(self, runner), number, self._pipeline.stages,
+                device=self.world.device, group=self._pipe.group,
+                received=_examples(runner.program.received),
+                sent=_examples(runner.program.sent) or _loss_example(runner.program),
+                split_backward=SplitBackward, before_backward=runner.begin_backward, after_backward=runner.end_backward,
+            )
+            for number, runner in self._runners.items()
+        ]  # fmt: skip
+        made = schedule_class(self._pipeline.schedule)
+        return made(
+            stages[0] if self._pipeline.chunks == 1 and _torch.runs_one_stage(made) else stages,
+            self._count, loss_fn=self._share_of_loss, scale_grads=False,
+        )  # fmt: skip
+
+    def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        """The total is the mean over micro-batches, so each gives its share of the gradient."""
+        return loss / self._count
+
+    def _mean(self, shares: Sequence[Tensor]) -> Tensor:
+        """The loss on every rank of the pipeline, of what the last stage's ranks have."""
+        last = self._pipeline.rank_of(self._pipeline.stages - 1)
+        spec = self.program.outputs[-1]
+        loss = torch.zeros(spec.shape, dtype=spec.dtype, device=self.world.device)
+        if self._pipe.rank == last:
+            loss = torch.stack(list(shares)).sum(0)
+            axes = self._runners[self._pipeline.stages - 1].loss_axes
+            (loss,) = sum_over(loss, axes, self.world).wait()
+        with self._naming_failures():
+            dist.broadcast(loss, src=self._pipe.peer(last), group=self._pipe.group)
+        return loss
+
+    def inputs(self, runner: Runner, number: int) -> list[Tensor]:
+        """What a stage takes of a micro-batch."""
+        parts = self._batch[number]
+        return [parts[self._positions[spec.name]] for spec in runner.program.inputs]
+
+    # --- a forward
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The local outputs, on every rank of the pipeline; autograd must be off.
+
+        One stage after the other, without micro-batches.
+        """
+        assert not torch.is_grad_enabled(), "autograd ends where a stage sends"
+        self._begin([inputs])
+        results: list[Tensor] = []
+        with self._naming_failures():
+            for number in range(self._pipeline.stages):
+                results = self._pass(number, results)
+            return self._deliver(results)
+
+    def _pass(self, number: int, results: list[Tensor]) -> list[Tensor]:
+        """Runs a stage where it lies, and hands what it makes to the rank of the next."""
+        runner = self._runners.get(number)
+        if runner is None:
+            return results
+        source = self._pipeline.rank_of(number - 1) if number else self._pipe.rank
+        if source != self._pipe.rank:
+            results = [self._receive(wire, source) for wire in runner.program.received]
+        results = runner.forward([*self.inputs(runner, 0), *results])
+        ends = number == self._pipeline.stages - 1
+        target = self._pipe.rank if ends else self._pipeline.rank_of(number + 1)
+        if target != self._pipe.rank:
+            for x in results:
+                dist.send(x.contiguous(), self._pipe.peer(target), group=self._pipe.group)
+        return results
+
+    def _receive(self, wire: Wire, source: int) -> Tensor:
+        x = torch.empty(wire.shape, dtype=wire.dtype, device=self.world.device)
+        dist.recv(x, self._pipe.peer(source), group=self._pipe.group)
+        return x
+
+    def _deliver(self, results: list[Tensor]) -> list[Tensor]:
+        """Gives the last stage's results to all ranks of the pipeline."""
+        last = self._pipeline.rank_of(self._pipeline.stages - 1)
+        if self._pipe.rank != last:
+            shapes = [
+                local_shape(spec.dims, spec.layout, self.world.mesh)
+                for spec in self.program.outputs
+            ]
+            results = [
+                torch.empty(shape, dtype=spec.dtype, device=self.world.device)
+                for shape, spec in zip(shapes, self.program.outputs, strict=True)
+            ]
+        results = [x.contiguous() for x in results]
+        for x in results:
+            dist.broadcast(x, src=self._pipe.peer(last), group=self._pipe.group)
+        return results
+
+    @contextlib.contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """Raises what a stage raised, without torch's wrapping, and PeerError for a lost neighbour."""
+        try:
+            yield
+        except RuntimeError as error:
+            cause = _root(error)
+            if isinstance(cause, PeerError) or not _torch.broke_in_communication(cause):
+                raise cause from None
+            raise PeerError(
+                str(cause).strip().partition("\n")[0], collective="send or receive",
+                group=group_name(self._pipe.group),
+            ) from error  # fmt: skip
+
+
+def buffer_homes(model: nn.Module, stages: Sequence[Program], pipeline: Pipeline) -> dict[str, int]:
+    """Buffer name -> the pipeline rank whose values count: where it is changed, else where it is used."""
+    homes = {name: 0 for name, _ in model.named_buffers()}
+    for number in reversed(range(len(stages))):
+        homes |= {spec.name: pipeline.rank_of(number) for spec in stages[number].buffers}
+    for number, program in enumerate(stages):
+        homes |= {name: pipeline.rank_of(number) for name in program.mutated.values()}
+    return homes
+
+
+__all__ = ["BoundPipeline", "buffer_homes", "holders_of"]
+
+
+class _StageModule(nn.Module):
+    """A stage as torch.distributed.pipelining wants it: a module that is called with a micro-batch's number."""
+
+    def __init__(self, owner: BoundPipeline, runner: Runner) -> None:
+        super().__init__()
+        self._owner, self._runner = owner, runner
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The leaves in which gradients accumulate."""
+        return (x for x in self._runner.leaves if x.requires_grad)  # type: ignore[misc]
+
+    def forward(self, *received: Tensor, number: Tensor) -> Any:
+        inputs = self._owner.inputs(self._runner, int(number))
+        results = self._runner.run([*inputs, *received])
+        if self._runner.program.is_step:
+            return results[0]
+        return tuple(x.contiguous() for x in results)
+
+
+def _examples(wires: Sequence[Wire]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(w.shape, dtype=w.dtype, device="meta").requires_grad_(w.needs_grad)
+        for w in wires
+    )
+
+
+def _loss_example(program: Program) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(s.shape, dtype=s.dtype, device="meta", requires_grad=True)
+        for s in program.outputs
+    )
+
+
+def _root(error: BaseException) -> BaseException:
+    """The error that torch has wrapped in others."""
+    while error.__cause__ is not None and not isinstance(error, PeerError):
+        error = error.__cause__
+    return error

@@ -1,0 +1,89 @@
+"""Parameters that several pipeline stages use, such as an embedding that is tied to the head.
+
+Every rank that needs one holds it whole or its shard, with equal values. What a step adds to its gradient
+is added up over those ranks, so that their optimizers make the same of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar import _torch
+from autopar.ir import PIPELINE_AXIS, Pipeline
+from autopar.program import Program
+from autopar.runtime.collectives import group_name
+from autopar.runtime.parameters import ParameterStore
+
+
+class SharedParameters:
+    """The parameters of this rank that other positions of the pipeline hold too.
+
+    Args:
+        stages: the programs of all stages.
+        pipeline: where they lie.
+        store: the parameters of this rank.
+    """
+
+    def __init__(
+        self, stages: Sequence[Program], pipeline: Pipeline, store: ParameterStore
+    ) -> None:
+        self._pipe = store.world.pipe
+        assert self._pipe is not None
+        holders = holders_of(stages, pipeline)
+        groups = {
+            ranks: self._group(ranks) for ranks in dict.fromkeys(holders.values()) if len(ranks) > 1
+        }
+        self._shared: list[tuple[nn.Parameter, str]] = [
+            (store.kept[name].parameter, groups[ranks])
+            for name, ranks in holders.items()
+            if len(ranks) > 1 and self._pipe.rank in ranks
+        ]
+
+    def _group(self, ranks: tuple[int, ...]) -> str:
+        """The c10d name of the group of these positions; every rank makes the groups of all, in one order."""
+        assert self._pipe is not None
+        if len(ranks) == self._pipe.group.size():
+            return group_name(self._pipe.group)
+        lines = _torch.lines_along(self._pipe.device_mesh, PIPELINE_AXIS)
+        own, _ = dist.new_subgroups_by_enumeration([[line[r] for r in ranks] for line in lines])
+        return group_name(own) if own is not None and self._pipe.rank in ranks else ""
+
+    @contextlib.contextmanager
+    def summed(self) -> Iterator[None]:
+        """Around a step: what it adds to the shared gradients is added up over those who hold them."""
+        before = [parameter.grad for parameter, _ in self._shared]
+        for parameter, _ in self._shared:
+            parameter.grad = None
+        try:
+            yield
+            for parameter, group in self._shared:
+                if parameter.requires_grad:
+                    self._sum(parameter, group)
+        finally:
+            for (parameter, _), gradient in zip(self._shared, before, strict=True):
+                if gradient is not None:
+                    parameter.grad = (
+                        gradient if parameter.grad is None else gradient.add_(parameter.grad)
+                    )
+
+    @staticmethod
+    @torch.no_grad()
+    def _sum(parameter: nn.Parameter, group: str) -> None:
+        if parameter.grad is None:
+            _torch.accumulate_gradient(parameter, torch.zeros_like(_torch.local_tensor(parameter)))
+        gradient: Tensor = _torch.local_gradient(parameter)
+        dist.all_reduce(gradient, group=_torch.resolve_group(group))
+
+
+def holders_of(stages: Sequence[Program], pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the positions along the pipeline that hold it, in order."""
+    holders: dict[str, set[int]] = {}
+    for number, program in enumerate(stages):
+        for spec in program.parameters:
+            holders.setdefault(spec.name, set()).add(pipeline.rank_of(number))
+    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}

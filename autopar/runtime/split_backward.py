@@ -1,0 +1,135 @@
+"""A backward in two halves: the gradients of a stage's inputs now, those of its weights later.
+
+Zero-bubble schedules (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2) send the first on at
+once and fill waits with the second. The autograd graph falls into the nodes from which an input is
+reached, the *trunk*, and the rest, which leads to weights alone. The first half runs the trunk, and notes
+what arrives at each node that has an edge leaving it. The second runs each of these nodes once more, for
+those edges alone, and from there the rest, in one pass.
+
+torch.distributed.pipelining has a split of its own; where weights meet the trunk in several places (a
+gather of several weights, a weight used twice) it runs parts of the trunk again, and what a weight gives
+to a result without meeting the trunk it loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class SplitBackward:
+    """Runs the first half at once, and the second when it is asked to.
+
+    Args:
+        results: of a forward; those without a gradient are passed over.
+        gradients: of the results; None for ones.
+        inputs: of the forward, leaves; those without a gradient are passed over.
+
+    Attributes:
+        input_gradients: of `inputs`, None where there is none.
+    """
+
+    def __init__(
+        self,
+        results: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Any],
+    ) -> None:
+        roots = [
+            (get_gradient_edge(x), torch.ones_like(x) if g is None else g)
+            for x, g in zip(results, gradients, strict=True)
+            if x.requires_grad
+        ]
+        leaves = {
+            i: get_gradient_edge(x)
+            for i, x in enumerate(inputs)
+            if isinstance(x, Tensor) and x.requires_grad
+        }
+        ends = {edge.node for edge in leaves.values()}
+        self._trunk = trunk([edge.node for edge, _ in roots], ends)
+        self._rest = [(edge, g) for edge, g in roots if edge.node not in self._trunk]
+        self._arrived: dict[Node, Gradients] = {}
+        trunk_roots = [(edge, g) for edge, g in roots if edge.node in self._trunk]
+        found = self._run_trunk(trunk_roots, list(leaves.values()), ends)
+        by_position = dict(zip(leaves, found, strict=True))
+        self.input_gradients = tuple(by_position.get(i) for i in range(len(inputs)))
+
+    def _run_trunk(
+        self,
+        roots: Sequence[tuple[GradientEdge, Tensor]],
+        leaves: Sequence[GradientEdge],
+        ends: set[Node],
+    ) -> Sequence[Tensor | None]:
+        if not roots:
+            return [None] * len(leaves)
+        hooks = [
+            node.register_prehook(self._noting(node))
+            for node in self._trunk
+            if node not in ends and any(True for _ in self._leaving(node))
+        ]
+        try:
+            return torch.autograd.grad(
+                [edge for edge, _ in roots], leaves, [g for _, g in roots],
+                retain_graph=True, allow_unused=True,
+            )  # fmt: skip
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _noting(self, node: Node) -> Any:
+        def note(gradients: Gradients) -> None:
+            self._arrived[node] = gradients
+
+        return note
+
+    def _leaving(self, node: Node) -> Iterator[GradientEdge]:
+        """The edges of a node of the trunk that lead to weights alone."""
+        for following, number in node.next_functions:
+            if following is not None and following not in self._trunk:
+                yield GradientEdge(following, number)
+
+    def run_weights(self) -> None:
+        """The second half: gradients accumulate in the weights, whose hooks are called."""
+        sums: dict[tuple[Node, int], Tensor] = {}
+        edges = [(edge, g) for node in self._arrived for edge, g in self._left(node)]
+        for edge, gradient in (*self._rest, *edges):
+            key = (edge.node, edge.output_nr)
+            sums[key] = sums[key] + gradient if key in sums else gradient
+        self._arrived, self._rest, self._trunk = {}, [], set()
+        if sums:
+            torch.autograd.backward([GradientEdge(*key) for key in sums], list(sums.values()))
+
+    def _left(self, node: Node) -> list[tuple[GradientEdge, Tensor]]:
+        """What a node of the trunk gives to the edges that leave it."""
+        arrived = [(i, g) for i, g in enumerate(self._arrived[node]) if g is not None]
+        edges = list(dict.fromkeys(self._leaving(node)))
+        if not arrived:
+            return []
+        found = torch.autograd.grad(
+            [GradientEdge(node, i) for i, _ in arrived], edges, [g for _, g in arrived],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        return [(edge, g) for edge, g in zip(edges, found, strict=True) if g is not None]
+
+
+def trunk(roots: Sequence[Node], ends: set[Node]) -> set[Node]:
+    """The nodes from which one of `ends` is reached, these among them."""
+    found, seen = set(ends), set[Node]()
+    waiting = [(node, False) for node in roots]
+    while waiting:
+        node, is_done = waiting.pop()
+        following = [n for n, _ in node.next_functions if n is not None]
+        if is_done:
+            if any(n in found for n in following):
+                found.add(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting += [(n, False) for n in following if n not in seen]
+    return found

@@ -1,0 +1,213 @@
+"""What every rank of a pipeline does, in order: the lists of actions of torch's schedules.
+
+An action is written as torch writes it, stage, kind and micro-batch: `2F0` is the forward of
+micro-batch 0 on stage 2. The kinds are
+
+    F, B              forward, backward
+    I, W              the two halves of a backward: gradients of the inputs, gradients of the weights
+    SEND_F, RECV_F    of what the stage gives to the next one, of what it gets from the one before
+    SEND_B, RECV_B    of the gradients of the same, the other way
+
+Between neighbours on one rank nothing is sent. The lists are those that the classes of
+torch.distributed.pipelining run, asked of the classes themselves (`_torch.pipeline_actions`), so that
+what is simulated and what is run cannot differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from autopar import _torch
+from autopar.errors import PlanError
+from autopar.ir.pipeline import SCHEDULES, Pipeline
+
+Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+
+
+class Action(NamedTuple):
+    """One thing that a rank does."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Actions = Sequence[Sequence[Action]]  # of every pipeline rank
+
+
+def _any_number(pipeline: Pipeline, micro_batches: int) -> str:
+    return ""
+
+
+def _as_many_as_stages(pipeline: Pipeline, micro_batches: int) -> str:
+    if micro_batches >= pipeline.stages:
+        return ""
+    return (
+        f"takes at least as many micro-batches as there are stages, and there are {micro_batches} "
+        f"for {pipeline.stages} stages"
+    )
+
+
+def _equal_rounds(pipeline: Pipeline, micro_batches: int) -> str:
+    rounds = max(1, micro_batches // pipeline.ranks)
+    if micro_batches % rounds == 0:
+        return ""
+    return (
+        f"runs {micro_batches} micro-batches on {pipeline.ranks} pipeline ranks in {rounds} rounds "
+        f"({micro_batches} // {pipeline.ranks}), and {rounds} does not divide {micro_batches}"
+    )
+
+
+class _Row(NamedTuple):
+    """A schedule: its class in torch, and which relation a number of micro-batches breaks, "" for none."""
+
+    torch_class: str
+    broken: Callable[[Pipeline, int], str]
+
+
+_ROWS = {
+    "gpipe": _Row("ScheduleGPipe", _any_number),
+    "1f1b": _Row("Schedule1F1B", _as_many_as_stages),
+    "interleaved": _Row("ScheduleInterleaved1F1B", _equal_rounds),
+    "looped-bfs": _Row("ScheduleLoopedBFS", _any_number),
+    "zb": _Row("ScheduleInterleavedZeroBubble", _equal_rounds),
+    "zbv": _Row("ScheduleZBVZeroBubble", _any_number),
+    "dualpipev": _Row("ScheduleDualPipeV", _as_many_as_stages),
+}
+
+
+def splits_backward(pipeline: Pipeline) -> bool:
+    """Whether the schedule runs the two halves of a backward apart."""
+    return pipeline.schedule in ("zb", "zbv", "dualpipev")
+
+
+def schedule_class(name: str) -> type[Any]:
+    """The class of torch.distributed.pipelining that runs a schedule of `ir.pipeline.SCHEDULES`."""
+    from torch.distributed import pipelining  # half a second, which only pipelines need
+
+    return getattr(pipelining, _ROWS[name].torch_class)
+
+
+def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
+    """Raises PlanError where the pipeline's schedule does not take so many micro-batches."""
+    if micro_batches < 1:
+        raise PlanError(f"A pipeline runs at least one micro-batch, and {micro_batches} are asked.")
+    broken = _ROWS[pipeline.schedule].broken
+    words = broken(pipeline, micro_batches)
+    if words:
+        below = (n for n in range(micro_batches - 1, 0, -1) if not broken(pipeline, n))
+        above = (n for n in itertools.count(micro_batches + 1) if not broken(pipeline, n))
+        numbers = " or ".join(str(n) for n in (next(below, None), next(above)) if n is not None)
+        raise PlanError(
+            f"The schedule {pipeline.schedule} {words}. Take {numbers} micro-batches, or the schedule "
+            f"{_unbounded(pipeline.schedule)}, which takes any number."
+        )
+
+
+def fewest_micro_batches(pipeline: Pipeline) -> int:
+    """The least number of micro-batches that the pipeline's schedule takes."""
+    broken = _ROWS[pipeline.schedule].broken
+    return next(n for n in itertools.count(1) if not broken(pipeline, n))
+
+
+def _unbounded(schedule: str) -> str:
+    """The schedule of the same placement that takes any number of micro-batches."""
+    alike = (name for name in _ROWS if SCHEDULES[name] == SCHEDULES[schedule])
+    return next(name for name in alike if _ROWS[name].broken is _any_number)
+
+
+def actions(pipeline: Pipeline, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """What every pipeline rank does in a step, in order.
+
+    Raises PlanError where the schedule does not take so many micro-batches.
+    """
+    check_micro_batches(pipeline, micro_batches)
+    placement = tuple(pipeline.stages_of(rank) for rank in range(pipeline.ranks))
+    return _actions(pipeline.schedule, placement, micro_batches)
+
+
+@functools.lru_cache(
+    maxsize=32
+)  # a search asks again and again; a large one is 200 thousand actions
+def _actions(
+    schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
+    found = _torch.pipeline_actions(schedule_class(schedule), placement, micro_batches)
+    return tuple(tuple(itertools.starmap(Action, each)) for each in found)
+
+
+def in_order(actions: Actions) -> list[Action]:
+    """All actions of all ranks, each after those of its rank before it and after what it needs.
+
+    A receive comes after its send, and a stage's forward after its receive, or after the forward of
+    the stage before it where that is on the same rank. An AssertionError says which actions would
+    wait for ever.
+    """
+    rank_of = ranks_of(actions)
+    rest = [deque(each) for each in actions]
+    order: list[Action] = []
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    ready = deque(range(len(rest)))
+    while ready:
+        rank = ready.popleft()
+        while rest[rank]:
+            action = rest[rank][0]
+            missing = next((each for each in _needs(action, rank_of) if each not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            order.append(rest[rank].popleft())
+            for result in _results(action):
+                done.add(result)
+                ready.extend(waiting.pop(result, ()))
+    assert not waiting, _deadlock(waiting, rest)
+    return order
+
+
+def ranks_of(actions: Actions) -> dict[int, int]:
+    """The rank of every stage."""
+    return {action.stage: rank for rank, each in enumerate(actions) for action in each}
+
+
+def _results(action: Action) -> tuple[Action, ...]:
+    """A whole backward has the gradients of the inputs too."""
+    kind, stage, micro_batch = action
+    return (action, Action("I", stage, micro_batch)) if kind == "B" else (action,)
+
+
+def _needs(action: Action, rank_of: Mapping[int, int]) -> Iterator[Action]:
+    """What must have been done before an action, on its own rank or, for a receive, on another."""
+    kind, stage, number = action
+    if kind == "F" and stage > 0:
+        local = rank_of[stage - 1] == rank_of[stage]
+        yield Action("F", stage - 1, number) if local else Action("RECV_F", stage, number)
+    elif kind in ("B", "I"):
+        yield Action("F", stage, number)
+        if stage + 1 in rank_of:
+            local = rank_of[stage + 1] == rank_of[stage]
+            yield Action("I", stage + 1, number) if local else Action("RECV_B", stage, number)
+    elif kind in ("W", "SEND_B"):
+        yield Action("I", stage, number)
+    elif kind == "SEND_F":
+        yield Action("F", stage, number)
+    elif kind == "RECV_F":
+        yield Action("SEND_F", stage - 1, number)
+    elif kind == "RECV_B":
+        yield Action("SEND_B", stage + 1, number)
+
+
+def _deadlock(waiting: Mapping[Action, list[int]], rest: Sequence[Sequence[Action]]) -> str:
+    stuck = (
+        f"rank {rank} at {rest[rank][0]} for {missing}"
+        for missing, ranks in waiting.items()
+        for rank in ranks
+    )
+    return f"these actions wait for ever: {', '.join(stuck)}"

@@ -1,0 +1,280 @@
+"""Where to cut: the stages whose slowest one is fastest, among those that fit into memory.
+
+Stages are runs of blocks, and a dynamic program over the boundaries between blocks finds the best ones
+exactly. With `w_s[i, j]` the weight of stage s with blocks i up to j, the least possible largest weight
+of the first s stages that end before block j is
+
+    best_0[0] = 0,    best_s[j] = min over i < j of max(best_{s-1}[i], w_{s-1}[i, j])
+
+and costs s n^2 for n blocks. It runs twice: for the seconds of a micro-batch (forward, backward, what is
+sent), with stages that do not fit forbidden; then for bytes, with stages forbidden that would be slower
+than the slowest now has to be. Among what is left the earliest cuts are taken, so that the answer is
+always the same one.
+
+[Note: ranks with several stages] What counts then is the sum of a rank's stages, in seconds and in bytes,
+and the program decides them far apart. So it only gives places to begin: the fastest stages whatever they
+hold, the fastest of which each holds its share of the memory, the smallest, and equal numbers of blocks.
+From each one cut at a time moves as long as that makes the ranks fit better, or as well and the slowest
+rank faster (then the second slowest, and so on). The best end wins: a local optimum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.errors import SearchError
+from autopar.ir.pipeline import SCHEDULES, Pipeline
+from autopar.schedules import actions
+from autopar.search.notes import format_bytes
+from autopar.search.stage_costs import StageTable
+
+_ROUNDING = 1 + 1e-9  # sums of the same seconds in another order are not slower
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pipeline before it is cut.
+
+    Attributes:
+        ranks: of the pipeline.
+        chunks: stages of each rank.
+        schedule: one of `autopar.ir.pipeline.SCHEDULES`.
+        micro_batches: of a step.
+    """
+
+    ranks: int
+    chunks: int
+    schedule: str
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def cut(self, cuts: Sequence[str], position: int = 0) -> Pipeline:
+        """The pipeline with its cuts. Raises PlanError where the schedule cannot have such a shape."""
+        return Pipeline(self.ranks, self.schedule, tuple(cuts), position)
+
+    @property
+    def blank(self) -> Pipeline:
+        """The pipeline with cuts anywhere, for what does not depend on them."""
+        return self.cut([str(number) for number in range(1, self.stages)])
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Of every stage how many micro-batches it holds at most.
+
+        GPipe has all of them, 1F1B as many as there are stages from its own on; others are counted in
+        their lists of actions. Raises PlanError where the schedule refuses so many micro-batches.
+        """
+        m = self.micro_batches
+        if self.schedule == "gpipe":
+            return (m,) * self.ranks
+        if self.schedule == "1f1b":
+            return tuple(min(m, self.ranks - rank) for rank in range(self.ranks))
+        most, now = [0] * self.stages, [0] * self.stages
+        lists = actions(self.blank, m)
+        split = {a.stage for each in lists for a in each if a.kind == "W"}
+        for action in itertools.chain.from_iterable(lists):
+            if action.kind == "F":
+                now[action.stage] += 1
+            elif action.kind == "W" or (action.kind == "B" and action.stage not in split):
+                now[action.stage] -= 1
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        return tuple(most)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Stages, and what they take.
+
+    Attributes:
+        cuts: the blocks with which the stages after the first begin.
+        rank_seconds: of a micro-batch on every rank, in all its stages.
+        rank_bytes: of every rank at most.
+    """
+
+    cuts: tuple[int, ...]
+    rank_seconds: tuple[float, ...]
+    rank_bytes: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.rank_seconds)
+
+
+def balance(table: StageTable, shape: Shape, *, memory_bytes: float) -> Balance:
+    """The best cuts for a pipeline.
+
+    Args:
+        table: what every possible stage costs.
+        shape: how many stages, and how many micro-batches each holds.
+        memory_bytes: of a rank.
+
+    Raises SearchError with fewer blocks than stages, and where no cuts fit: naming the rank that is too
+    full in the least overfull ones, and by how much. PlanError where the schedule cannot run so.
+    """
+    found = least_overfull(table, shape, memory_bytes=memory_bytes)
+    if max(found.rank_bytes) > memory_bytes:
+        raise _Problem(table, shape, memory_bytes).does_not_fit(found)
+    return found
+
+
+def least_overfull(table: StageTable, shape: Shape, *, memory_bytes: float) -> Balance:
+    """The same without an error where nothing fits: the cuts that miss by least."""
+    if table.blocks < shape.stages:
+        raise SearchError(
+            f"The model has {table.blocks} blocks, and {shape.ranks} pipeline ranks with {shape.chunks} "
+            f"chunks take {shape.stages} stages of at least one; use fewer ranks along pp, or fewer chunks."
+        )
+    problem = _Problem(table, shape, memory_bytes)
+    return problem.one_each() if shape.chunks == 1 else problem.several_each()
+
+
+class _Problem:
+    """One search for cuts.
+
+    Attributes:
+        held: what stage s holds at most with blocks i up to j, at `[s, i, j]`.
+    """
+
+    def __init__(self, table: StageTable, shape: Shape, memory_bytes: float) -> None:
+        self.table, self.shape, self.memory_bytes = table, shape, memory_bytes
+        self.flights = shape.in_flight()
+        flights = np.array(self.flights, dtype=float)[:, None, None]
+        self.held = table.kept_bytes + flights * table.saved_bytes + table.transient_bytes
+        self.rank_of = [shape.blank.rank_of(stage) for stage in range(shape.stages)]
+
+    def one_each(self) -> Balance:
+        """The best cuts for ranks of one stage, or the smallest if none fit."""
+        cuts = _best_cuts(self.table.seconds, self.held, self.memory_bytes)
+        return self.of(self.smallest() if cuts is None else cuts)
+
+    def several_each(self) -> Balance:
+        """See [Note: ranks with several stages]."""
+        share = self.memory_bytes / self.shape.chunks
+        fastest = _best_cuts(self.table.seconds, self.held, np.inf)
+        shared = _best_cuts(self.table.seconds, self.held, share)
+        equal = tuple(
+            stage * self.table.blocks // self.shape.stages for stage in range(1, self.shape.stages)
+        )
+        starts = dict.fromkeys(filter(None, (fastest, shared, self.smallest(), equal)))
+        return min(map(self._descend, starts), key=lambda each: (*self._key(each), each.cuts))
+
+    def smallest(self) -> tuple[int, ...]:
+        """The cuts whose largest stage is smallest, in memory."""
+        weights = np.where(np.isfinite(self.table.seconds), self.held, np.inf)
+        return _earliest(weights <= _least_largest(weights) * _ROUNDING)
+
+    def _descend(self, cuts: tuple[int, ...]) -> Balance:
+        best = self.of(cuts)
+        while True:
+            moved = min(map(self.of, self._moves(best.cuts)), key=self._key, default=best)
+            if not _is_less(self._key(moved), self._key(best)):
+                return best
+            best = moved
+
+    def _moves(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """One cut elsewhere between its neighbours."""
+        edges = (0, *cuts, self.table.blocks)
+        for k, at in enumerate(cuts):
+            for to in range(edges[k] + 1, edges[k + 2]):
+                if to != at:
+                    yield (*cuts[:k], to, *cuts[k + 1 :])
+
+    def _key(self, each: Balance) -> tuple[float, ...]:
+        """Smaller is better: what does not fit, then the ranks from the slowest on."""
+        excess = max(0.0, max(each.rank_bytes) - self.memory_bytes)
+        return (excess, *sorted(each.rank_seconds, reverse=True))
+
+    def of(self, cuts: tuple[int, ...]) -> Balance:
+        """These cuts with what they take."""
+        ranks = self.shape.ranks
+        seconds, sums, transient = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+        edges = itertools.pairwise((0, *cuts, self.table.blocks))
+        for stage, (rank, edge) in enumerate(zip(self.rank_of, edges, strict=True)):
+            moment = float(self.table.transient_bytes[edge])
+            seconds[rank] += float(self.table.seconds[edge])
+            sums[rank] += float(self.held[(stage, *edge)]) - moment
+            transient[rank] = max(transient[rank], moment)
+        held = tuple(a + b for a, b in zip(sums, transient, strict=True))
+        return Balance(cuts, tuple(seconds), held)
+
+    def does_not_fit(self, least: Balance) -> SearchError:
+        """The error that says which rank of the least overfull cuts is too full, and with what."""
+        rank = int(np.argmax(least.rank_bytes))
+        edges = list(itertools.pairwise((0, *least.cuts, self.table.blocks)))
+        stages = self.shape.blank.stages_of(rank)
+        words = "; ".join(self._held_words(stage, edges[stage]) for stage in stages)
+        again = "" if self.table.runs_again else "recompute='full', "
+        taken = least.rank_bytes[rank]
+        return SearchError(
+            f"No cuts into {self.shape.stages} stages fit into {_bytes(self.memory_bytes)} under "
+            f"{self.shape.schedule}: in the smallest found pipeline rank {rank} takes "
+            f"{_bytes(taken)}, {_bytes(taken - self.memory_bytes)} too much ({words}). "
+            f"What would help: {_remedies(self.shape)}more ranks along pp or inside a stage, a smaller "
+            f"micro-batch, {again}or memory_bytes={math.ceil(taken)} if a rank has that much."
+        )
+
+    def _held_words(self, stage: int, edge: tuple[int, int]) -> str:
+        table, blocks = self.table, edge[1] - edge[0]
+        return (
+            f"stage {stage} from {table.starts[edge[0]]}, {blocks} block{'s' * (blocks > 1)}: "
+            f"{_bytes(table.kept_bytes[edge])} kept, {self.flights[stage]} x "
+            f"{_bytes(table.saved_bytes[edge])} of micro-batches in flight, "
+            f"{_bytes(table.transient_bytes[edge])} for a moment"
+        )
+
+
+def _is_less(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    """Whether the first figure in which they differ by more than rounding is smaller."""
+    return next((x < y for x, y in zip(a, b, strict=True) if not math.isclose(x, y)), False)
+
+
+def _best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int, ...] | None:
+    """The fastest of what fits, of these the smallest, of these the earliest; None if nothing fits."""
+    weights = np.where(held <= bound, seconds, np.inf)
+    slowest = _least_largest(weights)
+    if not np.isfinite(slowest):
+        return None
+    weights = np.where(weights <= slowest * _ROUNDING, held, np.inf)
+    largest = _least_largest(weights)
+    return _earliest(weights <= largest * _ROUNDING)
+
+
+def _least_largest(weights: np.ndarray) -> float:
+    """The least possible largest weight; `weights` has shape `(stages, n + 1, n + 1)`."""
+    best = np.full(weights.shape[1], np.inf)
+    best[0] = 0.0
+    for stage in weights:
+        best = np.maximum(best[:, None], stage).min(axis=0)
+    return float(best[-1])
+
+
+def _earliest(allowed: np.ndarray) -> tuple[int, ...]:
+    """The cuts of which the first is as early as it can be, then the second, and so on."""
+    last = allowed.shape[1] - 1
+    ends = np.arange(last + 1) == last  # from which blocks the stages to come reach the end
+    reach = [ends]
+    for stage in allowed[:0:-1]:
+        ends = (stage & ends[None, :]).any(axis=1)
+        reach.append(ends)
+    cuts, begin = [], 0
+    for stage, possible in zip(allowed[:-1], reach[:0:-1], strict=True):
+        begin = int(np.argmax(stage[begin] & possible))
+        cuts.append(begin)
+    return tuple(cuts)
+
+
+def _remedies(shape: Shape) -> str:
+    if shape.schedule == "gpipe" and shape.micro_batches > shape.ranks:
+        return f"schedule='1f1b', which holds at most {shape.ranks} of them at once, "
+    return "schedule='1f1b', " if SCHEDULES[shape.schedule] != "one" else ""
+
+
+def _bytes(size: float) -> str:
+    return format_bytes(math.ceil(size))

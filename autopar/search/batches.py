@@ -1,0 +1,90 @@
+"""A captured graph at another batch: what a search over micro-batches prices without capturing again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.errors import SearchError
+from autopar.ir import Choice, Graph, Leaf, Op, Plan, Tensor, Work, divides, is_legal
+
+
+def captured_batch(graph: Graph) -> int:
+    """The rows of the batch that the graph was captured with; 1 where no input has a batch."""
+    return max((graph.factors[name].size for name in _batch_factors(graph)), default=1)
+
+
+def with_batch(graph: Graph, batch: int) -> Graph:
+    """The graph as a capture with so many rows would have given it.
+
+    Every size that is the batch is replaced: names of ops, choices and the way of the data stay what they
+    are. Sizes that the program computed from the batch in other ways stay too, so that this is for pricing;
+    what runs is captured anew. Raises SearchError for a graph without a batch.
+    """
+    names = _batch_factors(graph)
+    if not names:
+        raise SearchError(
+            "No dim of the model's inputs is known as its batch, so that other micro-batches cannot be "
+            "priced; give their number, micro_batches=..., instead of leaving it to the search."
+        )
+    if batch == captured_batch(graph):
+        return graph
+    sizes = dict.fromkeys(names, batch)
+    return dataclasses.replace(
+        graph,
+        tensors={name: _tensor(tensor, sizes) for name, tensor in graph.tensors.items()},
+        ops=tuple(_op(op, sizes) for op in graph.ops),
+        factors={
+            name: dataclasses.replace(f, size=sizes.get(name, f.size))
+            for name, f in graph.factors.items()
+        },
+    )
+
+
+def fits_graph(plan: Plan, graph: Graph) -> bool:
+    """Whether the sizes of a graph divide as a plan for another batch of it asks."""
+    mesh = plan.mesh
+    inputs = all(
+        divides(graph.tensors[graph.inputs[name]].dims, layout, mesh)
+        for name, layout in plan.inputs.items()
+    )
+    return inputs and all(is_legal(graph, op, plan.ops[op.name], mesh) for op in graph.ops)
+
+
+def _batch_factors(graph: Graph) -> list[str]:
+    """Names of the largest leading dims of inputs; a table of positions has another."""
+    named = {name: f.size for name, f in graph.factors.items() if "batch" in f.roles}
+    largest = max(named.values(), default=0)
+    return [name for name, size in named.items() if size == largest]
+
+
+def _tensor(tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+    if not any(name in sizes for names in tensor.factors for name in names):
+        return tensor
+    dims = tuple(
+        tuple(sizes.get(name, size) for name, size in zip(names, dim, strict=True))
+        for names, dim in zip(tensor.factors, tensor.dims, strict=True)
+    )
+    return dataclasses.replace(tensor, dims=dims)
+
+
+def _op(op: Op, sizes: Mapping[str, int]) -> Op:
+    choices = tuple(_choice(choice, sizes) for choice in op.choices)
+    works = tuple(_work(work, sizes) for work in op.work)
+    flops = round(sum(work.flops for work in works)) if works else op.flops
+    return dataclasses.replace(op, choices=choices, work=works, flops=flops)
+
+
+def _choice(choice: Choice, sizes: Mapping[str, int]) -> Choice:
+    size = sizes.get(choice.factor, choice.size)
+    return choice if size == choice.size else dataclasses.replace(choice, size=size)
+
+
+def _work(work: Work, sizes: Mapping[str, int]) -> Work:
+    def leaves(group: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
+        return tuple(leaf._replace(size=sizes.get(leaf.factor, leaf.size)) for leaf in group)
+
+    return Work(
+        work.coefficient, leaves(work.rows), leaves(work.columns), leaves(work.inner),
+        leaves(work.batch),
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Where a model may be cut into pipeline stages: between its blocks.
+
+A block is a layer of a stack, with what stands between it and the next layer (a residual sum in the
+parent's forward), or what comes before, between or behind the stacks (embedding, final norm, head and
+loss). A model without stacks has the modules of its outermost level that has several. Every block uses a
+parameter: what depends on none (masks, positions) is made again by every stage that wants it and begins
+no block.
+
+    embed  layers.0  layers.1  ...  layers.n  norm head loss
+    |      |         |              |         |                  blocks begin here
+
+So encoders with decoders, layers that alternate between two lists, and U-shaped models are lists of blocks
+like any other; what crosses several blocks is the business of who prices and runs the stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.errors import SearchError
+from autopar.ir import Graph, Op
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a model that is never cut by a search.
+
+    Attributes:
+        start: name of the op that it begins with.
+        module: path of the layer, or of the first module, that it is; "" at the top.
+        repeats: whether it is a layer, and so may be run again in backward.
+    """
+
+    start: str
+    module: str
+    repeats: bool
+
+
+def find_blocks(graph: Graph) -> tuple[Block, ...]:
+    """The blocks of a model, in the graph's order; the first begins with the first op.
+
+    Raises SearchError for a graph from which layers were left out: cuts are names of ops, and those of
+    the missing layers have none.
+    """
+    _refuse_folded(graph)
+    dependent = _dependent(graph)
+    found = list(_layer_blocks(graph, dependent) if graph.stacks else _module_blocks(dependent))
+    blocks = _with_parameters(graph, found)
+    first = graph.ops[0].name
+    return (Block(first, blocks[0].module, blocks[0].repeats), *blocks[1:])
+
+
+def block_starts(graph: Graph) -> tuple[str, ...]:
+    """Names of the ops at which a stage may begin when cuts are searched, that of the first one included."""
+    return tuple(block.start for block in find_blocks(graph))
+
+
+def _refuse_folded(graph: Graph) -> None:
+    for stack in graph.stacks:
+        if stack.captured < stack.layers:
+            raise SearchError(
+                f"The graph has {stack.captured} of the {stack.layers} layers of {stack.path}, so that most "
+                "places to cut have no name; capture the model with all its layers."
+            )
+
+
+def _dependent(graph: Graph) -> list[Op]:
+    """Ops that something trained or stored goes into."""
+    known = set(graph.parameters.values())
+    found = []
+    for op in graph.ops:
+        if any(name in known for name in op.operands):
+            known.update(op.results)
+            found.append(op)
+    return found
+
+
+def _layer_blocks(graph: Graph, ops: list[Op]) -> Iterator[Block]:
+    """A block per layer, and one for what comes first and what follows the last layer of a stack."""
+    latest: tuple[str, int] | None = None  # the layer that ran last
+    places = [graph.stack_of(op.module) for op in ops]
+    ends = {place[0].path: i for i, place in enumerate(places) if place}
+    outside = True
+    for position, (op, place) in enumerate(zip(ops, places, strict=True)):
+        if place is None:
+            after_last = latest is not None and position > ends[latest[0]]
+            if position == 0 or (not outside and after_last):
+                run = itertools.takewhile(lambda i: places[i] is None, range(position, len(ops)))
+                start = ops[_narrowest(graph, ops, list(run))] if position else op
+                yield Block(start.name, start.module, False)
+                outside = True
+        elif (place[0].path, place[1]) != latest or (outside and latest is not None):
+            latest, outside = (place[0].path, place[1]), False
+            yield Block(op.name, f"{latest[0]}.{latest[1]}", True)
+
+
+def _narrowest(graph: Graph, ops: list[Op], run: list[int]) -> int:
+    """Where in a run of ops outside of layers least crosses, up to the first that has a parameter.
+
+    So the residual sum behind the last layer, in its parent's forward, goes with the layer.
+    """
+    parameters = set(graph.parameters.values())
+    first = next((i for i in run if parameters.intersection(ops[i].operands)), run[0])
+    made = {name: i for i, op in enumerate(ops) for name in op.results}
+    last = {name: i for i, op in enumerate(ops) for name in op.operands}
+
+    def crossing_bytes(at: int) -> int:
+        crossing = (graph.tensors[n] for n, i in made.items() if i < at <= last.get(n, -1))
+        return sum(math.prod(tensor.shape) * tensor.itemsize_bytes for tensor in crossing)
+
+    return min(range(run[0], first + 1), key=crossing_bytes)
+
+
+def _module_blocks(ops: list[Op]) -> Iterator[Block]:
+    """The runs of modules at the outermost level that has several; each op one if there are no modules."""
+    depth, deepest = 1, max((len(_path(op)) for op in ops), default=0)
+    while depth < deepest and len({_path(op)[:depth] for op in ops if op.module}) < 2:
+        depth += 1
+    latest: tuple[str, ...] | None = None
+    for position, op in enumerate(ops):
+        path = _path(op)[:depth]
+        if position == 0 or (op.module and path != latest):
+            latest = path
+            yield Block(op.name, ".".join(path), False)
+
+
+def _path(op: Op) -> tuple[str, ...]:
+    return tuple(op.module.split(".")) if op.module else ()
+
+
+def _with_parameters(graph: Graph, blocks: list[Block]) -> list[Block]:
+    """The blocks, those that use no parameter joined to the one before, or at the front behind."""
+    begins = {block.start for block in blocks}
+    parameters = set(graph.parameters.values())
+    using: set[str] = set()
+    current = blocks[0].start if blocks else ""
+    for op in graph.ops:
+        current = op.name if op.name in begins else current
+        if parameters.intersection(op.operands):
+            using.add(current)
+    kept = [block for block in blocks if block.start in using]
+    if not kept:
+        raise SearchError("The model has no parameters, and a pipeline stage needs some.")
+    return kept

@@ -1,0 +1,522 @@
+"""The search for a pipeline: depth, chunks, schedule, micro-batches and recomputation, around the others.
+
+    for every plan of a stage's mesh                    `autopar.search.search`, memory relaxed by the stages
+        for every number of micro-batches, recomputed or not         one table of what stages cost
+            for every schedule and number of chunks     balance the cuts, execute the schedule's actions
+
+and the fastest that fits wins; of those as fast, the one that takes less memory. A setting whose ranks could
+not win even if they never idled is not executed. The layouts are those of the whole model on the mesh of
+one stage, so that every stage has the same kinds of layouts, and choosing them does not depend on the cuts.
+
+[Note: memory of a stage] The search inside knows no stages: its memory is that of the whole model with one
+micro-batch. A rank of p holds about one part in p of what is kept, and of a micro-batch in flight. So it may
+first take p times the memory of a rank. Where nothing fits then, or what does not would be faster than what
+does, half of that and a quarter are tried too, which leads to plans that shard more.
+
+[Note: other micro-batches] The graph is captured for one number of micro-batches. Others are priced on the
+same graph at another batch (`batches.with_batch`) and, where its sizes still divide, with the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from autopar.cost_model import Hardware
+from autopar.cost_model.items import FULL, Precision
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
+from autopar.event_simulation import Simulation, simulate
+from autopar.ir import (
+    PIPELINE_AXIS,
+    SCHEDULES,
+    Graph,
+    Mesh,
+    ParameterPlan,
+    Pipeline,
+    Plan,
+    without_pipeline,
+)
+from autopar.ir.plan import Recompute
+from autopar.schedules import actions
+from autopar.search.balance import Balance, Shape, balance, least_overfull
+from autopar.search.batches import captured_batch, fits_graph, with_batch
+from autopar.search.notes import format_bytes
+from autopar.search.recipes import NAIVE, RecipeLike, format_recipe, recipe_axes, split_recipe
+from autopar.search.search import search, search_mesh
+from autopar.search.stage_costs import StageTable, stage_table
+
+# What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
+# a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.
+SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
+SEARCHED_CHUNKS = (2, 4)  # of schedules that run stages in rounds
+_SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
+_WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
+UNBOUNDED_BYTES = 10**18
+_WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
+_MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a pipeline.
+
+    Attributes:
+        shape: ranks, chunks, schedule and micro-batches.
+        recompute: "full" runs layers again in backward.
+    """
+
+    shape: Shape
+    recompute: Recompute
+
+    def __str__(self) -> str:
+        s = self.shape
+        chunks = f" of {s.chunks} chunks" if s.chunks > 1 else ""
+        again = ", recompute" if self.recompute == "full" else ""
+        return f"{s.schedule}{chunks}, {s.micro_batches} micro-batches{again}"
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A setting with a plan for it, and what it takes.
+
+    Attributes:
+        setting: what is priced.
+        plan: with its cuts.
+        seconds: of a step.
+        simulation: the schedule as it runs.
+        balance: the cuts.
+        share: of all stages' memory, with which the layouts were searched.
+    """
+
+    setting: Setting
+    plan: Plan
+    seconds: float
+    simulation: Simulation
+    balance: Balance
+    share: float
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Smaller is better: time, then memory; times that differ by rounding alone are equal."""
+        return float(f"{self.seconds:.9g}"), max(self.balance.rank_bytes)
+
+
+@dataclass(frozen=True)
+class PipelineFound:
+    """The best plan.
+
+    Attributes:
+        best: it, with its figures.
+        others: the best of every other setting that was priced and fits, fastest first.
+        refused: setting -> why it has no plan.
+    """
+
+    best: Priced
+    others: tuple[Priced, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+
+def search_pipeline(
+    graph: Graph,
+    mesh: Mesh | Mapping[str, int],
+    *,
+    hardware: Hardware,
+    recipe: RecipeLike = "auto",
+    schedule: str | None = None,
+    chunks: int | None = None,
+    micro_batches: int | None = None,
+    captured_micro_batches: int = 1,
+    recompute: Recompute | None = None,
+    pins: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    fingerprint: str = "",
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    precision: Precision = FULL,
+    software: Software = AUTOPAR,
+) -> PipelineFound:
+    """Finds the fastest plan with pipeline stages that fits into memory.
+
+    Args:
+        graph: the captured model with all its layers, at the size of a micro-batch.
+        mesh: of all ranks; its axis `pp` is the pipeline's.
+        hardware: what the prices are made of.
+        recipe: constraints, see `autopar.search.recipes`; one for the axis `pp` names the schedule.
+        schedule: one of `autopar.ir.SCHEDULES`; None leaves `SEARCHED_SCHEDULES` open.
+        chunks: stages of each pipeline rank; None leaves `SEARCHED_CHUNKS` open.
+        micro_batches: of a step; None leaves all open that divide the batch.
+        captured_micro_batches: how many of the graph's batch make a step.
+        recompute: whether layers run again in backward; None leaves it open.
+        pins, memory_bytes, fingerprint, fixed_storage: as in `search`.
+        precision, software: see `autopar.cost_model`.
+
+    Raises MeshError for a mesh without `pp`, RecipeError for a recipe, pin or schedule that cannot hold,
+    PlanError for micro-batches that the schedule refuses, SearchError with more stages than blocks and
+    where no plan fits.
+    """
+    mesh = Mesh.of(mesh)
+    if PIPELINE_AXIS not in mesh.names:
+        raise MeshError(
+            f"The mesh {mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline."
+        )
+    wanted = _Wanted.of(recipe, schedule, chunks, micro_batches, recompute)
+    bound = hardware.memory_bytes if memory_bytes is None else memory_bytes
+    outer = _Search(
+        graph, mesh, hardware, wanted, bound, captured_micro_batches,
+        {
+            "recipe": wanted.inside, "pins": pins, "fixed_storage": fixed_storage,
+            "fingerprint": fingerprint,
+        },
+        {"precision": precision, "software": software},
+    )  # fmt: skip
+    found = outer.run()
+    plan = replace(found.plan, recipe=format_recipe(recipe))
+    return replace(found, best=replace(found.best, plan=plan))
+
+
+def search_pipeline_mesh(
+    graph: Graph,
+    world_size: int,
+    *,
+    hardware: Hardware,
+    recipe: RecipeLike = "auto",
+    **settings: Any,
+) -> PipelineFound:
+    """The same over all depths of the pipeline, and the meshes of `search_mesh` inside a stage.
+
+    Args:
+        world_size: ranks of all stages. One stage is a pipeline of one rank.
+        settings: as in `search_pipeline`.
+
+    A plan of one stage comes without a pipeline, if none was asked for by name.
+    Raises SearchError with every depth's reason if none has a plan.
+    """
+    wanted, inside = split_recipe(recipe)
+    found, reasons = [], []
+    for depth in (d for d in range(1, world_size + 1) if world_size % d == 0):
+        if wanted and depth == 1 < world_size:
+            continue  # a schedule was asked for by name
+        try:
+            mesh = _best_mesh(graph, depth, world_size // depth, hardware, inside, settings)
+            found.append(search_pipeline(graph, mesh, hardware=hardware, recipe=recipe, **settings))
+        except (MeshError, PlanError, SearchError) as error:
+            reasons.append(f"pp={depth}: {error}")
+    if not found:
+        raise SearchError("\n".join([f"No pipeline on {world_size} ranks has a plan.", *reasons]))
+    best = min(found, key=lambda each: each.best.key)
+    others = [
+        f"{each.plan.world_mesh} {each.best.seconds * 1e3:.3f} ms"
+        for each in found
+        if each is not best
+    ]
+    note = f"the fastest depth on {world_size} ranks; the others: {', '.join(others) or 'none'}"
+    plan = replace(best.plan, notes=(*best.plan.notes, note))
+    if best.best.setting.shape.ranks == 1 and not wanted:
+        plan = replace(plan, pipeline=None)
+    return replace(best, best=replace(best.best, plan=plan))
+
+
+def _best_mesh(
+    graph: Graph, depth: int, ranks: int, hardware: Hardware, inside: RecipeLike,
+    settings: Mapping[str, Any],
+) -> Mesh:  # fmt: skip
+    """The mesh of all ranks whose stages have the mesh that `search_mesh` finds for them."""
+    pipeline = ((PIPELINE_AXIS, depth),)
+    if ranks == 1:
+        return Mesh((*pipeline, *((name, 1) for name in recipe_axes(inside))))
+    bound = settings.get("memory_bytes")
+    plan = search_mesh(
+        graph, ranks, hardware=hardware, recipe=inside, pins=settings.get("pins"),
+        memory_bytes=depth * (hardware.memory_bytes if bound is None else bound),
+        micro_batches=settings.get("micro_batches") or settings.get("captured_micro_batches", 1),
+    )  # fmt: skip
+    return Mesh((*pipeline, *plan.mesh.axes))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the caller leaves open: every field is what may be chosen, None for anything."""
+
+    inside: RecipeLike
+    schedules: tuple[str, ...]
+    chunks: int | None
+    micro_batches: int | None
+    recomputes: tuple[Recompute, ...]
+
+    @classmethod
+    def of(
+        cls, recipe: RecipeLike, schedule: str | None, chunks: int | None, micro_batches: int | None,
+        recompute: Recompute | None,
+    ) -> _Wanted:  # fmt: skip
+        named, inside = split_recipe(recipe)
+        implied = "gpipe" if named == NAIVE else named or schedule
+        if schedule is not None and implied != schedule:
+            raise RecipeError(
+                f"The recipe names the pipeline {named!r}, and schedule={schedule!r} another; leave out one."
+            )
+        if implied is not None and implied not in SCHEDULES:
+            raise RecipeError(
+                f"There is no schedule {implied!r}; choose among {', '.join(SCHEDULES)}."
+            )
+        if named == NAIVE and micro_batches not in (None, 1):
+            raise RecipeError(
+                f"The recipe {NAIVE} runs one micro-batch, and micro_batches={micro_batches} was given; "
+                "use gpipe."
+            )
+        return cls(
+            inside, (implied,) if implied else SEARCHED_SCHEDULES, chunks,
+            1 if named == NAIVE else micro_batches, (recompute,) if recompute else ("none", "full"),
+        )  # fmt: skip
+
+    def shapes(self, ranks: int, micro_batches: int) -> Iterator[Shape]:
+        """Every schedule with every number of chunks that it can have."""
+        for schedule in self.schedules:
+            for chunks in self._chunks(schedule, ranks):
+                yield Shape(ranks, chunks, schedule, micro_batches)
+
+    def _chunks(self, schedule: str, ranks: int) -> tuple[int, ...]:
+        if self.chunks is not None and len(self.schedules) == 1:
+            return (self.chunks,)  # the plan refuses what the schedule cannot have
+        own = {"one": (1,), "v": (2,), "rounds": SEARCHED_CHUNKS}[SCHEDULES[schedule]]
+        if self.chunks is None:
+            return own if ranks > 1 or own == (1,) or len(self.schedules) == 1 else ()
+        rounds = own == SEARCHED_CHUNKS and self.chunks > 1
+        return (self.chunks,) if rounds or self.chunks in own else ()
+
+
+class _Inner(NamedTuple):
+    """A plan of a stage's mesh, and with which share of all stages' memory it was searched."""
+
+    plan: Plan
+    share: float
+
+
+@dataclass(frozen=True)
+class _Overfull:
+    """A setting that does not fit: by how much, and the seconds it would take if it did."""
+
+    excess_bytes: float
+    seconds: float
+    table: StageTable
+    shape: Shape
+
+
+class _Search:
+    """One search: a mesh, and all that is open on it."""
+
+    def __init__(
+        self, graph: Graph, mesh: Mesh, hardware: Hardware, wanted: _Wanted, bound: int, captured: int,
+        inside: Mapping[str, Any], pricing: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.graph, self.mesh, self.hardware = graph, mesh, hardware
+        self.wanted, self.bound, self.captured = wanted, bound, captured
+        self.inside, self.pricing = inside, pricing
+        self.position = mesh.index(PIPELINE_AXIS)
+        self.ranks = mesh.sizes[self.position]
+        self.stage_mesh = without_pipeline(mesh)
+        self.graphs: dict[int, Graph] = {}
+        self.found: dict[str, Priced] = {}
+        self.refused: dict[str, AutoparError] = {}
+        self.overfull: list[_Overfull] = []
+
+    def run(self) -> PipelineFound:
+        for share in _SHARES:
+            promised = min((each.seconds for each in self.overfull), default=math.inf)
+            if self.found and promised >= _WORTH * self._best_seconds():
+                break
+            inner = self._stage_plan(share, self.wanted.micro_batches or self.captured)
+            if inner is not None:
+                for micro_batches in self._micro_batches():
+                    self._price_all(inner, micro_batches)
+        if not self.found:
+            raise self._nothing()
+        ranked = sorted(self.found.values(), key=lambda each: each.key)
+        refused = {
+            name: str(error) for name, error in self.refused.items() if name not in self.found
+        }
+        best = self._searched_again(ranked[0])
+        notes = (*_of_layouts(best.plan.notes), *_notes(best, ranked[1:]))
+        best = replace(best, plan=replace(best.plan, notes=notes))
+        return PipelineFound(best, tuple(ranked[1:]), refused)
+
+    def _best_seconds(self) -> float:
+        return min((each.seconds for each in self.found.values()), default=math.inf)
+
+    def _stage_plan(self, share: float, micro_batches: int) -> _Inner | None:
+        """The plan of a stage's mesh; None where less than all of the memory is too little for any.
+
+        Where all of it is too little, one of the smallest: layers that run again may still fit.
+        """
+        graph = self._graph(micro_batches)
+        for wider in _WIDER if share == 1 else (1.0,):
+            relaxed = int(min(UNBOUNDED_BYTES, self.ranks * self.bound * share * wider))
+            try:
+                plan = search(
+                    graph, self.stage_mesh, hardware=self.hardware, memory_bytes=relaxed,
+                    micro_batches=micro_batches, **self.inside,
+                )  # fmt: skip
+                return _Inner(plan, share)
+            except SearchError:
+                if relaxed == UNBOUNDED_BYTES:
+                    raise
+        return None
+
+    def _graph(self, micro_batches: int) -> Graph:
+        if micro_batches == self.captured:
+            return self.graph
+        if micro_batches not in self.graphs:
+            rows = captured_batch(self.graph) * self.captured
+            if rows % micro_batches:
+                raise SearchError(
+                    f"A batch of {rows} cannot be divided into {micro_batches} micro-batches; give a number "
+                    f"among {', '.join(map(str, _divisors(rows)))}."
+                )
+            self.graphs[micro_batches] = with_batch(self.graph, rows // micro_batches)
+        return self.graphs[micro_batches]
+
+    def _micro_batches(self) -> Sequence[int]:
+        if self.wanted.micro_batches is not None:
+            return (self.wanted.micro_batches,)
+        rows = captured_batch(self.graph) * self.captured
+        most = _MOST_MICRO_BATCHES * self.ranks
+        return [m for m in _divisors(rows) if m <= max(most, self.captured)]
+
+    def _price_all(self, inner: _Inner, micro_batches: int) -> None:
+        graph, plan = self._graph(micro_batches), inner.plan
+        if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
+            self._refuse(
+                f"{micro_batches} micro-batches",
+                SearchError(f"the mesh {self.stage_mesh} does not divide so small micro-batches"),
+            )
+            return
+        for recompute in self.wanted.recomputes:
+            own = replace(plan, micro_batches=micro_batches, recompute=recompute)
+            table = stage_table(graph, own, self.hardware, world=self.mesh, **self.pricing)
+            for shape in self.wanted.shapes(self.ranks, micro_batches):
+                self._price(inner._replace(plan=own), table, Setting(shape, recompute))
+
+    def _price(self, inner: _Inner, table: StageTable, setting: Setting) -> None:
+        """Balances and executes one setting, unless it cannot be better than what was found."""
+        if self._least_seconds(table, setting.shape) >= self._best_seconds():
+            return
+        try:
+            cuts = least_overfull(table, setting.shape, memory_bytes=self.bound)
+            lists = actions(setting.shape.blank, setting.shape.micro_batches)
+        except (PlanError, SearchError) as error:
+            self._refuse(str(setting), error)
+            return
+        if max(cuts.rank_bytes) > self.bound:
+            self.overfull.append(self._overfull(table, setting.shape, cuts))
+            return
+        run = simulate(lists, table.stages(cuts.cuts))
+        seconds = run.step_seconds + self._once_seconds(table, setting.shape, cuts)
+        plan = self._cut(inner.plan, table, setting, cuts)
+        priced = Priced(setting, plan, seconds, run, cuts, inner.share)
+        known = self.found.get(str(setting))
+        if known is None or priced.key < known.key:
+            self.found[str(setting)] = priced
+
+    def _overfull(self, table: StageTable, shape: Shape, cuts: Balance) -> _Overfull:
+        """What does not fit, with the time it would take if a rank had room for anything."""
+        slowest = least_overfull(table, shape, memory_bytes=math.inf).seconds
+        rest = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1]) - slowest
+        seconds = shape.micro_batches * slowest + max(0.0, rest) / shape.chunks
+        return _Overfull(max(cuts.rank_bytes) - self.bound, seconds, table, shape)
+
+    def _refuse(self, name: str, error: AutoparError) -> None:
+        self.refused.setdefault(name, error)
+
+    @staticmethod
+    def _least_seconds(table: StageTable, shape: Shape) -> float:
+        """Of a step in which no rank ever waits: of equal ranks, and of one with the largest block."""
+        whole = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1])
+        blocks = (
+            float(table.forward_seconds[i, i + 1] + table.backward_seconds[i, i + 1])
+            for i in range(table.blocks)
+        )
+        return shape.micro_batches * max(whole / shape.ranks, *blocks)
+
+    def _once_seconds(self, table: StageTable, shape: Shape, cuts: Balance) -> float:
+        """What the slowest rank does once a step, all its stages together."""
+        software: Software = self.pricing["software"]
+        edges = [0, *cuts.cuts, table.blocks]
+        ranks = [0.0] * shape.ranks
+        for stage in range(shape.stages):
+            rank = shape.blank.rank_of(stage)
+            ranks[rank] += float(table.once_seconds[edges[stage], edges[stage + 1]])
+        return max(ranks) + software.step_seconds
+
+    def _cut(self, plan: Plan, table: StageTable, setting: Setting, cuts: Balance) -> Plan:
+        names = [table.starts[block] for block in cuts.cuts]
+        return replace(plan, pipeline=setting.shape.cut(names, self.position))
+
+    def _searched_again(self, best: Priced) -> Priced:
+        """The best setting with a stage plan made for its own micro-batches, where that is better."""
+        m = best.setting.shape.micro_batches
+        if m == (self.wanted.micro_batches or self.captured):
+            return best
+        found, self.found = self.found, {}
+        inner = self._stage_plan(best.share, m)
+        if inner is not None:
+            own = replace(inner.plan, recompute=best.setting.recompute)
+            table = stage_table(self._graph(m), own, self.hardware, world=self.mesh, **self.pricing)
+            self._price(inner._replace(plan=own), table, best.setting)
+        again = min(self.found.values(), key=lambda each: each.key, default=best)
+        self.found = found
+        return min(best, again, key=lambda each: each.key)
+
+    def _nothing(self) -> AutoparError:
+        """Why no setting has a plan: the one that misses by least, or what was refused first."""
+        if self.overfull:
+            least = min(self.overfull, key=lambda each: each.excess_bytes)
+            try:
+                balance(least.table, least.shape, memory_bytes=self.bound)
+            except SearchError as error:
+                return error
+        first = next(iter(self.refused.values()))
+        if len({str(error) for error in self.refused.values()}) == 1:
+            return first
+        lines = [f"{name}: {error}" for name, error in self.refused.items()]
+        return type(first)("\n".join([f"No pipeline on the mesh {self.mesh} has a plan.", *lines]))
+
+
+def _of_layouts(notes: Sequence[str]) -> Iterator[str]:
+    """What the search inside says of layouts, without its prices, which are those of a single stage."""
+    return (n for n in notes if "predicted on" not in n and " a rank, of " not in n)
+
+
+def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
+    """What was chosen, what it takes, and what came second."""
+    pipeline = best.plan.pipeline
+    assert pipeline is not None, "a priced plan has its cuts"
+    yield f"pipeline of {pipeline.ranks} ranks: {best.setting}; stages begin at {_cuts(pipeline)}"
+    run = best.simulation
+    held = ", ".join(format_bytes(int(size)) for size in best.balance.rank_bytes)
+    yield (
+        f"predicted step of the pipeline {best.seconds * 1e3:.3f} ms, of which ranks idle "
+        f"{100 * run.bubble_fraction:.1f} %; ranks hold {held}"
+    )
+    second = next((each for each in others if each.setting != best.setting), None)
+    if second is not None:
+        yield f"second best of {len(others)} others that fit: {second.setting}, {_against(second, best)}"
+
+
+def _against(second: Priced, best: Priced) -> str:
+    if second.key[0] > best.key[0]:
+        return f"{100 * (second.seconds / best.seconds - 1):.1f} % slower"
+    more = max(second.balance.rank_bytes) - max(best.balance.rank_bytes)
+    return f"as fast, with {format_bytes(int(more))} more on the fullest rank"
+
+
+def _cuts(pipeline: Pipeline) -> str:
+    return ", ".join(("the first op", *pipeline.cuts))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

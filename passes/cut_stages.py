@@ -1,0 +1,193 @@
+"""The local graph of a whole model -> one graph for every pipeline stage.
+
+A stage is a run of nodes. What a later stage uses of it is carried, as the local tensor it is, through
+every stage between: sending is the identity on the local tensors of ranks with equal coordinates, so the
+cut is right for every layout, and its backward sends the gradient the other way.
+
+    a = f(w0, x)                  stage 0: a = f(w0, x)          -> a
+    b = g(w1, a)                  stage 1: a; b = g(w1, a)       -> a, b
+    c = h(w2, a, b)               stage 2: a, b; c = h(w2, a, b) -> c
+
+What depends on no parameter (masks, positions, targets) is computed again on every stage that uses it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.passes.retarget import draws
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The graph of one stage: `module(*leaves, *received)` returns `(*outputs, *sent)`.
+
+    Attributes:
+        leaves: names of the placeholders of the whole graph that it takes, in their order.
+        received: values that come from the stage before.
+        outputs: positions among the outputs of the whole graph of those it returns.
+        sent: values that go to the stage behind.
+    """
+
+    module: fx.GraphModule
+    leaves: tuple[str, ...]
+    received: tuple[fx.Node, ...]
+    outputs: tuple[int, ...]
+    sent: tuple[fx.Node, ...]
+
+
+def cut_stage_graphs(
+    module: fx.GraphModule,
+    stage_of: Mapping[fx.Node, int],
+    count: int,
+    *,
+    kept: Iterable[str],
+    early_outputs: int,
+) -> tuple[StageGraph, ...]:
+    """Cuts a graph into `count` stages.
+
+    Args:
+        module: the graph of one rank.
+        stage_of: of every call; no smaller than that of any call it uses.
+        count: of stages.
+        kept: placeholders on which nothing may depend that is computed twice: parameters, and buffers
+            that a stage changes.
+        early_outputs: how many outputs, at the front, are returned by the stage that makes them; the
+            others leave the last stage.
+    """
+    return _Cut(module, stage_of, count, frozenset(kept), early_outputs).run()
+
+
+class _Cut:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        stage_of: Mapping[fx.Node, int],
+        count: int,
+        kept: frozenset[str],
+        early_outputs: int,
+    ) -> None:
+        self.nodes = list(module.graph.nodes)
+        self.numbers, self.count = stage_of, count
+        self.results: list[fx.Node] = list(self.nodes[-1].args[0])
+        self.early = early_outputs
+        self.copied = self._copied(kept)
+
+    def _copied(self, kept: frozenset[str]) -> set[fx.Node]:
+        """What every stage can make for itself."""
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.op == "placeholder":
+                free = node.name not in kept
+            else:
+                free = not draws(node) and all(n in found for n in node.all_input_nodes)
+            if free:
+                found.add(node)
+        return found
+
+    def run(self) -> tuple[StageGraph, ...]:
+        last = self._last_uses()
+        live = [
+            tuple(n for n, end in last.items() if self.numbers[n] < stage <= end)
+            for stage in range(self.count + 1)
+        ]
+        return tuple(self._stage(s, live[s], live[s + 1]) for s in range(self.count))
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        """Calls that are not copied -> the last stage that uses them, in the graph's order."""
+        last: dict[fx.Node, int] = {
+            n: self.numbers[n]
+            for n in self.nodes
+            if n.op == "call_function" and n not in self.copied
+        }
+        for node in self.nodes[:-1]:
+            if node in last:
+                for argument in node.all_input_nodes:
+                    if argument in last:
+                        last[argument] = max(last[argument], self.numbers[node])
+        for node in self.results[self.early :]:
+            if node in last:
+                last[node] = self.count - 1
+        return last
+
+    def _stage(
+        self, stage: int, received: tuple[fx.Node, ...], sent: tuple[fx.Node, ...]
+    ) -> StageGraph:
+        outputs = tuple(
+            i
+            for i, node in enumerate(self.results)
+            if stage == (self._home(node) if i < self.early else self.count - 1)
+        )
+        results = [*(self.results[i] for i in outputs), *sent]
+        needed = self._needed([*self._own(stage), *results], set(received))
+        nodes = [n for n in self.nodes if n in needed]
+        leaves = [n for n in nodes if n.op == "placeholder"]
+        calls = [n for n in nodes if n.op != "placeholder"]
+        module = extract(calls, [*leaves, *received], results)
+        return StageGraph(module, tuple(n.name for n in leaves), received, outputs, sent)
+
+    def _home(self, node: fx.Node) -> int:
+        """The stage that returns an early output; one that every stage can make, the first returns."""
+        return 0 if node in self.copied else self.numbers[node]
+
+    def _own(self, stage: int) -> list[fx.Node]:
+        return [
+            n
+            for n in self.nodes
+            if n.op == "call_function" and n not in self.copied and self.numbers[n] == stage
+        ]
+
+    @staticmethod
+    def _needed(roots: Iterable[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+        """Roots and what they are made of, down to what is given."""
+        needed: set[fx.Node] = set()
+        waiting = [n for n in roots if n not in given]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += [n for n in node.all_input_nodes if n not in given]
+        return needed
+
+
+def stage_numbers(
+    module: fx.GraphModule, places: Mapping[str, int], begins: Sequence[int]
+) -> dict[fx.Node, int]:
+    """The stage of every call: that of the captured op it is for."""
+    numbers: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        origin = node.meta["origin"]
+        if origin:
+            numbers[node] = bisect.bisect_right(begins, places[origin])
+        else:
+            numbers[node] = max((numbers.get(n, 0) for n in node.all_input_nodes), default=0)
+    return numbers
+
+
+def extract(
+    calls: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    *,
+    root: torch.nn.Module | None = None,
+) -> fx.GraphModule:
+    """A graph of these calls: a function of `inputs` that returns `results` as a tuple.
+
+    `root` has the submodules that they call.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in calls:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[n] for n in results))
+    return fx.GraphModule(root or torch.nn.Module(), graph)
