@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -347,3 +349,42 @@ def lines_along(mesh: DeviceMesh, axis: str) -> list[list[int]]:
     assert mesh.mesh_dim_names is not None
     position = mesh.mesh_dim_names.index(axis)
     return mesh.mesh.movedim(position, -1).reshape(-1, mesh.mesh.shape[position]).tolist()
+
+
+@torch.no_grad()
+def run_node(node: Node, gradients: Sequence[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
+    """Runs one node of an autograd graph and none behind it.
+
+    Args:
+        gradients: that arrived at it, one for each of its results.
+
+    Returns:
+        The edges that leave it with what it gives to each, as autograd hands it on: in the shape and
+        dtype of what the edge leads to.
+    """
+    if callable(node):
+        found = node(*gradients)
+        found = found if isinstance(found, tuple) else (found,)
+        given = list(zip(node.next_functions, found, strict=True))
+    else:  # an autograd.Function: has no edge for an argument that is no tensor
+        found = node.apply(*_materialized(node, gradients))  # type: ignore[attr-defined]
+        found = found if isinstance(found, tuple) else (found,)
+        wanted = itertools.compress(found, node.needs_input_grad)  # type: ignore[attr-defined]
+        given = list(zip((f for f in node.next_functions if f[0] is not None), wanted, strict=True))
+    return [
+        (GradientEdge(following, number), _as_input(following, number, gradient))
+        for (following, number), gradient in given
+        if following is not None and gradient is not None
+    ]
+
+
+def _materialized(node: Node, gradients: Sequence[Tensor | None]) -> Iterator[Tensor]:
+    for gradient, like in zip(gradients, node._input_metadata, strict=True):
+        if gradient is None:
+            gradient = torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
+        yield gradient
+
+
+def _as_input(node: Node, number: int, gradient: Tensor) -> Tensor:
+    like = node._input_metadata[number]
+    return gradient.sum_to_size(tuple(like.shape)).to(like.dtype)

@@ -22,8 +22,10 @@ from autopar.cost_model.step import Run
 from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
 from autopar.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, without_pipeline
+from autopar.ir.plan import Recompute
 from autopar.planning import (
     Prepared,
+    StageWishes,
     make_plan,
     prepare_forward,
     prepare_step,
@@ -49,7 +51,10 @@ def compile(
     plan: Plan | str | os.PathLike[str] | None = None,
     recipe: RecipeLike = "auto",
     pins: Mapping[str, str] | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    recompute: Recompute | None = None,
     hardware: Hardware | str | None = None,
     memory_bytes: int | None = None,
     device: torch.device | str | None = None,
@@ -71,11 +76,18 @@ def compile(
             tensor. Without it the first call is the example.
         loss_fn: takes the model's result and then the last entries of the batch, and returns a scalar;
             None if the model returns its loss itself.
-        mesh: the axes; without it its shape is searched too.
+        mesh: the axes; without it its shape is searched too. The axis `pp` is that of pipeline stages.
         plan: one made before, or the file it was saved in; nothing is searched then.
-        recipe: constraints on the search, for all axes or by axis: `{"dp": "zero3", "tp": "tp"}`.
+        recipe: constraints on the search, for all axes or by axis:
+            `{"pp": "1f1b", "dp": "zero1", "tp": "tp"}`.
         pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
-        micro_batches: into how many parts `step` cuts the batch along dim 0 of every input.
+        micro_batches: into how many parts `step` cuts the batch along dim 0 of every input; by default
+            1, and with pipeline stages what the search finds best.
+        schedule: in which order stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
+            dualpipev; by default what the search finds best.
+        chunks: stages of each pipeline rank, for schedules that take several.
+        recompute: "full" keeps of every layer only what enters it, and runs it again in backward; "none"
+            keeps all; by default "full" only with a mesh that is searched or has stages, and where it pays.
         hardware: what to price for, a catalogue name or figures; by default that of the device's kind.
         memory_bytes: bound on the memory of a rank; by default what the hardware has.
         device: where this rank computes; by default the model's own device, or the mesh's kind for a
@@ -95,10 +107,10 @@ def compile(
     planner = _Planner(
         loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
         memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
-        micro_batches=_micro_batches(micro_batches, loaded), device=_device(model, mesh, device),
+        device=_device(model, mesh, device), stages=StageWishes(schedule, chunks, recompute),
     )  # fmt: skip
     settings = Settings(
-        micro_batches=planner.micro_batches, device=planner.device, device_mesh=planner.device_mesh(),
+        micro_batches=_micro_batches(micro_batches, loaded), device=planner.device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, bucket_bytes=bucket_bytes,
     )  # fmt: skip
     compiled = CompiledModule(model, planner, settings)
@@ -108,10 +120,10 @@ def compile(
     return compiled
 
 
-def _micro_batches(asked: int, plan: Plan | None) -> int:
+def _micro_batches(asked: int | None, plan: Plan | None) -> int | None:
     if plan is None or asked == plan.micro_batches:
         return asked
-    if asked == 1:
+    if asked is None:
         return plan.micro_batches
     raise AutoparError(
         f"The plan was made for {plan.micro_batches} micro-batches, and compile was given "
@@ -153,11 +165,11 @@ class _Planner:
         pins: Mapping[str, str] | None,
         hardware: Hardware | str | None,
         memory_bytes: int | None,
-        micro_batches: int,
         device: torch.device,
         timeout_seconds: float | None,
+        stages: StageWishes,
     ) -> None:
-        self.device, self.micro_batches = device, micro_batches
+        self.device, self._stages = device, stages
         self._loss_fn, self._plan = loss_fn, plan
         self._recipe, self._pins, self._memory_bytes = recipe, pins, memory_bytes
         self._hardware, self._assumed = _hardware(hardware, device)
@@ -176,12 +188,22 @@ class _Planner:
             return self.world().device_mesh
         return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
 
+    def micro_batches(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> int:
+        """How many micro-batches are best for a step of this whole batch."""
+        if self._mesh is not None and PIPELINE_AXIS not in self._mesh.names:
+            return 1
+        prepared = prepare_step(model, args, kwargs, loss_fn=self._loss_fn)
+        return agreed(lambda: self._search(prepared, None, captured=1)).micro_batches
+
     def program(
         self,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
+        micro_batches: int,
         is_step: bool,
         fixed: Fixed | None,
     ) -> Programs:
@@ -192,24 +214,30 @@ class _Planner:
             prepared = prepare_forward(model, args, kwargs)
         plan = self._plan if fixed is None else None
         if plan is None:
-            plan = agreed(lambda: self._search(prepared, fixed, is_step=is_step))
+            plan = agreed(
+                lambda: (
+                    self._search(
+                        prepared, micro_batches if is_step else None, captured=micro_batches
+                    )
+                    if fixed is None
+                    else self._following(prepared, fixed, micro_batches)
+                )
+            )
         program = build_program(prepared.captured, prepared.analysis, plan)
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
             self._first, self._mesh = prepared, plan.world_mesh
         return Programs(program, stages)
 
-    def _search(self, prepared: Prepared, fixed: Fixed | None, *, is_step: bool) -> Plan:
-        if fixed is not None:
-            return self._following(prepared, fixed, is_step=is_step)
+    def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         plan = make_plan(
             prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
             recipe=self._recipe, pins=self._pins, memory_bytes=self._memory_bytes,
-            micro_batches=self.micro_batches,
+            micro_batches=micro_batches, captured_micro_batches=captured, stages=self._stages,
         )  # fmt: skip
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
-    def _following(self, prepared: Prepared, fixed: Fixed, *, is_step: bool) -> Plan:
+    def _following(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
         """A plan for another graph of the model, whose parameters stay where they lie."""
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
@@ -217,7 +245,7 @@ class _Planner:
         def search(recipe: RecipeLike) -> Plan:
             return make_plan(
                 prepared, mesh, hardware=self._hardware, recipe=recipe,
-                memory_bytes=self._memory_bytes, micro_batches=self.micro_batches if is_step else 1,
+                memory_bytes=self._memory_bytes, micro_batches=micro_batches,
                 fixed_storage=_with_unused(fixed.parameters, prepared, mesh),
             )  # fmt: skip
 
@@ -225,6 +253,7 @@ class _Planner:
             plan = search(self._recipe)
         except (RecipeError, SearchError):
             plan = search("auto")  # the parameters lie as the recipe has it; this graph need not
+        plan = replace(plan, recompute=fixed.recompute)
         if fixed.pipeline is None:
             return plan
         cuts = cuts_where_parameters_lie(graph, fixed.users, fixed.pipeline.stages)
@@ -255,7 +284,10 @@ def explain(
     recipe: RecipeLike = "auto",
     pins: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    recompute: Recompute | None = None,
     precision: Precision = FULL,
 ) -> Explanation:
     """Plans a model without devices, weights or a process group, and says what the plan costs.
@@ -266,7 +298,8 @@ def explain(
             arguments, or one tensor.
         mesh: the axes.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or a `Cluster`.
-        loss_fn, recipe, pins, memory_bytes, micro_batches: as in `compile`.
+        loss_fn, recipe, pins, memory_bytes, schedule, chunks, recompute: as in `compile`.
+        micro_batches: of a step; by default 1.
         precision: what training keeps beside parameters; by default gradients and two moments in
             the parameters' own number format.
 
@@ -282,15 +315,23 @@ def explain(
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
     plan = make_plan(
         prepared, axes, hardware=found.hardware, recipe=recipe, pins=pins,
-        memory_bytes=memory_bytes, micro_batches=micro_batches,
+        memory_bytes=memory_bytes, micro_batches=micro_batches or 1,
+        stages=StageWishes(schedule, chunks, recompute),
     )  # fmt: skip
-    run = Run(micro_batches, precision=precision)
+    run = replace(run_of(plan), precision=precision)
     return Explanation(prepared.analysis.graph, plan, found, run, memory_bound_bytes=memory_bytes)
 
 
 def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:
-    nodes = -(-plan.mesh.size // hardware.devices_per_node)
-    return Explanation(graph, plan, Cluster(hardware, nodes), Run(plan.micro_batches))
+    nodes = -(-plan.world_mesh.size // hardware.devices_per_node)
+    return Explanation(graph, plan, Cluster(hardware, nodes), run_of(plan))
+
+
+def run_of(plan: Plan) -> Run:
+    """How a plan is run, for the formulas of the cost model."""
+    stages = plan.pipeline.ranks if plan.pipeline else 1
+    chunks = plan.pipeline.chunks if plan.pipeline else 1
+    return Run(plan.micro_batches, stages, chunks, recompute=plan.recompute)
 
 
 def _with_unused(
@@ -318,6 +359,8 @@ def _axes(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
     if mesh is None:
         return plan.world_mesh if plan is not None else None
     axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
+    if dict(axes.axes).get(PIPELINE_AXIS) == 1:
+        axes = without_pipeline(axes)
     if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
         axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
     if plan is not None and plan.world_mesh != axes:

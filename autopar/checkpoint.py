@@ -135,14 +135,14 @@ def _progress(model: nn.Module) -> dict[str, Any] | None:
     """Where a compiled module is; random ops go on from there."""
     if not isinstance(model, CompiledModule):
         return None
-    assert model.plan  # which raises PlanError where there is none
+    _ = model.plan  # raises PlanError where there is none
     return {"steps": model._steps, "seeds": model._seeds.get_state()}
 
 
 def _catch_up(model: nn.Module, optimizer: Optimizer) -> None:
     """Gives an optimizer that was made early, and not stepped since, the parameters that are there now."""
     if isinstance(model, CompiledModule) and model._adoption is not None:
-        model._adoption._follow(optimizer, (), {})
+        model._adoption.follow(optimizer)
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ def _refuse_unloadable(what: str, value: Any) -> None:
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:  # whatever pickling the caller's objects raises
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise AutoparError(
             f"The {what} cannot be saved so that it loads without running code: {reason} Numbers, text, "
             "lists, dicts and tensors can be."

@@ -17,6 +17,7 @@ from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.compute import backward_passes, is_product
 from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.items import FULL, Precision
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
 from autopar.cost_model.symbols import (
@@ -28,9 +29,12 @@ from autopar.cost_model.symbols import (
     symbol,
 )
 from autopar.errors import AutoparError
+from autopar.event_simulation import Simulation
 from autopar.ir import Graph, Mesh, Plan
 from autopar.report import as_text, explain
 from autopar.search import search as search_plan
+from autopar.search.pipeline import search_pipeline
+from autopar.simulated import SimulatedStep
 from autopar.timeline import timeline
 from autopar.views.units import format_bytes, format_seconds
 
@@ -67,9 +71,21 @@ class Solution:
     expression: sympy.Expr | None
 
 
+def run_of(plan: Plan, precision: Precision = FULL) -> Run:
+    """How a plan runs a step."""
+    stages = plan.pipeline.ranks if plan.pipeline else 1
+    chunks = plan.pipeline.chunks if plan.pipeline else 1
+    return Run(
+        plan.micro_batches, stages, chunks, recompute=plan.recompute, precision=precision
+    )
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The cost of one plan on one cluster.
+
+    Step and memory of a plan with a pipeline are those of its simulation. Formulas, sensitivities and
+    solutions are those of the closed form, in which all stages are alike (`closed_form`).
 
     Attributes:
         graph: the captured model, at the size of one micro-batch of all ranks.
@@ -116,6 +132,27 @@ class Explanation:
         }
 
     @cached_property
+    def simulated(self) -> SimulatedStep | None:
+        """The step of a plan with a pipeline, run action by action; None for any other."""
+        if self.plan.pipeline is None:
+            return None
+        return SimulatedStep(
+            self.graph, self.plan, self.cluster.hardware, self.run.precision, self.software
+        )
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """What every pipeline rank does when; None without a pipeline."""
+        return self.simulated.simulation if self.simulated else None
+
+    @cached_property
+    def closed_form(self) -> Explanation:
+        """The same with the formulas of `autopar.cost_model.step` for time and memory."""
+        if self.plan.pipeline is None:
+            return self
+        return replace(self, plan=replace(self.plan, pipeline=None), built=self.expressions)
+
+    @cached_property
     def symbolic(self) -> Step:
         """The step as formulas."""
         run = replace(
@@ -139,18 +176,23 @@ class Explanation:
         return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
 
     def __rich__(self) -> RenderableType:
-        return explain(replace(self.plan, notes=(*self._choices, self._prediction)), self.graph)
+        sentences = self.simulated.sentences if self.simulated else ()
+        notes = (*self._choices, *sentences, self._prediction)
+        return explain(replace(self.plan, notes=notes), self.graph)
 
     @property
     def _choices(self) -> tuple[str, ...]:
         """What the search says it chose, without its own, additive, prices."""
-        priced = ("predicted on", " a rank, of ")
+        priced = (
+            "predicted on", " a rank, of ", "predicted step of the pipeline", "pipeline of ",
+        )  # fmt: skip
         return tuple(n for n in self.plan.notes if not any(words in n for words in priced))
 
     @property
     def _prediction(self) -> str:
         return (
-            f"predicted on {self.cluster}: {format_seconds(self.step_seconds)} a step, "
+            f"predicted on {self.cluster}{' by simulation' if self.simulated else ''}: "
+            f"{format_seconds(self.step_seconds)} a step, "
             f"{format_bytes(self.memory_bytes)} of {format_bytes(self.bound_bytes)} of a rank"
         )
 
@@ -162,11 +204,15 @@ class Explanation:
     @cached_property
     def time(self) -> Breakdown:
         """Seconds of a step."""
+        if self.simulated is not None:
+            return self.simulated.time
         return self._tree("step", "seconds", lambda step: step.time())
 
     @cached_property
     def memory(self) -> Breakdown:
         """Peak bytes of a rank, of the stage of the pipeline that needs most."""
+        if self.simulated is not None:
+            return self.simulated.memory
         trees = [
             self._tree(f"memory of the {stage} stage", "bytes", lambda s, at=stage: s.memory(at))  # type: ignore[misc]
             for stage in STAGES
@@ -179,7 +225,15 @@ class Explanation:
     @cached_property
     def traffic(self) -> Breakdown:
         """Bytes that a rank sends in a step, by axis and collective."""
-        return self._tree("traffic", "bytes", lambda step: step.traffic())
+        tree = self._tree("traffic", "bytes", lambda step: step.traffic())
+        if self.simulated is None or not self.simulated.traffic.value:
+            return tree
+        sent = self.simulated.traffic
+        parts = sorted((*tree.parts, sent), key=lambda part: (-part.value, part.name))
+        return replace(
+            tree, value=tree.value + sent.value, parts=tuple(parts),
+            expression=tree.expression + sent.expression,
+        )  # fmt: skip
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         symbolic, numeric = terms(self.symbolic), terms(self.step)
@@ -191,10 +245,12 @@ class Explanation:
 
     @property
     def step_seconds(self) -> float:
-        return float(total(self.step.time()))
+        return self.simulated.seconds if self.simulated else float(total(self.step.time()))
 
     @property
     def memory_bytes(self) -> float:
+        if self.simulated is not None:
+            return self.simulated.memory_bytes
         return max(float(total(self.step.memory(stage))) for stage in STAGES)
 
     @property
@@ -246,8 +302,11 @@ class Explanation:
         """Change of the step's time, as a fraction, per 1 % more of every symbol it depends on.
 
         From the derivative, 0.01 x / T dT/dx, by a step in the complex plane, which is exact to
-        rounding (Squire and Trapp 1998). Axes and stages of one are left out. Largest first.
+        rounding (Squire and Trapp 1998). Axes and stages of one are left out. Largest first. Of the
+        closed form where there is a pipeline.
         """
+        if self.closed_form is not self:
+            return self.closed_form.sensitivity()
         fixed = {axis for axis, size in self.plan.mesh.axes if size == 1}
         fixed |= {"stages", "chunks"} if self.run.stages == 1 else set()
         names = [name for name in self.values if name not in fixed]
@@ -268,8 +327,11 @@ class Explanation:
     def solve_for(self, name: str) -> Solution:
         """The largest value of a size such as `batch` at which a rank's memory is just enough.
 
-        Raises AutoparError for a name that is no symbol of the memory, or if nothing fits.
+        Of the closed form where there is a pipeline. Raises AutoparError for a name that is no symbol of
+        the memory, or if nothing fits.
         """
+        if self.closed_form is not self:
+            return self.closed_form.solve_for(name)
         x = symbol(name)
         expression = total(self.symbolic.memory("first" if "first" in self.memory.name else "last"))
         if x not in expression.free_symbols:
@@ -322,10 +384,13 @@ class Explanation:
         `hbm_bytes` is the memory of a rank; `link_bandwidth`, `link_latency`, `flops`,
         `memory_bandwidth` and `host_speed` take factors: 2 is twice as much. Raises AutoparError for
         any other name, and for values that are not positive. A search starts from another machine,
-        not from other sizes: those need another capture.
+        not from other sizes: those need another capture. So does a pipeline, because its schedule is run
+        with the figures of the graph; `closed_form.what_if` takes all names.
         """
         if search:
             return self._searched_again(changes)
+        if self.simulated is not None:
+            return self._on_changed(changes)
         overrides, bound = dict(self.overrides), self.memory_bound_bytes
         for name, value in changes.items():
             if not 0 < value < math.inf:
@@ -341,22 +406,49 @@ class Explanation:
                 raise AutoparError(f"Nothing here is called {name!r}; there are {known}.")
         return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
 
+    def _on_changed(self, changes: Mapping[str, float]) -> Explanation:
+        """The same pipeline, run on the changed machine."""
+        changed = self.closed_form.what_if(search=False, **changes)  # refuses what is no name
+        others = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
+        if others:
+            raise AutoparError(
+                f"A pipeline's schedule is simulated for the graph and the machine as they are, so that "
+                f"what_if({others[0]}={changes[others[0]]}) has no answer: explain the model again with it, "
+                f"or ask the closed form, closed_form.what_if({others[0]}={changes[others[0]]}). What can "
+                f"be changed is {', '.join([*sorted(GROUPS), 'hbm_bytes'])}."
+            )
+        cluster = replace(self.cluster, hardware=changed_hardware(self.cluster.hardware, changes))
+        return replace(
+            self, cluster=cluster, memory_bound_bytes=changed.memory_bound_bytes, built=None
+        )
+
     def _searched_again(self, changes: Mapping[str, float]) -> Explanation:
         """The best plan under the same recipe on the changed machine."""
-        changed = self.what_if(search=False, **changes)  # refuses what has no name or no value
+        changed = self.closed_form.what_if(search=False, **changes)  # refuses what is no name
         sizes = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
         if sizes:
             raise AutoparError(
                 f"A new search for another {sizes[0]} needs a new capture: explain the model again."
             )
         hardware = changed_hardware(self.cluster.hardware, changes)
-        plan = search_plan(
-            self.graph, self.plan.mesh, hardware=hardware, recipe=self.plan.recipe,
-            memory_bytes=changed.bound_bytes, micro_batches=self.plan.micro_batches,
-            fingerprint=self.plan.fingerprint,
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "hardware": hardware, "recipe": self.plan.recipe, "memory_bytes": changed.bound_bytes,
+            "micro_batches": self.plan.micro_batches, "fingerprint": self.plan.fingerprint,
+        }  # fmt: skip
+        if self.plan.pipeline is None:
+            plan = search_plan(self.graph, self.plan.mesh, **settings)
+        else:
+            found = search_pipeline(
+                self.graph, self.plan.world_mesh, **settings,
+                captured_micro_batches=self.plan.micro_batches, recompute=self.plan.recompute,
+                precision=self.run.precision, software=self.software,
+            )  # fmt: skip
+            plan = found.plan
         cluster = replace(self.cluster, hardware=hardware)
-        return replace(changed, plan=plan, cluster=cluster, overrides=self.overrides, built=None)
+        run = replace(self.run, chunks=plan.pipeline.chunks) if plan.pipeline else self.run
+        return replace(
+            changed, plan=plan, cluster=cluster, run=run, overrides=self.overrides, built=None
+        )
 
     def _scaled(self, group: str, factor: float) -> dict[str, float]:
         if group == "host_speed":
@@ -393,7 +485,33 @@ class Explanation:
             "sensitivity_per_percent": self.sensitivity(),
             "symbols": dict(sorted(self.values.items())),
             "candidates": [dataclasses.asdict(each) for each in self.candidates],
+            **self._pipeline_json(),
         }  # fmt: skip
+
+    def _pipeline_json(self) -> dict[str, Any]:
+        """The stages and the simulated schedule; nothing without a pipeline."""
+        run = self.simulated
+        if run is None:
+            return {}
+        closed = self.closed_form
+        return {
+            "pipeline": {
+                "schedule": run.pipeline.schedule,
+                "stages": [each._asdict() for each in run.stages],
+                "slowest_stage": run.slowest_stage,
+                "fullest_rank": run.fullest_rank,
+                "busy_seconds": list(run.simulation.busy_seconds),
+                "rank_bytes": list(run.simulation.peak_bytes),
+                "schedule_seconds": run.simulation.step_seconds,
+                "once_seconds": list(run.once_seconds),
+                "bubble_fraction": run.simulation.bubble_fraction,
+                "closed_form": {
+                    "bubble_fraction": run.closed_bubble,
+                    "step_seconds": closed.step_seconds,
+                    "memory_bytes": closed.memory_bytes,
+                },
+            }
+        }
 
 
 def changed_hardware(hardware: Hardware, changes: Mapping[str, float]) -> Hardware:

@@ -38,6 +38,8 @@ def _page(explanation: Explanation, title: str) -> Page:
         time=explanation.time,
         traffic=explanation.traffic,
         events=explanation.events(),
+        simulation=explanation.simulation,
+        stages=explanation.simulated.stages if explanation.simulated else (),
         candidates=explanation.candidates,
         roofline=tuple(_roofline(explanation)),
         peak_flops=hardware.flops_per_second(_itemsize(explanation.graph)),
@@ -45,8 +47,23 @@ def _page(explanation: Explanation, title: str) -> Page:
         block=block_of(explanation, words),
         formulas=tuple(_formulas(explanation)),
         sensitivity=sensitivity_in_words(explanation),
-        notes=(*explanation.plan.notes, *change_lines(explanation), *_caveats(explanation)),
-    )
+        notes=(
+            *explanation.plan.notes, *_of_pipeline(explanation), *change_lines(explanation),
+            *_caveats(explanation),
+        ),
+    )  # fmt: skip
+
+
+def _of_pipeline(e: Explanation) -> Iterator[str]:
+    """What the stages are, and which figures are of the simulation and which of the closed form."""
+    run, closed = e.simulated, e.closed_form
+    if run is not None:
+        yield from run.sentences
+        yield (
+            "Step, memory and stages are of the simulated schedule. Formulas, sensitivities, the timeline "
+            "and collectives inside a stage are of the closed form, in which all stages are alike: "
+            f"{format_seconds(closed.step_seconds)} and {format_bytes(closed.memory_bytes)}."
+        )
 
 
 def sensitivity_in_words(e: Explanation) -> dict[str, float]:
@@ -113,12 +130,20 @@ def _event_document(event: Event) -> dict[str, Any]:
 
 
 def _subtitle(e: Explanation) -> str:
-    stages = f", {int(e.run.stages)} pipeline stages" if e.run.stages > 1 else ""
+    stages = _stages_in_words(e)
     again = ", layers run again in backward" if e.run.recompute == "full" else ""
     count = int(e.run.micro_batches)
     batches = f"{count} micro-batch{'es' * (count > 1)}"
-    axes = ",".join(f"{name}={size}" for name, size in e.plan.mesh.axes if size > 1) or "one rank"
+    mesh = e.plan.world_mesh
+    axes = ",".join(f"{name}={size}" for name, size in mesh.axes if size > 1) or "one rank"
     return f"{axes} on {e.cluster}{stages}, {batches}{again}, recipe {e.plan.recipe}"
+
+
+def _stages_in_words(e: Explanation) -> str:
+    """The schedule where there is one, else how many stages are priced."""
+    if e.plan.pipeline is None:
+        return f", {int(e.run.stages)} pipeline stages" if e.run.stages > 1 else ""
+    return f", {e.plan.pipeline.schedule} over {e.plan.pipeline.stages} stages"
 
 
 def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
@@ -128,10 +153,13 @@ def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
     yield "model FLOPs utilization", f"{100 * e.mfu:.1f} %"
     yield "memory of a rank", f"{format_bytes(e.memory_bytes)} of {format_bytes(e.bound_bytes)}"
     yield "sent by a rank", f"{format_bytes(e.traffic.value)} a step"
+    if e.simulation is not None:
+        yield "pipeline bubble", f"{100 * e.simulation.bubble_fraction:.1f} % of the schedule"
 
 
 def _formulas(e: Explanation) -> Iterator[Formula]:
     """Every cost as the sum of its parts by name, and the largest parts as formulas."""
+    e = e.closed_form  # what a simulation measures has no formula
     plain = _plain_symbols(e)
     for tree, shown in (
         (e.time, format_seconds),
@@ -203,12 +231,20 @@ def _itemsize(graph: Graph) -> int:
     return min((t.itemsize_bytes for t in graph.tensors.values() if t.needs_grad), default=4)
 
 
+def _closed_form_stages(e: Explanation) -> str:
+    stages, layers = int(e.run.stages), sum(stack.layers for stack in e.graph.stacks)
+    share = f"{layers / stages:g} of {layers} layers" if layers else "an equal share"
+    return (
+        f"Each of the {stages} pipeline stages is taken to have {share}, the first with what comes before "
+        "them and the last with what comes behind, and is priced by the closed form of 1F1B. Cuts and a "
+        "simulated schedule need the whole model: package.module:function with --mesh pp=..."
+    )
+
+
 def _caveats(e: Explanation) -> tuple[str, ...]:
     notes = []
-    if e.run.stages > 1:
-        notes.append("Pipeline stages are priced by formula; this version cannot run them.")
-    if e.run.recompute == "full":
-        notes.append("Recomputation is priced by formula; this version does not insert it.")
+    if e.run.stages > 1 and e.simulated is None:
+        notes.append(_closed_form_stages(e))
     guessed = [n for n, source in e.cluster.hardware.sources if source.kind == "guess"]
     if "host_seconds" in guessed:
         notes.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,9 +12,37 @@ from autopar.capture import Captured, LossFunction, capture_forward, capture_ste
 from autopar.cost_model import Hardware
 from autopar.errors import MeshError, StepError
 from autopar.factors import Analysis, analyze
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, State
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, State, with_pipeline
+from autopar.ir.plan import Recompute
 from autopar.passes import clean_up
-from autopar.search import RecipeLike, search, search_mesh
+from autopar.search import RecipeLike, search
+from autopar.search.pipeline import search_pipeline, search_pipeline_mesh
+
+
+@dataclass(frozen=True)
+class StageWishes:
+    """What a caller asks of pipeline stages and recomputation; None leaves it to the search.
+
+    Attributes:
+        schedule: one of `autopar.ir.SCHEDULES`.
+        chunks: stages of each pipeline rank.
+        recompute: whether layers run again in backward.
+    """
+
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: Recompute | None = None
+
+    def refuse_schedule(self, mesh: Mesh) -> None:
+        """Raises MeshError if a schedule is asked for on a mesh without stages."""
+        if self.schedule is not None or self.chunks is not None:
+            raise MeshError(
+                f"schedule={self.schedule!r} and chunks={self.chunks} are of pipeline stages, and the mesh "
+                f"{mesh} has no axis {PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave them out."
+            )
+
+
+NO_WISHES = StageWishes()
 
 
 @dataclass(frozen=True)
@@ -64,28 +92,49 @@ def make_plan(
     recipe: RecipeLike = "auto",
     pins: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
+    captured_micro_batches: int | None = None,
+    stages: StageWishes = NO_WISHES,
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
 ) -> Plan:
     """Searches a plan; without a mesh its shape is searched too, for `world_size` ranks.
 
+    Args:
+        micro_batches: of a step; None leaves them open where there are stages, and is 1 elsewhere.
+        captured_micro_batches: how many of the captured batch make a step; by default `micro_batches`.
+        stages: what is asked of a pipeline and of recomputation.
+
     Raises MeshError, RecipeError or SearchError where none can be.
     """
-    graph, fingerprint = prepared.analysis.graph, prepared.captured.fingerprint
+    graph = prepared.analysis.graph
+    settings: dict[str, Any] = {
+        "hardware": hardware, "recipe": recipe, "pins": pins, "memory_bytes": memory_bytes,
+        "fingerprint": prepared.captured.fingerprint,
+    }  # fmt: skip
+    outer = {
+        **settings, **asdict(stages), "micro_batches": micro_batches,
+        "captured_micro_batches": captured_micro_batches or micro_batches or 1,
+    }  # fmt: skip
     if mesh is None:
         assert world_size is not None and not fixed_storage, "a searched mesh needs a world size"
-        plan = search_mesh(
-            graph, world_size, hardware=hardware, recipe=recipe, pins=pins,
-            memory_bytes=memory_bytes, micro_batches=micro_batches, fingerprint=fingerprint,
-        )  # fmt: skip
-        return take_parts(plan, graph)
+        return take_parts(search_pipeline_mesh(graph, world_size, **outer).plan, graph)
     mesh = Mesh.of(mesh)
-    refuse_pipeline(mesh)
+    if PIPELINE_AXIS in mesh.names:
+        return take_parts(search_pipeline(graph, mesh, **outer).plan, graph)
+    if stages.recompute == "full":
+        return take_parts(_recomputing(graph, mesh, outer), graph)
+    stages.refuse_schedule(mesh)
     plan = search(
-        graph, mesh, hardware=hardware, recipe=recipe, pins=pins, memory_bytes=memory_bytes,
-        micro_batches=micro_batches, fingerprint=fingerprint, fixed_storage=fixed_storage,
-    )  # fmt: skip
+        graph, mesh, **settings, micro_batches=micro_batches or 1, fixed_storage=fixed_storage
+    )
     return take_parts(plan, graph)
+
+
+def _recomputing(graph: Graph, mesh: Mesh, settings: Mapping[str, Any]) -> Plan:
+    """A plan without stages is one of a pipeline of one rank, whose schedule is of no account."""
+    whole = with_pipeline(mesh, 1, 0)
+    settings = {**settings, "schedule": "gpipe", "micro_batches": settings["micro_batches"] or 1}
+    return replace(search_pipeline(graph, whole, **settings).plan, pipeline=None)
 
 
 def take_parts(plan: Plan, graph: Graph) -> Plan:
@@ -113,15 +162,6 @@ def _agreed_state(plan: Plan, graph: Graph, tensor: str, axis: int, state: State
     only = wanted.pop() if len(wanted) == 1 else state
     splits_rows = only.kind == "S" and only.factor == 0
     return only if state == R and splits_rows else state
-
-
-def refuse_pipeline(mesh: Mesh) -> None:
-    """Raises MeshError if an axis asks for pipeline stages, which this version has not."""
-    if PIPELINE_AXIS in mesh.names:
-        raise MeshError(
-            f"The axis {PIPELINE_AXIS!r} of {mesh} is reserved for pipeline stages, which this "
-            "version of autopar does not have; give its ranks to another axis, such as dp or tp."
-        )
 
 
 def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -38,12 +38,16 @@ def explain(plan: Plan, graph: Graph) -> RenderableType:
 
 
 def headline(plan: Plan) -> Text:
-    """One line: mesh, recipe, micro-batches, model."""
-    ranks = f"{plan.mesh.size} rank{'s' * (plan.mesh.size > 1)}"
+    """One line: mesh, recipe, schedule, micro-batches, model."""
+    mesh = plan.world_mesh
+    ranks = f"{mesh.size} rank{'s' * (mesh.size > 1)}"
     batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    text = Text(f"Plan for {ranks} as {plan.mesh}", style="bold")
+    schedule = f", {plan.pipeline.schedule}" if plan.pipeline else ""
+    again = ", layers run again" if plan.recompute == "full" else ""
+    text = Text(f"Plan for {ranks} as {mesh}", style="bold")
     return text.append(
-        f"  recipe {plan.recipe}{batches}, model {plan.fingerprint}", style="not bold dim"
+        f"  recipe {plan.recipe}{schedule}{batches}{again}, model {plan.fingerprint}",
+        style="not bold dim",
     )
 
 

@@ -13,8 +13,11 @@ from autopar.advice import Advice
 from autopar.fitting import Fit, Remedy
 from autopar.pages import change_line, word_of
 from autopar.report import collective_table, op_table, parameter_table, used_axes
-from autopar.views import CandidateTable, Page, SensitivityTable, Tree, memory_bar, time_bar
+from autopar.views import (
+    CandidateTable, Page, SensitivityTable, StageTable, Tree, memory_bar, time_bar,
+)  # fmt: skip
 from autopar.views.bars import headline
+from autopar.views.gantt import Gantt
 from autopar.views.units import format_bytes, format_seconds
 
 _DEPTH, _SMALLEST = 2, 0.02  # of the trees: levels, and shares that are summed up
@@ -40,6 +43,9 @@ class Sheet:
         yield Group(*(Text(f"- {note}") for note in page.notes if note not in self._changes))
         yield memory_bar(page.memory, page.memory_bound_bytes)
         yield time_bar(page.time, page.axes)
+        if page.simulation is not None:
+            yield Gantt(page.simulation)
+            yield StageTable(page.stages)
         yield parameter_table(plan, advice.graph)
         yield op_table(plan, advice.graph, advice.factor_words)
         if page.traffic.parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,26 +51,44 @@ def cuts_where_parameters_lie(
 
     Raises PlanError where the ops are in an order that the stages are not.
     """
-    of_tensor = {tensor: name for name, tensor in graph.parameters.items()}
-    cuts: list[str] = []
-    for op in graph.ops:
-        for tensor in op.operands:
-            homes = users.get(of_tensor.get(tensor, ""), range(stages))
-            if len(cuts) in homes:
-                continue
-            if len(cuts) + 1 not in homes:
-                raise PlanError(
-                    f"{of_tensor[tensor]} lies on stage {' and '.join(map(str, homes))} of the pipeline, "
-                    f"and {op.name}, which uses it, comes on stage {len(cuts)}. This graph runs its "
-                    "parameters in another order than the step did: use step(*batch) only."
-                )
-            cuts.append(op.name)
-    if len(cuts) + 1 != stages:
-        raise PlanError(
-            f"The parameters of stage {len(cuts) + 1} of {stages} are not used here, so that there is "
-            "nothing for it to run: use step(*batch) only."
-        )
-    return tuple(cuts)
+    names = {tensor: name for name, tensor in graph.parameters.items()}
+    homes = [
+        [(names[x], users[names[x]]) for x in op.operands if names.get(x) in users]
+        for op in graph.ops
+    ]
+    early, stage = list[int](), 0
+    for op, found in zip(graph.ops, homes, strict=True):
+        stage = _nearest(stage, found, 1, op.name)
+        early.append(stage)
+    late, stage = list[int](), stages - 1
+    for op, found in zip(reversed(graph.ops), reversed(homes), strict=True):
+        stage = _nearest(stage, found, -1, op.name)
+        late.insert(0, stage)
+    places = [0]
+    for stage in range(1, stages):
+        places.append(max(bisect.bisect_left(late, stage), places[-1] + 1))
+        if places[-1] > min(bisect.bisect_left(early, stage), len(early) - 1):
+            raise PlanError(
+                f"The parameters of stage {stage} of {stages} are not used here, so that there is "
+                "nothing for it to run: use step(*batch) only."
+            )
+    return tuple(graph.ops[place].name for place in places[1:])
+
+
+def _nearest(
+    stage: int, homes: Sequence[tuple[str, Sequence[int]]], direction: int, op: str
+) -> int:
+    """The stage next to this one, in a direction, on which all of an op's parameters lie."""
+    for name, stages in homes:
+        beyond = [s for s in stages if direction * s >= direction * stage]
+        if not beyond:
+            raise PlanError(
+                f"{name} lies on stage {' and '.join(map(str, stages))} of the pipeline, and {op}, which "
+                f"uses it, comes {'after' if direction > 0 else 'before'} what runs on stage {stage}. This "
+                "graph runs its parameters in another order than the step did: use step(*batch) only."
+            )
+        stage = min(beyond) if direction > 0 else max(beyond)
+    return stage
 
 
 def _names(program: Program, *, parameters: bool) -> list[str]:

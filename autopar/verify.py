@@ -151,6 +151,7 @@ class Subject:
         args, kwargs: a micro-batch; further ones are its rows in another order.
         prepared: its captured step.
         loss_fn: as in `compile`.
+        references: number of micro-batches -> what a single device computes, once it was run.
     """
 
     model: nn.Module
@@ -158,7 +159,7 @@ class Subject:
     kwargs: dict[str, Any]
     prepared: Prepared
     loss_fn: LossFunction | None
-    _references: dict[int, Reference] = field(default_factory=dict, compare=False)
+    references: dict[int, Reference] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -189,12 +190,12 @@ class Subject:
 
     def reference(self, micro_batches: int) -> Reference:
         """What the model computes without autopar; run once for each number of micro-batches."""
-        if micro_batches not in self._references:
+        if micro_batches not in self.references:
             batches = [self._batch(i) for i in range(micro_batches)]
-            self._references[micro_batches] = _single_device(
+            self.references[micro_batches] = _single_device(
                 self.model, batches, self.prepared.captured, self.loss_fn
             )
-        return self._references[micro_batches]
+        return self.references[micro_batches]
 
     def _batch(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A micro-batch: the rows of the first in another order."""

@@ -55,7 +55,11 @@ def _free(graph: fx.Graph, parameters: int, received: int) -> set[fx.Node]:
     placeholders = graph.find_nodes(op="placeholder")
     found = set(placeholders[parameters : len(placeholders) - received])
     for node in graph.nodes:
-        if node.op == "call_function" and not draws(node) and found.issuperset(node.all_input_nodes):
+        if (
+            node.op == "call_function"
+            and not draws(node)
+            and found.issuperset(node.all_input_nodes)
+        ):
             found.add(node)
     return found
 
@@ -77,9 +81,9 @@ def _home(
 ) -> _Home:
     """A free call goes inside a block if that alone uses it, and else before the first that does."""
     users = {homes[user] for user in node.users}
-    block = node.meta.get("block")
-    if (is_free or block is None) and users:
-        block = min(user.block for user in users)
+    block = node.meta.get("block", math.inf)
+    if is_free or "block" not in node.meta:
+        block = min((user.block for user in users), default=block)
     is_inside = block in folded and (not is_free or users == {_Home(block, True)})
     return _Home(block, is_inside)
 

@@ -71,9 +71,13 @@ def test_a_world_of_another_size() -> None:
         compiled(mesh={"dp": 2, "tp": 2})
 
 
-def test_pipeline_axes_are_not_there_yet() -> None:
-    with pytest.raises(autopar.MeshError, match="reserved for pipeline stages"):
-        compiled(mesh={"pp": 1})
+def test_a_single_stage_is_no_pipeline() -> None:
+    assert compiled(mesh={"pp": 1}).plan.pipeline is None
+
+
+def test_a_schedule_takes_an_axis_for_stages() -> None:
+    with pytest.raises(autopar.MeshError, match="the mesh dp=1 has no axis 'pp': add one, such as pp=2"):
+        compiled(mesh={"dp": 1}, schedule="1f1b")
 
 
 def test_a_plan_is_loaded_from_its_file(tmp_path: Path) -> None:

@@ -82,9 +82,11 @@ def test_a_wrong_plan_is_found(subject):
     plan = random_plan(
         graph, Mesh.parse("a=2"), seed=0, fingerprint=subject.prepared.captured.fingerprint
     )
-    weakened = dict(subject.gradients)
+    reference = subject.reference(micro_batches=1)
+    weakened = dict(reference.gradients)
     name = next(n for n, g in weakened.items() if g is not None and g.abs().max() > 0)
     weakened[name] = weakened[name] * 2
-    report = replace(subject, gradients=weakened).compare(plan)
+    wrong = {1: replace(reference, gradients=weakened)}
+    report = replace(subject, references=wrong).compare(plan)
     assert not report.passed
     assert report.worst_parameter == name

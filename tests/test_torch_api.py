@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -167,3 +168,32 @@ def test_the_actions_of_a_loop_are_those_that_it_tells_of_itself_but_for_the_las
                 assert computed == list(_torch._flat_actions(told[rank]))
             # Of 1F1B's last rank it tells 1F, 0B, 2F, 1B, ..., a micro-batch that there is not.
             assert sorted(n for kind, _, n in computed if kind == "F") == [0, 1, 2, 3]
+
+
+def test_a_node_of_autograd_runs_alone():
+    x, row = torch.ones(2, 3, requires_grad=True), torch.ones(3, requires_grad=True)
+    hit = []
+    row.register_hook(hit.append)
+    node = (x.float() + row).grad_fn
+    (first, gradient), (second, summed) = _torch.run_node(node, [X])
+    assert first.node is get_gradient_edge(x).node and torch.equal(gradient, X)
+    assert second.node is get_gradient_edge(row).node and torch.equal(summed, X.sum(0))
+    assert hit == [] and not gradient.requires_grad
+
+
+def test_a_node_of_a_function_written_in_python_runs_alone():
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, number, x, y):
+            return x * number, y * number
+
+        @staticmethod
+        def backward(ctx, a, b):
+            return None, a * 2, b * 3
+
+    x, y = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
+    node = Both.apply(2, x, y)[0].grad_fn
+    assert [g.sum() for _, g in _torch.run_node(node, [X, None])] == [30, 0]
+    node = Both.apply(2, x.detach(), y)[1].grad_fn
+    ((edge, gradient),) = _torch.run_node(node, [None, X])
+    assert edge.node is get_gradient_edge(y).node and torch.equal(gradient, 3 * X)

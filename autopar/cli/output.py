@@ -14,7 +14,7 @@ from rich.console import Console
 
 from autopar.advice import Progress, silent
 from autopar.errors import AutoparError
-from autopar.views import Page, write_html, write_trace
+from autopar.views import Page, gantt, write_html, write_trace
 
 
 def console() -> Console:
@@ -51,7 +51,8 @@ def write_files(page: Page, html: Path | None, trace: Path | None) -> None:
         write_html(page, html)
         _wrote(html)
     if trace is not None:
-        write_trace(page.events, trace)
+        ranks = gantt.events(page.simulation) if page.simulation else ()
+        write_trace((*page.events, *ranks), trace)
         _wrote(trace)
 
 

@@ -29,7 +29,7 @@ class Adoption:
 
     def __init__(self) -> None:
         self._successors: Successors = {}
-        self.stop = register_optimizer_step_pre_hook(self._follow).remove
+        self.stop = register_optimizer_step_pre_hook(self.follow).remove
 
     def replace(self, old: nn.Parameter, new: nn.Parameter | None) -> None:
         """Optimizers shall hold `new` where they hold `old`, or nothing where it is None."""
@@ -38,7 +38,8 @@ class Adoption:
                 self._successors[key] = (reference, new)
         self._successors[id(old)] = (weakref.ref(old), new)
 
-    def _follow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def follow(self, optimizer: Optimizer, *_: Any) -> None:
+        """Brings an optimizer up to date."""
         _replace_parameters(optimizer, self._successors)
 
 

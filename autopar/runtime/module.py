@@ -6,9 +6,10 @@ checkpoints, `train()` and `eval()` find everything where it was.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Pipeline, Plan
+from autopar.ir.plan import Recompute
 from autopar.program import Program
 from autopar.runtime.absence import take_out
 from autopar.runtime.adoption import Adoption, adopt
@@ -56,12 +58,19 @@ class Programs:
 class Planner(Protocol):
     """Makes programs and knows the mesh they run on (implemented by autopar.api)."""
 
+    def micro_batches(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> int:
+        """How many micro-batches are best for a step of this whole batch."""
+        ...
+
     def program(
         self,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
+        micro_batches: int,
         is_step: bool,
         fixed: Fixed | None,
     ) -> Programs:
@@ -82,7 +91,7 @@ class Settings:
     """How a compiled module behaves.
 
     Attributes:
-        micro_batches: into how many parts `step` cuts its batch.
+        micro_batches: into how many parts `step` cuts its batch; None leaves it to the planner.
         device: where it runs.
         device_mesh: any mesh over all ranks, for parameters to become DTensors before there is a plan;
             None for a single rank without process groups.
@@ -92,7 +101,7 @@ class Settings:
         bucket_bytes: about how much one collective carries.
     """
 
-    micro_batches: int
+    micro_batches: int | None
     device: torch.device
     device_mesh: DeviceMesh | None
     init_fn: InitFunction | None
@@ -107,12 +116,13 @@ class Fixed:
 
     Attributes:
         parameters: how each lies on the mesh of its stage.
-        pipeline: of the first program.
+        pipeline, recompute: of the first program.
         users: parameter name -> the stages that use it.
     """
 
     parameters: Mapping[str, ParameterPlan]
     pipeline: Pipeline | None
+    recompute: Recompute
     users: Mapping[str, tuple[int, ...]]
 
 
@@ -160,6 +170,7 @@ class CompiledModule(nn.Module):
         self._planner, self._settings = planner, settings
         self._store: ParameterStore | None = None
         self._plan: Plan | None = None
+        self._micro_batches = settings.micro_batches
         self._fixed: Fixed | None = None
         self._absent: list[Absent] = []  # parameters of other pipeline ranks
         self._elsewhere: frozenset[str] = frozenset()  # entries of the state dict that others give
@@ -193,7 +204,7 @@ class CompiledModule(nn.Module):
         """
         arguments = Arguments.of(batch, kwargs)
         bound = self._program(arguments, is_step=True)
-        parts = cut_inputs(bound.program, arguments, self._settings.micro_batches, bound.world)
+        parts = cut_inputs(bound.program, arguments, self._count(is_step=True), bound.world)
         self._steps += 1
         try:
             return bound.step(parts)
@@ -256,7 +267,7 @@ class CompiledModule(nn.Module):
 
     def _program(self, arguments: Arguments, *, is_step: bool) -> BoundProgram | BoundPipeline:
         fitting = [r for r in self._ready[is_step] if arguments.fits(r.bound.program)]
-        count = self._settings.micro_batches if is_step else 1
+        count = self._count(is_step=is_step)
         accepting = [
             r for r in fitting if accepts(r.bound.program, arguments, count, r.bound.world)
         ]
@@ -272,13 +283,14 @@ class CompiledModule(nn.Module):
         return self._add(arguments, is_step=is_step)
 
     def _add(self, arguments: Arguments, *, is_step: bool) -> BoundProgram | BoundPipeline:
-        model, device = self._original, self._settings.device
-        count = self._settings.micro_batches if is_step else 1
-        examples = first_micro_batch(arguments, count)
-        with stand_ins(model, examples, device, self._absent) as fakes:
-            args, kwargs = arguments.rebuild(fakes)
+        model = self._original
+        if is_step and self._micro_batches is None:
+            with self._stand_ins(arguments, 1) as (args, kwargs):
+                self._micro_batches = self._planner.micro_batches(model, args, kwargs)
+        count = self._count(is_step=is_step)
+        with self._stand_ins(arguments, count) as (args, kwargs):
             programs = self._planner.program(
-                model, args, kwargs, is_step=is_step, fixed=self._fixed
+                model, args, kwargs, micro_batches=count, is_step=is_step, fixed=self._fixed
             )
         if self._store is None:
             warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
@@ -286,6 +298,19 @@ class CompiledModule(nn.Module):
         bound = self._bind(programs)
         self._ready[is_step].append(_Ready(bound, self._state()))
         return bound
+
+    def _count(self, *, is_step: bool) -> int:
+        """Micro-batches of a program; no step has been planned before they are known."""
+        return (self._micro_batches or 1) if is_step else 1
+
+    @contextlib.contextmanager
+    def _stand_ins(
+        self, arguments: Arguments, count: int
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Inside it the model is fit to be captured, with these arguments of one micro-batch."""
+        examples, device = first_micro_batch(arguments, count), self._settings.device
+        with stand_ins(self._original, examples, device, self._absent) as fakes:
+            yield arguments.rebuild(fakes)
 
     def _bind(self, programs: Programs) -> BoundProgram | BoundPipeline:
         assert self._store is not None
@@ -297,7 +322,7 @@ class CompiledModule(nn.Module):
             )  # fmt: skip
         return BoundPipeline(
             programs.whole, programs.stages, self._store, self._original, seeds=self._seeds,
-            bucket_bytes=bucket_bytes, micro_batches=self._settings.micro_batches,
+            bucket_bytes=bucket_bytes, micro_batches=self._count(is_step=programs.whole.is_step),
         )  # fmt: skip
 
     def _state(self) -> tuple[bool, ...]:
@@ -319,7 +344,7 @@ class CompiledModule(nn.Module):
         place_buffers(model, world)
         self._seeds.manual_seed(world.agree(torch.initial_seed() % 2**62))
         plan = self._plan = programs.whole.plan
-        self._fixed = Fixed(plan.parameters, plan.pipeline, _users(programs.stages))
+        self._fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, _users(programs.stages))
         if world.pipe is not None:
             self._leave_to_others(programs, held)
 

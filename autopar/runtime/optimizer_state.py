@@ -154,6 +154,6 @@ def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[tuple[list[str
                 raise AutoparError(
                     f"Parameter {position} of group {number} of the optimizer, of shape "
                     f"{list(parameter.shape)}, is none of the model's. Make the optimizer of "
-                    "model.parameters(), after autopar.compile."
+                    "model.parameters()."
                 )
     return [([names[id(p)] for p in g["params"]], g) for g in optimizer.param_groups]

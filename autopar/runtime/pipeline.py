@@ -23,7 +23,7 @@ from autopar.runtime.collectives import group_name
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.shared import SharedParameters, holders_of
-from autopar.runtime.split_backward import SplitBackward
+from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.world import Pipe
 from autopar.schedules import schedule_class
 
@@ -116,7 +116,8 @@ class BoundPipeline:
                 device=self.world.device, group=self._pipe.group,
                 received=_examples(runner.program.received),
                 sent=_examples(runner.program.sent) or _loss_example(runner.program),
-                split_backward=SplitBackward, before_backward=runner.begin_backward, after_backward=runner.end_backward,
+                split_backward=WholeBackward if runner.program.recomputed else SplitBackward,
+                before_backward=runner.begin_backward, after_backward=runner.end_backward,
             )
             for number, runner in self._runners.items()
         ]  # fmt: skip

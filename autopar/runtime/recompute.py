@@ -6,8 +6,8 @@ buffers are results, which the second run does not return; collectives are made 
 the order of the same graph. The second run ends with the last tensor that backward wants, so that a
 collective behind that is not repeated.
 
-Of a pipeline stage that does so the backward is not split: a split one would run every block again for
-each half.
+Of a pipeline stage whose blocks run again the backward is not split in two, for a block would run again
+for each part: where a zero-bubble schedule has the first half, all of it runs.
 """
 
 from __future__ import annotations

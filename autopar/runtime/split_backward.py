@@ -6,19 +6,25 @@ reached, the *trunk*, and the rest, which leads to weights alone. The first half
 what arrives at each node that has an edge leaving it. The second runs each of these nodes once more, for
 those edges alone, and from there the rest, in one pass.
 
+Where an edge leads to a node that is met in several places, autograd cannot be asked for that edge alone:
+from the first place it would go through the trunk to the others. There the node is called by itself.
+
 torch.distributed.pipelining has a split of its own; where weights meet the trunk in several places (a
-gather of several weights, a weight used twice) it runs parts of the trunk again, and what a weight gives
-to a result without meeting the trunk it loses.
+gather of several weights, a weight used twice) it runs parts of the trunk again, collectives among them,
+and what a weight gives to a result without meeting the trunk it loses.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from autopar import _torch
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -52,7 +58,7 @@ class SplitBackward:
             if isinstance(x, Tensor) and x.requires_grad
         }
         ends = {edge.node for edge in leaves.values()}
-        self._trunk = trunk([edge.node for edge, _ in roots], ends)
+        self._trunk, self._met_again = trunk([edge.node for edge, _ in roots], ends)
         self._rest = [(edge, g) for edge, g in roots if edge.node not in self._trunk]
         self._arrived: dict[Node, Gradients] = {}
         trunk_roots = [(edge, g) for edge, g in roots if edge.node in self._trunk]
@@ -97,7 +103,7 @@ class SplitBackward:
     def run_weights(self) -> None:
         """The second half: gradients accumulate in the weights, whose hooks are called."""
         sums: dict[tuple[Node, int], Tensor] = {}
-        edges = [(edge, g) for node in self._arrived for edge, g in self._left(node)]
+        edges = [pair for node in self._arrived for pair in self._left(node)]
         for edge, gradient in (*self._rest, *edges):
             key = (edge.node, edge.output_nr)
             sums[key] = sums[key] + gradient if key in sums else gradient
@@ -111,6 +117,9 @@ class SplitBackward:
         edges = list(dict.fromkeys(self._leaving(node)))
         if not arrived:
             return []
+        if any(edge.node in self._met_again for edge in edges):
+            given = _torch.run_node(node, self._arrived[node])
+            return [(edge, g) for edge, g in given if edge.node not in self._trunk]
         found = torch.autograd.grad(
             [GradientEdge(node, i) for i, _ in arrived], edges, [g for _, g in arrived],
             retain_graph=True, allow_unused=True,
@@ -118,9 +127,35 @@ class SplitBackward:
         return [(edge, g) for edge, g in zip(edges, found, strict=True) if g is not None]
 
 
-def trunk(roots: Sequence[Node], ends: set[Node]) -> set[Node]:
-    """The nodes from which one of `ends` is reached, these among them."""
-    found, seen = set(ends), set[Node]()
+class WholeBackward:
+    """Runs both halves at once: a block that runs again in backward would do so for each part of a half.
+
+    The arguments and attributes are those of `SplitBackward`; gradients of weights have accumulated.
+    """
+
+    def __init__(
+        self,
+        results: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Any],
+    ) -> None:
+        leaves = [isinstance(x, Tensor) and x.requires_grad for x in inputs]
+        for x in itertools.compress(inputs, leaves):
+            x.grad = None  # of the step before
+        roots = [(x, g) for x, g in zip(results, gradients, strict=True) if x.requires_grad]
+        if roots:
+            torch.autograd.backward([x for x, _ in roots], [g for _, g in roots])
+        self.input_gradients = tuple(
+            x.grad if is_leaf else None for x, is_leaf in zip(inputs, leaves, strict=True)
+        )
+
+    def run_weights(self) -> None:
+        """Nothing is left to do."""
+
+
+def trunk(roots: Sequence[Node], ends: set[Node]) -> tuple[set[Node], set[Node]]:
+    """The nodes from which one of `ends` is reached, these among them; and all that several edges lead to."""
+    found, seen, met, met_again = set(ends), set[Node](), set[Node](), set[Node]()
     waiting = [(node, False) for node in roots]
     while waiting:
         node, is_done = waiting.pop()
@@ -130,6 +165,8 @@ def trunk(roots: Sequence[Node], ends: set[Node]) -> set[Node]:
                 found.add(node)
         elif node not in seen:
             seen.add(node)
+            for n in following:
+                (met_again if n in met else met).add(n)
             waiting.append((node, True))
             waiting += [(n, False) for n in following if n not in seen]
-    return found
+    return found, met_again

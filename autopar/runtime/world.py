@@ -112,7 +112,8 @@ class World:
         if self.pipe is not None:
             names[PIPELINE_AXIS] = group_name(self.pipe.group)
         axes = [axis for axis, group in names.items() if group == error.group]
-        axis = f"axis {axes[0]!r} of {self.mesh}" if axes else "its group"
+        mesh = self.mesh if self.pipe is None else f"{self.mesh} in a pipeline"
+        axis = f"axis {axes[0]!r} of {mesh}" if axes else "its group"
         return PeerError(
             f"{doing} broke in {error.collective} over {axis} on rank {self.rank}: another rank of "
             f"that axis died, hangs, or runs another program. Its own error is in its own log. "

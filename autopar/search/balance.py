@@ -15,21 +15,26 @@ always the same one.
 and the program decides them far apart. So it only gives places to begin: the fastest stages whatever they
 hold, the fastest of which each holds its share of the memory, the smallest, and equal numbers of blocks.
 From each one cut at a time moves as long as that makes the ranks fit better, or as well and the slowest
-rank faster (then the second slowest, and so on). The best end wins: a local optimum.
+rank faster (then the second slowest, and so on); the best end wins. With `executed=True` each end moves on
+as long as the schedule, executed with these stages, ends sooner, which takes a few hundred executions. The
+answer is a local optimum. (Of GPT-2 in 8 stages on 4 ranks none of 2000 random cuts was then faster under
+zbv, and 0 to 2.6 % under interleaved 1F1B; with one stage on every rank none at all.)
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autopar.errors import SearchError
+from autopar.event_simulation import simulate
 from autopar.ir.pipeline import SCHEDULES, Pipeline
-from autopar.schedules import actions
+from autopar.schedules import Actions, actions
 from autopar.search.notes import format_bytes
 from autopar.search.stage_costs import StageTable
 
@@ -107,24 +112,29 @@ class Balance:
         return max(self.rank_seconds)
 
 
-def balance(table: StageTable, shape: Shape, *, memory_bytes: float) -> Balance:
+def balance(
+    table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
+) -> Balance:
     """The best cuts for a pipeline.
 
     Args:
         table: what every possible stage costs.
         shape: how many stages, and how many micro-batches each holds.
         memory_bytes: of a rank.
+        executed: whether ranks with several stages are balanced by executing the schedule.
 
     Raises SearchError with fewer blocks than stages, and where no cuts fit: naming the rank that is too
     full in the least overfull ones, and by how much. PlanError where the schedule cannot run so.
     """
-    found = least_overfull(table, shape, memory_bytes=memory_bytes)
+    found = least_overfull(table, shape, memory_bytes=memory_bytes, executed=executed)
     if max(found.rank_bytes) > memory_bytes:
         raise _Problem(table, shape, memory_bytes).does_not_fit(found)
     return found
 
 
-def least_overfull(table: StageTable, shape: Shape, *, memory_bytes: float) -> Balance:
+def least_overfull(
+    table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
+) -> Balance:
     """The same without an error where nothing fits: the cuts that miss by least."""
     if table.blocks < shape.stages:
         raise SearchError(
@@ -132,7 +142,7 @@ def least_overfull(table: StageTable, shape: Shape, *, memory_bytes: float) -> B
             f"chunks take {shape.stages} stages of at least one; use fewer ranks along pp, or fewer chunks."
         )
     problem = _Problem(table, shape, memory_bytes)
-    return problem.one_each() if shape.chunks == 1 else problem.several_each()
+    return problem.one_each() if shape.chunks == 1 else problem.several_each(executed)
 
 
 class _Problem:
@@ -154,7 +164,7 @@ class _Problem:
         cuts = _best_cuts(self.table.seconds, self.held, self.memory_bytes)
         return self.of(self.smallest() if cuts is None else cuts)
 
-    def several_each(self) -> Balance:
+    def several_each(self, executed: bool) -> Balance:
         """See [Note: ranks with several stages]."""
         share = self.memory_bytes / self.shape.chunks
         fastest = _best_cuts(self.table.seconds, self.held, np.inf)
@@ -163,18 +173,23 @@ class _Problem:
             stage * self.table.blocks // self.shape.stages for stage in range(1, self.shape.stages)
         )
         starts = dict.fromkeys(filter(None, (fastest, shared, self.smallest(), equal)))
-        return min(map(self._descend, starts), key=lambda each: (*self._key(each), each.cuts))
+        ends = {self._descend(self.of(cuts), self._rank_key) for cuts in starts}
+        key = self._rank_key
+        if executed:
+            key = self._step_key
+            ends |= {self._descend(end, key) for end in ends}
+        return min(ends, key=lambda each: (*key(each), each.cuts))
 
     def smallest(self) -> tuple[int, ...]:
         """The cuts whose largest stage is smallest, in memory."""
         weights = np.where(np.isfinite(self.table.seconds), self.held, np.inf)
         return _earliest(weights <= _least_largest(weights) * _ROUNDING)
 
-    def _descend(self, cuts: tuple[int, ...]) -> Balance:
-        best = self.of(cuts)
+    def _descend(self, best: Balance, key: Callable[[Balance], tuple[float, ...]]) -> Balance:
+        """Moves one cut at a time, as long as the key becomes smaller."""
         while True:
-            moved = min(map(self.of, self._moves(best.cuts)), key=self._key, default=best)
-            if not _is_less(self._key(moved), self._key(best)):
+            moved = min(map(self.of, self._moves(best.cuts)), key=key, default=best)
+            if not _is_less(key(moved), key(best)):
                 return best
             best = moved
 
@@ -186,10 +201,21 @@ class _Problem:
                 if to != at:
                     yield (*cuts[:k], to, *cuts[k + 1 :])
 
-    def _key(self, each: Balance) -> tuple[float, ...]:
+    def _rank_key(self, each: Balance) -> tuple[float, ...]:
         """Smaller is better: what does not fit, then the ranks from the slowest on."""
-        excess = max(0.0, max(each.rank_bytes) - self.memory_bytes)
-        return (excess, *sorted(each.rank_seconds, reverse=True))
+        return (self._excess(each), *sorted(each.rank_seconds, reverse=True))
+
+    def _step_key(self, each: Balance) -> tuple[float, ...]:
+        """The same with the seconds of the schedule."""
+        run = simulate(self._actions, self.table.stages(each.cuts))
+        return (self._excess(each), run.step_seconds)
+
+    def _excess(self, each: Balance) -> float:
+        return max(0.0, max(each.rank_bytes) - self.memory_bytes)
+
+    @cached_property
+    def _actions(self) -> Actions:
+        return actions(self.shape.blank, self.shape.micro_batches)
 
     def of(self, cuts: tuple[int, ...]) -> Balance:
         """These cuts with what they take."""

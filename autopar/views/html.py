@@ -13,10 +13,12 @@ from autopar.views.bars import memory_headline, savings, shown, time_headline
 from autopar.views.block import block_graph
 from autopar.views.comparison import picture, sensitivity_bars, table
 from autopar.views.formulas import formulas
+from autopar.views.gantt import gantt
 from autopar.views.markup import Markup, escape, join, json_script, tag
 from autopar.views.page import Page
 from autopar.views.roofline import roofline
 from autopar.views.stack import legend, stacked_bar
+from autopar.views.stages import stage_table
 from autopar.views.tables import branches
 from autopar.views.timeline import timeline
 
@@ -73,8 +75,12 @@ def _sections(page: Page) -> Iterator[Section]:
     axes = palette.of_axes(page.axes)
     yield _memory(page)
     yield _time(page)
+    yield _pipeline(page)
     steps = timeline(page.events, axes) if page.events else Markup("")
-    yield Section("timeline", "Timeline", "One predicted step of one rank.", steps)
+    lead = "One predicted step of one rank."
+    if page.simulation is not None:
+        lead = "One step of one rank as the closed form has it, with an equal share of the layers."
+    yield Section("timeline", "Timeline", lead, steps)
     block = block_graph(page.block, axes) if page.block else Markup("")
     yield Section("block", "Block", "The repeated block as the plan runs it.", block)
     dots = roofline(page.roofline, page.peak_flops, page.memory_bytes_per_second)
@@ -117,6 +123,13 @@ def _time(page: Page) -> Section:
         legend((*parts, *hidden), colours, page.time.value),
         _tree(page.time),
     )
+
+
+def _pipeline(page: Page) -> Section:
+    lead = "One step of all pipeline ranks, simulated action by action. Memory is without what is reserved."
+    if page.simulation is None:
+        return Section("pipeline", "Pipeline", lead)
+    return Section("pipeline", "Pipeline", lead, gantt(page.simulation), stage_table(page.stages))
 
 
 def _traffic(page: Page) -> Markup:

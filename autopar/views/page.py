@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event
+from autopar.event_simulation import Simulation
 
 NO_AXES = ("compute", "hidden")  # lanes of events that are not a mesh axis
 
@@ -69,6 +70,49 @@ class BlockNode(NamedTuple):
     collectives: tuple[BlockCollective, ...] = ()
 
 
+class StageRow(NamedTuple):
+    """A stage of the pipeline; seconds and bytes are of one micro-batch on one rank of its mesh.
+
+    Attributes:
+        number: of the stage, in the model's order.
+        rank: the pipeline rank that runs it.
+        first, last: paths of the layers, or modules, that it begins and ends with.
+        layers: how many layers of stacks it has.
+        parameters: elements of those that it uses, in all ranks of its mesh together.
+        forward_seconds, backward_seconds: on the rank.
+        send_seconds, gradient_seconds: of what it sends to the next stage and to the one before.
+        in_flight: micro-batches that it holds at most.
+        saved_bytes: of each of them.
+        kept_bytes: parameters, gradients, optimizer states and buffers.
+        rank_bytes: the peak of its rank, with all stages of that.
+    """
+
+    number: int
+    rank: int
+    first: str
+    last: str
+    layers: int
+    parameters: int
+    forward_seconds: float
+    backward_seconds: float
+    send_seconds: float
+    gradient_seconds: float
+    in_flight: int
+    saved_bytes: float
+    kept_bytes: float
+    rank_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def where(self) -> str:
+        """`layers.0 to layers.5`."""
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+
 class Formula(NamedTuple):
     """A formula with its value in words, such as ("step time", t, "7.14 s")."""
 
@@ -90,6 +134,8 @@ class Page:
         time: of a step.
         traffic: sent by a rank in a step.
         events: the predicted step, in any order.
+        simulation: the step of all pipeline ranks, action by action; None without stages.
+        stages: of the pipeline.
         candidates: ways to run the model, among them the chosen one.
         roofline: its ops.
         peak_flops: of the device, in FLOP/s; the flat part of the roof.
@@ -109,6 +155,8 @@ class Page:
     time: Breakdown
     traffic: Breakdown
     events: tuple[Event, ...] = ()
+    simulation: Simulation | None = None
+    stages: tuple[StageRow, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     roofline: tuple[RooflinePoint, ...] = ()
     peak_flops: float = 0.0

@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autopar.views.bars import headline, memory_bar, time_bar
+from autopar.views.gantt import Gantt
 from autopar.views.page import Page
+from autopar.views.stages import StageTable
 from autopar.views.tables import CandidateTable, SensitivityTable, Tree
 
 
@@ -22,6 +24,9 @@ def _sections(page: Page) -> Iterator[RenderableType]:
     yield headline(page)
     yield memory_bar(page.memory, page.memory_bound_bytes)
     yield time_bar(page.time, page.axes)
+    if page.simulation is not None:
+        yield Gantt(page.simulation)
+        yield StageTable(page.stages)
     for breakdown in (page.time, page.memory, page.traffic):
         if breakdown.parts:
             yield Tree(breakdown)

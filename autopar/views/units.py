@@ -37,6 +37,12 @@ def format_rate(bytes_per_second: float) -> str:
     return f"{_digits(value)} {prefix}B/s"
 
 
+def format_count(count: float) -> str:
+    """A number of things: 124_439_808 is `124 M`."""
+    value, prefix = _scaled(count, _LARGE)
+    return f"{_digits(value)} {prefix}" if prefix else str(round(value))
+
+
 def format_share(part: float, whole: float) -> str:
     """A part of a whole in percent; a part too small to show is `<0.1 %`, not zero."""
     share = 100 * part / whole if whole else 0.0

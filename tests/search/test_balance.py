@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError, SearchError
+from autopar.event_simulation import simulate
 from autopar.schedules import actions
 from autopar.search.balance import Shape, balance, least_overfull
 from autopar.search.stage_costs import StageTable
@@ -145,6 +146,23 @@ def test_ranks_with_several_stages_are_near_the_best(schedule: str, chunks: int,
     found = balance(made, shape, memory_bytes=np.inf)
     assert found.rank_seconds == tuple(_rank_sums(made, found.cuts, rank_of, shape.ranks))
     assert best <= found.seconds <= 1.25 * best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_executed_cuts_end_no_later(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = Shape(2, 2, "interleaved", 4)
+    made = table(
+        [draw.randint(1, 9) for _ in range(9)], backward=[draw.randint(1, 9) for _ in range(9)]
+    )
+
+    def seconds(cuts: Sequence[int]) -> float:
+        return simulate(actions(shape.blank, 4), made.stages(cuts)).step_seconds
+
+    plain = balance(made, shape, memory_bytes=np.inf)
+    executed = balance(made, shape, memory_bytes=np.inf, executed=True)
+    best = min(map(seconds, itertools.combinations(range(1, 9), 3)))
+    assert best <= seconds(executed.cuts) <= min(1.1 * best, seconds(plain.cuts))
 
 
 def _rank_sums(

@@ -1,0 +1,294 @@
+"""Layers that run again in backward: the same training, the same masks, few bytes kept, collectives counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT, GPTConfig, loss_fn
+from torch import Tensor, nn
+
+import autopar
+from autopar.cost_model import find_hardware
+from autopar.cost_model.items import Pricer
+from autopar.cost_model.sizes import Sizes
+from autopar.ir import Graph, Pipeline, Plan
+from autopar.planning import make_plan, prepare_step
+from autopar.runtime.executor import Runner
+from autopar.search.blocks import block_starts
+from benchmarks.saved_activations import kept_bytes
+from tests.runtime.models import Batch, make, mean_square
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import difference, single, train
+from tests.test_communication import Counted
+
+HARDWARE = find_hardware("cpu-gloo")
+WIDTH = 8
+
+Made = tuple[nn.Module, Batch, Callable[..., Tensor] | None]
+
+
+class Layers(nn.Module):
+    """Residual layers of a linear map, what `middle` makes, and a nonlinearity, between two maps."""
+
+    def __init__(self, middle: Callable[[], nn.Module], layers: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), middle(), nn.GELU()) for _ in range(layers)
+        )
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+
+def model_of(name: str) -> Made:
+    """By name; the same in every process."""
+    torch.manual_seed(0)
+    middles = {"dropout": lambda: nn.Dropout(0.3), "norm": lambda: nn.BatchNorm1d(WIDTH)}
+    if name not in middles:
+        return make(name)  # type: ignore[return-value]
+    batch = (torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double())
+    return Layers(middles[name]).double(), batch, mean_square
+
+
+def planned(
+    made: Made, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int]
+) -> tuple[Plan, Graph]:
+    """A plan without recomputation; `pipeline` is a schedule ("" for none) and its number of stages."""
+    model, batch, loss = copy.deepcopy(made)  # a capture leaves weak references on what it saw
+    part = tuple(x[: len(x) // micro_batches] for x in batch)
+    prepared = prepare_step(model, part, loss_fn=loss)
+    plan = make_plan(prepared, mesh, hardware=HARDWARE, recipe=recipe, micro_batches=micro_batches)
+    schedule, stages = pipeline
+    if schedule:
+        cuts = block_starts(prepared.analysis.graph)[1:stages]
+        plan = replace(plan, pipeline=Pipeline(2, schedule, cuts))
+    return plan, prepared.analysis.graph
+
+
+def trained(
+    name: str, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int],
+    recompute: str = "full",
+) -> dict[str, Any]:  # fmt: skip
+    made = model_of(name)
+    plan, _ = planned(made, mesh, recipe, micro_batches, pipeline)
+    model, batch, loss = made
+    plan = replace(plan, recompute=recompute)  # type: ignore[arg-type]
+    compiled = autopar.compile(model, loss_fn=loss, plan=plan)
+    torch.manual_seed(1)
+    return train(compiled, compiled.step, batch)
+
+
+def joined(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """What ranks that hold different stages have together, in the order of `names`."""
+    together = {key: value for part in reversed(parts) for key, value in part.items()}
+    return {name: together[name] for name in names}
+
+
+NO_PIPELINE = ("", 1)
+
+
+# --- training
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "micro_batches", "pipeline"),
+    [
+        ({"dp": 2}, "ddp", 1, NO_PIPELINE),
+        ({"dp": 2}, "zero1", 2, NO_PIPELINE),
+        ({"dp": 2}, "zero3", 2, NO_PIPELINE),
+        ({"tp": 2}, "tp", 1, NO_PIPELINE),
+        ({"tp": 2}, "tp+sp", 1, NO_PIPELINE),
+        ({"dp": 1}, "ddp", 4, ("gpipe", 2)),
+        ({"dp": 1}, "ddp", 4, ("1f1b", 2)),
+        ({"dp": 1}, "ddp", 4, ("zb", 4)),
+    ],
+)
+def test_training_is_that_of_one_process(
+    two_ranks: Ranks,
+    mesh: dict[str, int],
+    recipe: str,
+    micro_batches: int,
+    pipeline: tuple[str, int],
+) -> None:
+    expected = single("gpt", micro_batches=micro_batches)
+    parts = two_ranks.run(trained, "gpt", mesh, recipe, micro_batches, pipeline)
+    assert difference(joined(parts, list(expected)), expected) < 1e-9
+
+
+@pytest.mark.multiprocess
+def test_stages_of_split_parameters_recompute(four_ranks: Ranks) -> None:
+    expected = single("gpt", micro_batches=2)
+    for recipe, schedule in (("zero3", "1f1b"), ("zero3", "zb")):
+        parts = four_ranks.run(trained, "gpt", {"dp": 2}, recipe, 2, (schedule, 2))
+        assert difference(joined(parts, list(expected)), expected) < 1e-9
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "micro_batches", "pipeline"),
+    [
+        ({"dp": 2}, "zero3", 2, NO_PIPELINE),
+        ({"tp": 2}, "auto", 1, NO_PIPELINE),
+        ({"dp": 1}, "ddp", 4, ("1f1b", 2)),
+    ],
+)
+def test_masks_are_the_same_again(
+    two_ranks: Ranks,
+    mesh: dict[str, int],
+    recipe: str,
+    micro_batches: int,
+    pipeline: tuple[str, int],
+) -> None:
+    arguments = ("dropout", mesh, recipe, micro_batches, pipeline)
+    kept = two_ranks.run(trained, *arguments, "none")
+    again = two_ranks.run(trained, *arguments, "full")
+    for a, b in zip(again, kept, strict=True):
+        assert difference(a, b) < 1e-12
+
+
+def test_masks_differ_between_layers_and_steps() -> None:
+    """So that equal masks above say something."""
+    model, batch, loss = model_of("dropout")
+    plan, _ = planned((model, batch, loss), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    compiled = autopar.compile(model, loss_fn=loss, plan=replace(plan, recompute="full"))
+    assert compiled.step(*batch).item() != compiled.step(*batch).item()
+
+
+@pytest.mark.multiprocess
+def test_statistics_are_updated_once(two_ranks: Ranks) -> None:
+    model, batch, loss = model_of("norm")
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        found = loss(model(x), y)
+        found.backward()
+        return found.detach()
+
+    expected = train(model, step, batch)
+    for found in two_ranks.run(trained, "norm", {"dp": 2}, "ddp", 1, NO_PIPELINE):
+        assert difference(found, expected) < 1e-9
+        assert found["layers.0.1.num_batches_tracked"] == 3
+
+
+def test_a_forward_outside_a_step_recomputes_as_often_as_its_backward_runs() -> None:
+    model, batch, loss = model_of("norm")
+    alone = copy.deepcopy(model)
+    plan, _ = planned((model, batch, loss), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    compiled = autopar.compile(model, loss_fn=loss, plan=replace(plan, recompute="full"))
+    compiled.step(*batch)
+    compiled.zero_grad()
+    loss(alone(batch[0]), batch[1])  # its statistics move as often
+    for each in (compiled, alone):
+        value = loss(each(batch[0]), batch[1])
+        value.backward(retain_graph=True)
+        value.backward()
+    for found, wanted in zip(compiled.parameters(), alone.parameters(), strict=True):
+        gradient = found.grad.full_tensor() if hasattr(found.grad, "full_tensor") else found.grad
+        assert torch.allclose(gradient, wanted.grad)
+
+
+# --- memory
+
+
+def step_kept_bytes(layers: int, recompute: str) -> tuple[float, float]:
+    """What a forward keeps for backward, and what is priced to cross from layer to layer."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(seq_len=16, layers=layers, heads=4, width=32))
+    batch = (torch.randint(256, (4, 16)), torch.randint(256, (4, 16)))
+    plan, graph = planned((model, batch, loss_fn), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    plan = replace(plan, recompute=recompute)  # type: ignore[arg-type]
+    compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan)
+    compiled.step(*batch)
+    runner: Runner = compiled._ready[True][0].bound._runner  # type: ignore[union-attr]
+    runner.begin()
+    kept = kept_bytes(lambda: runner.run(batch), runner.leaves)
+    links = [HARDWARE.link(plan.mesh, 0)]
+    pricer = Pricer(graph, plan, sizes=Sizes(plan.mesh), hardware=HARDWARE, links=links)
+    return kept, pricer.boundary_bytes()
+
+
+def test_layers_keep_what_enters_them() -> None:
+    (two, _), (four, boundary) = step_kept_bytes(2, "full"), step_kept_bytes(4, "full")
+    assert boundary == 4 * 16 * 32 * 4  # batch, positions, width, float32
+    assert (four - two) / 2 == pytest.approx(boundary, rel=0.01)
+    (everything, _), (less, _) = step_kept_bytes(4, "none"), step_kept_bytes(2, "none")
+    assert (everything - less) / 2 > 10 * boundary
+
+
+# --- collectives
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+LAYERS, ROWS, FLOAT = 3, 8, 4
+PARAMETERS = LAYERS * (WIDTH + 4 * WIDTH**2) * FLOAT
+STREAM = ROWS * 4 * WIDTH * FLOAT
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+
+def sent_bytes(mesh: dict[str, int], recipe: str, micro_batches: int) -> dict[str, int]:
+    """Bytes by collective of one step in which layers run again."""
+    torch.manual_seed(0)
+    model, batch = Stack(), (torch.randn(ROWS, 4, WIDTH),)
+    plan, _ = planned((model, batch, None), mesh, recipe, micro_batches, NO_PIPELINE)
+    compiled = autopar.compile(model, plan=replace(plan, recompute="full"))
+    compiled.step(*batch)
+    compiled.zero_grad()
+    with Counted() as counted:
+        compiled.step(*batch)
+    return dict(counted.bytes)
+
+
+@pytest.mark.multiprocess
+def test_parameters_are_gathered_once_for_each_run_of_a_layer(two_ranks: Ranks) -> None:
+    for micro_batches in (1, 2):
+        for found in two_ranks.run(sent_bytes, {"dp": 2}, "zero3", micro_batches):
+            assert found["all_gather"] == 2 * micro_batches * PARAMETERS
+            assert found["reduce_scatter"] == micro_batches * PARAMETERS
+
+
+@pytest.mark.multiprocess
+def test_sums_of_activations_are_not_made_again_for_nobody(two_ranks: Ranks) -> None:
+    """A layer ends with its sum, which its second run does not reach: forward's and backward's remain.
+
+    The last layer's block goes on to the square, which keeps the sum, and so makes it again.
+    """
+    for found in two_ranks.run(sent_bytes, {"tp": 2}, "tp", 1):
+        assert found == {"all_reduce": (2 * LAYERS + 1) * STREAM}
+
+
+@pytest.mark.multiprocess
+def test_gathers_of_activations_are_made_again(two_ranks: Ranks) -> None:
+    """Before each `up`, forward's, the second run's, and the transpose of each `down`'s scatter."""
+    for found in two_ranks.run(sent_bytes, {"tp": 2}, "tp+sp", 1):
+        assert found["all_gather"] == 3 * LAYERS * STREAM
+        assert found["reduce_scatter"] == (2 * LAYERS + 1) * STREAM
