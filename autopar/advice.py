@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autopar.candidates import (
     UNBOUNDED_BYTES,
@@ -30,15 +31,28 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Recompute, Run, Step, Term
 from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, MeshError, SearchError
-from autopar.explanation import Explanation
+from autopar.event_simulation import Simulation
+from autopar.explanation import Explanation, run_of
 from autopar.intents import Wishes, expand_pins
-from autopar.ir import Graph, Plan
-from autopar.planning import Prepared, make_plan, prepare_step
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Plan
+from autopar.planning import (
+    NO_WISHES,
+    Prepared,
+    StageWishes,
+    make_plan,
+    prepare_step,
+    take_parts,
+)
 from autopar.report import axis_lines
+from autopar.search.batches import captured_batch, with_batch
+from autopar.search.pipeline import PipelineFound, search_pipeline
+from autopar.search.pipeline import Priced as PricedPipeline
+from autopar.simulated import SimulatedStep
 from autopar.targets import Target, resolve_target
 
 _EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _TRIES = 3  # settings whose own search is tried, where the first turns out not to fit
+_OTHERS = 8  # settings of a pipeline that are listed beside the chosen one
 _DUST = 1e-12  # of a cost
 
 Progress = Callable[[str], None]
@@ -181,8 +195,8 @@ class Question:
         self.progress("searching the layouts of every recipe")
         return Space(
             graph, self.cluster, self._global_batch(graph), precision_of(graph), self.software,
-            stages=self.wishes.stages,
-            recomputes=("none",) if "recompute" in self.wishes.without else again,
+            stages=self.wishes.depths,
+            recomputes=tuple(each for each in again if each in self.wishes.recomputes),
             pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
             own_batch=own or "batch" not in graph.factors,
         )  # fmt: skip
@@ -217,7 +231,7 @@ class Question:
 
     def answer(self) -> Advice:
         """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
-        if self.wishes.mesh is not None:
+        if self.wishes.mesh is not None and not self._needs_closed_form:
             return self._given()
         fitting = [each for each in self.settings if each.memory_bytes <= self.bound_bytes]
         if not fitting:
@@ -233,50 +247,142 @@ class Question:
         setting = priced.setting
         prepared, graph = self.captured(setting.micro_batch * setting.dp)
         self.progress(f"searching the plan for {setting.name}")
+        stages = StageWishes(setting.schedule or None, recompute=setting.recompute)
+        whole = not self._is_few
         plan = make_plan(
-            _with_graph(prepared, graph), setting.mesh, hardware=self.cluster.hardware,
-            recipe=setting.recipe, memory_bytes=UNBOUNDED_BYTES,
+            _with_graph(prepared, graph), setting.world_mesh if whole else setting.mesh,
+            hardware=self.cluster.hardware, recipe=setting.recipe, memory_bytes=UNBOUNDED_BYTES,
             pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            micro_batches=setting.micro_batches, stages=stages if whole else NO_WISHES,
         )  # fmt: skip
+        plan = replace(plan, recompute=setting.recompute)
         run = Run(
             setting.micro_batches, setting.stages, recompute=setting.recompute,
             precision=precision_of(graph),
         )  # fmt: skip
         return replace(self._advice(graph, plan, run), setting=setting)
 
+    @property
+    def _is_few(self) -> bool:
+        """Whether one captured layer stands for several, so that there are no names to cut at."""
+        return any(stack.captured < stack.layers for stack in self.model.stacks)
+
+    @property
+    def _needs_closed_form(self) -> bool:
+        """Whether stages or layers that run again are asked of a model with few layers captured."""
+        asked = self.wishes.mesh is not None and PIPELINE_AXIS in self.wishes.mesh.names
+        return self._is_few and (asked or self.wishes.recompute == "full")
+
     def _given(self) -> Advice:
         """The plan for a mesh that was given, whether or not it fits."""
-        mesh, count = self.wishes.mesh, self.wishes.micro_batches or 1
+        mesh = self.wishes.mesh
         assert mesh is not None
         if mesh.size != self.cluster.ranks:
             raise MeshError(
                 f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.cluster.ranks}."
             )
-        if self.model.own_batch:
-            prepared, graph = self.captured(0)
-            own = graph.factors["batch"].size if "batch" in graph.factors else 1
-            count = self._global_batch(graph) // own
-        else:
-            batch = self.batch or mesh.size * count
-            if batch % count:
-                raise AutoparError(
-                    f"{count} micro-batches do not divide a batch of {batch} sequences."
-                )
-            prepared, graph = self.captured(batch // count)
+        if PIPELINE_AXIS in mesh.names:
+            return self._staged(mesh)
+        self._stage_wishes.refuse_schedule(mesh)
+        count, prepared, graph = self._micro_batch(mesh)
         self.progress(f"searching the plan for {mesh}")
         plan = make_plan(
             _with_graph(prepared, graph), mesh, hardware=self.cluster.hardware,
             recipe=self.wishes.recipe, micro_batches=count, memory_bytes=self.bound_bytes,
             pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            stages=self._stage_wishes,
         )  # fmt: skip
-        found = self._advice(graph, plan, Run(count, precision=precision_of(graph)))
+        found = self._advice(graph, plan, run_of(plan, precision_of(graph)))
         return replace(found, candidates=(_row(found, f"{mesh} {plan.recipe}", "", ""),))
+
+    @property
+    def _stage_wishes(self) -> StageWishes:
+        wanted = self.wishes.recomputes
+        recompute = wanted[0] if len(wanted) == 1 else None
+        return StageWishes(self.wishes.schedule, self.wishes.chunks, recompute)
+
+    def _micro_batch(self, mesh: Mesh) -> tuple[int, Prepared, Graph]:
+        """How many micro-batches a step has, and one of them captured."""
+        count = self.wishes.micro_batches or 1
+        if self.model.own_batch:
+            prepared, graph = self.captured(0)
+            own = graph.factors["batch"].size if "batch" in graph.factors else 1
+            return self._global_batch(graph) // own, prepared, graph
+        batch = self.batch or mesh.size * count
+        if batch % count:
+            raise AutoparError(f"{count} micro-batches do not divide a batch of {batch} sequences.")
+        return count, *self.captured(batch // count)
+
+    # --- a mesh with stages
+
+    def _staged(self, mesh: Mesh) -> Advice:
+        """The plan with pipeline stages, and the other schedules that were searched."""
+        rows, count = self._rows(mesh), self.wishes.micro_batches
+        if rows % (count or 1):
+            raise AutoparError(f"{count} micro-batches do not divide a batch of {rows} sequences.")
+        self.progress(f"searching the stages for {mesh}")
+        found = self._search_stages(mesh, rows // (count or 1), count, asdict(self._stage_wishes))
+        best = found.best.setting
+        own, m = found, best.shape.micro_batches
+        if m != (count or 1):  # a plan is of a graph that has its own size
+            only = {
+                "schedule": best.shape.schedule, "chunks": best.shape.chunks,
+                "recompute": best.recompute,
+            }  # fmt: skip
+            own = self._search_stages(mesh, rows // m, m, only)
+        _, graph = self._captured_rows(rows // m)
+        plan = take_parts(own.plan, graph)
+        answer = self._advice(graph, plan, run_of(plan, precision_of(graph)))
+        others = tuple(self._other(each, graph, rows, answer) for each in found.others[:_OTHERS])
+        chosen = _row(answer, f"{mesh} {best}", _idle(answer.simulation), "")
+        return replace(answer, candidates=(chosen, *others))
+
+    def _rows(self, mesh: Mesh) -> int:
+        """Sequences of a step; where nobody says, one a rank or the example's, of every micro-batch."""
+        if self.batch is not None:
+            return self.batch
+        own = captured_batch(self.captured(0)[1]) if self.model.own_batch else mesh.size
+        return own * (self.wishes.micro_batches or 1)
+
+    def _search_stages(
+        self, mesh: Mesh, rows: int, count: int | None, stages: Mapping[str, Any]
+    ) -> PipelineFound:
+        """The best pipeline for a graph of so many rows."""
+        prepared, graph = self._captured_rows(rows)
+        return search_pipeline(
+            graph, mesh, hardware=self.cluster.hardware, recipe=self.wishes.recipe,
+            micro_batches=count, captured_micro_batches=count or 1, memory_bytes=self.bound_bytes,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            fingerprint=prepared.captured.fingerprint, precision=precision_of(graph),
+            software=self.software, **stages,
+        )  # fmt: skip
+
+    def _captured_rows(self, rows: int) -> tuple[Prepared, Graph]:
+        """A micro-batch of so many rows, of the example's where its batch is its own."""
+        if not self.model.own_batch or rows == captured_batch(self.captured(0)[1]):
+            return self.captured(rows)
+        if rows not in self._captured:
+            own = captured_batch(self.captured(0)[1])
+            self._captured[rows] = (self.model, *_capture(self.model, (own, rows)))
+        return self._captured[rows][1:]
+
+    def _other(self, other: PricedPipeline, graph: Graph, rows: int, best: Advice) -> Candidate:
+        """Another setting as a row of the comparison."""
+        plan = other.plan
+        sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
+        step = SimulatedStep(sized, plan, self.cluster.hardware, precision_of(graph), self.software)
+        memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
+        return Candidate(
+            f"{plan.world_mesh} {other.setting}", other.seconds, memory, step.traffic_bytes,
+            _idle(other.simulation), memory <= self.bound_bytes,
+            why_not=_slower(other.seconds, best.step_seconds),
+        )  # fmt: skip
 
     def _advice(self, graph: Graph, plan: Plan, run: Run) -> Advice:
         plan = replace(
             plan,
             micro_batches=int(run.micro_batches),
-            notes=axis_lines(plan, graph, _words(graph, self.model.words)),
+            notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_second(plan)),
         )
         return Advice(
             graph, plan, self.cluster, run, self.software, self.wishes.max_memory_bytes,
@@ -367,6 +473,24 @@ def _change(what: str, priced: Sequence[Priced], best: Priced, bound_bytes: floa
     return Change(what, same, then.setting.name, then.seconds)
 
 
+def _second(plan: Plan) -> Iterator[str]:
+    """What the search of a pipeline says of the next best; the rest the simulation says."""
+    return (note for note in plan.notes if note.startswith("second best"))
+
+
+def _idle(simulation: Simulation | None) -> str:
+    """`bubble 11.1 %`."""
+    assert simulation is not None, "a plan with stages is simulated"
+    return f"bubble {100 * simulation.bubble_fraction:.1f} %"
+
+
+def _slower(seconds: float, best_seconds: float) -> str:
+    change = seconds / best_seconds - 1
+    if abs(change) < 5e-5:
+        return "as fast"
+    return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
+
+
 def _row(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
     return Candidate(
         name, found.step_seconds, found.memory_bytes, found.traffic.value,
@@ -393,12 +517,26 @@ def _folded(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(starred))
 
 
-def _capture(target: Target) -> tuple[Prepared, Graph]:
+def _capture(target: Target, rows: tuple[int, int] | None = None) -> tuple[Prepared, Graph]:
+    """The step of a target; with `rows` the first of them number those of its example, cut or repeated."""
     with torch.device("meta") if target.is_function else contextlib.nullcontext():
         model, args, kwargs, loss_fn = target.build_few()
+        if rows is not None:
+            args, kwargs = with_rows((args, kwargs), *rows)
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
     graph = prepared.analysis.graph
     return prepared, replace(graph, stacks=target.stacks or graph.stacks)
+
+
+def with_rows(inputs: Any, own: int, wanted: int) -> Any:
+    """Inputs of a batch of `own` rows with `wanted` rows: the first, or all of them again and again."""
+
+    def resized(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.ndim == 0 or x.shape[0] != own:
+            return x
+        return torch.cat([x] * -(-wanted // own))[:wanted]
+
+    return pytree.tree_map(resized, inputs)
 
 
 def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:

@@ -36,6 +36,7 @@ from autopar.runtime.initialise import InitFunction
 from autopar.runtime.module import CompiledModule, Fixed, Outputs, Programs, Settings
 from autopar.runtime.world import World, set_timeout
 from autopar.search import RecipeLike
+from autopar.search.batches import captured_batch, with_batch
 from autopar.stages import cut_stages, cuts_where_parameters_lie
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int]
@@ -294,12 +295,12 @@ def explain(
 
     Args:
         model: plain PyTorch, on any device; on the meta device it takes no memory.
-        example_inputs: one micro-batch of all ranks: a tuple of arguments, a dict of keyword
-            arguments, or one tensor.
+        example_inputs: one micro-batch of all ranks, or the whole batch if `micro_batches` is left
+            out: a tuple of arguments, a dict of keyword arguments, or one tensor.
         mesh: the axes.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or a `Cluster`.
         loss_fn, recipe, pins, memory_bytes, schedule, chunks, recompute: as in `compile`.
-        micro_batches: of a step; by default 1.
+        micro_batches: of a step; by default what the search finds best with stages, and 1 without.
         precision: what training keeps beside parameters; by default gradients and two moments in
             the parameters' own number format.
 
@@ -315,11 +316,14 @@ def explain(
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
     plan = make_plan(
         prepared, axes, hardware=found.hardware, recipe=recipe, pins=pins,
-        memory_bytes=memory_bytes, micro_batches=micro_batches or 1,
+        memory_bytes=memory_bytes, micro_batches=micro_batches,
         stages=StageWishes(schedule, chunks, recompute),
     )  # fmt: skip
+    graph = prepared.analysis.graph
+    if micro_batches is None and plan.micro_batches > 1:
+        graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
     run = replace(run_of(plan), precision=precision)
-    return Explanation(prepared.analysis.graph, plan, found, run, memory_bound_bytes=memory_bytes)
+    return Explanation(graph, plan, found, run, memory_bound_bytes=memory_bytes)
 
 
 def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:

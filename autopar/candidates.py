@@ -24,7 +24,7 @@ from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Recompute, Run, Step, Term, total
 from autopar.errors import AutoparError, SearchError
-from autopar.ir import Graph, Layout, Mesh, Plan, Tensor
+from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, with_pipeline
 from autopar.search import search
 from autopar.views.units import format_seconds
 
@@ -60,9 +60,19 @@ class Setting:
         """Axes, recipes and schedule in a few words."""
         axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
         axes += [f"tp={self.tp} {self.tensor}"] if self.tp > 1 else []
-        axes += [f"pp={self.stages}"] if self.stages > 1 else []
+        axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
         again = ", recompute" if self.recompute == "full" else ""
         return f"{' x '.join(axes) or 'one rank'}, {self.micro_batches} x {self.micro_batch}{again}"
+
+    @property
+    def schedule(self) -> str:
+        """What the closed form is of: 1F1B, or GPipe where micro-batches are too few for it; "" for none.
+
+        They take as long, and with so few micro-batches hold as many.
+        """
+        if self.stages == 1:
+            return ""
+        return "1f1b" if self.micro_batches >= self.stages else "gpipe"
 
     @property
     def recipe(self) -> str:
@@ -70,7 +80,13 @@ class Setting:
 
     @property
     def mesh(self) -> Mesh:
+        """Of a stage."""
         return Mesh((("dp", self.dp), ("tp", self.tp)))
+
+    @property
+    def world_mesh(self) -> Mesh:
+        """Of all ranks, with the axis of the stages where there are several."""
+        return with_pipeline(self.mesh, self.stages, 0) if self.stages > 1 else self.mesh
 
 
 @dataclass(frozen=True)

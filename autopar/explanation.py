@@ -75,9 +75,7 @@ def run_of(plan: Plan, precision: Precision = FULL) -> Run:
     """How a plan runs a step."""
     stages = plan.pipeline.ranks if plan.pipeline else 1
     chunks = plan.pipeline.chunks if plan.pipeline else 1
-    return Run(
-        plan.micro_batches, stages, chunks, recompute=plan.recompute, precision=precision
-    )
+    return Run(plan.micro_batches, stages, chunks, recompute=plan.recompute, precision=precision)
 
 
 @dataclass(frozen=True)

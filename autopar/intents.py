@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from autopar.candidates import DATA, TENSOR, UNBOUNDED_BYTES, Setting
 from autopar.cost_model.compute import is_product
 from autopar.cost_model.hardware import Hardware
-from autopar.errors import RecipeError
-from autopar.ir import Graph, Mesh
+from autopar.errors import AutoparError, RecipeError
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh
+from autopar.ir.plan import Recompute
 from autopar.search import search
-from autopar.search.recipes import ALIASES, RECIPES
+from autopar.search.recipes import ALIASES, NAIVE, PIPELINE_RECIPES, RECIPES, split_recipe
 
 AXES = ("dp", "tp")
 REFUSALS = ("recompute", "dp", "tp", "sp", *DATA)
@@ -27,7 +28,10 @@ class Wishes:
         recipe: constraints on the search along the axes.
         pins: single choices that are fixed, `layers.*.mlp.*` -> `tp` or as `autopar.search.pins`.
         micro_batches: of a step; None to search.
-        stages: pipeline depths that may be chosen; this version runs depth 1 alone.
+        stages: pipeline depths that may be chosen, where the mesh does not say.
+        schedule: of the pipeline, one of `autopar.ir.SCHEDULES`; None to search.
+        chunks: stages of each pipeline rank; None to search.
+        recompute: whether layers run again in backward; None to search.
         max_memory_bytes: of a rank; None for what the hardware has.
         inside_node: axes whose groups must not leave a node.
         without: of `REFUSALS`, what must not be used.
@@ -38,6 +42,9 @@ class Wishes:
     pins: Mapping[str, str] = field(default_factory=dict)
     micro_batches: int | None = None
     stages: tuple[int, ...] = (1,)
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: Recompute | None = None
     max_memory_bytes: int | None = None
     inside_node: tuple[str, ...] = ()
     without: frozenset[str] = frozenset()
@@ -49,13 +56,47 @@ class Wishes:
         words += [f"--recipe {self.recipe}"] if self.recipe != "auto" else []
         words += [f"--pin {name}={choice}" for name, choice in self.pins.items()]
         words += [f"--micro-batches {self.micro_batches}"] if self.micro_batches else []
+        words += [f"--schedule {self.schedule}"] if self.schedule else []
+        words += [f"--recompute {self.recompute}"] if self.recompute else []
         words += [f"--keep-inside-node {axis}" for axis in self.inside_node]
         words += [f"--no {what}" for what in sorted(self.without)]
         return ", ".join(words) or "the model's sizes"
 
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of pipeline ranks that may be."""
+        sizes = dict(self.mesh.axes) if self.mesh else {}
+        return (sizes[PIPELINE_AXIS],) if PIPELINE_AXIS in sizes else self.stages
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """Raises AutoparError where recomputation is both asked for and ruled out."""
+        if "recompute" not in self.without:
+            return (self.recompute,) if self.recompute else ("none", "full")
+        if self.recompute == "full":
+            raise AutoparError("--recompute full and --no recompute cannot both hold; drop one.")
+        return ("none",)
+
     def check(self) -> None:
-        """Raises RecipeError for a recipe that speaks of other axes than dp and tp."""
+        """Raises RecipeError for what a search of meshes has no price for.
+
+        That are recipes of other axes than dp, tp and pp, and schedules other than 1F1B and GPipe.
+        """
         self._recipes()
+        wanted = self._schedule
+        if wanted not in ("", "1f1b", "gpipe") or self.chunks not in (None, 1):
+            chunks = f" of {self.chunks} chunks" if self.chunks else ""
+            raise RecipeError(
+                f"The schedule {wanted or 'of the search'}{chunks} has no closed form here, which is what "
+                "meshes are compared by, and models of which only some layers are captured. Take 1f1b or "
+                "gpipe, or name a mesh for the whole model: package.module:function --mesh pp=2,..."
+            )
+
+    @property
+    def _schedule(self) -> str:
+        """The schedule that is asked for, by option or by recipe; "" for any."""
+        named, _ = split_recipe(self.recipe)
+        return "gpipe" if named == NAIVE else named or self.schedule or ""
 
     def allow(self, setting: Setting, devices_per_node: int) -> bool:
         """Whether a setting is left."""
@@ -63,6 +104,8 @@ class Wishes:
             self._allow_mesh(setting)
             and self._allow_recipe(setting)
             and self.micro_batches in (None, setting.micro_batches)
+            and self._schedule in ("", setting.schedule)
+            and setting.recompute in self.recomputes
             and self._stays_inside(setting, devices_per_node)
             and not any(_uses(setting, what) for what in self.without)
             and not any(_size(setting, axis) == 1 for axis in self._pinned_axes())
@@ -83,28 +126,26 @@ class Wishes:
 
     def _recipes(self) -> Mapping[str, str]:
         """The recipe of dp and of tp; "" where the axis must have one rank."""
-        if ":" not in self.recipe:
-            name = ALIASES.get(self.recipe, self.recipe)
+        _, inside = split_recipe(self.recipe)
+        if isinstance(inside, str):
+            name = ALIASES.get(inside, inside)
             if name not in RECIPES:
-                known = ", ".join([*RECIPES, *ALIASES])
+                known = ", ".join([*RECIPES, *ALIASES, *PIPELINE_RECIPES])
                 raise RecipeError(f"There is no recipe {self.recipe!r}; choose among {known}.")
             if name == "auto":
                 return {"dp": name, "tp": name}
             return {"dp": name, "tp": ""} if name in DATA else {"dp": "", "tp": name}
-        return {"dp": "auto", "tp": "auto"} | self._named_recipes()
+        return {"dp": "auto", "tp": "auto"} | self._named_recipes(inside)
 
-    def _named_recipes(self) -> dict[str, str]:
+    def _named_recipes(self, inside: Mapping[str, str]) -> dict[str, str]:
         known = {"dp": ("auto", *DATA), "tp": ("auto", *TENSOR)}
-        found = {}
-        for part in self.recipe.split(","):
-            axis, _, name = (word.strip() for word in part.partition(":"))
-            name = ALIASES.get(name, name)
+        found = {axis: ALIASES.get(name, name) for axis, name in inside.items()}
+        for axis, name in found.items():
             if name not in known.get(axis, ()):
                 raise RecipeError(
-                    f"Cannot search meshes for the recipe {self.recipe!r}: {part.strip()!r} is none of "
+                    f"Cannot search meshes for the recipe {self.recipe!r}: '{axis}:{name}' is none of "
                     f"dp:{'|'.join(DATA)} and tp:{'|'.join(TENSOR)}. Give --mesh to use it as it is."
                 )
-            found[axis] = name
         return found
 
     def _stays_inside(self, setting: Setting, devices_per_node: int) -> bool:

@@ -14,21 +14,26 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Unit
 from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.items import FULL, Precision, Pricer
+from autopar.cost_model.items import COMPUTE, FULL, Item, Precision, Pricer
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Run, Step, total
 from autopar.event_simulation import Simulation, StageCosts, simulate
 from autopar.ir import Graph, Op, Pipeline, Plan
 from autopar.schedules import actions, splits_backward
 from autopar.search.balance import Shape
-from autopar.search.blocks import block_starts
+from autopar.search.blocks import block_starts, find_blocks
 from autopar.search.stage_costs import StageTable, stage_table
 from autopar.views.page import StageRow
+
+Direction = Literal["forward", "backward"]
+_ROUNDING = 1e-9  # of a sum
 
 KEPT = ("parameters", "gradients", "optimizer", "buffers")  # kinds of what a stage holds at rest
 
@@ -209,15 +214,11 @@ class SimulatedStep:
     @cached_property
     def time(self) -> Breakdown:
         """Seconds of a step on the rank that computes longest, and what the slowest does once."""
-        rank, run, m = self.busiest_rank, self.simulation, self.plan.micro_batches
-        stages = self.pipeline.stages_of(rank)
-        forward = {s: m * self.costs[s].forward_seconds for s in stages}
-        backward = {s: m * self.costs[s].backward_seconds for s in stages}
-        times = f"{m} micro-batches on rank {rank}, the busiest"
+        rank, run = self.busiest_rank, self.simulation
         idle = run.step_seconds - run.busy_seconds[rank]
         parts = (
-            _of_stages("forward", "seconds", forward, times),
-            _of_stages("backward", "seconds", backward, times),
+            self._direction("forward", rank),
+            self._direction("backward", rank),
             _leaf("pipeline bubble", "seconds", idle, f"rank {rank} waits"),
             _leaf(
                 "once a step", "seconds", max(self.once_seconds), "gathers, reductions, optimizer"
@@ -225,6 +226,61 @@ class SimulatedStep:
             _leaf("fixed", "seconds", self.software.step_seconds),
         )
         return _sum("step", "seconds", parts, "simulated")
+
+    def _direction(self, direction: Direction, rank: int) -> Breakdown:
+        """All forwards or backwards of a rank by what they go to; the rest is of the host, or hidden."""
+        m, stages = self.plan.micro_batches, self.pipeline.stages_of(rank)
+        whole = m * sum(getattr(self.costs[s], f"{direction}_seconds") for s in stages)
+        sums: dict[str, float] = {}
+        for item in self._pricer.items():
+            times = m * self._times(item, direction)
+            if times and self._stage_of(item) in stages:
+                name = (
+                    "compute"
+                    if item.resource == COMPUTE
+                    else f"communication along {item.resource}"
+                )
+                sums[name] = sums.get(name, 0.0) + times * float(item.count * item.seconds)
+        rest = whole - sum(sums.values())
+        if abs(rest) > _ROUNDING * whole:
+            sums["waiting for the host" if rest > 0 else "hidden behind compute"] = rest
+        parts = [_leaf(name, "seconds", value) for name, value in sums.items()]
+        return _sum(direction, "seconds", parts, f"{_batches(m)} on rank {rank}, the busiest")
+
+    def _times(self, item: Item, direction: Direction) -> int:
+        """How often a micro-batch runs an item in one direction: what runs again does so in backward."""
+        if item.phase in ("gather", "reduce") and not item.every_micro_batch:
+            return 0
+        if direction == "forward":
+            return int(item.phase == "forward")
+        return int(item.phase != "forward" or item.of in self._again)
+
+    @cached_property
+    def _again(self) -> frozenset[str]:
+        """Ops that run again in backward: those of layers, or all where there are none."""
+        if self.plan.recompute == "none":
+            return frozenset()
+        blocks = find_blocks(self.graph)
+        layers = {b.start for b in blocks if b.repeats} or {b.start for b in blocks}
+        starts, found, inside = {b.start for b in blocks}, set(), False
+        for op in self.graph.ops:
+            inside = op.name in layers if op.name in starts else inside
+            if inside:
+                found.add(op.name)
+        return frozenset(found)
+
+    def _stage_of(self, item: Item) -> int:
+        """Of the op; of a parameter the first that uses it; of the graph's end the last."""
+        if item.of in self._homes:
+            return self._homes[item.of]
+        if item.of in self.graph.parameters:
+            return min(self._users.get(self.graph.parameters[item.of], {0}))
+        return self.pipeline.stages - 1
+
+    @cached_property
+    def _homes(self) -> Mapping[str, int]:
+        """Op -> its stage."""
+        return {op.name: stage for stage, ops in enumerate(self._ops) for op in ops}
 
     @cached_property
     def memory(self) -> Breakdown:
@@ -297,6 +353,16 @@ class SimulatedStep:
         parts = (_leaf("activations", "bytes", activations), _leaf("gradients", "bytes", gradients))
         return _sum("along pp", "bytes", parts, f"of pipeline rank {rank}, which sends most")
 
+    @property
+    def traffic_bytes(self) -> float:
+        """That a rank sends in a step, between stages and inside one, without a tree of formulas."""
+        plan, layers = self.plan, sum(stack.layers for stack in self.graph.stacks) or 1
+        run = Run(plan.micro_batches, self.pipeline.ranks, recompute=plan.recompute)
+        step = Step(
+            tuple(self._pricer.items()), (), run, self.hardware, self.software, layers=layers
+        )
+        return float(total(step.traffic())) + self.traffic.value
+
     # --- sentences
 
     @property
@@ -310,8 +376,9 @@ class SimulatedStep:
         chunks = f", {p.chunks} stages a rank" if p.chunks > 1 else ""
         again = ", layers run again in backward" if self.plan.recompute == "full" else ""
         return (
-            f"pp={p.ranks} runs {p.stages} stages by {p.schedule}{chunks}, {self.plan.micro_batches} "
-            f"micro-batches{again}; stages begin at {', '.join(('the first op', *p.cuts))}"
+            f"pp={p.ranks} runs {p.stages} stages by {p.schedule}{chunks}, "
+            f"{_batches(self.plan.micro_batches)}{again}; stages begin at "
+            f"{', '.join(('the first op', *p.cuts))}"
         )
 
     @property
@@ -332,7 +399,8 @@ class SimulatedStep:
         row = self.stages[self.slowest_stage]
         mean = sum(each.seconds for each in self.stages) / len(self.stages)
         more = _percent(row.seconds / mean - 1)
-        return f"stage {row.number} ({row.where}) is slowest, {more} above the mean of the stages"
+        busiest = f"; rank {self.busiest_rank} computes longest" if self.pipeline.chunks > 1 else ""
+        return f"stage {row.number} ({row.where}) is slowest, {more} above the mean of the stages{busiest}"
 
     @property
     def _fullest(self) -> str:
@@ -340,6 +408,10 @@ class SimulatedStep:
         rows = [self.stages[s] for s in self.pipeline.stages_of(rank)]
         flights = " and ".join(f"{row.in_flight} on stage {row.number}" for row in rows)
         return f"rank {rank} binds memory: its micro-batches in flight are at most {flights}"
+
+
+def _batches(count: int) -> str:
+    return f"{count} micro-batch{'es' * (count > 1)}"
 
 
 def _percent(share: float) -> str:

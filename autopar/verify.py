@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from autopar.capture import Captured, LossFunction, run_with_loss
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
-from autopar.ir import Mesh, Plan
+from autopar.ir import PIPELINE_AXIS, Mesh, Plan
 from autopar.passes.retarget import draws
-from autopar.planning import Prepared, make_plan, prepare_step, split_example
+from autopar.planning import Prepared, StageWishes, make_plan, prepare_step, split_example
 from autopar.program import Program, build_program
 from autopar.random_plan import random_plan
 from autopar.rehearsal import Rehearsal, actions_of
@@ -109,6 +109,8 @@ def verify(
     recipe: RecipeLike = "auto",
     seed: int = 0,
     loss_fn: LossFunction | None = None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
 ) -> VerifyReport:
     """Runs a plan with all ranks simulated in one process, and compares loss, every gradient and updated buffers.
 
@@ -116,15 +118,27 @@ def verify(
 
     Args:
         model: plain PyTorch.
-        example_inputs: a tuple of arguments, a dict of keyword arguments, or one tensor.
-        mesh: the axes to simulate.
+        example_inputs: a tuple of arguments, a dict of keyword arguments, or one tensor; with several
+            micro-batches, the first of them.
+        mesh: the axes to simulate; `pp` is that of pipeline stages.
         plan: a plan, "random" for one drawn at random, or None to search one.
         recipe: constraints on the search.
         seed: of the random plan.
-        loss_fn: as in `compile`.
+        loss_fn, schedule: as in `compile`.
+        micro_batches: of a plan that is searched; by default 1, and two for each rank of a pipeline.
     """
     subject = Subject.of(model, example_inputs, loss_fn=loss_fn)
-    return subject.compare(_plan(subject.prepared, Mesh.of(mesh), plan, recipe, seed))
+    if isinstance(plan, Plan):
+        return subject.compare(plan)
+    if plan == "random":
+        captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
+        return subject.compare(
+            random_plan(graph, Mesh.of(mesh), seed=seed, fingerprint=captured.fingerprint)
+        )
+    if plan is not None:
+        raise AutoparError(f'A plan to verify is a Plan, "random" or None, not {plan!r}.')
+    searched = _searched(subject.prepared, Mesh.of(mesh), recipe, micro_batches, schedule)
+    return subject.compare(searched)
 
 
 @dataclass(frozen=True)
@@ -267,21 +281,19 @@ def tolerance(prepared: Prepared) -> float:
     return TOLERANCE_FLOAT32 if lowest_bytes < 8 else TOLERANCE_FLOAT64
 
 
-def _plan(
-    prepared: Prepared, mesh: Mesh, plan: Plan | str | None, recipe: RecipeLike, seed: int
+def _searched(
+    prepared: Prepared,
+    mesh: Mesh,
+    recipe: RecipeLike,
+    micro_batches: int | None,
+    schedule: str | None,
 ) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    if plan == "random":
-        return random_plan(
-            prepared.analysis.graph, mesh, seed=seed, fingerprint=prepared.captured.fingerprint
-        )
-    if plan is not None:
-        raise AutoparError(f'A plan to verify is a Plan, "random" or None, not {plan!r}.')
     # What is proved is the arithmetic: the ranks share this process's memory, whatever a plan would take.
+    depth = dict(mesh.axes).get(PIPELINE_AXIS)
     return make_plan(
-        prepared, mesh, hardware=find_hardware("cpu-gloo"), recipe=recipe, memory_bytes=sys.maxsize
-    )
+        prepared, mesh, hardware=find_hardware("cpu-gloo"), recipe=recipe, memory_bytes=sys.maxsize,
+        micro_batches=micro_batches or (2 * depth if depth else 1), stages=StageWishes(schedule),
+    )  # fmt: skip
 
 
 def _single_device(

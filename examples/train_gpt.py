@@ -18,15 +18,14 @@ from pathlib import Path
 import click
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from gpt import GPT, GPTConfig, loss_fn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text import batches, read_source, standard_library, unigram_entropy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import autopar
+from autopar.checkpoint import save_checkpoint
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss; leaves the gradients behind
@@ -68,13 +67,21 @@ def train(
     losses = []
     for number, (tokens, targets) in enumerate(itertools.islice(data, steps), start=1):
         loss = step(tokens, targets)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         losses.append(loss.item())
         watch(number, losses[-1])
     return losses, optimizer
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> None:
+    """By the norm over the whole model, of which a rank may hold a part."""
+    if isinstance(model, autopar.CompiledModule):
+        model.clip_grad_norm_(max_norm)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def single_process_step(model: nn.Module) -> Step:
@@ -135,12 +142,6 @@ def watch_on(progress: Progress, *, steps: int, tokens_per_step: int) -> Watch:
     return watch
 
 
-def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Every rank writes its own shards; any number of ranks can read them again."""
-    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
-
-
 def draw_losses(losses: list[float], entropy_nats: float, path: Path) -> None:
     """The loss curve, and the entropy a model without context could reach at best."""
     from matplotlib.figure import Figure  # here: only rank 0 draws, and it draws once
@@ -196,6 +197,8 @@ def mean_of_last(losses: list[float], count: int = 20) -> float:
 @click.option("--lr", default=4e-3, help="Highest learning rate.")
 @click.option("--seed", default=0, help="Of the initial weights and of the batches.")
 @click.option("--text-mb", default=4, help="Megabytes of source to train on.")
+@click.option("--mesh", metavar="AXES", help="Axes such as pp=2,dp=2; searched if left out.")
+@click.option("--recipe", default="auto", metavar="R", help="Such as pp:1f1b,dp:zero1.")
 @click.option("--out", default="runs/demo", type=click.Path(path_type=Path), help="For results.")
 def main(
     steps: int,
@@ -208,6 +211,8 @@ def main(
     lr: float,
     seed: int,
     text_mb: int,
+    mesh: str | None,
+    recipe: str,
     out: Path,
 ) -> None:
     """Train a byte-level GPT on every rank that torchrun started."""
@@ -229,8 +234,9 @@ def main(
         )
 
     model = autopar.compile(
-        GPT(config, seed=seed), example_inputs=next(iter(data())), loss_fn=loss_fn
-    )
+        GPT(config, seed=seed), example_inputs=next(iter(data())), loss_fn=loss_fn,
+        mesh=autopar.Mesh.parse(mesh) if mesh else None, recipe=recipe,
+    )  # fmt: skip
     console.print(model.explain())
     with loss_bar(console) as progress:
         watch = watch_on(progress, steps=steps, tokens_per_step=batch_size * seq_len)
@@ -239,7 +245,7 @@ def main(
         )
 
     out.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(model, optimizer, out / "checkpoint")
+    save_checkpoint(out / "trained", model, optimizer, steps=steps)
     if on_first:
         model.plan.save(out / "plan.json")
         draw_losses(losses, entropy_nats, out / "loss.png")

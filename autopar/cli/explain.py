@@ -27,7 +27,9 @@ Examples:
   autopar explain llama3-70b --cluster h100x8x16 --batch 1024 --html report.html --trace step.json
   autopar explain path/to/config.json --cluster a100x8 --max-memory 70GB --keep-inside-node tp
   autopar explain gpt3-175b --cluster h100x8x16 --no recompute --pin 'layers.*.mlp.*=tp'
-  autopar explain examples.gpt:example --mesh dp=8,tp=8 --recipe dp:zero3,tp:tp+sp""",
+  autopar explain examples.gpt:example --mesh dp=8,tp=8 --recipe dp:zero3,tp:tp+sp
+  autopar explain examples.gpt:example --mesh pp=2,dp=2,tp=2 --schedule 1f1b --micro-batches 8
+  autopar explain examples.gpt:example --mesh pp=4,dp=2 --recipe pp:interleaved,dp:zero1 --html report.html""",
 )
 @click.argument("target")
 @question_options

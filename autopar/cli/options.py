@@ -13,7 +13,8 @@ from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import MeshError
 from autopar.intents import AXES, REFUSALS, Wishes, is_intent
-from autopar.ir import Mesh
+from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh
+from autopar.search.recipes import PIPELINE_RECIPES, RECIPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,6 +61,10 @@ class Pin(click.ParamType):
         return name, choice
 
 
+RECIPE_NAMES = (
+    f"{', '.join(RECIPES)}; for the axis pp {', '.join(PIPELINE_RECIPES)}"  # as the help has them
+)
+
 POSITIVE = click.IntRange(min=1)
 
 _WHERE = (
@@ -68,13 +73,14 @@ _WHERE = (
     click.option("--batch", type=POSITIVE, metavar="N",
                  help="Sequences of a step on all ranks; by default one per rank."),
     click.option("--seq", type=POSITIVE, metavar="N", help="Tokens of a sequence."),
-    click.option("--mesh", metavar="AXES", help="Axes to use, such as dp=8,tp=8; else searched."),
+    click.option("--mesh", metavar="AXES",
+                 help="Axes to use, such as dp=8,tp=8 or pp=2,dp=2,tp=2 with pipeline stages; else "
+                      "searched."),
     click.option("--ranks", type=POSITIVE, metavar="N",
                  help="Number of ranks, where --cluster names one GPU or none."),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
     click.option("--recipe", default="auto", metavar="R",
-                 help="One of auto, ddp, zero1, zero2, zero3, tp, tp+sp, or per axis: "
-                      "dp:zero3,tp:tp+sp."),
+                 help=f"One of {RECIPE_NAMES}, or per axis: dp:zero3,tp:tp+sp."),
 )  # fmt: skip
 
 _INTENTS = (
@@ -87,12 +93,19 @@ _INTENTS = (
                  help="What must not be used; may be repeated."),
     click.option("--pin", "pins", multiple=True, type=Pin(),
                  help="Fix a choice: 'layers.*.mlp.*=tp' splits those matrices over tp; "
-                      "'layers.*.mlp.up.weight=S(0)@tp' says how. May be repeated."),
+                      "'layers.*.mlp.up.weight=S(0)@tp' says how. May be repeated. Without --mesh only "
+                      "meshes that have the axis, with several ranks, are considered."),
     click.option("--micro-batches", type=POSITIVE, metavar="N",
                  help="Micro-batches of a step; else searched."),
     click.option("--stages", multiple=True, type=POSITIVE, metavar="N",
-                 help="Depths of a pipeline to consider beside 1. They are priced; this version "
-                      "cannot run them."),
+                 help="Depths of a pipeline to consider beside 1, where --mesh does not say."),
+    click.option("--schedule", type=click.Choice(tuple(SCHEDULES)),
+                 help="In which order pipeline stages run micro-batches; else searched."),
+    click.option("--chunks", type=POSITIVE, metavar="V",
+                 help="Stages of each pipeline rank, for the schedules that take several; else searched."),
+    click.option("--recompute", type=click.Choice(("none", "full")),
+                 help="Whether layers run again in backward; else searched, and none on a --mesh without "
+                      "stages."),
 )  # fmt: skip
 
 
@@ -113,7 +126,8 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
     wishes = Wishes(
         mesh=mesh, recipe=given["recipe"], pins=dict(given["pins"]),
         micro_batches=given["micro_batches"],
-        stages=tuple(sorted({1, *given["stages"]})), max_memory_bytes=memory,
+        stages=tuple(sorted({1, *given["stages"]})), schedule=given["schedule"],
+        chunks=given["chunks"], recompute=given["recompute"], max_memory_bytes=memory,
         inside_node=given["inside_node"], without=frozenset(given["without"]),
     )  # fmt: skip
     _check_pins(wishes, mesh)
@@ -121,7 +135,7 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
 
 
 def _check_pins(wishes: Wishes, mesh: Mesh | None) -> None:
-    axes = mesh.names if mesh is not None else AXES
+    axes = AXES if mesh is None else tuple(n for n in mesh.names if n != PIPELINE_AXIS)
     for name, choice in wishes.pins.items():
         if is_intent(choice) and choice not in axes:
             raise click.UsageError(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -56,7 +56,7 @@ _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory 
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
 UNBOUNDED_BYTES = 10**18
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
-_EXECUTED, _NEAR = 2, 1.05  # settings balanced by execution, of those within 5 % of the fastest
+_EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
 _MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
 
 
@@ -340,12 +340,13 @@ class _Search:
                     self._price_all(inner, micro_batches)
         if not self.found:
             raise self._nothing()
+        self._search_again()
         self._execute_nearest()
         ranked = sorted(self.found.values(), key=lambda each: each.key)
         refused = {
             name: str(error) for name, error in self.refused.items() if name not in self.found
         }
-        best = self._searched_again(ranked[0])
+        best = ranked[0]
         notes = (*_of_layouts(best.plan.notes), *_notes(best, ranked[1:]))
         best = replace(best, plan=replace(best.plan, notes=notes))
         return PipelineFound(best, tuple(ranked[1:]), refused)
@@ -474,20 +475,14 @@ class _Search:
         names = [table.starts[block] for block in cuts.cuts]
         return replace(plan, pipeline=setting.shape.cut(names, self.position))
 
-    def _searched_again(self, best: Priced) -> Priced:
-        """The best setting with a stage plan made for its own micro-batches, where that is better."""
+    def _search_again(self) -> None:
+        """Prices the best number of micro-batches with a plan made for them."""
+        best = min(self.found.values(), key=lambda each: each.key)
         m = best.setting.shape.micro_batches
-        if m == (self.wanted.micro_batches or self.captured):
-            return best
-        found, self.found = self.found, {}
-        inner = self._stage_plan(best.share, m)
-        if inner is not None:
-            own = replace(inner.plan, recompute=best.setting.recompute)
-            table = stage_table(self._graph(m), own, self.hardware, world=self.mesh, **self.pricing)
-            self._price(inner._replace(plan=own), table, best.setting, executed=True)
-        again = min(self.found.values(), key=lambda each: each.key, default=best)
-        self.found = found
-        return min(best, again, key=lambda each: each.key)
+        if m != (self.wanted.micro_batches or self.captured):
+            inner = self._stage_plan(best.share, m)
+            if inner is not None:
+                self._price_all(inner, m)
 
     def _nothing(self) -> AutoparError:
         """Why no setting has a plan: the one that misses by least, or what was refused first."""

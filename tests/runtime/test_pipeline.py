@@ -1,0 +1,458 @@
+"""Pipeline stages on real ranks: what a user meets, against one process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpt import GPT, GPTConfig, loss_fn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import autopar
+from autopar.ir import SCHEDULES, Pipeline
+from autopar.planning import prepare_step
+from tests.runtime.models import Batch, make, mean_square
+from tests.runtime.ranks import Ranks, equal_on_all
+from tests.runtime.training import difference, full_state, single, train
+from tests.staged import plan_for, with_stages
+
+pytestmark = pytest.mark.multiprocess
+
+
+def compiled(
+    model: nn.Module, batch: Batch, loss: Any, *, schedule: str = "1f1b", ranks: int = 2,
+    micro_batches: int = 4, mesh: dict[str, int] | None = None, recipe: Any = "auto",
+) -> autopar.CompiledModule:  # fmt: skip
+    plan = plan_for(model, batch, loss, schedule, ranks, micro_batches, mesh, recipe)
+    return autopar.compile(model, loss_fn=loss, plan=plan)
+
+
+def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks have, as one has it."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        found |= part
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            g = parameter.grad
+            found[name] = (g.full_tensor() if isinstance(g, DTensor) else g).clone()
+    return found
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() <= expected.keys()
+    return max((found[n] - expected[n]).abs().max().item() for n in found)
+
+
+# --- schedules
+
+
+def trained(name: str, schedule: str, ranks: int, mesh: Any, recipe: Any) -> dict[str, Any]:
+    model, batch, loss = make(name)
+    made = compiled(model, batch, loss, schedule=schedule, ranks=ranks, mesh=mesh, recipe=recipe)
+    return train(made, made.step, batch)
+
+
+def check_training(parts: list[dict[str, Any]], name: str) -> None:
+    expected = single(name)
+    whole = together(parts)
+    for part in parts:  # each with its own losses and parameters
+        assert difference({key: (whole | part)[key] for key in expected}, expected) < 1e-9
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(two_ranks: Ranks, schedule: str) -> None:
+    check_training(two_ranks.run(trained, "gpt", schedule, 2, None, "auto"), "gpt")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "recipe"),
+    [
+        ("1f1b", {"dp": 2}, "zero1"),
+        ("interleaved", {"dp": 2}, "zero2"),
+        ("zb", {"dp": 2}, "zero3"),
+        ("zbv", {"tp": 2}, "tp"),
+        ("dualpipev", {"tp": 2}, "tp+sp"),
+    ],
+)
+def test_schedules_with_other_axes(
+    four_ranks: Ranks, schedule: str, mesh: dict[str, int], recipe: str
+) -> None:
+    check_training(four_ranks.run(trained, "gpt", schedule, 2, mesh, recipe), "gpt")
+
+
+# --- tied parameters
+
+
+def tied_gpt() -> tuple[nn.Module, Batch]:
+    model = GPT(GPTConfig(seq_len=8, layers=2, heads=4, width=16)).double()
+    model.head.weight = model.token_embedding.weight
+    tokens = torch.arange(64).reshape(8, 8) * 7 % 256
+    return model, (tokens, tokens.roll(1, 1))
+
+
+def train_tied(schedule: str, ranks: int) -> tuple[dict[str, Any], list[str]]:
+    model, batch = tied_gpt()
+    made = compiled(model, batch, loss_fn, schedule=schedule, ranks=ranks)
+    found = train(made, made.step, batch)
+    return found, [name for name, _ in made.named_parameters()]
+
+
+def single_tied() -> dict[str, Any]:
+    model, batch = tied_gpt()
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_fn(model(tokens), targets)
+        loss.backward()
+        return loss.detach()
+
+    return train(model, step, batch)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2), ("1f1b", 4)])
+def test_a_tied_matrix_is_the_same_on_both_of_its_stages(
+    two_ranks: Ranks, four_ranks: Ranks, schedule: str, ranks: int
+) -> None:
+    """Trained with AdamW and clipping, whose norm counts it once."""
+    results = (two_ranks if ranks == 2 else four_ranks).run(train_tied, schedule, ranks)
+    expected = single_tied()
+    holders = [i for i, (_, names) in enumerate(results) if "token_embedding.weight" in names]
+    assert holders == ([0] if schedule == "zbv" else [0, ranks - 1])
+    whole = together([found for found, _ in results])
+    for found, _ in results:
+        complete = {key: (whole | found)[key] for key in expected}
+        assert difference(complete, expected) < 1e-9
+
+
+# --- without a backward
+
+
+def forwards() -> tuple[bool, float, str]:
+    model, batch, loss = make("gpt")
+    reference, _, _ = make("gpt")
+    made = compiled(model, batch, loss)
+    made.step(*batch)
+    with torch.no_grad():
+        results = [made(batch[0]) for _ in range(2)]
+        expected = reference(batch[0])
+    try:
+        made(batch[0])
+    except autopar.StepError as error:
+        message = str(error)
+    return torch.equal(*results), (results[0] - expected).abs().max().item(), message
+
+
+def test_a_forward_gives_its_result_to_all_ranks_and_has_no_backward(two_ranks: Ranks) -> None:
+    for same, error, message in two_ranks.run(forwards):
+        assert same and error < 1e-12
+        assert message == (
+            "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
+            "to the next. Call it under torch.no_grad(), or train with model.step(*batch)."
+        )
+
+
+def losses_of_evaluation(schedule: str) -> tuple[list[float], bool, float]:
+    """The loss without a backward before, between and behind steps; what is left in `.grad`."""
+    model, batch, loss = make("gpt")
+    made = compiled(model, batch, loss, schedule=schedule)
+    with torch.no_grad():
+        losses = [made.step(*batch).item()]
+    none = not gradients(made)
+    losses.append(made.step(*batch).item())
+    once = gradients(made)
+    with torch.no_grad():
+        losses.append(made.step(*batch).item())
+    return losses, none, worst(gradients(made), once)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_step_under_no_grad_is_the_loss_alone(two_ranks: Ranks, schedule: str) -> None:
+    model, batch, loss = make("gpt")
+    expected = loss(model(batch[0]), batch[1]).item()  # type: ignore[operator]
+    for losses, none, changed in two_ranks.run(losses_of_evaluation, schedule):
+        assert losses == pytest.approx([expected] * 3, rel=1e-12)
+        assert none and changed == 0
+
+
+# --- state
+
+
+def states() -> tuple[list[str], list[str], float]:
+    """Entries before and after the first step; how far a loaded state is from what was given."""
+    model, batch, loss = make("normed")
+    made = compiled(model, batch, loss, ranks=2)
+    before = list(made.state_dict())
+    made.step(*batch)
+    names = list(made.state_dict())
+    given = {k: v * 2 for k, v in make("normed")[0].state_dict().items()}
+    made.load_state_dict(given)
+    return before, names, worst(full_state(made), given)
+
+
+def test_state_dicts_of_all_ranks_are_the_models(two_ranks: Ranks) -> None:
+    own = list(make("normed")[0].state_dict())
+    results = two_ranks.run(states)
+    first, second = (set(names) for _, names, _ in results)
+    assert first and second and not first & second
+    assert first | second == set(own)
+    for before, names, error in results:
+        assert before == own
+        assert names == [name for name in own if name in names]
+        assert error == 0
+
+
+def missing_entries() -> tuple[str, list[str]]:
+    model, batch, loss = make("mlp")
+    made = compiled(model, batch, loss)
+    made.step(*batch)
+    own = make("mlp")[0].state_dict()
+    own.pop("up.weight" if dist.get_rank() == 0 else "down.weight")
+    try:
+        made.load_state_dict(own)
+    except RuntimeError as error:
+        message = str(error)
+    return message, list(made.load_state_dict(own, strict=False).missing_keys)
+
+
+def test_a_missing_entry_of_this_ranks_is_named(two_ranks: Ranks) -> None:
+    for name, (message, missing) in zip(
+        ["up.weight", "down.weight"], two_ranks.run(missing_entries), strict=True
+    ):
+        assert f'Missing key(s) in state_dict: "{name}"' in message
+        assert missing == [name]
+
+
+def early_optimizer() -> tuple[list[float], list[str]]:
+    model, batch, loss = make("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    made = compiled(model, batch, loss)
+    losses = []
+    for _ in range(3):
+        losses.append(made.step(*batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {id(p): n for n, p in made.named_parameters()}
+    return losses, [held[id(p)] for g in optimizer.param_groups for p in g["params"]]
+
+
+def test_an_optimizer_made_before_holds_what_its_rank_does(two_ranks: Ranks) -> None:
+    model, batch, loss = make("gpt")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = []
+    for _ in range(3):
+        value = loss(model(batch[0]), batch[1])  # type: ignore[operator]
+        value.backward()
+        expected.append(value.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    results = two_ranks.run(early_optimizer)
+    assert sorted(n for _, names in results for n in names) == sorted(
+        n for n, _ in model.named_parameters()
+    )
+    for losses, _ in results:
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def frozen(schedule: str) -> dict[str, Tensor]:
+    """The first stage has nothing to train, and one weight behind it has not either."""
+    model, batch, loss = make("gpt")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("token", "position", "blocks.0", "norm")))
+    made = compiled(model, batch, loss, schedule=schedule)
+    made.step(*batch)
+    return gradients(made)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_frozen_parameters_get_no_gradient(two_ranks: Ranks, schedule: str) -> None:
+    model, batch, loss = make("gpt")
+    loss(model(batch[0]), batch[1]).backward()  # type: ignore[operator]
+    expected = gradients(model)
+    found = together(two_ranks.run(frozen, schedule))
+    assert found.keys() == {n for n in expected if n.startswith(("blocks.1", "head"))}
+    assert worst(found, expected) < 1e-12
+
+
+def accumulated(schedule: str) -> float:
+    model, batch, loss = make("gpt")
+    made = compiled(model, batch, loss, schedule=schedule)
+    made.step(*batch)
+    once = gradients(made)
+    made.step(*batch)
+    return worst(gradients(made), {n: 2 * g for n, g in once.items()})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
+def test_gradients_add_up_over_steps(two_ranks: Ranks, schedule: str) -> None:
+    assert max(two_ranks.run(accumulated, schedule)) < 1e-12
+
+
+def norms() -> list[float]:
+    model, batch = tied_gpt()
+    made = compiled(model, batch, loss_fn, mesh={"dp": 2}, recipe="zero3")
+    found = []
+    for norm_type in (2.0, 1.0, float("inf")):
+        made.zero_grad()
+        made.step(*batch)
+        found.append(made.clip_grad_norm_(0.1, norm_type).item())
+    return found
+
+
+def test_the_norm_is_that_of_the_whole_model(four_ranks: Ranks) -> None:
+    """Stages, shards of them, and a matrix that two stages hold."""
+    model, batch = tied_gpt()
+    expected = []
+    for norm_type in (2.0, 1.0, float("inf")):
+        model.zero_grad()
+        loss_fn(model(batch[0]), batch[1]).backward()
+        expected.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type).item())
+    assert equal_on_all(four_ranks.run(norms)) == pytest.approx(expected, rel=1e-9)
+
+
+# --- models without weights
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside it held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if type(x) is Tensor and x.device.type == "cpu":
+                self._add(x.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def layers(width: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+
+
+def materialised() -> tuple[float, float, bool]:
+    """Bytes over those of one layer: at the most while placing, and held; whether all is filled."""
+    width, batch = 128, (torch.randn(4, 128), torch.randn(4, 128))
+    with torch.device("meta"):
+        model = layers(width)
+    plan = plan_for(layers(width), batch, mean_square, "1f1b", 4, 4)
+    with PeakBytes() as bytes_:
+        made = autopar.compile(model, loss_fn=mean_square, plan=plan)
+        made.prepare(*batch)
+    held = sum(p.nbytes for p in made.parameters())
+    return (
+        bytes_.most / (4 * width**2), held / (4 * width**2), all(p.full_tensor().std() > 0 for p in made.parameters())  # type: ignore[operator]
+    )  # fmt: skip
+
+
+def test_a_stage_is_all_that_a_rank_materialises(four_ranks: Ranks) -> None:
+    """Two of eight layers, and one on its way from where it is initialised."""
+    for most, held, filled in four_ranks.run(materialised):
+        assert (held, filled) == (2, True)
+        assert most < 4, most
+
+
+# --- random numbers
+
+
+class Dropped(nn.Module):
+    """Multiplies by two vectors of ones with a dropout between: their gradients are the mask's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.first, 0.5, self.training) * self.second
+
+
+def total(y: Tensor) -> Tensor:
+    return y.sum()
+
+
+def masks(schedule: str, cut: str) -> list[tuple[float, Tensor]]:
+    """The loss and this rank's gradient of three steps."""
+    model, x = Dropped(), torch.ones(8, 64)
+    prepared = prepare_step(model, (x[:2],), loss_fn=total)
+    plan = with_stages(prepared, Pipeline(2, schedule, (cut,)), 4)
+    made = autopar.compile(model, loss_fn=total, plan=plan)
+    found = []
+    for _ in range(3):
+        made.zero_grad()
+        value = made.step(x).item()
+        ((_, gradient),) = gradients(made).items()
+        found.append((value, gradient))
+    return found
+
+
+@pytest.mark.parametrize("cut", ["native_dropout", "mul_1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_both_sides_of_a_cut_see_one_mask(two_ranks: Ranks, schedule: str, cut: str) -> None:
+    first, second = two_ranks.run(masks, schedule, cut)
+    for (loss, g), (other_loss, other_g) in zip(first, second, strict=True):
+        assert loss == other_loss == pytest.approx(g.sum().item(), rel=1e-6)
+        assert torch.equal(g, other_g)
+        assert 0.5 < g.mean() / 2 < 1.5  # 8 rows, halves kept and doubled, mean over 4 micro-batches
+    assert not torch.equal(first[0][1], first[1][1])
+
+
+# --- what is refused
+
+
+def message_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except autopar.AutoparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refusals() -> list[str]:
+    model, batch, loss = make("gpt")
+    made = compiled(model, batch, loss)
+    made.step(*batch)
+    short = [x[:6] for x in batch]
+    few, one = make("gpt")[0], make("gpt")[0]
+    return [
+        message_of(lambda: made.step(*short)),
+        message_of(lambda: compiled(few, batch, loss, micro_batches=1).step(*batch)),
+        message_of(lambda: autopar.compile(one, loss_fn=loss, plan=made.plan, micro_batches=2)),
+        message_of(lambda: autopar.compile(one, loss_fn=loss, plan=made.plan, mesh={"dp": 2})),
+    ]
+
+
+def test_refusals_have_their_numbers(two_ranks: Ranks) -> None:
+    shape, few, count, mesh = equal_on_all(two_ranks.run(refusals))
+    assert "Input 'tokens' has shape [6, 8]" in shape and "global shape [8, 8]" in shape
+    assert few.startswith("PlanError: The schedule 1f1b takes at least as many micro-batches as")
+    assert "The plan was made for 4 micro-batches, and compile was given micro_batches=2" in count
+    assert mesh == (
+        "MeshError: The plan was made for the mesh pp=2,dp=1, and the mesh given is dp=2."
+    )
