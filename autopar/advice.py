@@ -231,8 +231,10 @@ class Question:
 
     def answer(self) -> Advice:
         """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
-        if self.wishes.mesh is not None and not self._needs_closed_form:
-            return self._given()
+        if self.wishes.mesh is not None:
+            self._check_mesh(self.wishes.mesh)
+            if not self._needs_closed_form:
+                return self._given(self.wishes.mesh)
         fitting = [each for each in self.settings if each.memory_bytes <= self.bound_bytes]
         if not fitting:
             raise SearchError(self.why_nothing_fits())
@@ -273,14 +275,14 @@ class Question:
         asked = self.wishes.mesh is not None and PIPELINE_AXIS in self.wishes.mesh.names
         return self._is_few and (asked or self.wishes.recompute == "full")
 
-    def _given(self) -> Advice:
-        """The plan for a mesh that was given, whether or not it fits."""
-        mesh = self.wishes.mesh
-        assert mesh is not None
+    def _check_mesh(self, mesh: Mesh) -> None:
         if mesh.size != self.cluster.ranks:
             raise MeshError(
                 f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.cluster.ranks}."
             )
+
+    def _given(self, mesh: Mesh) -> Advice:
+        """The plan for a mesh that was given, whether or not it fits."""
         if PIPELINE_AXIS in mesh.names:
             return self._staged(mesh)
         self._stage_wishes.refuse_schedule(mesh)

@@ -35,8 +35,10 @@ from autopar.program import build_program
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.module import CompiledModule, Fixed, Outputs, Programs, Settings
 from autopar.runtime.world import World, set_timeout
+from autopar.schedules import check_micro_batches
 from autopar.search import RecipeLike
 from autopar.search.batches import captured_batch, with_batch
+from autopar.search.recipes import split_recipe
 from autopar.stages import cut_stages, cuts_where_parameters_lie
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int]
@@ -224,6 +226,8 @@ class _Planner:
                     else self._following(prepared, fixed, micro_batches)
                 )
             )
+        if is_step and plan.pipeline is not None:
+            check_micro_batches(plan.pipeline, plan.micro_batches)
         program = build_program(prepared.captured, prepared.analysis, plan)
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
@@ -251,7 +255,7 @@ class _Planner:
             )  # fmt: skip
 
         try:
-            plan = search(self._recipe)
+            plan = search(split_recipe(self._recipe)[1])
         except (RecipeError, SearchError):
             plan = search("auto")  # the parameters lie as the recipe has it; this graph need not
         plan = replace(plan, recompute=fixed.recompute)
@@ -264,7 +268,9 @@ class _Planner:
         """The mesh as it runs; known once the first program is."""
         if self._world is None:
             assert self._mesh is not None, "the mesh is known once there is a program"
-            self._world = make_world(self._mesh, self.device, self._device_mesh)
+            self._world = make_world(
+                self._mesh, self.device, self._device_mesh, self._timeout_seconds
+            )
             if self._timeout_seconds is not None:
                 set_timeout(self._world, self._timeout_seconds)
         return self._world
@@ -404,14 +410,19 @@ def check_world(mesh: Mesh) -> None:
         )
 
 
-def make_world(mesh: Mesh, device: torch.device, device_mesh: DeviceMesh | None) -> World:
+def make_world(
+    mesh: Mesh,
+    device: torch.device,
+    device_mesh: DeviceMesh | None,
+    timeout_seconds: float | None = None,
+) -> World:
     """The process groups of the mesh; a single rank without a default group needs none."""
     known = device_mesh is not None and device_mesh.mesh_dim_names == mesh.names
     if not known and dist.is_initialized():
         device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.names)
     if PIPELINE_AXIS in mesh.names:
         assert device_mesh is not None, "check_world has found the ranks of the mesh"
-        return World.with_pipeline(mesh, device, device_mesh)
+        return World.with_pipeline(mesh, device, device_mesh, timeout_seconds)
     return World(mesh, device, device_mesh)
 
 

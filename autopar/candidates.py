@@ -274,10 +274,14 @@ class Space:
         )  # fmt: skip
 
     def _nothing(self) -> str:
+        layers, depths = self._layers(), " or ".join(map(str, self.stages))
+        stages = (
+            f", and {depths} pipeline stages its {layers} layers" if self.stages != (1,) else ""
+        )
         return (
             f"No way to lay {self.batch} sequences on {self.cluster.ranks} ranks: some split of the "
-            "ranks must divide the batch and the model's heads or widths. Choose a batch that is a "
-            f"multiple of {self.cluster.ranks}, or fewer ranks."
+            f"ranks must divide the batch and the model's heads or widths{stages}. Choose a batch that is "
+            f"a multiple of {self.cluster.ranks}, or fewer ranks."
         )
 
 

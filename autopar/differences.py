@@ -102,17 +102,30 @@ def differences(a: Side, b: Side) -> tuple[Difference, ...]:
 def _headlines(a: Side, b: Side) -> Iterator[Difference]:
     pairs = [
         ("model", a.plan.fingerprint, b.plan.fingerprint),
-        ("mesh", str(a.plan.mesh), str(b.plan.mesh)),
+        ("mesh", str(a.plan.world_mesh), str(b.plan.world_mesh)),
         ("recipe", a.plan.recipe, b.plan.recipe),
+        ("schedule", *map(_schedule, (a.plan, b.plan))),
+        ("stages begin at", *map(_cuts, (a.plan, b.plan))),
         ("micro-batches", str(a.plan.micro_batches), str(b.plan.micro_batches)),
     ]
     if a.document and b.document:
         pairs.append(("cluster", a.document["cluster"]["name"], b.document["cluster"]["name"]))
         for name in ("stages", "recompute"):
             pairs.append((name, str(a.document["run"][name]), str(b.document["run"][name])))
+    else:
+        pairs.append(("recompute", a.plan.recompute, b.plan.recompute))
     for subject, before, after in pairs:
         if before != after:
             yield Difference(subject, "", before, after)
+
+
+def _schedule(plan: Plan) -> str:
+    return plan.pipeline.schedule if plan.pipeline else "none"
+
+
+def _cuts(plan: Plan) -> str:
+    """The ops with which stages after the first begin."""
+    return ", ".join(plan.pipeline.cuts) if plan.pipeline else "the first op alone"
 
 
 def _of_parameters(a: Plan, b: Plan) -> Iterator[Difference]:

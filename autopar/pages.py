@@ -14,7 +14,7 @@ from autopar.cost_model.breakdown import Breakdown, Event
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.symbols import symbol
 from autopar.explanation import Explanation
-from autopar.ir import Graph
+from autopar.ir import Graph, with_pipeline
 from autopar.report import collectives, described
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
 from autopar.views.units import format_bytes, format_seconds
@@ -59,9 +59,11 @@ def _of_pipeline(e: Explanation) -> Iterator[str]:
     run, closed = e.simulated, e.closed_form
     if run is not None:
         yield from run.sentences
+        compared = isinstance(e, Advice) and e.setting is not None
+        others = ", the other candidates, what would change the choice" if compared else ""
         yield (
-            "Step, memory and stages are of the simulated schedule. Formulas, sensitivities, the timeline "
-            "and collectives inside a stage are of the closed form, in which all stages are alike: "
+            "Step, memory and stages are of the simulated schedule. Formulas, sensitivities, the timeline, "
+            f"collectives inside a stage{others} are of the closed form, in which all stages are alike: "
             f"{format_seconds(closed.step_seconds)} and {format_bytes(closed.memory_bytes)}."
         )
 
@@ -85,13 +87,14 @@ def change_lines(e: Explanation) -> tuple[str, ...]:
 def change_line(e: Advice, change: Change) -> str:
     """`With 141 GB of memory: dp=16 zero1, 4 x 2, 3.5 % faster.`"""
     chosen = e.setting.name if e.setting else ""
-    best = _relative(change.best_seconds, e.step_seconds)
+    now = e.closed_form.step_seconds  # as what it is compared with
+    best = _relative(change.best_seconds, now)
     if change.best == chosen:
         return f"With {change.what}: the same choice, {best}."
     same = change.same_seconds
-    if same is not None and abs(same / e.step_seconds - 1) < 5e-4:
+    if same is not None and abs(same / now - 1) < 5e-4:
         same = None  # nothing to say of what stays as it is
-    else_ = f" (this one: {_relative(same, e.step_seconds)})" if same is not None else ""
+    else_ = f" (this one: {_relative(same, now)})" if same is not None else ""
     return f"With {change.what}: {change.best}, {best}{else_}."
 
 
@@ -135,14 +138,16 @@ def _subtitle(e: Explanation) -> str:
     count = int(e.run.micro_batches)
     batches = f"{count} micro-batch{'es' * (count > 1)}"
     mesh = e.plan.world_mesh
+    if e.plan.pipeline is None and e.run.stages > 1:
+        mesh = with_pipeline(mesh, int(e.run.stages), 0)
     axes = ",".join(f"{name}={size}" for name, size in mesh.axes if size > 1) or "one rank"
     return f"{axes} on {e.cluster}{stages}, {batches}{again}, recipe {e.plan.recipe}"
 
 
 def _stages_in_words(e: Explanation) -> str:
-    """The schedule where there is one, else how many stages are priced."""
+    """The schedule, and whether it is simulated."""
     if e.plan.pipeline is None:
-        return f", {int(e.run.stages)} pipeline stages" if e.run.stages > 1 else ""
+        return ", 1f1b by its closed form" if e.run.stages > 1 else ""
     return f", {e.plan.pipeline.schedule} over {e.plan.pipeline.stages} stages"
 
 
@@ -154,7 +159,7 @@ def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
     yield "memory of a rank", f"{format_bytes(e.memory_bytes)} of {format_bytes(e.bound_bytes)}"
     yield "sent by a rank", f"{format_bytes(e.traffic.value)} a step"
     if e.simulation is not None:
-        yield "pipeline bubble", f"{100 * e.simulation.bubble_fraction:.1f} % of the schedule"
+        yield "pipeline bubble", f"{100 * e.simulation.bubble_fraction:.1f} %"
 
 
 def _formulas(e: Explanation) -> Iterator[Formula]:

@@ -12,10 +12,16 @@ from rich.text import Text
 from autopar.advice import Advice
 from autopar.fitting import Fit, Remedy
 from autopar.pages import change_line, word_of
-from autopar.report import collective_table, op_table, parameter_table, used_axes
+from autopar.report import collective_table, collectives, op_table, parameter_table, used_axes
 from autopar.views import (
-    CandidateTable, Page, SensitivityTable, StageTable, Tree, memory_bar, time_bar,
-)  # fmt: skip
+    CandidateTable,
+    Page,
+    SensitivityTable,
+    StageTable,
+    Tree,
+    memory_bar,
+    time_bar,
+)
 from autopar.views.bars import headline
 from autopar.views.gantt import Gantt
 from autopar.views.units import format_bytes, format_seconds
@@ -48,7 +54,7 @@ class Sheet:
             yield StageTable(page.stages)
         yield parameter_table(plan, advice.graph)
         yield op_table(plan, advice.graph, advice.factor_words)
-        if page.traffic.parts:
+        if collectives(advice.step):
             yield collective_table(advice.step)
         yield Group(
             Text("Where time and memory go", style="bold"),

@@ -34,6 +34,7 @@ from autopar.views.page import StageRow
 
 Direction = Literal["forward", "backward"]
 _ROUNDING = 1e-9  # of a sum
+_ALIKE = 1.0005  # times that print as the same
 
 KEPT = ("parameters", "gradients", "optimizer", "buffers")  # kinds of what a stage holds at rest
 
@@ -398,9 +399,13 @@ class SimulatedStep:
     def _slowest(self) -> str:
         row = self.stages[self.slowest_stage]
         mean = sum(each.seconds for each in self.stages) / len(self.stages)
-        more = _percent(row.seconds / mean - 1)
         busiest = f"; rank {self.busiest_rank} computes longest" if self.pipeline.chunks > 1 else ""
-        return f"stage {row.number} ({row.where}) is slowest, {more} above the mean of the stages{busiest}"
+        if row.seconds <= _ALIKE * mean:
+            return f"all stages take as long{busiest}"
+        return (
+            f"stage {row.number} ({row.where}) is slowest, {_percent(row.seconds / mean - 1)} above the "
+            f"mean of the stages{busiest}"
+        )
 
     @property
     def _fullest(self) -> str:
@@ -425,7 +430,7 @@ def _leaf(name: str, unit: Unit, value: float, note: str = "") -> Breakdown:
 def _of_stages(name: str, unit: Unit, values: Mapping[int, float], note: str) -> Breakdown:
     """A cost of a rank's stages; of a single one without parts."""
     if len(values) == 1:
-        return _leaf(name, unit, *values.values(), note)
+        return _leaf(name, unit, sum(values.values()), note)
     parts = (_leaf(f"stage {stage}", unit, value) for stage, value in values.items())
     return _sum(name, unit, parts, note)
 

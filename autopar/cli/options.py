@@ -61,9 +61,8 @@ class Pin(click.ParamType):
         return name, choice
 
 
-RECIPE_NAMES = (
-    f"{', '.join(RECIPES)}; for the axis pp {', '.join(PIPELINE_RECIPES)}"  # as the help has them
-)
+# as help texts have them
+RECIPE_NAMES = f"{', '.join(RECIPES)} (with an axis pp also {', '.join(PIPELINE_RECIPES)})"
 
 POSITIVE = click.IntRange(min=1)
 
@@ -80,7 +79,7 @@ _WHERE = (
                  help="Number of ranks, where --cluster names one GPU or none."),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
     click.option("--recipe", default="auto", metavar="R",
-                 help=f"One of {RECIPE_NAMES}, or per axis: dp:zero3,tp:tp+sp."),
+                 help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp."),
 )  # fmt: skip
 
 _INTENTS = (

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
+from torch import nn
 
+from autopar.advice import with_rows
+from autopar.capture import LossFunction
+from autopar.cli.options import POSITIVE, RECIPE_NAMES
 from autopar.cli.output import console
 from autopar.errors import AutoparError
-from autopar.ir import Mesh, Plan
+from autopar.ir import SCHEDULES, Mesh, Plan
+from autopar.planning import prepare_step
+from autopar.search.batches import captured_batch
 from autopar.targets import resolve_target
 from autopar.verify import verify
 
@@ -20,33 +28,73 @@ from autopar.verify import verify
 loss and every gradient with the single-device model.
 
 TARGET is package.module:function; the function takes no arguments and returns
-(model, example_inputs) or (model, example_inputs, loss_fn).
+(model, example_inputs) or (model, example_inputs, loss_fn). The plan is searched, or drawn with
+--random, or read with --plan; with an axis pp it has pipeline stages, run in the order of their schedule.
 
 \b
-Example:
-  autopar verify examples.gpt:tiny_example --mesh dp=2,tp=2 --random""",
+Examples:
+  autopar verify examples.gpt:tiny_example --mesh dp=2,tp=2 --random
+  autopar verify examples.gpt:tiny_example --mesh pp=2,tp=2 --recipe pp:1f1b,tp:tp+sp
+  autopar verify examples.gpt:tiny_example --plan plan.json""",
 )
 @click.argument("target")
-@click.option("--mesh", metavar="AXES", help="Axes of the mesh, such as dp=2,tp=2.")
-@click.option("--recipe", default="auto", metavar="R",
-              help="One of auto, ddp, zero1, zero2, zero3, tp, tp+sp, or dp:zero3,tp:tp+sp.")  # fmt: skip
+@click.option("--mesh", metavar="AXES", help="Axes of the mesh, such as dp=2,tp=2 or pp=2,tp=2.")
+@click.option("--recipe", metavar="R",
+              help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]")  # fmt: skip
+@click.option("--schedule", type=click.Choice(tuple(SCHEDULES)),
+              help="In which order pipeline stages run micro-batches; else searched.")  # fmt: skip
+@click.option("--micro-batches", type=POSITIVE, metavar="N",
+              help="Micro-batches of a step; by default 1, and two for each rank of a pipeline.")  # fmt: skip
 @click.option("--plan", "path", type=click.Path(path_type=Path), help="A saved plan to prove.")
 @click.option("--random", "draw", is_flag=True, help="Draw the plan at random.")
-@click.option("--seed", default=0, help="Of a random plan.")
+@click.option("--seed", type=int, help="Of a random plan.  [default: 0]")
 def verify_command(
-    target: str, mesh: str | None, recipe: str, path: Path | None, draw: bool, seed: int
-) -> None:
+    target: str, mesh: str | None, recipe: str | None, schedule: str | None,
+    micro_batches: int | None, path: Path | None, draw: bool, seed: int | None,
+) -> None:  # fmt: skip
     if ":" not in target:
         raise AutoparError(
             f"Cannot prove {target!r}: it has no weights; write package.module:function."
         )
-    model, args, kwargs, loss_fn = resolve_target(target).build(None)
+    searching = {"--recipe": recipe, "--schedule": schedule, "--micro-batches": micro_batches}
+    if path is not None:
+        given = {"--mesh": mesh, **searching, "--random": draw or None, "--seed": seed}
+        _refuse("--plan", "has all of a plan", given)
+    elif draw:
+        _refuse("--random", "draws all of a plan", searching)
+    else:
+        _refuse("a plan that is searched", "draws nothing", {"--seed": seed})
     plan: Plan | str | None = "random" if draw else Plan.load(path) if path else None
-    axes = plan.mesh if isinstance(plan, Plan) else Mesh.parse(mesh) if mesh else None
+    axes = plan.world_mesh if isinstance(plan, Plan) else Mesh.parse(mesh) if mesh else None
     if axes is None:
         raise click.UsageError("Give --mesh, such as --mesh dp=2,tp=2, or a saved --plan.")
+    model, args, kwargs, loss_fn = resolve_target(target).build(None)
+    if isinstance(plan, Plan):
+        args, kwargs = _micro_batch(plan, model, args, kwargs, loss_fn)
     result = verify(
-        model, kwargs or args, mesh=axes, plan=plan, recipe=recipe, seed=seed, loss_fn=loss_fn
-    )
+        model, kwargs or args, mesh=axes, plan=plan, recipe=recipe or "auto", seed=seed or 0,
+        loss_fn=loss_fn, schedule=schedule, micro_batches=micro_batches,
+    )  # fmt: skip
     console().print(result)
     sys.exit(0 if result.passed else 1)
+
+
+def _refuse(what: str, does: str, given: Mapping[str, object]) -> None:
+    """Raises a usage error for options that would be ignored."""
+    beside = [name for name, value in given.items() if value is not None]
+    if beside:
+        raise click.UsageError(f"{what} {does}: leave out {', '.join(beside)}.")
+
+
+def _micro_batch(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What a plan is of: the example, or a part of it where the plan cuts that into micro-batches."""
+    if plan.micro_batches == 1:
+        return args, kwargs
+    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+    if prepared.captured.fingerprint == plan.fingerprint:
+        return args, kwargs
+    rows = captured_batch(prepared.analysis.graph)
+    return with_rows((args, kwargs), rows, max(1, rows // plan.micro_batches))

@@ -19,7 +19,6 @@ from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Pipeline, local_shape
 from autopar.program import Program, Wire
-from autopar.runtime.collectives import group_name
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.shared import SharedParameters, holders_of
@@ -213,7 +212,7 @@ class BoundPipeline:
                 raise cause from None
             raise PeerError(
                 str(cause).strip().partition("\n")[0], collective="send or receive",
-                group=group_name(self._pipe.group),
+                group=self._pipe.group_name,
             ) from error  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class SharedParameters:
         """The c10d name of the group of these positions; every rank makes the groups of all, in one order."""
         assert self._pipe is not None
         if len(ranks) == self._pipe.group.size():
-            return group_name(self._pipe.group)
+            return self._pipe.group_name
         lines = _torch.lines_along(self._pipe.device_mesh, PIPELINE_AXIS)
         own, _ = dist.new_subgroups_by_enumeration([[line[r] for r in ranks] for line in lines])
         return group_name(own) if own is not None and self._pipe.rank in ranks else ""

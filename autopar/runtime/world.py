@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -24,15 +25,17 @@ class Pipe:
     Attributes:
         rank: its position along the pipeline axis.
         device_mesh: of all ranks, the pipeline axis among its axes.
+        group_name: c10d name of the group of all positions that differ in nothing else.
     """
 
     rank: int
     device_mesh: DeviceMesh
+    group_name: str
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks of all positions that differ in nothing else; looked up anew each time, as `groups`."""
-        return self.device_mesh.get_group(PIPELINE_AXIS)
+        """The process group; looked up anew each time, as `World.groups`."""
+        return _torch.resolve_group(self.group_name)
 
     def peer(self, rank: int) -> int:
         """The global number of the rank at another position."""
@@ -56,11 +59,18 @@ class World:
     pipe: Pipe | None = None
 
     @classmethod
-    def with_pipeline(cls, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh) -> World:
+    def with_pipeline(
+        cls,
+        mesh: Mesh,
+        device: torch.device,
+        device_mesh: DeviceMesh,
+        timeout_seconds: float | None,
+    ) -> World:
         """The world of one pipeline rank, given the mesh of all ranks."""
         inner = without_pipeline(mesh)
         rank = device_mesh.get_local_rank(PIPELINE_AXIS)
-        return cls(inner, device, device_mesh[inner.names], Pipe(rank, device_mesh))
+        pipe = Pipe(rank, device_mesh, _pipeline_group(device_mesh, timeout_seconds))
+        return cls(inner, device, device_mesh[inner.names], pipe)
 
     def __post_init__(self) -> None:
         assert self.device_mesh is not None or self.mesh.size == 1, self.mesh
@@ -110,7 +120,7 @@ class World:
         """The error of a collective with what was being done, and the axis in place of its group."""
         names = dict(self.group_names)
         if self.pipe is not None:
-            names[PIPELINE_AXIS] = group_name(self.pipe.group)
+            names[PIPELINE_AXIS] = self.pipe.group_name
         axes = [axis for axis, group in names.items() if group == error.group]
         mesh = self.mesh if self.pipe is None else f"{self.mesh} in a pipeline"
         axis = f"axis {axes[0]!r} of {mesh}" if axes else "its group"
@@ -123,9 +133,19 @@ class World:
         )
 
 
+def _pipeline_group(device_mesh: DeviceMesh, timeout_seconds: float | None) -> str:
+    """The group along the pipeline. Gloo takes the timeout of a send or receive at a group's birth."""
+    if timeout_seconds is None:
+        return group_name(device_mesh.get_group(PIPELINE_AXIS))
+    lines = _torch.lines_along(device_mesh, PIPELINE_AXIS)
+    timeout = timedelta(seconds=timeout_seconds)
+    own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+    assert own is not None, "every rank is on a line"
+    return group_name(own)
+
+
 def set_timeout(world: World, seconds: float) -> None:
-    """How long a collective of any axis may wait for the other ranks."""
-    pipe = [world.pipe.group] if world.pipe is not None else []
-    for group in (*world.groups, *pipe):
+    """How long a collective of any axis of a stage may wait for the other ranks."""
+    for group in world.groups:
         if group is not None:
             _torch.set_group_timeout(group, seconds)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import mean_square
 from tests.runtime.ranks import join
 
@@ -49,7 +50,7 @@ def work(
     made.step(*batch)
     if rank == 1:
         (ready,) = made._ready[True]
-        leaf = ready.bound._residents.leaves[2]
+        leaf = ready.bound._runner.leaves[2]
         leaf.register_hook(lambda grad: accident())
     try:
         made.step(*batch)
@@ -67,10 +68,21 @@ def work(
 def test_the_others_end_with_an_error(
     tmp_path: Path, recipe: str, accident: Callable[[], None], timeout_seconds: float
 ) -> None:
+    run_all(work, tmp_path, recipe, accident, timeout_seconds)
+    for rank in (0, 2):
+        message = (tmp_path / f"error{rank}").read_text()
+        assert message.startswith("Step 2 broke in ")
+        assert (
+            f"over axis 'dp' of dp={RANKS} on rank {rank}: another rank of that axis died"
+            in message
+        )
+
+
+def run_all(target: Callable[..., None], folder: Path, *args: object) -> None:
+    """Runs all ranks, of which the one in the middle has an accident and the others find out in time."""
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=work, args=(rank, str(tmp_path), recipe, accident, timeout_seconds))
-        for rank in range(RANKS)
+        context.Process(target=target, args=(rank, str(folder), *args)) for rank in range(RANKS)
     ]
     try:
         for process in processes:
@@ -84,10 +96,38 @@ def test_the_others_end_with_an_error(
         for process in processes:
             process.kill()
             process.join(10)
+
+
+def in_stages(rank: int, folder: str, accident: Callable[[], None]) -> None:
+    join(rank, RANKS, f"{folder}/store")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(6)))
+    batch = (torch.randn(6, 12), torch.randn(6, 12))
+    made = autopar.compile(
+        model, loss_fn=mean_square, mesh={"pp": RANKS}, recipe="1f1b", micro_batches=3,
+        example_inputs=batch, timeout_seconds=15,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    made.step(*batch)
+    optimizer.step()
+    save_checkpoint(f"{folder}/good", made, optimizer, steps=1)
+    if rank == 1:
+        (ready,) = made._ready[True]
+        (runner,) = ready.bound._runners.values()
+        runner.leaves[0].register_hook(lambda grad: accident())
+    try:
+        made.step(*batch)
+    except autopar.PeerError as error:
+        Path(folder, f"error{rank}").write_text(str(error))
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("accident", [die, hang])
+def test_a_stage_is_lost(tmp_path: Path, accident: Callable[[], None]) -> None:
+    run_all(in_stages, tmp_path, accident)
     for rank in (0, 2):
         message = (tmp_path / f"error{rank}").read_text()
-        assert message.startswith("Step 2 broke in ")
-        assert (
-            f"over axis 'dp' of dp={RANKS} on rank {rank}: another rank of that axis died"
-            in message
-        )
+        assert message.startswith("Step 2 broke in send or receive over axis 'pp'")
+    alone = nn.Sequential(*(nn.Linear(12, 12) for _ in range(6)))
+    assert load_checkpoint(tmp_path / "good", alone) == {"steps": 1}

@@ -60,16 +60,15 @@ def model_bytes(recipe: str) -> float:
     optimizer.zero_grad()
     seen = []
     (ready,) = made._ready[True]
-    run = ready.bound._micro_batch
+    run = ready.bound._runner.run
 
-    def measured(inputs: list[Tensor], count: int, *, last: bool) -> Tensor:
-        if last:
-            seen.append(live_bytes() - before)
-        return run(inputs, count, last=last)
+    def measured(inputs: list[Tensor]) -> list[Tensor]:
+        seen.append(live_bytes() - before)
+        return run(inputs)
 
-    ready.bound._micro_batch = measured  # type: ignore[method-assign]
+    ready.bound._runner.run = measured  # type: ignore[method-assign]
     made.step(*batch)
-    return seen[0] / parameter_bytes
+    return seen[1] / parameter_bytes
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,8 @@ def kept_between() -> tuple[int, int]:
     )
     made.step(*batch)
     (ready,) = made._ready[True]
-    gathers, begin = ready.bound._gathers, ready.bound._reducer.begin
+    runner = ready.bound._runner
+    gathers, begin = runner._gathers, runner._reducer.begin
     counts = []
 
     def counting(*, last: bool) -> None:
@@ -104,7 +104,7 @@ def kept_between() -> tuple[int, int]:
         counts.append((len(references), sum(not r.expired() for r in references)))
         begin(last=last)
 
-    ready.bound._reducer.begin = counting  # type: ignore[method-assign]
+    runner._reducer.begin = counting  # type: ignore[method-assign]
     made.step(*batch)
     return counts[0]
 

@@ -196,10 +196,12 @@ def states() -> tuple[list[str], list[str], float]:
     made = compiled(model, batch, loss, ranks=2)
     before = list(made.state_dict())
     made.step(*batch)
-    names = list(made.state_dict())
-    given = {k: v * 2 for k, v in make("normed")[0].state_dict().items()}
-    made.load_state_dict(given)
-    return before, names, worst(full_state(made), given)
+    state = made.state_dict()
+    given = dict(make("normed")[0].state_dict()) | {k: v * 2 for k, v in state.items()}
+    made.load_state_dict(given)  # of which what is of other ranks is passed over
+    loaded = full_state(made)
+    doubled = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in given.items()}
+    return before, list(state), worst(loaded, doubled)
 
 
 def test_state_dicts_of_all_ranks_are_the_models(two_ranks: Ranks) -> None:
@@ -218,7 +220,7 @@ def missing_entries() -> tuple[str, list[str]]:
     model, batch, loss = make("mlp")
     made = compiled(model, batch, loss)
     made.step(*batch)
-    own = make("mlp")[0].state_dict()
+    own = made.state_dict()
     own.pop("up.weight" if dist.get_rank() == 0 else "down.weight")
     try:
         made.load_state_dict(own)
@@ -373,10 +375,10 @@ def materialised() -> tuple[float, float, bool]:
 
 
 def test_a_stage_is_all_that_a_rank_materialises(four_ranks: Ranks) -> None:
-    """Two of eight layers, and one on its way from where it is initialised."""
+    """Two of eight layers, once as their modules fill them and once as they are kept."""
     for most, held, filled in four_ranks.run(materialised):
         assert (held, filled) == (2, True)
-        assert most < 4, most
+        assert most < 4.5, most
 
 
 # --- random numbers

@@ -127,6 +127,14 @@ def test_training_is_that_of_one_process(
 
 
 @pytest.mark.multiprocess
+def test_a_gathered_parameter_of_several_blocks(two_ranks: Ranks) -> None:
+    """It enters the second block whole, and is kept there by its shard; without layers all blocks run again."""
+    expected = single("tied", micro_batches=2)
+    for found in two_ranks.run(trained, "tied", {"dp": 2}, "zero3", 2, NO_PIPELINE):
+        assert difference(found, expected) < 1e-9
+
+
+@pytest.mark.multiprocess
 def test_stages_of_split_parameters_recompute(four_ranks: Ranks) -> None:
     expected = single("gpt", micro_batches=2)
     for recipe, schedule in (("zero3", "1f1b"), ("zero3", "zb")):

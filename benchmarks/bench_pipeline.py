@@ -1,0 +1,177 @@
+"""Step time of pipeline stages on Gloo ranks, against the same stages written by hand, in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_pipeline.py --ranks 2
+
+Both train the GPT of examples/gpt.py, cut at the same blocks, by the same schedule of
+torch.distributed.pipelining. They take turns, a step or two each, so that a drift of the machine's speed
+touches both; the ratio is taken turn by turn.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+import autopar
+from autopar.cost_model import find_hardware
+from autopar.ir import Pipeline
+from autopar.planning import make_plan, prepare_step
+from autopar.search.blocks import block_starts
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+from bench_step_time import Sizes, Step, free_port, turn
+from gpt import GPT, loss_fn
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule, what runs it, and the stages of a rank."""
+
+    name: str
+    by_hand: Callable[..., object]
+    chunks: int
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("gpipe", ScheduleGPipe, 1),
+        Row("1f1b", Schedule1F1B, 1),
+        Row("interleaved", ScheduleInterleaved1F1B, 2),
+    )
+}
+
+
+class Part(nn.Module):
+    """A stage as one writes it by hand: the blocks from `begin` to `end`, and what is at the ends."""
+
+    def __init__(self, model: GPT, begin: int, end: int) -> None:
+        super().__init__()
+        self.blocks = model.blocks[begin:end]
+        self.is_first, self.is_last = begin == 0, end == len(model.blocks)
+        if self.is_first:
+            self.token_embedding = model.token_embedding
+            self.position_embedding = model.position_embedding
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = self.token_embedding(x) + self.position_embedding(positions)
+        x = self.blocks(x)
+        return self.head(self.norm(x)) if self.is_last else x
+
+
+def optimized(parameters: list[nn.Parameter], run: Callable[[], object]) -> Step:
+    """A training step: what `run` does, then AdamW."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+
+    def step() -> None:
+        run()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand(sizes: Sizes, row: Row, micro_batches: int) -> Step:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, count = sizes.model(), ranks * row.chunks
+    layers = sizes.layers // count
+    stages = [
+        PipelineStage(Part(model, i * layers, (i + 1) * layers), i, count, torch.device("cpu"))
+        for i in range(rank, count, ranks)
+    ]
+    schedule = row.by_hand(stages if row.chunks > 1 else stages[0], micro_batches, loss_fn=loss_fn)
+    tokens, targets = sizes.batch_of(0)
+    inputs = (tokens,) if rank == 0 else ()
+    labels = {"target": targets} if rank == ranks - 1 else {}
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    return optimized(parameters, lambda: schedule.step(*inputs, **labels, return_outputs=False))  # type: ignore[attr-defined]
+
+
+def ours(sizes: Sizes, row: Row, micro_batches: int) -> Step:
+    ranks, model, batch = dist.get_world_size(), sizes.model(), sizes.batch_of(0)
+    count = ranks * row.chunks
+    prepared = prepare_step(model, tuple(x[: len(x) // micro_batches] for x in batch), loss_fn=loss_fn)
+    plan = make_plan(
+        prepared, {"dp": 1}, hardware=find_hardware("cpu-gloo"), micro_batches=micro_batches
+    )
+    starts = block_starts(prepared.analysis.graph)  # the embedding, the layers, the head
+    cuts = tuple(starts[1 + i * (sizes.layers // count)] for i in range(1, count))
+    plan = replace(plan, pipeline=Pipeline(ranks, row.name, cuts))
+    compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan, example_inputs=batch)
+    return optimized(list(compiled.parameters()), lambda: compiled.step(*batch))
+
+
+def compare(sizes: Sizes, row: Row, micro_batches: int) -> tuple[list[float], list[float]]:
+    """Seconds per step, turn by turn, of ours and of what is written by hand."""
+    contenders = (ours(sizes, row, micro_batches), by_hand(sizes, row, micro_batches))
+    for step in contenders:
+        turn(step, 2)  # warm up
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number in range(sizes.rounds):
+        pairs = list(zip(contenders, seconds, strict=True))
+        for step, kept in pairs if number % 2 else pairs[::-1]:
+            kept.append(turn(step, sizes.steps))
+    return seconds
+
+
+def work(rank: int, ranks: int, port: int, sizes: Sizes, rows: list[Row], micro_batches: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    table = Table(title=f"Step time on {ranks} Gloo ranks, median of {sizes.rounds} turns")
+    for column in ("schedule", "stages", "autopar ms", "by hand ms", "ratio (range of turns)"):
+        table.add_column(column)
+    for row in rows:
+        mine, other = compare(sizes, row, micro_batches)
+        ratios = [a / b for a, b in zip(mine, other, strict=True)]
+        milliseconds = [f"{statistics.median(x) * 1e3:.0f}" for x in (mine, other)]
+        spread = f"{statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
+        table.add_row(row.name, str(ranks * row.chunks), *milliseconds, spread)
+    if rank == 0:
+        Console(width=110).print(table)
+    dist.destroy_process_group()
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--ranks", default=2, help="Processes, each a rank of the pipeline.")
+@click.option("--schedules", default=",".join(ROWS), help="Which to compare, separated by commas.")
+@click.option("--micro-batches", default=8)
+@click.option("--layers", default=8)
+@click.option("--width", default=256)
+@click.option("--heads", default=4)
+@click.option("--sequence", default=128)
+@click.option("--batch", default=16, help="Sequences of the global batch.")
+@click.option("--rounds", default=11, help="Turns of each contender.")
+@click.option("--steps", default=1, help="Steps of a turn.")
+def main(ranks: int, schedules: str, micro_batches: int, **sizes: int) -> None:
+    """Print step times and ratios."""
+    rows = [ROWS[name] for name in schedules.split(",")]
+    mp.spawn(work, (ranks, free_port(), Sizes(**sizes), rows, micro_batches), ranks)
+
+
+if __name__ == "__main__":
+    main()
