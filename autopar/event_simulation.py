@@ -118,18 +118,22 @@ class Simulation:
         return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
 
-def simulate(actions: Actions, costs: Sequence[StageCosts]) -> Simulation:
+def simulate(
+    actions: Actions, costs: Sequence[StageCosts], *, waits_for_sends: bool = False
+) -> Simulation:
     """Runs the actions of all ranks.
 
     Args:
         actions: of every rank, as `schedules.actions` gives them.
         costs: of every stage.
+        waits_for_sends: whether a rank goes on only when what it sends has arrived, see
+            `schedules.waits_for_sends`.
     """
     rank_of = ranks_of(actions)
     assert sorted(rank_of) == list(range(len(costs))), (
         f"{len(costs)} costs are given for the stages {sorted(rank_of)}"
     )
-    run = _Run(costs, rank_of, len(actions))
+    run = _Run(costs, rank_of, len(actions), waits_for_sends)
     for action in in_order(actions):
         run.do(action)
     return run.result()
@@ -154,8 +158,14 @@ _COMPUTES: Mapping[Kind, str] = {"F": "forward", "B": "backward", "I": "backward
 class _Run:
     """A step while it runs. Receives take no time: the action that needs what they bring waits for it."""
 
-    def __init__(self, costs: Sequence[StageCosts], rank_of: Mapping[int, int], ranks: int) -> None:
-        self.rank_of, self.costs = rank_of, costs
+    def __init__(
+        self,
+        costs: Sequence[StageCosts],
+        rank_of: Mapping[int, int],
+        ranks: int,
+        waits_for_sends: bool,
+    ) -> None:
+        self.rank_of, self.costs, self.waits_for_sends = rank_of, costs, waits_for_sends
         self.seconds = [cost.seconds for cost in costs]
         self.grown_bytes = [cost.grown_bytes for cost in costs]
         kept = [0.0] * ranks
@@ -191,6 +201,8 @@ class _Run:
         begin = max(self.ranks[link[0]].free_at, self.links.get(link, 0.0))
         end = self._span(action, begin)
         self.links[link] = self.arrivals[direction, stage + offset, number] = end
+        if self.waits_for_sends:
+            self.ranks[link[0]].free_at = end
 
     def _span(self, action: Action, begin: float) -> float:
         """Notes an action that takes time, and returns its end."""

@@ -88,6 +88,11 @@ def splits_backward(pipeline: Pipeline) -> bool:
     return pipeline.schedule in ("zb", "zbv", "dualpipev")
 
 
+def waits_for_sends(schedule: str) -> bool:
+    """Whether a rank waits until what it sends has arrived. torch's 1F1B joins a send to the next receive."""
+    return schedule == "1f1b"
+
+
 def schedule_class(name: str) -> type[Any]:
     """The class of torch.distributed.pipelining that runs a schedule of `ir.pipeline.SCHEDULES`."""
     from torch.distributed import pipelining  # half a second, which only pipelines need

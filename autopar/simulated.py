@@ -26,7 +26,7 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step, total
 from autopar.event_simulation import Simulation, StageCosts, simulate
 from autopar.ir import Graph, Op, Pipeline, Plan
-from autopar.schedules import actions, splits_backward
+from autopar.schedules import actions, splits_backward, waits_for_sends
 from autopar.search.balance import Shape
 from autopar.search.blocks import block_starts, find_blocks
 from autopar.search.stage_costs import StageTable, stage_table
@@ -90,7 +90,9 @@ class SimulatedStep:
     @cached_property
     def simulation(self) -> Simulation:
         """The schedule as it runs."""
-        return simulate(actions(self.pipeline, self.plan.micro_batches), self.costs)
+        order = actions(self.pipeline, self.plan.micro_batches)
+        waits = waits_for_sends(self.pipeline.schedule)
+        return simulate(order, self.costs, waits_for_sends=waits)
 
     @cached_property
     def once_seconds(self) -> tuple[float, ...]:

@@ -37,7 +37,8 @@ from autopar.ir import Pipeline
 from autopar.planning import make_plan, prepare_step
 from autopar.search.blocks import block_starts
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
 from bench_step_time import Sizes, Step, free_port, turn
 from gpt import GPT, loss_fn
 
@@ -113,7 +114,9 @@ def by_hand(sizes: Sizes, row: Row, micro_batches: int) -> Step:
 def ours(sizes: Sizes, row: Row, micro_batches: int) -> Step:
     ranks, model, batch = dist.get_world_size(), sizes.model(), sizes.batch_of(0)
     count = ranks * row.chunks
-    prepared = prepare_step(model, tuple(x[: len(x) // micro_batches] for x in batch), loss_fn=loss_fn)
+    prepared = prepare_step(
+        model, tuple(x[: len(x) // micro_batches] for x in batch), loss_fn=loss_fn
+    )
     plan = make_plan(
         prepared, {"dp": 1}, hardware=find_hardware("cpu-gloo"), micro_batches=micro_batches
     )
@@ -137,7 +140,9 @@ def compare(sizes: Sizes, row: Row, micro_batches: int) -> tuple[list[float], li
     return seconds
 
 
-def work(rank: int, ranks: int, port: int, sizes: Sizes, rows: list[Row], micro_batches: int) -> None:
+def work(
+    rank: int, ranks: int, port: int, sizes: Sizes, rows: list[Row], micro_batches: int
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)

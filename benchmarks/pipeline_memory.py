@@ -1,4 +1,4 @@
-"""What autograd saves on every pipeline rank at the most, measured on Gloo ranks, against the formula and the simulation.
+"""The most that autograd saves on every pipeline rank, on Gloo ranks, against the formula and the simulation.
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline_memory.py
 
@@ -35,7 +35,8 @@ from autopar.schedules import actions
 from autopar.search.blocks import block_starts
 from autopar.simulated import SimulatedStep
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
 from bench_step_time import Sizes, free_port
 from gpt import loss_fn
 
@@ -110,7 +111,9 @@ def simulated(graph: Graph, plan: Plan) -> tuple[float, ...]:
     return simulate(actions(plan.pipeline, plan.micro_batches), saved_alone).peak_bytes
 
 
-def work(rank: int, ranks: int, port: int, sizes: Sizes, micro_batches: int, path: Path | None) -> None:
+def work(
+    rank: int, ranks: int, port: int, sizes: Sizes, micro_batches: int, path: Path | None
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)

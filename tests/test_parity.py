@@ -76,6 +76,22 @@ def test_random_plans_equal_one_device(subject, mesh, seed):
     assert report.passed, f"{report}\n{plan}"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "seed"), [("pp=2", 8), ("pp=2,a=2", 3), ("a=2,pp=2", 14), ("pp=4", 6)]
+)
+def test_random_stages_equal_one_device(subject, mesh, seed):
+    """Cuts at any op; these seeds draw the schedules interleaved, zbv, zb and 1f1b."""
+    prepared = subject.prepared
+    plan = random_plan(
+        prepared.analysis.graph,
+        Mesh.parse(mesh),
+        seed=seed,
+        fingerprint=prepared.captured.fingerprint,
+    )
+    report = subject.compare(plan)
+    assert report.passed, f"{report}\n{plan}"
+
+
 def test_a_wrong_plan_is_found(subject):
     """The proof can fail: one parameter's gradient counted twice, or on one rank only."""
     graph = subject.prepared.analysis.graph

@@ -34,7 +34,7 @@ import numpy as np
 from autopar.errors import SearchError
 from autopar.event_simulation import simulate
 from autopar.ir.pipeline import SCHEDULES, Pipeline
-from autopar.schedules import Actions, actions
+from autopar.schedules import Actions, actions, waits_for_sends
 from autopar.search.notes import format_bytes
 from autopar.search.stage_costs import StageTable
 
@@ -207,7 +207,8 @@ class _Problem:
 
     def _step_key(self, each: Balance) -> tuple[float, ...]:
         """The same with the seconds of the schedule."""
-        run = simulate(self._actions, self.table.stages(each.cuts))
+        waits = waits_for_sends(self.shape.schedule)
+        run = simulate(self._actions, self.table.stages(each.cuts), waits_for_sends=waits)
         return (self._excess(each), run.step_seconds)
 
     def _excess(self, each: Balance) -> float:

@@ -40,7 +40,7 @@ from autopar.ir import (
     without_pipeline,
 )
 from autopar.ir.plan import Recompute
-from autopar.schedules import actions
+from autopar.schedules import actions, waits_for_sends
 from autopar.search.balance import Balance, Shape, balance, least_overfull
 from autopar.search.batches import captured_batch, fits_graph, with_batch
 from autopar.search.notes import format_bytes
@@ -216,8 +216,8 @@ def search_pipeline_mesh(
         for each in found
         if each is not best
     ]
-    note = f"the fastest depth on {world_size} ranks; the others: {', '.join(others) or 'none'}"
-    plan = replace(best.plan, notes=(*best.plan.notes, note))
+    notes = [f"the fastest depth on {world_size} ranks; the others: {', '.join(others)}"]
+    plan = replace(best.plan, notes=(*best.plan.notes, *(notes if others else ())))
     if best.best.setting.shape.ranks == 1 and not wanted:
         plan = replace(plan, pipeline=None)
     return replace(best, best=replace(best.best, plan=plan))
@@ -276,8 +276,8 @@ class _Wanted:
         )  # fmt: skip
 
     def shapes(self, ranks: int, micro_batches: int) -> Iterator[Shape]:
-        """Every schedule with every number of chunks that it can have."""
-        for schedule in self.schedules:
+        """Every schedule with every number of chunks that it can have; on one rank all are the same."""
+        for schedule in self.schedules if ranks > 1 else self.schedules[:1]:
             for chunks in self._chunks(schedule, ranks):
                 yield Shape(ranks, chunks, schedule, micro_batches)
 
@@ -433,7 +433,8 @@ class _Search:
         if max(cuts.rank_bytes) > self.bound:
             self.overfull.append(self._overfull(table, setting.shape, cuts))
             return
-        run = simulate(lists, table.stages(cuts.cuts))
+        waits = waits_for_sends(setting.shape.schedule)
+        run = simulate(lists, table.stages(cuts.cuts), waits_for_sends=waits)
         seconds = run.step_seconds + self._once_seconds(table, setting.shape, cuts)
         plan = self._cut(inner.plan, table, setting, cuts)
         priced = Priced(setting, plan, seconds, run, cuts, inner.share)
@@ -508,15 +509,20 @@ def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
     """What was chosen, what it takes, and what came second."""
     pipeline = best.plan.pipeline
     assert pipeline is not None, "a priced plan has its cuts"
-    yield f"pipeline of {pipeline.ranks} ranks: {best.setting}; stages begin at {_cuts(pipeline)}"
-    run = best.simulation
     held = ", ".join(format_bytes(int(size)) for size in best.balance.rank_bytes)
-    yield (
-        f"predicted step of the pipeline {best.seconds * 1e3:.3f} ms, of which ranks idle "
-        f"{100 * run.bubble_fraction:.1f} %; ranks hold {held}"
-    )
+    if pipeline.ranks > 1:
+        yield f"pipeline of {pipeline.ranks} ranks: {best.setting}; stages begin at {_cuts(pipeline)}"
+        what = "predicted step of the pipeline"
+        idle = f", of which ranks idle {100 * best.simulation.bubble_fraction:.1f} %; ranks hold {held}"
+    else:
+        again = ", layers run again in backward" if best.plan.recompute == "full" else ""
+        what, idle = (
+            "predicted step",
+            f"; a rank holds {held} with {best.plan.micro_batches} micro-batches{again}",
+        )
+    yield f"{what} {best.seconds * 1e3:.3f} ms{idle}"
     second = next((each for each in others if each.setting != best.setting), None)
-    if second is not None:
+    if second is not None and pipeline.ranks > 1:
         yield f"second best of {len(others)} others that fit: {second.setting}, {_against(second, best)}"
 
 

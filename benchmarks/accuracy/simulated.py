@@ -18,7 +18,7 @@ from autopar.cost_model.step import REGIONS, Step, total
 from autopar.errors import PlanError
 from autopar.event_simulation import StageCosts, simulate
 from autopar.ir.pipeline import Pipeline
-from autopar.schedules import actions, check_micro_batches
+from autopar.schedules import actions, check_micro_batches, waits_for_sends
 from benchmarks.accuracy.rows import Row, Skip
 
 # What tables call a schedule -> ours; a table that does not say means 1F1B.
@@ -71,7 +71,9 @@ class Simulated:
     def seconds(self, index: int) -> float:
         """Of a row's step."""
         row = self.rows[index]
-        run = simulate(actions(pipeline_of(row), row.grad_accum), list(self._costs(index)))
+        pipeline = pipeline_of(row)
+        order, waits = actions(pipeline, row.grad_accum), waits_for_sends(pipeline.schedule)
+        run = simulate(order, list(self._costs(index)), waits_for_sends=waits)
         return float(self.once[index]) + run.step_seconds
 
     def _costs(self, index: int) -> Iterator[StageCosts]:

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from autopar.errors import PlanError
-from autopar.ir import Mesh, ParameterPlan, Plan, R, S, V
+from autopar.ir import Mesh, ParameterPlan, Pipeline, Plan, R, S, V
 
 PLAN = Plan(
     mesh=Mesh.of({"dp": 2, "tp": 2}),
@@ -142,3 +142,78 @@ def test_a_note_is_one_line():
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(PlanError, match="No such file"):
         Plan.load(tmp_path / "none.json")
+
+
+STAGED = dataclasses.replace(
+    PLAN, micro_batches=4, recompute="full", pipeline=Pipeline(2, "interleaved", ("a", "b", "c"), 1)
+)
+
+STAGED_TEXT = """\
+autopar plan 1
+mesh dp=2,pp=2,tp=2
+model 5be0c1
+recipe dp:zero3,tp:tp
+micro-batches 4
+pipeline interleaved: a b c
+recompute full
+parameter up.weight: S(1)@dp S(0)@tp | V@dp S(0)@tp | micro_batch
+input tokens: S(0)@dp
+op linear_1: b0 j
+note dp splits batch
+"""
+
+
+def test_stages_are_text_and_back():
+    assert str(STAGED) == STAGED_TEXT
+    assert Plan.parse(STAGED_TEXT) == STAGED
+    assert Plan.parse(STAGED_TEXT).mesh == PLAN.mesh  # layouts are on the mesh of a stage
+    assert Plan.parse(STAGED_TEXT).world_mesh == Mesh.of({"dp": 2, "pp": 2, "tp": 2})
+
+
+def test_stages_are_json_and_back(tmp_path):
+    STAGED.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == STAGED
+    document = STAGED.to_json()
+    assert (document["pipeline"], document["recompute"]) == (["interleaved", "a b c"], "full")
+    assert not {"pipeline", "recompute"} & PLAN.to_json().keys()
+
+
+def test_a_mesh_of_stages_alone():
+    plan = Plan(Mesh.of({"dp": 1}), "f", "", 2, {}, {}, {}, pipeline=Pipeline(2, "gpipe", ("a",)))
+    assert "mesh pp=2,dp=1\n" in str(plan)
+    assert Plan.parse(str(plan)) == plan
+    assert Plan.parse(str(plan).replace("pp=2,dp=1", "pp=2")) == plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("dp=2,pp=2,tp=2", "dp=2,tp=2", r"has the mesh dp=2,tp=2 and the pipeline \['interleaved'"),
+        (
+            "pipeline interleaved: a b c\n",
+            "",
+            "pp=2,tp=2 and the pipeline None; an axis pp goes with",
+        ),
+        ("interleaved", "fifo", "There is no schedule 'fifo'; there are gpipe, 1f1b"),
+        ("a b c", "a b", "2 cuts make 3 stages, and 2 pipeline ranks take a multiple of 2"),
+        ("interleaved", "1f1b", "schedule 1f1b takes 2 stages on 2 pipeline ranks, .* has 4"),
+        (
+            "interleaved: a b c",
+            "zbv: a",
+            "schedule zbv takes 4 stages on 2 pipeline ranks, .* has 2",
+        ),
+        ("recompute full", "recompute some", "recomputes none or full, not 'some'"),
+        ("note", "recompute none\nnote", "Line 11 of the plan gives recompute again"),
+        ("note", "pipeline gpipe: a\nnote", "Line 11 of the plan gives pipeline again"),
+        ("S(0)@dp\n", "S(0)@pp\n", "has no axis 'pp'"),
+    ],
+)
+def test_damaged_stages_are_named(old, new, says):
+    with pytest.raises(PlanError, match=says):
+        Plan.parse(STAGED_TEXT.replace(old, new))
+
+
+@pytest.mark.parametrize("fields", ["gpipe", ["gpipe"], {"gpipe": "a"}, ["gpipe", 3], [1, "a"]])
+def test_stages_of_damaged_json_are_named(fields):
+    with pytest.raises(PlanError):
+        Plan.from_json(STAGED.to_json() | {"pipeline": fields})
