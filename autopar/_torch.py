@@ -304,14 +304,24 @@ def _watched_stage() -> type:
         ) -> None:
             if not self.has_backward:
                 return
+            arrived = () if self.is_first else self.args_recv_info[number]
+            received = [info.buffer for info in arrived if info.buffer is not None]
             if full_backward:
                 self.before_backward(last=last_backward)
                 super().backward_one_chunk(number, loss, full_backward, last_backward)
                 self.after_backward()
             else:
                 self.bwd_cache[number] = self.input_gradients(number, loss)
-            gradients = self.bwd_cache[number]  # a send takes contiguous tensors
-            self.bwd_cache[number] = tuple(g if g is None else g.contiguous() for g in gradients)
+            # A send takes contiguous tensors, and before torch 2.13 a gradient of every input.
+            pairs = zip(self.bwd_cache[number], received, strict=False)
+            self.bwd_cache[number] = tuple(
+                g.contiguous()
+                if g is not None
+                else torch.zeros_like(x)
+                if x.requires_grad
+                else None
+                for g, x in pairs
+            )
 
         def input_gradients(self, number: int, loss: Any) -> tuple[Tensor | None, ...]:
             results, inputs = self.fwd_cache.pop(number)

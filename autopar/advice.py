@@ -308,18 +308,31 @@ class Question:
         count = self.wishes.micro_batches or 1
         if self.model.own_batch:
             prepared, graph = self.captured(0)
-            own = graph.factors["batch"].size if "batch" in graph.factors else 1
-            return self._global_batch(graph) // own, prepared, graph
+            return self._own_batches(graph), prepared, graph
         batch = self.batch or mesh.size * count
         if batch % count:
             raise AutoparError(f"{count} micro-batches do not divide a batch of {batch} sequences.")
         return count, *self.captured(batch // count)
+
+    def _own_batches(self, graph: Graph) -> int:
+        """How many micro-batches a step has if each is the target's own example."""
+        own = graph.factors["batch"].size if "batch" in graph.factors else 1
+        count = self._global_batch(graph) // own
+        if self.wishes.micro_batches not in (None, count):
+            raise AutoparError(
+                f"A batch of {self.batch} is {count} times the {own} sequences of {self.target}'s own "
+                f"example inputs, which are a micro-batch, and --micro-batches says "
+                f"{self.wishes.micro_batches}. Leave one of them out."
+            )
+        return count
 
     # --- a mesh with stages
 
     def _staged(self, mesh: Mesh) -> Advice:
         """The plan with pipeline stages, and the other schedules that were searched."""
         rows, count = self._rows(mesh), self.wishes.micro_batches
+        if self.model.own_batch and self.batch is not None:
+            count = self._own_batches(self.captured(0)[1])
         if rows % (count or 1):
             raise AutoparError(f"{count} micro-batches do not divide a batch of {rows} sequences.")
         self.progress(f"searching the stages for {mesh}")
@@ -336,7 +349,7 @@ class Question:
         plan = take_parts(own.plan, graph)
         answer = self._advice(graph, plan, run_of(plan, precision_of(graph)))
         others = tuple(self._other(each, graph, rows, answer) for each in found.others[:_OTHERS])
-        chosen = _row(answer, f"{mesh} {best}", _idle(answer.simulation), "")
+        chosen = _row(answer, str(best), _idle(answer.simulation), "")
         return replace(answer, candidates=(chosen, *others))
 
     def _rows(self, mesh: Mesh) -> int:
@@ -375,7 +388,7 @@ class Question:
         step = SimulatedStep(sized, plan, self.cluster.hardware, precision_of(graph), self.software)
         memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
         return Candidate(
-            f"{plan.world_mesh} {other.setting}", other.seconds, memory, step.traffic_bytes,
+            str(other.setting), other.seconds, memory, step.traffic_bytes,
             _idle(other.simulation), memory <= self.bound_bytes,
             why_not=_slower(other.seconds, best.step_seconds),
         )  # fmt: skip
@@ -520,25 +533,24 @@ def _folded(names: Sequence[str]) -> list[str]:
 
 
 def _capture(target: Target, rows: tuple[int, int] | None = None) -> tuple[Prepared, Graph]:
-    """The step of a target; with `rows` the first of them number those of its example, cut or repeated."""
+    """The step of a target; with `rows` of so many rows of its example only so many."""
     with torch.device("meta") if target.is_function else contextlib.nullcontext():
         model, args, kwargs, loss_fn = target.build_few()
         if rows is not None:
-            args, kwargs = with_rows((args, kwargs), *rows)
+            args, kwargs = first_rows((args, kwargs), *rows)
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
     graph = prepared.analysis.graph
     return prepared, replace(graph, stacks=target.stacks or graph.stacks)
 
 
-def with_rows(inputs: Any, own: int, wanted: int) -> Any:
-    """Inputs of a batch of `own` rows with `wanted` rows: the first, or all of them again and again."""
+def first_rows(inputs: Any, own: int, wanted: int) -> Any:
+    """Of inputs with a batch of `own` rows the first few."""
 
-    def resized(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.ndim == 0 or x.shape[0] != own:
-            return x
-        return torch.cat([x] * -(-wanted // own))[:wanted]
+    def cut(x: Any) -> Any:
+        has_rows = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == own
+        return x[:wanted] if has_rows else x
 
-    return pytree.tree_map(resized, inputs)
+    return pytree.tree_map(cut, inputs)
 
 
 def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:

@@ -60,10 +60,10 @@ def _of_pipeline(e: Explanation) -> Iterator[str]:
     if run is not None:
         yield from run.sentences
         compared = isinstance(e, Advice) and e.setting is not None
-        others = ", the other candidates, what would change the choice" if compared else ""
+        others = ", of other candidates and of what would change the choice" if compared else ""
         yield (
-            "Step, memory and stages are of the simulated schedule. Formulas, sensitivities, the timeline, "
-            f"collectives inside a stage{others} are of the closed form, in which all stages are alike: "
+            "Step, memory and stages are of the simulated schedule. The figures of formulas, of sensitivities, "
+            f"of the timeline of one rank{others} are of the closed form, in which all stages are alike: "
             f"{format_seconds(closed.step_seconds)} and {format_bytes(closed.memory_bytes)}."
         )
 

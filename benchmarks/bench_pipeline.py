@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_pipeline.py --ranks 2
 
 Both train the GPT of examples/gpt.py, cut at the same blocks, by the same schedule of
-torch.distributed.pipelining. They take turns, a step or two each, so that a drift of the machine's speed
-touches both; the ratio is taken turn by turn.
+torch.distributed.pipelining. They take turns, a step each, so that a drift of the machine's speed touches
+both; the ratio is taken turn by turn. Processor time is that of all ranks together: it does not count what
+other work on the machine takes, nor waits.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -60,6 +63,19 @@ ROWS = {
         Row("interleaved", ScheduleInterleaved1F1B, 2),
     )
 }
+
+
+COLUMNS = (
+    "schedule", "stages", "step: autopar ms", "by hand ms", "ratio (range of turns)",
+    "processor: autopar ms", "by hand ms", "ratio (range of turns)",
+)  # fmt: skip
+
+
+class Turn(NamedTuple):
+    """What a step takes: on the clock, and of the processors of all ranks."""
+
+    step_seconds: float
+    processor_seconds: float
 
 
 class Part(nn.Module):
@@ -127,17 +143,35 @@ def ours(sizes: Sizes, row: Row, micro_batches: int) -> Step:
     return optimized(list(compiled.parameters()), lambda: compiled.step(*batch))
 
 
-def compare(sizes: Sizes, row: Row, micro_batches: int) -> tuple[list[float], list[float]]:
-    """Seconds per step, turn by turn, of ours and of what is written by hand."""
+def compare(sizes: Sizes, row: Row, micro_batches: int) -> tuple[list[Turn], list[Turn]]:
+    """The turns of ours and of what is written by hand."""
     contenders = (ours(sizes, row, micro_batches), by_hand(sizes, row, micro_batches))
     for step in contenders:
         turn(step, 2)  # warm up
-    seconds: tuple[list[float], list[float]] = ([], [])
+    turns: tuple[list[Turn], list[Turn]] = ([], [])
     for number in range(sizes.rounds):
-        pairs = list(zip(contenders, seconds, strict=True))
+        pairs = list(zip(contenders, turns, strict=True))
         for step, kept in pairs if number % 2 else pairs[::-1]:
-            kept.append(turn(step, sizes.steps))
-    return seconds
+            before = time.process_time()
+            seconds = turn(step, sizes.steps)
+            kept.append(Turn(seconds, on_all(time.process_time() - before) / sizes.steps))
+    return turns
+
+
+def on_all(seconds: float) -> float:
+    """The sum over ranks."""
+    total = torch.tensor(seconds)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def cells(row: Row, ranks: int, turns: tuple[list[Turn], list[Turn]]) -> tuple[str, ...]:
+    found = [row.name, str(ranks * row.chunks)]
+    for mine, other in zip(*(zip(*each, strict=True) for each in turns), strict=True):
+        ratios = [a / b for a, b in zip(mine, other, strict=True)]
+        found += [f"{statistics.median(x) * 1e3:.0f}" for x in (mine, other)]
+        found.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    return tuple(found)
 
 
 def work(
@@ -147,17 +181,11 @@ def work(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    table = Table(title=f"Step time on {ranks} Gloo ranks, median of {sizes.rounds} turns")
-    for column in ("schedule", "stages", "autopar ms", "by hand ms", "ratio (range of turns)"):
-        table.add_column(column)
+    table = Table(*COLUMNS, title=f"{ranks} Gloo ranks, median of {sizes.rounds} turns")
     for row in rows:
-        mine, other = compare(sizes, row, micro_batches)
-        ratios = [a / b for a, b in zip(mine, other, strict=True)]
-        milliseconds = [f"{statistics.median(x) * 1e3:.0f}" for x in (mine, other)]
-        spread = f"{statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
-        table.add_row(row.name, str(ranks * row.chunks), *milliseconds, spread)
+        table.add_row(*cells(row, ranks, compare(sizes, row, micro_batches)))
     if rank == 0:
-        Console(width=110).print(table)
+        Console(width=150).print(table)
     dist.destroy_process_group()
 
 

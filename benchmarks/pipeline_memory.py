@@ -96,7 +96,7 @@ def measured(sizes: Sizes, plan: Plan) -> int:
     model, batch = sizes.model(), sizes.batch_of(0)
     compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan)
     compiled.step(*batch)
-    parameters = [p.to_local() for p in compiled.parameters()]  # type: ignore[operator]
+    parameters = [p.to_local() for p in compiled.parameters()]  # type: ignore[attr-defined]
     saved = SavedBytes(parameters)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         compiled.step(*batch)

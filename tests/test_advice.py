@@ -4,13 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
-from autopar.advice import Question
+from autopar.advice import Question, first_rows
 from autopar.candidates import best_that_fits
 from autopar.cost_model.cluster import find_cluster
 from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.fitting import will_it_fit
 from autopar.intents import Wishes, expand_pins
+from autopar.ir import Mesh
 
 TARGET = "examples.gpt:tiny_example"
 
@@ -123,3 +125,39 @@ def test_room_is_told_where_it_fits():
     fit = will_it_fit(ask(cluster="h100x4x2"))
     assert fit.fits and fit.margin_bytes > 0
     assert any("ranks are enough" in each.what for each in fit.remedies)
+
+
+# --- pipelines
+
+
+def test_the_first_rows_of_inputs():
+    x, table = torch.arange(8).reshape(4, 2), torch.ones(3, 2)
+    (rows, untouched), words = first_rows(((x, table), {"n": 4}), 4, 2)
+    assert rows.tolist() == [[0, 1], [2, 3]]
+    assert untouched is table and words == {"n": 4}
+
+
+def test_stages_of_a_function_are_cut_and_of_a_preset_are_not():
+    mesh = Mesh.parse("pp=2,dp=2")
+    wishes = Wishes(mesh=mesh, recipe="pp:gpipe,dp:zero1", micro_batches=2, recompute="none")
+    whole = Question(TARGET, find_cluster("h100x4"), wishes=wishes).answer()
+    assert whole.plan.pipeline is not None and whole.plan.world_mesh == mesh
+    assert whole.step_seconds == whole.simulated.seconds
+    few = Question("gpt2", find_cluster("h100x4"), 16, 64, Wishes(mesh=mesh)).answer()
+    assert few.plan.pipeline is None and few.run.stages == 2
+    assert few.setting.name.startswith("dp=2 ") and " x pp=2 " in few.setting.name
+
+
+def test_micro_batches_are_searched_within_the_batch():
+    found = ask(
+        TARGET, batch=None, seq=None, mesh=Mesh.parse("pp=2,dp=2"), schedule="1f1b"
+    ).answer()
+    assert found.plan.micro_batches in (2, 4)  # of the example's 8 rows, 2 for each rank of dp
+    rows = found.graph.factors["batch"].size * found.plan.micro_batches
+    assert rows == 8
+    assert found.tokens == found.graph.factors["batch"].size * 16
+
+
+def test_a_batch_and_micro_batches_that_contradict_each_other():
+    with pytest.raises(AutoparError, match="32 is 4 times the 8 sequences"):
+        ask(TARGET, batch=32, seq=None, mesh=Mesh.parse("dp=4"), micro_batches=2).answer()

@@ -201,6 +201,69 @@ def test_verify_at_random():
     assert result.exit_code == 0 and "recipe random 3" in result.output
 
 
+STAGES = ("--mesh", "pp=2,dp=2", "--schedule", "1f1b")
+
+
+@pytest.mark.parametrize("batches", [(), ("--micro-batches", "4"), ("--batch", "32")])
+def test_verify_proves_a_saved_pipeline(tmp_path, batches):
+    """Of whole examples as micro-batches, and of parts of one."""
+    path = tmp_path / "plan.json"
+    found = document("explain", TARGET, *STAGES, *batches, "--save", str(path))
+    assert found["pipeline"]["schedule"] == "1f1b"
+    assert found["pipeline"]["bubble_fraction"] > 0
+    plan = Plan.load(path)
+    assert plan.pipeline is not None and str(plan.world_mesh) == "pp=2,dp=2"
+    result = run("verify", TARGET, "--plan", str(path))
+    assert result.exit_code == 0, result.output
+    assert f"1f1b with {plan.micro_batches} micro-batches through 2 stages" in result.output
+
+
+def test_verify_searches_and_draws_pipelines():
+    searched = run("verify", TARGET, "--mesh", "pp=2,tp=2", "--recipe", "pp:gpipe,tp:tp",
+                   "--micro-batches", "2")  # fmt: skip
+    assert searched.exit_code == 0, searched.output
+    assert "gpipe with 2 micro-batches through 2 stages" in searched.output
+    drawn = run("verify", TARGET, "--mesh", "pp=2", "--random")
+    assert drawn.exit_code == 0, drawn.output
+
+
+# --- pipelines
+
+
+def test_explain_compares_schedules():
+    found = document("explain", TARGET, "--mesh", "pp=2,dp=2", "--micro-batches", "4")
+    names = [each["name"] for each in found["candidates"]]
+    assert found["candidates"][0]["chosen"] and len(names) > 2
+    assert any("gpipe, 4 micro-batches" in name for name in names)
+    assert all(each["traffic_bytes"] > 0 for each in found["candidates"])
+    assert all(each["binds"].startswith("bubble ") for each in found["candidates"])
+
+
+def test_explain_takes_chunks_and_recomputation():
+    found = document("explain", TARGET, "--mesh", "pp=2,dp=2", "--recipe", "pp:interleaved,dp:zero1",
+                     "--chunks", "2", "--recompute", "full", "--micro-batches", "4")  # fmt: skip
+    assert len(found["pipeline"]["stages"]) == 4
+    assert found["run"] == {"micro_batches": 4, "stages": 2, "chunks": 2, "recompute": "full"}
+    assert found["plan"]["recompute"] == "full" and found["plan"]["pipeline"][0] == "interleaved"
+
+
+def test_recomputation_without_stages():
+    kept = document("explain", TARGET, "--mesh", "dp=4")
+    again = document("explain", TARGET, "--mesh", "dp=4", "--recompute", "full")
+    assert (kept["run"]["recompute"], again["run"]["recompute"]) == ("none", "full")
+    assert again["plan"]["recompute"] == "full"
+    assert again["step_seconds"] > kept["step_seconds"]
+
+
+def test_a_searched_depth_of_a_function_is_a_plan_that_runs(tmp_path):
+    path = tmp_path / "plan.json"
+    found = document("explain", TARGET, "--ranks", "2", "--no", "tp", "--no", "dp", "--stages", "2",
+                     "--micro-batches", "4", "--save", str(path))  # fmt: skip
+    assert "pp=2 1f1b" in next(each["name"] for each in found["candidates"] if each["chosen"])
+    assert found["pipeline"]["schedule"] == "1f1b"
+    assert Plan.load(path).pipeline is not None
+
+
 # --- bad input
 
 
@@ -218,7 +281,20 @@ def test_help_has_an_example(command):
         (["explain", "no/such/config.json", "--cluster", "h100"], "no file or directory"),
         (["explain", TARGET], "Say where: --cluster h100x8x16"),
         (["explain", TARGET, "--mesh", "dp=7"], "Axis dp has size 7, which divides nothing"),
-        (["explain", TARGET, "--mesh", "pp=2"], "reserved for pipeline stages"),
+        (["explain", TARGET, "--mesh", "dp=2", "--schedule", "1f1b"], "no axis 'pp'"),
+        (["explain", TARGET, "--mesh", "pp=2", "--schedule", "1f1b", "--micro-batches", "1"],
+         "Take 2 micro-batches, or the schedule gpipe"),
+        (["explain", TARGET, "--mesh", "pp=8", "--micro-batches", "8"], "blocks"),
+        (["explain", TARGET, "--mesh", "pp=2", "--recipe", "pp:zb", "--schedule", "1f1b"], "leave out one"),
+        (["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "3", "--batch", "8"],
+         "8 is 1 times the 8 sequences"),
+        (["explain", TARGET, "--mesh", "pp=2,dp=2", "--pin", "head.*=pp"], "the axes are dp"),
+        (["explain", "gpt2", "--mesh", "pp=2,dp=2", "--schedule", "zb"], "no closed form"),
+        (["explain", "gpt2", "--mesh", "pp=5"], "5 pipeline stages its 12 layers"),
+        (["explain", TARGET, "--mesh", "dp=2", "--recompute", "full", "--no", "recompute"], "drop one"),
+        (["verify", TARGET, "--plan", "a.json", "--mesh", "dp=2"], "leave out --mesh"),
+        (["verify", TARGET, "--mesh", "dp=2", "--random", "--recipe", "ddp"], "leave out --recipe"),
+        (["verify", TARGET, "--mesh", "dp=2", "--seed", "1"], "leave out --seed"),
         (["explain", TARGET, "--mesh", "dp=2", "--recipe", "zero9"], "zero9"),
         (["explain", TARGET, "--ranks", "2", "--recipe", "zero9"], "no recipe 'zero9'"),
         (["explain", TARGET, "--mesh", "dp=2", "--memory-gb", "0.00001"], "What would help"),

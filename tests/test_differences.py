@@ -10,6 +10,7 @@ from autopar.cost_model.cluster import find_cluster
 from autopar.differences import CostChange, Side, costs, differences, to_json, verdict
 from autopar.errors import PlanError
 from autopar.intents import Wishes
+from autopar.ir import Pipeline
 from autopar.pages import page_of
 
 
@@ -98,3 +99,16 @@ def test_other_files_are_refused(tmp_path, text, says):
 def test_a_missing_file(tmp_path):
     with pytest.raises(PlanError, match="Cannot read the plan"):
         Side.load(tmp_path / "none.json")
+
+
+def test_pipelines_differ_in_schedule_and_cuts(sides):
+    plan = sides[0].plan
+    one, two = (
+        Side(name, replace(plan, pipeline=pipeline), {})
+        for name, pipeline in (("a", None), ("b", Pipeline(2, "1f1b", ("linear_4",))))
+    )
+    said = {str(each) for each in differences(one, two)}
+    assert "schedule: none -> 1f1b" in said
+    assert "stages begin at: the first op alone -> linear_4" in said
+    again = Side("c", replace(plan, recompute="full"), {})
+    assert [str(each) for each in differences(one, again)] == ["recompute: none -> full"]

@@ -6,11 +6,15 @@ import json
 import pytest
 
 from autopar.advice import Change, Question
+from autopar.cli.output import write_files
 from autopar.cost_model.cluster import find_cluster
+from autopar.intents import Wishes
+from autopar.ir import Mesh
 from autopar.pages import change_line, page_of, word_of
 from autopar.report import as_text, collectives
 from autopar.sheet import Sheet
-from autopar.views import to_html
+from autopar.views import read_trace, show, to_html
+from autopar.views.units import format_seconds
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +80,68 @@ def test_the_page_is_html(page):
 def test_a_plan_that_does_not_fit_says_so(answer):
     tight = dataclasses.replace(answer, memory_bound_bytes=10**8)
     assert any("DOES NOT FIT" in note for note in page_of(tight, "gpt2").notes)
+
+
+# --- a pipeline
+
+
+@pytest.fixture(scope="module")
+def staged():
+    wishes = Wishes(mesh=Mesh.parse("pp=2,dp=2"), schedule="1f1b", micro_batches=4)
+    return Question("examples.gpt:tiny_example", find_cluster("h100x4"), wishes=wishes).answer()
+
+
+@pytest.fixture(scope="module")
+def staged_page(staged):
+    return page_of(staged, "tiny")
+
+
+def test_a_pipeline_says_what_is_simulated(staged, staged_page):
+    notes = " ".join(staged_page.notes)
+    assert "pp=2 runs 2 stages by 1f1b, 4 micro-batches" in notes
+    assert "the closed form (p - 1) / (m + p - 1) is 20.0 %" in notes
+    assert "Step, memory and stages are of the simulated schedule" in notes
+    assert "cannot run" not in notes and "of other candidates" not in notes
+    assert staged_page.subtitle.startswith(
+        "pp=2,dp=2 on h100x4x1, 1f1b over 2 stages, 4 micro-batches"
+    )
+    assert (
+        "pipeline bubble",
+        f"{100 * staged.simulation.bubble_fraction:.1f} %",
+    ) in staged_page.figures
+    assert staged_page.simulation is staged.simulation
+    assert [row.where for row in staged_page.stages] == [
+        "token_embedding to blocks.0", "blocks.1 to head"
+    ]  # fmt: skip
+
+
+def test_formulas_of_a_pipeline_are_of_the_closed_form(staged, staged_page):
+    first = staged_page.formulas[0]
+    assert first.value == format_seconds(staged.closed_form.step_seconds)
+    assert not any(each.expression.is_Float for each in staged_page.formulas)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_pipeline_in_a_terminal(staged, staged_page, width):
+    for shown in (Sheet(staged, staged_page), show(staged_page)):
+        text = as_text(shown, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "Stages, one micro-batch each" in text and "rank 1 " in text
+
+
+def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
+    write_files(staged_page, tmp_path / "page.html", tmp_path / "step.json")
+    assert 'id="pipeline"' in (tmp_path / "page.html").read_text()
+    lanes = {event.lane for event in read_trace(tmp_path / "step.json")}
+    assert {"rank 0", "rank 1", "rank 0 sends"} <= lanes
+
+
+def test_few_layers_stand_for_stages_by_the_closed_form():
+    wishes = Wishes(mesh=Mesh.parse("pp=2,dp=2"))
+    found = Question("gpt2", find_cluster("h100x4"), 16, 64, wishes=wishes).answer()
+    page = page_of(found, "gpt2")
+    assert found.simulation is None and found.run.stages == 2
+    assert "pp=2,dp=2 on h100x4x1, 1f1b by its closed form" in page.subtitle
+    assert any(
+        "Each of the 2 pipeline stages is taken to have 6 of 12 layers" in n for n in page.notes
+    )

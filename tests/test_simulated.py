@@ -69,7 +69,6 @@ def test_equal_stages_idle_as_the_closed_form_says(
     assert step.closed_bubble == pytest.approx(bubble)
     assert step.simulation.bubble_fraction == pytest.approx(bubble)
     assert any("all stages take as long" in line for line in step.sentences)
-    assert {row.send_seconds for row in step.stages} == {0.0}
 
 
 def test_a_backward_in_halves_has_no_closed_form() -> None:
@@ -178,14 +177,14 @@ def test_questions_go_to_the_schedule_or_to_the_closed_form(e: Explanation) -> N
         explained_on(e, flops=2, memory_bandwidth=2).step_seconds
     )
     assert e.what_if(hbm_bytes=5e6).bound_bytes == 5_000_000
-    with pytest.raises(AutoparError, match=r"closed_form\.what_if\(batch=16\)"):
-        e.what_if(batch=16)
+    with pytest.raises(AutoparError, match=r"closed_form\.what_if\(b=16\)"):
+        e.what_if(b=16)
     with pytest.raises(AutoparError, match="Nothing here is called 'colour'"):
         e.what_if(colour=2)
     assert e.sensitivity() == e.closed_form.sensitivity()
     assert e.solve_for("b").value == e.closed_form.solve_for("b").value
     again = e.what_if(search=True, link_bandwidth=2)
-    assert again.plan.pipeline is not None and again.plan.pipeline.schedule in ("1f1b", "gpipe")
+    assert again.plan.pipeline is not None and again.run.chunks == again.plan.pipeline.chunks
 
 
 def explained_on(e: Explanation, **factors: float) -> Explanation:

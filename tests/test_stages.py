@@ -1,6 +1,7 @@
 """The programs of a pipeline's stages: what they take, send and refuse."""
 
 import bisect
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +199,14 @@ def test_more_stages_than_there_is_to_run_are_refused():
         PlanError, match=r"stage \d of 7 are not used here, .*use step\(\*batch\) only"
     ):
         cuts_where_parameters_lie(graph, HOMES, 7)
+
+
+# --- docs/pipeline.md
+
+
+def test_the_worked_example_of_the_document(capsys):
+    document = (Path(__file__).parents[1] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    code, _, rest = document.partition("```python\n")[2].partition("```\n")
+    exec(code, {"__name__": "example"})
+    printed = "".join(f"    {line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
+    assert rest.startswith("\n" + printed + "\n")

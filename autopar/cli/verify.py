@@ -10,7 +10,7 @@ from typing import Any
 import click
 from torch import nn
 
-from autopar.advice import with_rows
+from autopar.advice import first_rows
 from autopar.capture import LossFunction
 from autopar.cli.options import POSITIVE, RECIPE_NAMES
 from autopar.cli.output import console
@@ -97,4 +97,4 @@ def _micro_batch(
     if prepared.captured.fingerprint == plan.fingerprint:
         return args, kwargs
     rows = captured_batch(prepared.analysis.graph)
-    return with_rows((args, kwargs), rows, max(1, rows // plan.micro_batches))
+    return first_rows((args, kwargs), rows, max(1, rows // plan.micro_batches))

@@ -68,7 +68,7 @@ class BoundPipeline:
             for number in numbers
         }  # fmt: skip
         self._shared = SharedParameters(stages, self._pipeline, store)
-        self._schedule: Any = None
+        self._schedules: dict[bool, Any] = {}  # with a backward, and without: their buffers differ
 
     def _begin(self, batch: Sequence[list[Tensor]]) -> None:
         """Takes the batch, and seeds for the stages: with equal ones they would draw equal masks."""
@@ -93,19 +93,19 @@ class BoundPipeline:
         return self._mean(losses)
 
     def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
-        if self._schedule is None:
-            self._schedule = self._make_schedule()
+        trains = torch.is_grad_enabled()
+        if trains not in self._schedules:
+            self._schedules[trains] = self._make_schedule()
+        schedule = self._schedules[trains]
         numbers, losses = torch.arange(len(batch)), list[Tensor]()
         with self._naming_failures():
-            if torch.is_grad_enabled():
+            if trains:
                 with self._shared.summed():
-                    self._schedule.step(
+                    schedule.step(
                         number=numbers, target=numbers, losses=losses, return_outputs=False
                     )
             else:
-                self._schedule.eval(
-                    number=numbers, target=numbers, losses=losses, return_outputs=False
-                )
+                schedule.eval(number=numbers, target=numbers, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
     def _make_schedule(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -399,12 +400,15 @@ def total(y: Tensor) -> Tensor:
     return y.sum()
 
 
+def dropped_plan(x: Tensor, schedule: str, cut: str) -> autopar.Plan:
+    prepared = prepare_step(Dropped(), (x[:2],), loss_fn=total)
+    return with_stages(prepared, Pipeline(2, schedule, (cut,)), 4)
+
+
 def masks(schedule: str, cut: str) -> list[tuple[float, Tensor]]:
     """The loss and this rank's gradient of three steps."""
     model, x = Dropped(), torch.ones(8, 64)
-    prepared = prepare_step(model, (x[:2],), loss_fn=total)
-    plan = with_stages(prepared, Pipeline(2, schedule, (cut,)), 4)
-    made = autopar.compile(model, loss_fn=total, plan=plan)
+    made = autopar.compile(model, loss_fn=total, plan=dropped_plan(x, schedule, cut))
     found = []
     for _ in range(3):
         made.zero_grad()
@@ -425,6 +429,50 @@ def test_both_sides_of_a_cut_see_one_mask(two_ranks: Ranks, schedule: str, cut: 
             0.5 < g.mean() / 2 < 1.5
         )  # 8 rows, halves kept and doubled, mean over 4 micro-batches
     assert not torch.equal(first[0][1], first[1][1])
+
+
+# --- modes, layouts of inputs and results, the place of the axis
+
+
+def modes() -> tuple[float, float, bool]:
+    """The loss with dropout and without, and whether the forward without it is the model's."""
+    model, x = Dropped(), torch.ones(8, 64)
+    made = autopar.compile(model, loss_fn=total, plan=dropped_plan(x, "1f1b", "mul_1"))
+    trained = made.step(x).item()
+    made.eval()
+    with torch.no_grad():
+        evaluated, results = made.step(x).item(), made(x)
+    return trained, evaluated, torch.equal(results, torch.ones(8, 64))
+
+
+def test_another_mode_is_another_program_on_the_same_stages(two_ranks: Ranks) -> None:
+    trained, evaluated, same = equal_on_all(two_ranks.run(modes))
+    assert trained != evaluated == 128 and same  # 2 rows of 64 ones
+
+
+def inner_axis() -> tuple[dict[str, Any], float, float]:
+    """Stages along the second axis, the batch in parts, the result as a DTensor."""
+    model, batch = tied_gpt()
+    plan = plan_for(model, batch, loss_fn, "1f1b", 2, 4, {"dp": 2}, "zero1")
+    assert plan.pipeline is not None
+    plan = replace(plan, pipeline=replace(plan.pipeline, position=1))
+    made = autopar.compile(model, loss_fn=loss_fn, plan=plan, outputs="dtensor")
+    place = dist.get_rank() // 2
+    with torch.no_grad():
+        whole = made.step(*batch).item()
+        part = made.step(*(x.chunk(2)[place] for x in batch)).item()
+        result = made(batch[0]).full_tensor()
+    error = (result - tied_gpt()[0](batch[0])).abs().max().item()
+    return train(made, made.step, batch), abs(whole - part), error
+
+
+def test_stages_along_the_inner_axis(four_ranks: Ranks) -> None:
+    results = four_ranks.run(inner_axis)
+    expected = single_tied()
+    whole = together([found for found, _, _ in results])
+    for found, parts, error in results:
+        assert difference({key: (whole | found)[key] for key in expected}, expected) < 1e-9
+        assert parts < 1e-12 and error < 1e-12
 
 
 # --- what is refused

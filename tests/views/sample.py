@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event
-from autopar.views import BlockCollective, BlockNode, Formula, Page, RooflinePoint
+from autopar.event_simulation import Simulation, StageCosts, simulate
+from autopar.ir import Pipeline
+from autopar.schedules import actions
+from autopar.views import BlockCollective, BlockNode, Formula, Page, RooflinePoint, StageRow
 
 LAYERS, MICRO_BATCHES = 32, 4
 PEAK_FLOPS, HBM_BYTES_PER_SECOND = 989.4e12, 3.35e12
@@ -245,6 +248,30 @@ SENSITIVITY = {
 }  # fmt: skip
 
 
+COSTS = (
+    StageCosts(0.031, 0.066, 0.03, 1.1e9, None, 0.4e9, 9.2e9, 0.002, 0.0),
+    StageCosts(0.034, 0.071, 0.03, 1.2e9, None, 1.9e9, 9.8e9, 0.0, 0.002),
+)
+
+
+def simulation() -> Simulation:
+    """Two stages by 1F1B; the page is of no plan, so that this need not fit the rest."""
+    return simulate(actions(Pipeline(2, "1f1b", ("linear_80",)), 6), COSTS)
+
+
+def stages() -> tuple[StageRow, ...]:
+    modules = (("embedding", "layers.15"), ("layers.16", "head"))
+    peaks = simulation().peak_bytes
+    return tuple(
+        StageRow(
+            i, i, *modules[i], 16, 4_015_000_000, cost.forward_seconds, cost.backward_seconds,
+            cost.send_forward_seconds, cost.send_backward_seconds, 2 - i, cost.saved_bytes,
+            cost.kept_bytes, peaks[i],
+        )
+        for i, cost in enumerate(COSTS)
+    )  # fmt: skip
+
+
 def page(**changes) -> Page:
     """The page; keyword arguments replace fields."""
     step, used = time(), memory()
@@ -260,7 +287,8 @@ def page(**changes) -> Page:
             ("bound by", "compute"),
         ),
         "memory": used, "memory_bound_bytes": 80e9, "time": step, "traffic": traffic(),
-        "events": events(), "candidates": candidates(), "roofline": roofline(),
+        "events": events(), "simulation": simulation(), "stages": stages(),
+        "candidates": candidates(), "roofline": roofline(),
         "peak_flops": PEAK_FLOPS, "memory_bytes_per_second": HBM_BYTES_PER_SECOND, "block": block(),
         "formulas": formulas(), "sensitivity": SENSITIVITY,
         "notes": (

@@ -60,7 +60,7 @@ def reader(text) -> Reader:
 
 def test_elements_are_balanced_and_identifiers_unique(reader):
     found = [attributes["id"] for _, attributes in reader.elements if "id" in attributes]
-    assert len(found) == len(set(found)) == 11  # ten sections and the document
+    assert len(found) == len(set(found)) == 12  # eleven sections and the document
     links = [a["href"] for name, a in reader.elements if name == "a"]
     assert {link.removeprefix("#") for link in links} == set(found) - {"document"}
 
@@ -82,6 +82,16 @@ def test_every_number_is_written(reader):
     assert all(note in words for note in page.notes)
 
 
+def test_the_pipeline_is_a_picture_and_a_table(reader):
+    words = " ".join(reader.words)
+    assert "One step of all pipeline ranks" in words
+    for row in sample.page().stages:
+        assert row.where in words and units.format_seconds(row.backward_seconds) in words
+        assert f"{row.in_flight} x {units.format_bytes(row.saved_bytes)}" in words
+    assert "as the closed form has it" in words  # the timeline of one rank
+    assert "as the closed form has it" not in to_html(sample.page(simulation=None, stages=()))
+
+
 def test_it_needs_no_network_and_runs_no_script(text, reader):
     assert not re.findall(r"https?://|url\(|@import", text)
     for name, attributes in reader.elements:
@@ -93,7 +103,7 @@ def test_it_needs_no_network_and_runs_no_script(text, reader):
 
 def test_drawings_have_names_and_tables_have_heads(reader):
     drawings = [attributes for name, attributes in reader.elements if name == "svg"]
-    assert len(drawings) == 9 and all(a["aria-label"] and a["role"] == "img" for a in drawings)
+    assert len(drawings) == 10 and all(a["aria-label"] and a["role"] == "img" for a in drawings)
     assert all(a["scope"] == "col" for name, a in reader.elements if name == "th")
 
 
@@ -124,6 +134,7 @@ def hostile_page():
                       (BlockCollective(HOSTILE, HOSTILE, 1.0, 1.0, HOSTILE),
                        BlockCollective("tp", HOSTILE, 1.0, 1.0, "w" + HOSTILE))),
         ),
+        stages=tuple(row._replace(first=HOSTILE, last=HOSTILE + "x") for row in page.stages),
         document={HOSTILE: HOSTILE},
     )  # fmt: skip
 
@@ -137,8 +148,9 @@ def test_hostile_names_stay_text():
 
 def test_empty_sections_are_left_out():
     empty = sample.page(
-        events=(), candidates=(), roofline=(), block=(), formulas=(), sensitivity={}, notes=()
-    )
+        events=(), simulation=None, stages=(), candidates=(), roofline=(), block=(), formulas=(),
+        sensitivity={}, notes=(),
+    )  # fmt: skip
     reader = read(to_html(empty))
     found = [a["id"] for name, a in reader.elements if name == "section"]
     assert found == ["memory", "time", "traffic"]

@@ -18,6 +18,13 @@ def test_bytes(size, text):
 
 
 @pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (512, "512"), (21_400, "21.4 k"), (124_439_808, "124 M")]
+)
+def test_counts(count, text):
+    assert units.format_count(count) == text
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (0, "0 s"), (7.137, "7.14 s"), (0.0123, "12.3 ms"), (0.99951, "1.00 s"), (0.0009996, "1.00 ms"),
