@@ -10,6 +10,7 @@ other work on the machine takes, nor waits.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -78,6 +79,21 @@ class Turn(NamedTuple):
     processor_seconds: float
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What is trained.
+
+    Attributes:
+        sizes: of the model and its batch.
+        micro_batches: into how many parts a step cuts it.
+        optimizer: whether a step ends with AdamW.
+    """
+
+    sizes: Sizes
+    micro_batches: int
+    optimizer: bool
+
+
 class Part(nn.Module):
     """A stage as one writes it by hand: the blocks from `begin` to `end`, and what is at the ends."""
 
@@ -99,19 +115,21 @@ class Part(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
 
-def optimized(parameters: list[nn.Parameter], run: Callable[[], object]) -> Step:
+def optimized(parameters: list[nn.Parameter], run: Callable[[], object], setup: Setup) -> Step:
     """A training step: what `run` does, then AdamW."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
 
     def step() -> None:
         run()
-        optimizer.step()
+        if setup.optimizer:
+            optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def by_hand(sizes: Sizes, row: Row, micro_batches: int) -> Step:
+def by_hand(setup: Setup, row: Row) -> Step:
+    sizes = setup.sizes
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model, count = sizes.model(), ranks * row.chunks
     layers = sizes.layers // count
@@ -119,15 +137,19 @@ def by_hand(sizes: Sizes, row: Row, micro_batches: int) -> Step:
         PipelineStage(Part(model, i * layers, (i + 1) * layers), i, count, torch.device("cpu"))
         for i in range(rank, count, ranks)
     ]
-    schedule = row.by_hand(stages if row.chunks > 1 else stages[0], micro_batches, loss_fn=loss_fn)
+    schedule = row.by_hand(
+        stages if row.chunks > 1 else stages[0], setup.micro_batches, loss_fn=loss_fn
+    )
     tokens, targets = sizes.batch_of(0)
     inputs = (tokens,) if rank == 0 else ()
     labels = {"target": targets} if rank == ranks - 1 else {}
     parameters = [p for stage in stages for p in stage.submod.parameters()]
-    return optimized(parameters, lambda: schedule.step(*inputs, **labels, return_outputs=False))  # type: ignore[attr-defined]
+    run = functools.partial(schedule.step, *inputs, **labels, return_outputs=False)  # type: ignore[attr-defined]
+    return optimized(parameters, run, setup)
 
 
-def ours(sizes: Sizes, row: Row, micro_batches: int) -> Step:
+def ours(setup: Setup, row: Row) -> Step:
+    sizes, micro_batches = setup.sizes, setup.micro_batches
     ranks, model, batch = dist.get_world_size(), sizes.model(), sizes.batch_of(0)
     count = ranks * row.chunks
     prepared = prepare_step(
@@ -140,12 +162,12 @@ def ours(sizes: Sizes, row: Row, micro_batches: int) -> Step:
     cuts = tuple(starts[1 + i * (sizes.layers // count)] for i in range(1, count))
     plan = replace(plan, pipeline=Pipeline(ranks, row.name, cuts))
     compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan, example_inputs=batch)
-    return optimized(list(compiled.parameters()), lambda: compiled.step(*batch))
+    return optimized(list(compiled.parameters()), lambda: compiled.step(*batch), setup)
 
 
-def compare(sizes: Sizes, row: Row, micro_batches: int) -> tuple[list[Turn], list[Turn]]:
+def compare(setup: Setup, row: Row) -> tuple[list[Turn], list[Turn]]:
     """The turns of ours and of what is written by hand."""
-    contenders = (ours(sizes, row, micro_batches), by_hand(sizes, row, micro_batches))
+    sizes, contenders = setup.sizes, (ours(setup, row), by_hand(setup, row))
     for step in contenders:
         turn(step, 2)  # warm up
     turns: tuple[list[Turn], list[Turn]] = ([], [])
@@ -174,16 +196,14 @@ def cells(row: Row, ranks: int, turns: tuple[list[Turn], list[Turn]]) -> tuple[s
     return tuple(found)
 
 
-def work(
-    rank: int, ranks: int, port: int, sizes: Sizes, rows: list[Row], micro_batches: int
-) -> None:
+def work(rank: int, ranks: int, port: int, setup: Setup, rows: list[Row]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    table = Table(*COLUMNS, title=f"{ranks} Gloo ranks, median of {sizes.rounds} turns")
+    table = Table(*COLUMNS, title=f"{ranks} Gloo ranks, median of {setup.sizes.rounds} turns")
     for row in rows:
-        table.add_row(*cells(row, ranks, compare(sizes, row, micro_batches)))
+        table.add_row(*cells(row, ranks, compare(setup, row)))
     if rank == 0:
         Console(width=150).print(table)
     dist.destroy_process_group()
@@ -193,6 +213,7 @@ def work(
 @click.option("--ranks", default=2, help="Processes, each a rank of the pipeline.")
 @click.option("--schedules", default=",".join(ROWS), help="Which to compare, separated by commas.")
 @click.option("--micro-batches", default=8)
+@click.option("--optimizer/--no-optimizer", default=True, help="Whether a step ends with AdamW.")
 @click.option("--layers", default=8)
 @click.option("--width", default=256)
 @click.option("--heads", default=4)
@@ -200,10 +221,11 @@ def work(
 @click.option("--batch", default=16, help="Sequences of the global batch.")
 @click.option("--rounds", default=11, help="Turns of each contender.")
 @click.option("--steps", default=1, help="Steps of a turn.")
-def main(ranks: int, schedules: str, micro_batches: int, **sizes: int) -> None:
+def main(ranks: int, schedules: str, micro_batches: int, optimizer: bool, **sizes: int) -> None:
     """Print step times and ratios."""
     rows = [ROWS[name] for name in schedules.split(",")]
-    mp.spawn(work, (ranks, free_port(), Sizes(**sizes), rows, micro_batches), ranks)
+    setup = Setup(Sizes(**sizes), micro_batches, optimizer)
+    mp.spawn(work, (ranks, free_port(), setup, rows), ranks)
 
 
 if __name__ == "__main__":

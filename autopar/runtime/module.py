@@ -21,7 +21,6 @@ from autopar.errors import PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.plan import Recompute
 from autopar.program import Program
-from autopar.runtime.absence import take_out
 from autopar.runtime.adoption import Adoption, adopt
 from autopar.runtime.clipping import clip_grad_norm_
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
@@ -36,8 +35,9 @@ from autopar.runtime.inputs import (
 )
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import ParameterStore
-from autopar.runtime.pipeline import BoundPipeline, buffer_homes, holders_of
-from autopar.runtime.stand_ins import Absent, stand_ins
+from autopar.runtime.part import Part, Users, held_by, take_part, users_of
+from autopar.runtime.pipeline import BoundPipeline
+from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.world import World
 
 Outputs = Literal["local", "dtensor"]
@@ -123,7 +123,7 @@ class Fixed:
     parameters: Mapping[str, ParameterPlan]
     pipeline: Pipeline | None
     recompute: Recompute
-    users: Mapping[str, tuple[int, ...]]
+    users: Users
 
 
 @dataclass
@@ -132,15 +132,6 @@ class _Ready:
 
     bound: BoundProgram | BoundPipeline
     state: tuple[bool, ...]
-
-
-def _users(stages: Sequence[Program]) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> the stages that use it."""
-    users: dict[str, tuple[int, ...]] = {}
-    for number, program in enumerate(stages):
-        for spec in program.parameters:
-            users[spec.name] = (*users.get(spec.name, ()), number)
-    return users
 
 
 def _release(ready: dict[bool, list[_Ready]]) -> None:
@@ -172,8 +163,7 @@ class CompiledModule(nn.Module):
         self._plan: Plan | None = None
         self._micro_batches = settings.micro_batches
         self._fixed: Fixed | None = None
-        self._absent: list[Absent] = []  # parameters of other pipeline ranks
-        self._elsewhere: frozenset[str] = frozenset()  # entries of the state dict that others give
+        self._part = Part()
         self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
         self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
@@ -251,17 +241,8 @@ class CompiledModule(nn.Module):
         stages = None if world.pipe is None else world.pipe.group
         return clip_grad_norm_(
             self._original.named_parameters(), world, max_norm, norm_type,
-            stages=stages, counted_elsewhere=self._counted_elsewhere(),
+            stages=stages, counted_elsewhere=self._part.counted_elsewhere,
         )  # fmt: skip
-
-    def _counted_elsewhere(self) -> list[str]:
-        """Parameters that an earlier rank of the pipeline holds too."""
-        pipe = self._planner.world().pipe
-        if pipe is None or self._fixed is None or self._fixed.pipeline is None:
-            return []
-        rank_of = self._fixed.pipeline.rank_of
-        users = self._fixed.users.items()
-        return [name for name, stages in users if min(map(rank_of, stages)) < pipe.rank]
 
     # --- programs
 
@@ -309,7 +290,7 @@ class CompiledModule(nn.Module):
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Inside it the model is fit to be captured, with these arguments of one micro-batch."""
         examples, device = first_micro_batch(arguments, count), self._settings.device
-        with stand_ins(self._original, examples, device, self._absent) as fakes:
+        with stand_ins(self._original, examples, device, self._part.absent) as fakes:
             yield arguments.rebuild(fakes)
 
     def _bind(self, programs: Programs) -> BoundProgram | BoundPipeline:
@@ -333,42 +314,20 @@ class CompiledModule(nn.Module):
     def _place(self, programs: Programs) -> None:
         """Puts parameters and buffers to rest."""
         model, world, settings = self._original, self._planner.world(), self._settings
-        held = self._held(programs)
+        users, pipe = users_of(model, programs.stages), world.pipe
+        held = frozenset(users)
+        if programs.pipeline is not None and pipe is not None:
+            held = held_by(pipe.rank, users, programs.pipeline)
+        values = initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed)
         self._store = ParameterStore(world)
-        self._store.fill(
-            programs.whole,
-            model,
-            initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed),
-            held,
-        )
+        self._store.fill(programs.whole, model, values, held)
         place_buffers(model, world)
         self._seeds.manual_seed(world.agree(torch.initial_seed() % 2**62))
         plan = self._plan = programs.whole.plan
-        self._fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, _users(programs.stages))
-        if world.pipe is not None:
-            self._leave_to_others(programs, held)
-
-    def _held(self, programs: Programs) -> frozenset[str]:
-        """Names of the parameters that this rank holds; what no stage uses, the first rank does."""
-        names = [name for name, _ in self._original.named_parameters()]
-        if programs.pipeline is None:
-            return frozenset(names)
-        pipe = self._planner.world().pipe
-        assert pipe is not None
-        holders = holders_of(programs.stages, programs.pipeline)
-        return frozenset(name for name in names if pipe.rank in holders.get(name, (0,)))
-
-    def _leave_to_others(self, programs: Programs, held: frozenset[str]) -> None:
-        """Lets go of the parameters of other pipeline ranks, and of their entries in the state dict."""
-        model, world = self._original, self._planner.world()
-        assert world.pipe is not None and programs.pipeline is not None
-        assert self._adoption is not None and world.device_mesh is not None
-        before = list(model.state_dict(keep_vars=True))
-        self._absent = take_out(model, held, self._adoption, world.device_mesh)
-        after = model.state_dict(keep_vars=True)
-        homes = buffer_homes(model, programs.stages, programs.pipeline)
-        buffers = {name for name, rank in homes.items() if rank != world.pipe.rank}
-        self._elsewhere = frozenset(n for n in before if n not in after or n in buffers)
+        self._fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users)
+        if pipe is not None:
+            assert self._adoption is not None, "there are process groups"
+            self._part = take_part(model, programs.stages, users, world, self._adoption)
 
     # --- what was chosen
 
@@ -406,10 +365,7 @@ class CompiledModule(nn.Module):
         is how torch.distributed.checkpoint takes them.
         """
         state = self._original.state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        for name in self._elsewhere:
-            state.pop(prefix + name, None)
-        return state
+        return self._part.only_own(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads into the model, as `nn.Module.load_state_dict` does; `assign` only before the first call."""
@@ -418,12 +374,8 @@ class CompiledModule(nn.Module):
                 "load_state_dict(assign=True) would replace the parameters that the plan has placed; "
                 "leave assign out, so that values are copied."
             )
-        if not self._elsewhere:
-            return self._original.load_state_dict(*args, **kwargs)
         given, *rest = args or (kwargs.pop("state_dict"),)
-        present = self._original.state_dict()
-        own = {k: v for k, v in given.items() if k in present or k not in self._elsewhere}
-        own |= {k: present[k] for k in self._elsewhere if k in present and k not in own}
+        own = self._part.completed(given, self._original.state_dict())
         return self._original.load_state_dict(own, *rest, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

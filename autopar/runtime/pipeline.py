@@ -21,7 +21,7 @@ from autopar.ir import Pipeline, local_shape
 from autopar.program import Program, Wire
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.parameters import ParameterStore
-from autopar.runtime.shared import SharedParameters, holders_of
+from autopar.runtime.shared import SharedParameters
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.world import Pipe
 from autopar.schedules import schedule_class
@@ -214,19 +214,6 @@ class BoundPipeline:
                 str(cause).strip().partition("\n")[0], collective="send or receive",
                 group=self._pipe.group_name,
             ) from error  # fmt: skip
-
-
-def buffer_homes(model: nn.Module, stages: Sequence[Program], pipeline: Pipeline) -> dict[str, int]:
-    """Buffer name -> the pipeline rank whose values count: where it is changed, else where it is used."""
-    homes = {name: 0 for name, _ in model.named_buffers()}
-    for number in reversed(range(len(stages))):
-        homes |= {spec.name: pipeline.rank_of(number) for spec in stages[number].buffers}
-    for number, program in enumerate(stages):
-        homes |= {name: pipeline.rank_of(number) for name in program.mutated.values()}
-    return homes
-
-
-__all__ = ["BoundPipeline", "buffer_homes", "holders_of"]
 
 
 class _StageModule(nn.Module):

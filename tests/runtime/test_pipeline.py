@@ -371,7 +371,7 @@ def materialised() -> tuple[float, float, bool]:
         made.prepare(*batch)
     held = sum(p.nbytes for p in made.parameters())
     return (
-        bytes_.most / (4 * width**2), held / (4 * width**2), all(p.full_tensor().std() > 0 for p in made.parameters())  # type: ignore[operator]
+        bytes_.most / (4 * width**2), held / (4 * width**2), all(p.full_tensor().std() > 0 for p in made.parameters())  # type: ignore[attr-defined]
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class Scaled(torch.autograd.Function):
         return x * w, x + w
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, other: Tensor) -> tuple[Tensor, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor, other: Tensor) -> tuple[Tensor, None, Tensor]:
         x, w = ctx.saved_tensors
         return gradient * w + other, None, gradient * x + other
 
@@ -195,7 +195,7 @@ class Counted(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
         Counted.runs += 1
         return gradient * 2
 

@@ -1,0 +1,138 @@
+"""What of a model one rank of a pipeline holds: the parameters of its stages, and the buffers that count.
+
+Parameters that lie elsewhere are None in their modules, as torch's own pipeline examples have it, so that
+`parameters()`, optimizers and checkpoints see what this rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from autopar import _torch
+from autopar.ir import Pipeline
+from autopar.program import Program
+from autopar.runtime.adoption import Adoption
+from autopar.runtime.stand_ins import Absent
+from autopar.runtime.world import World
+
+Users = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of a model; without a pipeline, all of it.
+
+    Attributes:
+        absent: the parameters of other ranks, and where they were.
+        elsewhere: entries of the model's state dict that other ranks give.
+        counted_elsewhere: parameters that an earlier rank of the pipeline holds too.
+    """
+
+    absent: Sequence[Absent] = ()
+    elsewhere: Collection[str] = ()
+    counted_elsewhere: Collection[str] = ()
+
+    def only_own(self, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """A state dict without the entries that others give."""
+        for name in self.elsewhere:
+            state.pop(prefix + name, None)
+        return state
+
+    def completed(self, given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What to load: of the given state dict what is held here, and of buffers that others give the present."""
+        if not self.elsewhere:
+            return given
+        own = {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
+        return own | {k: present[k] for k in self.elsewhere if k in present and k not in own}
+
+
+def users_of(model: nn.Module, stages: Sequence[Program]) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> the stages that use it; what none does, the first stage keeps."""
+    users: dict[str, tuple[int, ...]] = {}
+    for number, program in enumerate(stages):
+        for spec in program.parameters:
+            users[spec.name] = (*users.get(spec.name, ()), number)
+    return {name: users.get(name, (0,)) for name, _ in model.named_parameters()}
+
+
+def held_by(rank: int, users: Users, pipeline: Pipeline) -> frozenset[str]:
+    """The parameters that a pipeline rank holds."""
+    return frozenset(name for name, own in users.items() if rank in map(pipeline.rank_of, own))
+
+
+def take_part(
+    model: nn.Module,
+    stages: Sequence[Program],
+    users: Users,
+    world: World,
+    adoption: Adoption,
+) -> Part:
+    """Lets go of what other pipeline ranks hold."""
+    pipeline = stages[0].plan.pipeline
+    assert world.pipe is not None and pipeline is not None and world.device_mesh is not None
+    rank = world.pipe.rank
+    before = list(model.state_dict(keep_vars=True))
+    absent = _take_out(model, held_by(rank, users, pipeline), adoption, world.device_mesh)
+    after = model.state_dict(keep_vars=True)
+    buffers = {
+        name for name, home in _buffer_homes(model, stages, pipeline).items() if home != rank
+    }
+    return Part(
+        absent=absent,
+        elsewhere=frozenset(n for n in before if n not in after or n in buffers),
+        counted_elsewhere=frozenset(
+            name for name, own in users.items() if min(map(pipeline.rank_of, own)) < rank
+        ),
+    )
+
+
+def _buffer_homes(
+    model: nn.Module, stages: Sequence[Program], pipeline: Pipeline
+) -> dict[str, int]:
+    """Buffer name -> the pipeline rank whose values count: where it is changed, else where it is used."""
+    homes = {name: 0 for name, _ in model.named_buffers()}
+    for number in reversed(range(len(stages))):
+        homes |= {spec.name: pipeline.rank_of(number) for spec in stages[number].buffers}
+    for number, program in enumerate(stages):
+        homes |= {name: pipeline.rank_of(number) for name in program.mutated.values()}
+    return homes
+
+
+def _take_out(
+    model: nn.Module, held: Container[str], adoption: Adoption, device_mesh: DeviceMesh
+) -> list[Absent]:
+    """Takes out of a model, and of the optimizers that follow it, all parameters but those held."""
+    absent: list[Absent] = []
+    likenesses: dict[int, nn.Parameter] = {}
+    leaving = {id(p): p for name, p in model.named_parameters() if name not in held}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in leaving:
+                like = likenesses.setdefault(id(parameter), _likeness(parameter))
+                absent.append(Absent(module, key, like))
+                module._parameters[key] = None
+    for parameter in leaving.values():
+        _empty(parameter, device_mesh)
+        adoption.replace(parameter, None)
+    return absent
+
+
+def _likeness(parameter: nn.Parameter) -> nn.Parameter:
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(like, parameter.requires_grad)
+
+
+def _empty(parameter: nn.Parameter, device_mesh: DeviceMesh) -> None:
+    """Frees the values, which an optimizer may hold until its next step."""
+    nothing = torch.empty(0, dtype=parameter.dtype)
+    placements = (Replicate(),) * device_mesh.ndim
+    stored = _torch.dtensor(nothing, device_mesh, placements, (0,))
+    parameter.grad = None
+    torch.utils.swap_tensors(parameter, nn.Parameter(stored, requires_grad=False))
