@@ -18,9 +18,8 @@ from autopar.capture import LossFunction
 from autopar.cost_model import Cluster, Hardware, find_cluster, find_hardware
 from autopar.cost_model.items import FULL, Precision
 from autopar.cost_model.software import as_eager_runs
-from autopar.cost_model.step import Run
 from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
-from autopar.explanation import Explanation
+from autopar.explanation import Explanation, run_of
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, without_pipeline
 from autopar.ir.plan import Recompute
 from autopar.planning import (
@@ -328,20 +327,13 @@ def explain(
     graph = prepared.analysis.graph
     if micro_batches is None and plan.micro_batches > 1:
         graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
-    run = replace(run_of(plan), precision=precision)
+    run = run_of(plan, precision)
     return Explanation(graph, plan, found, run, memory_bound_bytes=memory_bytes)
 
 
 def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:
     nodes = -(-plan.world_mesh.size // hardware.devices_per_node)
     return Explanation(graph, plan, Cluster(hardware, nodes), run_of(plan))
-
-
-def run_of(plan: Plan) -> Run:
-    """How a plan is run, for the formulas of the cost model."""
-    stages = plan.pipeline.ranks if plan.pipeline else 1
-    chunks = plan.pipeline.chunks if plan.pipeline else 1
-    return Run(plan.micro_batches, stages, chunks, recompute=plan.recompute)
 
 
 def _with_unused(

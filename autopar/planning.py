@@ -121,9 +121,9 @@ def make_plan(
     mesh = Mesh.of(mesh)
     if PIPELINE_AXIS in mesh.names:
         return take_parts(search_pipeline(graph, mesh, **outer).plan, graph)
+    stages.refuse_schedule(mesh)
     if stages.recompute == "full":
         return take_parts(_recomputing(graph, mesh, outer), graph)
-    stages.refuse_schedule(mesh)
     plan = search(
         graph, mesh, **settings, micro_batches=micro_batches or 1, fixed_storage=fixed_storage
     )

@@ -76,7 +76,9 @@ def test_a_single_stage_is_no_pipeline() -> None:
 
 
 def test_a_schedule_takes_an_axis_for_stages() -> None:
-    with pytest.raises(autopar.MeshError, match="the mesh dp=1 has no axis 'pp': add one, such as pp=2"):
+    with pytest.raises(
+        autopar.MeshError, match="the mesh dp=1 has no axis 'pp': add one, such as pp=2"
+    ):
         compiled(mesh={"dp": 1}, schedule="1f1b")
 
 

@@ -1,0 +1,102 @@
+"""One op on parts: its operands are cut, it runs on every part, the results are put together again.
+
+A choice of a rule holds where that gives what the op gives on the whole tensors, forward and backward.
+All parts run in one process, on real tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autopar.ir import P, State
+
+Results = tuple[Tensor, ...]
+Run = Callable[..., Results]
+
+
+def on_parts(run: Run, operands: Sequence[State], results: Sequence[State], count: int) -> Run:
+    """`run` on `count` parts of its operands, as a function of the whole ones.
+
+    Operands are S(d), V (whole) or P (addends of unequal weight); results are S(d), joined along d, P,
+    added up, or V, which every part has and the first gives.
+    """
+
+    def together(*tensors: Tensor) -> Results:
+        cut = [_cut(x, state, count) for x, state in zip(tensors, operands, strict=True)]
+        of_parts = [run(*(parts[i] for parts in cut)) for i in range(count)]
+        each = zip(zip(*of_parts, strict=True), results, strict=True)
+        return tuple(_join(parts, state) for parts, state in each)
+
+    return together
+
+
+def _cut(x: Tensor, state: State, count: int) -> Sequence[Tensor]:
+    if state.kind == "S":
+        return x.chunk(count, state.dim)
+    if state == P:
+        total = count * (count + 1) // 2
+        return [x * ((i + 1) / total) for i in range(count)]
+    return [x] * count
+
+
+def _join(parts: Sequence[Tensor], state: State) -> Tensor:
+    if state.kind == "S":
+        return torch.cat(list(parts), state.dim)
+    return torch.stack(list(parts)).sum(0) if state == P else parts[0]
+
+
+def difference(left: Run, right: Run, operands: Sequence[Tensor], wanted: Sequence[int]) -> float:
+    """How far two functions of the same operands are apart: the worst of results and gradients.
+
+    Args:
+        operands: what both are called with.
+        wanted: positions of the operands whose gradient is compared.
+
+    Returns:
+        The largest difference relative to the largest value, or to 1 where that is less; inf where
+        shapes, numbers of results or integer values differ.
+    """
+    pairs = [with_gradients(run, operands, wanted) for run in (left, right)]
+    if len(pairs[0]) != len(pairs[1]):
+        return math.inf
+    return max((distance(*pair) for pair in zip(*pairs, strict=True)), default=0.0)
+
+
+def with_gradients(run: Run, operands: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    """Results, then the gradients of their weighted sum; zeros where there is none."""
+    leaves = [x.detach().clone().requires_grad_(i in wanted) for i, x in enumerate(operands)]
+    with torch.enable_grad():
+        results = run(*leaves)
+        ends = [y for y in results if y.requires_grad]
+        inputs = [leaves[i] for i in wanted]
+        if not ends or not inputs:
+            return [y.detach() for y in results]
+        grads = torch.autograd.grad(
+            ends, inputs, [weights(y) for y in ends], allow_unused=True, materialize_grads=True
+        )
+    return [*(y.detach() for y in results), *grads]
+
+
+def weights(y: Tensor) -> Tensor:
+    """A gradient for a result: unequal numbers, the same at every call."""
+    steps = torch.linspace(1, 2, y.numel(), dtype=torch.float64, device=y.device)
+    return steps.reshape(y.shape).to(y.dtype)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Of two tensors; what is infinite or no number must be so in both."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return math.inf
+    if not got.numel() or torch.equal(got, want):
+        return 0.0
+    if not (got.is_floating_point() or got.is_complex()):
+        return math.inf
+    finite = torch.isfinite(want)
+    if not torch.equal(finite, torch.isfinite(got)):
+        return math.inf
+    gaps, sizes = (got - want)[finite].abs(), want[finite].abs()
+    return float(gaps.max() / sizes.max().clamp(min=1)) if gaps.numel() else 0.0
