@@ -8,7 +8,7 @@ gradient that is not sent is missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from autopar.ir import Plan
 from autopar.program import Program, TensorSpec
 from autopar.runtime import simulate
 from autopar.runtime.simulate import Ranks
+from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.schedules import Action, actions, in_order
 
 Inputs = Callable[[int], Mapping[str, Tensor]]  # micro-batch -> global inputs by name
@@ -29,14 +30,23 @@ def actions_of(plan: Plan) -> list[Action]:
     return [Action(kind, 0, i) for i in range(plan.micro_batches) for kind in ("F", "B")]
 
 
+Halves = SplitBackward | WholeBackward
+
+
 @dataclass
 class _Flight:
     """A micro-batch between the forward and the backward of one stage."""
 
     received: list[Ranks]
     results: list[Ranks]
-    gradients: list[Ranks | None] = field(default_factory=list)
+    halves: Halves | None = None
     has_landed: bool = False
+
+    def land(self) -> None:
+        """Gives the parameters what is left to give."""
+        assert self.halves is not None, "a backward's second half before its first"
+        self.halves.run_weights()
+        self.results, self.has_landed = [], True
 
 
 class Rehearsal:
@@ -96,13 +106,10 @@ class Rehearsal:
             key = (action.stage, action.micro_batch)
             if action.kind == "F":
                 self._flights[key] = self._forward(*key, inputs(action.micro_batch))
-            elif action.kind == "B":
-                self._backward_input(*key)
-                self._backward_weight(*key)
-            elif action.kind == "I":
-                self._backward_input(*key)
-            elif action.kind == "W":
-                self._backward_weight(*key)
+            elif action.kind in "BI":
+                self._backward(*key, WholeBackward if action.kind == "B" else SplitBackward)
+            if action.kind in "BW":
+                self._flights[key].land()
         aloft = [key for key, flight in self._flights.items() if not flight.has_landed]
         assert not aloft, f"(stage, micro-batch) without a backward: {aloft}"
         for name, residents in self._residents.items():
@@ -144,23 +151,21 @@ class Rehearsal:
 
     # --- backward
 
-    def _backward_input(self, stage: int, micro_batch: int) -> None:
-        """The gradients of what a stage received."""
+    def _backward(self, stage: int, micro_batch: int, kind: type[Halves]) -> None:
+        """The gradients of what a stage received, and of its parameters or what is left to do for them."""
         flight = self._flights[stage, micro_batch]
-        flight.gradients = self._arrived(stage, micro_batch)
-        wanted = [x for ranks in flight.received for x in ranks if x.requires_grad]
-        for x, gradient in zip(wanted, self._gradients(flight, wanted), strict=True):
+        pairs = [
+            (x, g)
+            for ranks, gradients in zip(
+                flight.results, self._arrived(stage, micro_batch), strict=True
+            )
+            if gradients is not None
+            for x, g in zip(ranks, gradients, strict=True)
+        ]
+        inputs = [x for ranks in flight.received for x in ranks]
+        flight.halves = kind([x for x, _ in pairs], [g for _, g in pairs], inputs)
+        for x, gradient in zip(inputs, flight.halves.input_gradients, strict=True):
             x.grad = gradient
-
-    def _backward_weight(self, stage: int, micro_batch: int) -> None:
-        """The gradients of a stage's parameters."""
-        flight = self._flights[stage, micro_batch]
-        names = [spec.name for spec in self.stages[stage].parameters]
-        wanted = [x for name in names for x in self._leaves[name] if x.requires_grad]
-        for x, gradient in zip(wanted, self._gradients(flight, wanted), strict=True):
-            if gradient is not None:
-                x.grad = gradient if x.grad is None else x.grad + gradient
-        flight.results, flight.has_landed = [], True
 
     def _arrived(self, stage: int, micro_batch: int) -> list[Ranks | None]:
         """The gradients of a stage's results: of the loss, or from the stage behind."""
@@ -172,19 +177,6 @@ class Rehearsal:
             return []
         behind = self._flights[stage + 1, micro_batch].received
         return [_gradients_of(ranks) for ranks in behind]
-
-    def _gradients(self, flight: _Flight, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        pairs = [
-            (x, g)
-            for ranks, gradients in zip(flight.results, flight.gradients, strict=True)
-            if gradients is not None
-            for x, g in zip(ranks, gradients, strict=True)
-            if x.requires_grad
-        ]
-        if not pairs or not wanted:
-            return [None] * len(wanted)
-        results, gradients = zip(*pairs, strict=True)
-        return torch.autograd.grad(results, wanted, gradients, retain_graph=True, allow_unused=True)
 
     @staticmethod
     def _return_gradient(residents: Ranks, leaves: Ranks) -> None:

@@ -77,7 +77,9 @@ class Reducer:
             (("when", int(each)), ("late", int(i in self._late)), *signature(hops))
             for i, (hops, each) in enumerate(zip(returns, every_micro_batch, strict=True))
         ]
-        order = sorted(order, key=lambda i: i in self._late)  # they must not hold up the others
+        order = sorted(
+            order, key=lambda i: not self._leaves_early(i)
+        )  # they must not hold up the others
         shapes = [
             torch.empty(_start_shape(r, k.local), dtype=k.local.dtype, device="meta")
             for r, k in zip(returns, self._residents.kept, strict=True)
@@ -90,9 +92,13 @@ class Reducer:
     def attach(self) -> None:
         """Watches the leaves; to be called again when some are new tensors."""
         for i, leaf in enumerate(self._residents.leaves):
-            if leaf.requires_grad and i not in self._late and self._watched.get(i) is not leaf:
+            if leaf.requires_grad and self._leaves_early(i) and self._watched.get(i) is not leaf:
                 leaf.register_post_accumulate_grad_hook(lambda _, i=i: self._complete(i))
                 self._watched[i] = leaf
+
+    def _leaves_early(self, i: int) -> bool:
+        """Whether a gradient can travel while backward goes on; one that goes nowhere need not be watched."""
+        return i not in self._late and bool(signature(self._residents.returns[i]))
 
     def begin(self, *, last: bool) -> None:
         """Before the backward of a micro-batch."""
