@@ -6,6 +6,9 @@ print(model.plan)                                   what was chosen and why
 autopar.explain(model, inputs, mesh=..., cluster="h100x8x16")      what it would cost there
 """
 
+import importlib
+from types import ModuleType
+
 from autopar.api import compile, explain
 from autopar.errors import (
     AutoparError,
@@ -19,11 +22,19 @@ from autopar.errors import (
     StepError,
 )
 from autopar.ir import Mesh, ParameterPlan, Plan
+from autopar.rules.registered import register_rule
 from autopar.runtime.module import CompiledModule
 from autopar.verify import VerifyReport, verify
 
 __all__ = [
     "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "ParameterPlan",
     "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError", "VerifyReport", "compile",
-    "explain", "verify",
+    "explain", "register_rule", "verify",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`autopar.checkpoint` is imported at its first use: torch.distributed.checkpoint takes half a second."""
+    if name == "checkpoint":
+        return importlib.import_module("autopar.checkpoint")
+    raise AttributeError(f"module 'autopar' has no attribute {name!r}")

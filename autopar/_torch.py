@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -282,6 +282,7 @@ def pipeline_stage(
     )
     made.before_backward, made.after_backward = before_backward, after_backward
     made.split_backward, made.halves = split_backward, {}
+    made.received, made.sent = received, sent
     return made
 
 
@@ -294,6 +295,39 @@ def _watched_stage() -> type:
         after_backward: Callable[[], None]
         split_backward: Callable[..., Any]
         halves: dict[int, Any]
+        received: tuple[Tensor, ...]
+        sent: tuple[Tensor, ...]
+
+        # PipelineStage makes a buffer for whatever any micro-batch will receive, and keeps all of them.
+        # Here one lives from its receive to the end of its backward.
+
+        def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            result = super()._prepare_forward_infra(*args, **kwargs)
+            for infos in self.args_recv_info.values():
+                _free_buffers(infos)
+            return result
+
+        def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+            result = super()._prepare_backward_infra(*args, **kwargs)
+            for infos in self.grad_recv_info.values():
+                _free_buffers(infos)
+            return result
+
+        def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+            if not self.is_first:
+                _make_buffers(self.args_recv_info[number], self.received, self.device)
+            return super().get_fwd_recv_ops(number)
+
+        def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+            if self.has_backward and not self.is_last:
+                _make_buffers(self.grad_recv_info[number], self.sent, self.device)
+            return super().get_bwd_recv_ops(number)
+
+        def forward_one_chunk(self, number: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            output = super().forward_one_chunk(number, *args, **kwargs)
+            if not self.has_backward:
+                _free_buffers(self.args_recv_info[number])
+            return output
 
         def backward_one_chunk(
             self,
@@ -306,12 +340,17 @@ def _watched_stage() -> type:
                 return
             arrived = () if self.is_first else self.args_recv_info[number]
             received = [info.buffer for info in arrived if info.buffer is not None]
+            results, inputs = self.fwd_cache[number]
             if full_backward:
                 self.before_backward(last=last_backward)
                 super().backward_one_chunk(number, loss, full_backward, last_backward)
                 self.after_backward()
             else:
-                self.bwd_cache[number] = self.input_gradients(number, loss)
+                del self.fwd_cache[number]
+                self.bwd_cache[number] = self.input_gradients(number, results, inputs, loss)
+            for x in (*results, loss):  # torch keeps them, and they all that they were made of
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.detach_()
             # A send takes contiguous tensors, and before torch 2.13 a gradient of every input.
             pairs = zip(self.bwd_cache[number], received, strict=False)
             self.bwd_cache[number] = tuple(
@@ -322,9 +361,13 @@ def _watched_stage() -> type:
                 else None
                 for g, x in pairs
             )
+            _free_buffers(self.args_recv_info[number])
+            if not self.is_last:
+                _free_buffers(self.grad_recv_info[number])
 
-        def input_gradients(self, number: int, loss: Any) -> tuple[Tensor | None, ...]:
-            results, inputs = self.fwd_cache.pop(number)
+        def input_gradients(
+            self, number: int, results: Sequence[Tensor], inputs: Sequence[Any], loss: Any
+        ) -> tuple[Tensor | None, ...]:
             if self.is_last:
                 half = self.split_backward((loss,), (None,), inputs)
             else:
@@ -340,6 +383,38 @@ def _watched_stage() -> type:
             self.after_backward()
 
     return WatchedStage
+
+
+def _free_buffers(infos: Sequence[Any]) -> None:
+    """Lets go of what was received."""
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=info.buffer.device)
+
+
+def _make_buffers(infos: Sequence[Any], like: Sequence[Tensor], device: torch.device) -> None:
+    """Makes room for what is received."""
+    for info, example in zip(infos, like, strict=True):
+        if info.buffer is not None:
+            info.buffer = torch.empty(example.shape, dtype=example.dtype, device=device)
+
+
+class _Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def handed_on(x: Tensor) -> Tensor:
+    """The same values, contiguous, as a tensor that autograd saves nowhere and takes for no view.
+
+    So it can be detached in place when its graph is no longer needed.
+    """
+    return _Handed.apply(x.contiguous()) if x.requires_grad else x.contiguous()
 
 
 def broke_in_communication(error: BaseException) -> bool:
@@ -398,3 +473,19 @@ def _materialized(node: Node, gradients: Sequence[Tensor | None]) -> Iterator[Te
 def _as_input(node: Node, number: int, gradient: Tensor) -> Tensor:
     like = node._input_metadata[number]
     return gradient.sum_to_size(tuple(like.shape)).to(like.dtype)
+
+
+def fake_mode() -> Any:
+    """A context in which calls compute shapes alone; its `from_tensor` makes a tensor without values.
+
+    Tensors that share memory, or are views, stay so.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def dynamo_source(node: fx.Node) -> str:
+    """Where an argument of a dynamo graph comes from: `L['self']._modules['up']._parameters['weight']`."""
+    source = getattr(node, "_dynamo_source", None)
+    return "" if source is None else source.name

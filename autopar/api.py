@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -239,6 +240,8 @@ class _Planner:
             recipe=self._recipe, pins=self._pins, memory_bytes=self._memory_bytes,
             micro_batches=micro_batches, captured_micro_batches=captured, stages=self._stages,
         )  # fmt: skip
+        if self._mesh is not None:
+            warn_of_idle_axes(plan)
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
     def _following(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
@@ -334,6 +337,19 @@ def explain(
 def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:
     nodes = -(-plan.world_mesh.size // hardware.devices_per_node)
     return Explanation(graph, plan, Cluster(hardware, nodes), run_of(plan))
+
+
+def warn_of_idle_axes(plan: Plan) -> None:
+    """Warns of axes of the mesh that was asked for whose ranks all do the same."""
+    for axis, (name, size) in enumerate(plan.mesh.axes):
+        stored = any(p.storage[axis].kind == "S" for p in plan.parameters.values())
+        if size > 1 and not stored and all(labels[axis] in "-~" for labels in plan.ops.values()):
+            warnings.warn(
+                f"The axis {name}={size} splits nothing: its {size} ranks all do the same, because that was "
+                "found cheapest for so small a model. Name a recipe to have it split, such as "
+                f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
+                stacklevel=2,
+            )
 
 
 def _with_unused(

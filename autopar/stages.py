@@ -28,9 +28,10 @@ def cut_stages(program: Program, graph: Graph) -> list[Program]:
         return [program]
     places = {op.name: i for i, op in enumerate(graph.ops)}
     begins = [places[name] for name in pipeline.cuts]
+    weights = _names(program, parameters=True)
     graphs = cut_stage_graphs(
         program.module, stage_numbers(program.module, places, begins), len(begins) + 1,
-        kept=[*_names(program, parameters=True), *_changed(program)], early_outputs=len(program.mutated),
+        kept=[*weights, *_changed(program)], weights=weights, early_outputs=len(program.mutated),
     )  # fmt: skip
     values = _examples(program)
     leaves = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
@@ -188,6 +189,7 @@ def _refuse_stale_buffers(stages: Sequence[Program]) -> None:
             ]
             if others:
                 raise PlanError(
-                    f"Stage {number} changes the buffer {name}, and stage {others[0]} reads it; cut the "
-                    "model where both are on one stage."
+                    f"Stage {number} of the pipeline changes the buffer {name}, and stage {others[0]} "
+                    "reads it: layers that share a module with running statistics must be on one stage. "
+                    "Give each layer its own such module, or use fewer stages."
                 )

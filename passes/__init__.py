@@ -17,6 +17,7 @@ from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
+from autopar.passes.read_types import read_types
 from autopar.passes.refresh_examples import refresh_examples
 from autopar.passes.remove_assertions import remove_assertions
 from autopar.passes.remove_clones import remove_clones
@@ -34,6 +35,7 @@ CLEANUP: tuple[Pass, ...] = (
     open_random_attention,  # its masks must differ between parts of the batch
     unreduce_losses,  # a sum of element-wise terms can be split along anything
     single_batch_norm,  # in evaluation it can be split along the batch, and has one result to say so of
+    read_types,  # of a tensor that gives only its type, no part is needed
     reshape_views,  # a view's strides need not be those of the local tensor
     remove_clones,  # they differ between devices, and compute nothing
     refresh_examples,  # their strides tell what must be copied, and so what backward keeps

@@ -8,7 +8,8 @@ cut is right for every layout, and its backward sends the gradient the other way
     b = g(w1, a)                  stage 1: a; b = g(w1, a)       -> a, b
     c = h(w2, a, b)               stage 2: a, b; c = h(w2, a, b) -> c
 
-What depends on no parameter (masks, positions, targets) is computed again on every stage that uses it.
+What depends on no parameter (masks, positions, targets) is computed again on every stage that uses it, and
+so is what is made of one parameter alone: a parameter lies where it is used.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def cut_stage_graphs(
     count: int,
     *,
     kept: Iterable[str],
+    weights: Iterable[str] = (),
     early_outputs: int,
 ) -> tuple[StageGraph, ...]:
     """Cuts a graph into `count` stages.
@@ -57,10 +59,13 @@ def cut_stage_graphs(
         count: of stages.
         kept: placeholders on which nothing may depend that is computed twice: parameters, and buffers
             that a stage changes.
+        weights: those of `kept` that are parameters. What is made of one of them alone (gathered, cast,
+            transposed) is made again where it is used.
         early_outputs: how many outputs, at the front, are returned by the stage that makes them; the
             others leave the last stage.
     """
-    return _Cut(module, stage_of, count, frozenset(kept), early_outputs).run()
+    kept, weights = frozenset(kept), frozenset(weights)
+    return _Cut(module, stage_of, count, kept, weights, early_outputs).run()
 
 
 class _Cut:
@@ -70,13 +75,14 @@ class _Cut:
         stage_of: Mapping[fx.Node, int],
         count: int,
         kept: frozenset[str],
+        weights: frozenset[str],
         early_outputs: int,
     ) -> None:
         self.nodes = list(module.graph.nodes)
         self.numbers, self.count = stage_of, count
         self.results: list[fx.Node] = list(self.nodes[-1].args[0])
         self.early = early_outputs
-        self.copied = self._copied(kept)
+        self.copied = self._copied(kept) | self._of_one_weight(weights)
 
     def _copied(self, kept: frozenset[str]) -> set[fx.Node]:
         """What every stage can make for itself."""
@@ -89,6 +95,15 @@ class _Cut:
             if free:
                 found.add(node)
         return found
+
+    def _of_one_weight(self, weights: frozenset[str]) -> set[fx.Node]:
+        """What is made of a weight and nothing else, by one op after the other."""
+        found = {n for n in self.nodes if n.op == "placeholder" and n.name in weights}
+        for node in self.nodes:
+            sources = node.all_input_nodes
+            if node.op == "call_function" and len(sources) == 1 and sources[0] in found:
+                found.update([] if draws(node) else [node])
+        return {n for n in found if n.op == "call_function"}
 
     def run(self) -> tuple[StageGraph, ...]:
         last = self._last_uses()

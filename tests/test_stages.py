@@ -132,7 +132,7 @@ class Late(nn.Module):
 
 def test_a_buffer_that_another_stage_would_read_old_is_refused():
     with pytest.raises(
-        PlanError, match="Stage 1 changes the buffer mean, and stage 0 reads it; cut"
+        PlanError, match="Stage 1 of the pipeline changes the buffer mean, and stage 0 reads it"
     ):
         stages_of(Late(), (torch.randn(4, 8),), ("linear_1",))
 

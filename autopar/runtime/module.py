@@ -35,8 +35,9 @@ from autopar.runtime.inputs import (
 )
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import ParameterStore
-from autopar.runtime.part import Part, Users, held_by, take_part, users_of
+from autopar.runtime.part import Part, Users, as_stored, held_by, take_part, users_of
 from autopar.runtime.pipeline import BoundPipeline
+from autopar.runtime.shared import SharedParameters
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.world import World
 
@@ -164,6 +165,7 @@ class CompiledModule(nn.Module):
         self._micro_batches = settings.micro_batches
         self._fixed: Fixed | None = None
         self._part = Part()
+        self._shared: SharedParameters | None = None
         self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
         self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
@@ -301,9 +303,11 @@ class CompiledModule(nn.Module):
                 programs.whole, self._store, self._original, seeds=self._seeds,
                 bucket_bytes=bucket_bytes,
             )  # fmt: skip
+        assert self._shared is not None, "there was a first program, with stages"
         return BoundPipeline(
             programs.whole, programs.stages, self._store, self._original, seeds=self._seeds,
             bucket_bytes=bucket_bytes, micro_batches=self._count(is_step=programs.whole.is_step),
+            shared=self._shared,
         )  # fmt: skip
 
     def _state(self) -> tuple[bool, ...]:
@@ -326,8 +330,9 @@ class CompiledModule(nn.Module):
         plan = self._plan = programs.whole.plan
         self._fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users)
         if pipe is not None:
-            assert self._adoption is not None, "there are process groups"
+            assert self._adoption is not None and programs.pipeline is not None
             self._part = take_part(model, programs.stages, users, world, self._adoption)
+            self._shared = SharedParameters(users, programs.pipeline, self._store)
 
     # --- what was chosen
 
@@ -375,7 +380,8 @@ class CompiledModule(nn.Module):
                 "leave assign out, so that values are copied."
             )
         given, *rest = args or (kwargs.pop("state_dict"),)
-        own = self._part.completed(given, self._original.state_dict())
+        present = self._original.state_dict()
+        own = self._part.completed(as_stored(given, present), present)
         return self._original.load_state_dict(own, *rest, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

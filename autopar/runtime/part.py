@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar import _torch
 from autopar.ir import Pipeline
@@ -51,6 +51,18 @@ class Part:
             return given
         own = {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
         return own | {k: present[k] for k in self.elsewhere if k in present and k not in own}
+
+
+def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict whose full tensors, as a single device saves them, are cut as the present ones lie."""
+    full = [k for k, v in given.items() if isinstance(present.get(k), DTensor)]
+    plain = {k: given[k] for k in full if not isinstance(given[k], DTensor)}
+    cut = {
+        k: distribute_tensor(v, present[k].device_mesh, present[k].placements, src_data_rank=None)
+        for k, v in plain.items()
+        if isinstance(v, Tensor) and v.shape == present[k].shape
+    }
+    return {**given, **cut} if cut else given
 
 
 def users_of(model: nn.Module, stages: Sequence[Program]) -> dict[str, tuple[int, ...]]:

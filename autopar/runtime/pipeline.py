@@ -36,6 +36,7 @@ class BoundPipeline:
         program: of the whole model.
         stages: the programs it was cut into.
         store, model, bucket_bytes: see `Runner`.
+        shared: the parameters that several ranks of the pipeline hold.
         seeds: in the same state on every rank.
         micro_batches: of a step.
     """
@@ -50,6 +51,7 @@ class BoundPipeline:
         seeds: torch.Generator,
         bucket_bytes: int,
         micro_batches: int,
+        shared: SharedParameters,
     ) -> None:
         assert program.plan.pipeline is not None and store.world.pipe is not None
         self.program, self.world = program, store.world
@@ -67,7 +69,7 @@ class BoundPipeline:
             )
             for number in numbers
         }  # fmt: skip
-        self._shared = SharedParameters(stages, self._pipeline, store)
+        self._shared, self._used = shared, {spec.name for spec in program.parameters}
         self._schedules: dict[bool, Any] = {}  # with a backward, and without: their buffers differ
 
     def _begin(self, batch: Sequence[list[Tensor]]) -> None:
@@ -100,12 +102,13 @@ class BoundPipeline:
         numbers, losses = torch.arange(len(batch)), list[Tensor]()
         with self._naming_failures():
             if trains:
-                with self._shared.summed():
+                with self._shared.summed(self._used):
                     schedule.step(
                         number=numbers, target=numbers, losses=losses, return_outputs=False
                     )
             else:
                 schedule.eval(number=numbers, target=numbers, losses=losses, return_outputs=False)
+        self._batch = []
         return [loss.detach() for loss in losses]
 
     def _make_schedule(self) -> Any:
@@ -231,8 +234,8 @@ class _StageModule(nn.Module):
         inputs = self._owner.inputs(self._runner, int(number))
         results = self._runner.run([*inputs, *received])
         if self._runner.program.is_step:
-            return results[0]
-        return tuple(x.contiguous() for x in results)
+            return _torch.handed_on(results[0])
+        return tuple(_torch.handed_on(x) for x in results)
 
 
 def _examples(wires: Sequence[Wire]) -> tuple[Tensor, ...]:

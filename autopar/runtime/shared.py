@@ -7,7 +7,7 @@ is added up over those ranks, so that their optimizers make the same of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,34 +15,32 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.ir import PIPELINE_AXIS, Pipeline
-from autopar.program import Program
 from autopar.runtime.collectives import group_name
 from autopar.runtime.parameters import ParameterStore
+from autopar.runtime.part import Users
 
 
 class SharedParameters:
     """The parameters of this rank that other positions of the pipeline hold too.
 
     Args:
-        stages: the programs of all stages.
+        users: parameter name -> the stages that hold it, of the first program: later ones may use it on
+            fewer of them.
         pipeline: where they lie.
         store: the parameters of this rank.
     """
 
-    def __init__(
-        self, stages: Sequence[Program], pipeline: Pipeline, store: ParameterStore
-    ) -> None:
+    def __init__(self, users: Users, pipeline: Pipeline, store: ParameterStore) -> None:
         self._pipe = store.world.pipe
         assert self._pipe is not None
-        holders = holders_of(stages, pipeline)
-        groups = {
-            ranks: self._group(ranks) for ranks in dict.fromkeys(holders.values()) if len(ranks) > 1
-        }
-        self._shared: list[tuple[nn.Parameter, str]] = [
-            (store.kept[name].parameter, groups[ranks])
+        holders = {name: _ranks(own, pipeline) for name, own in users.items()}
+        several = dict.fromkeys(ranks for ranks in holders.values() if len(ranks) > 1)
+        groups = {ranks: self._group(ranks) for ranks in several}
+        self._shared: dict[str, tuple[nn.Parameter, str]] = {
+            name: (store.kept[name].parameter, groups[ranks])
             for name, ranks in holders.items()
             if len(ranks) > 1 and self._pipe.rank in ranks
-        ]
+        }
 
     def _group(self, ranks: tuple[int, ...]) -> str:
         """The c10d name of the group of these positions; every rank makes the groups of all, in one order."""
@@ -54,18 +52,22 @@ class SharedParameters:
         return group_name(own) if own is not None and self._pipe.rank in ranks else ""
 
     @contextlib.contextmanager
-    def summed(self) -> Iterator[None]:
-        """Around a step: what it adds to the shared gradients is added up over those who hold them."""
-        before = [parameter.grad for parameter, _ in self._shared]
-        for parameter, _ in self._shared:
+    def summed(self, used: Container[str]) -> Iterator[None]:
+        """Around a step: what it adds to the shared gradients is added up over those who hold them.
+
+        `used` are the parameters that some stage of the program uses.
+        """
+        shared = [pair for name, pair in self._shared.items() if name in used]
+        before = [parameter.grad for parameter, _ in shared]
+        for parameter, _ in shared:
             parameter.grad = None
         try:
             yield
-            for parameter, group in self._shared:
+            for parameter, group in shared:
                 if parameter.requires_grad:
                     self._sum(parameter, group)
         finally:
-            for (parameter, _), gradient in zip(self._shared, before, strict=True):
+            for (parameter, _), gradient in zip(shared, before, strict=True):
                 if gradient is not None:
                     parameter.grad = (
                         gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -80,10 +82,6 @@ class SharedParameters:
         dist.all_reduce(gradient, group=_torch.resolve_group(group))
 
 
-def holders_of(stages: Sequence[Program], pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> the positions along the pipeline that hold it, in order."""
-    holders: dict[str, set[int]] = {}
-    for number, program in enumerate(stages):
-        for spec in program.parameters:
-            holders.setdefault(spec.name, set()).add(pipeline.rank_of(number))
-    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+def _ranks(stages: Sequence[int], pipeline: Pipeline) -> tuple[int, ...]:
+    """The positions along the pipeline on which some stages lie, in order."""
+    return tuple(sorted({pipeline.rank_of(stage) for stage in stages}))

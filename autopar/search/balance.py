@@ -239,9 +239,13 @@ class _Problem:
         words = "; ".join(self._held_words(stage, edges[stage]) for stage in stages)
         again = "" if self.table.runs_again else "recompute='full', "
         taken = least.rank_bytes[rank]
-        return SearchError(
+        whole = f"It does not fit into {_bytes(self.memory_bytes)}: a rank takes "
+        cut = (
             f"No cuts into {self.shape.stages} stages fit into {_bytes(self.memory_bytes)} under "
             f"{self.shape.schedule}: in the smallest found pipeline rank {rank} takes "
+        )
+        return SearchError(
+            f"{cut if self.shape.stages > 1 else whole}"
             f"{_bytes(taken)}, {_bytes(taken - self.memory_bytes)} too much ({words}). "
             f"What would help: {_remedies(self.shape)}more ranks along pp or inside a stage, a smaller "
             f"micro-batch, {again}or memory_bytes={math.ceil(taken)} if a rank has that much."

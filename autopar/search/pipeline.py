@@ -205,11 +205,12 @@ def search_pipeline_mesh(
             continue  # a schedule was asked for by name
         try:
             mesh = _best_mesh(graph, depth, world_size // depth, hardware, inside, settings)
-            found.append(search_pipeline(graph, mesh, hardware=hardware, recipe=recipe, **settings))
+            own = settings if wanted or depth > 1 else _whole_batch(settings)
+            found.append(search_pipeline(graph, mesh, hardware=hardware, recipe=recipe, **own))
         except (MeshError, PlanError, SearchError) as error:
             reasons.append(f"pp={depth}: {error}")
     if not found:
-        raise SearchError("\n".join([f"No pipeline on {world_size} ranks has a plan.", *reasons]))
+        raise SearchError("\n".join([f"No plan on {world_size} ranks.", *reasons]))
     best = min(found, key=lambda each: each.best.key)
     others = [
         f"{each.plan.world_mesh} {each.best.seconds * 1e3:.3f} ms"
@@ -221,6 +222,13 @@ def search_pipeline_mesh(
     if best.best.setting.shape.ranks == 1 and not wanted:
         plan = replace(plan, pipeline=None)
     return replace(best, best=replace(best.best, plan=plan))
+
+
+def _whole_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without stages nobody's batch is cut unasked: that changes batch statistics, and means over masks."""
+    own = dict(settings)
+    own["micro_batches"] = own.get("micro_batches") or own.get("captured_micro_batches", 1)
+    return own
 
 
 def _best_mesh(
@@ -257,13 +265,14 @@ class _Wanted:
     ) -> _Wanted:  # fmt: skip
         named, inside = split_recipe(recipe)
         implied = "gpipe" if named == NAIVE else named or schedule
+        for each in (implied, schedule):
+            if each is not None and each not in SCHEDULES:
+                raise RecipeError(
+                    f"There is no schedule {each!r}; choose among {', '.join(SCHEDULES)}."
+                )
         if schedule is not None and implied != schedule:
             raise RecipeError(
                 f"The recipe names the pipeline {named!r}, and schedule={schedule!r} another; leave out one."
-            )
-        if implied is not None and implied not in SCHEDULES:
-            raise RecipeError(
-                f"There is no schedule {implied!r}; choose among {', '.join(SCHEDULES)}."
             )
         if named == NAIVE and micro_batches not in (None, 1):
             raise RecipeError(

@@ -179,8 +179,7 @@ def _row(name: str) -> Recipe:
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in RECIPES:
         known = ", ".join([*RECIPES, *(f"{a} (= {b})" for a, b in ALIASES.items())])
-        if isinstance(name, str) and name in PIPELINE_RECIPES:
-            known += f"; {name} is for the axis {PIPELINE_AXIS}"
+        known += f"; and for the axis {PIPELINE_AXIS} {', '.join(PIPELINE_RECIPES)}"
         raise RecipeError(f"There is no recipe {name!r}; choose among {known}.")
     return RECIPES[name]
 

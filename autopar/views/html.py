@@ -76,11 +76,9 @@ def _sections(page: Page) -> Iterator[Section]:
     yield _memory(page)
     yield _time(page)
     yield _pipeline(page)
-    steps = timeline(page.events, axes) if page.events else Markup("")
-    lead = "One predicted step of one rank."
-    if page.simulation is not None:
-        lead = "One step of one rank as the closed form has it, with an equal share of the layers."
-    yield Section("timeline", "Timeline", lead, steps)
+    if page.simulation is None:  # else the picture of the pipeline shows when what runs
+        steps = timeline(page.events, axes) if page.events else Markup("")
+        yield Section("timeline", "Timeline", "One predicted step of one rank.", steps)
     block = block_graph(page.block, axes) if page.block else Markup("")
     yield Section("block", "Block", "The repeated block as the plan runs it.", block)
     dots = roofline(page.roofline, page.peak_flops, page.memory_bytes_per_second)

@@ -52,3 +52,25 @@ def test_attention_in_the_open_is_attention(kwargs):
     own = dict(model.named_parameters())
     (loss,) = captured.module(*(own[n] for n in captured.parameters.values()), x)
     torch.testing.assert_close(loss, expected(x))
+
+
+class Typed(nn.Module):
+    """The type is that of a tensor of more dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        h = self.a(x)
+        return (h * self.scale.float().type_as(h) * torch.arange(4).type_as(h)).square().sum()
+
+
+def test_of_a_tensor_that_gives_its_type_no_value_is_read():
+    x = torch.randn(2, 8, 4).double()
+    graph = prepare_step(Typed().double(), (x,)).analysis.graph
+    assert not [op for op in graph.ops if op.kind == "aten.type_as"]
+    for seed in range(3):
+        report = verify(Typed().double(), (x,), mesh={"x": 2}, plan="random", seed=seed)
+        assert report.passed, report

@@ -32,11 +32,13 @@ def read(text):
     return fx.GraphModule(nn.Module(), graph), stage_of
 
 
-def cut(text, kept, early_outputs=0):
+def cut(text, kept, weights=(), early_outputs=0):
     """The stages as text: `take` what a stage has of its own and receives, `give` what it returns and sends."""
     module, stage_of = read(text)
     count = max(stage_of.values()) + 1
-    stages = cut_stage_graphs(module, stage_of, count, kept=kept, early_outputs=early_outputs)
+    stages = cut_stage_graphs(
+        module, stage_of, count, kept=kept, weights=weights, early_outputs=early_outputs
+    )
     for stage in stages:
         verify_graph(stage.module, after="cutting")
     return [written(stage, module) for stage in stages]
@@ -76,6 +78,27 @@ def test_a_value_is_carried_through_the_stage_between():
         ["take w0 x |", "a = mul(w0, x)", "give  | a"],
         ["take w1 | a", "b = mul(w1, a)", "give  | a b"],
         ["take w2 | a b", "h = mul(a, b)", "c = mul(w2, h)", "give c |"],
+    ]
+
+
+def test_what_is_made_of_one_weight_is_made_where_it_is_used():
+    """As ZeRO-3 gathers a tied table once for both of its uses: it is not sent with every micro-batch."""
+    stages = cut(
+        """
+        take w0 w1 x
+        full = relu(w0)
+        a = mul(full, x)
+        ---
+        b = mul(w1, a)
+        c = mul(full, b)
+        give c
+        """,
+        kept=["w0", "w1"],
+        weights=["w0", "w1"],
+    )
+    assert stages == [
+        ["take w0 x |", "full = relu(w0)", "a = mul(full, x)", "give  | a"],
+        ["take w0 w1 | a", "full = relu(w0)", "b = mul(w1, a)", "c = mul(full, b)", "give c |"],
     ]
 
 

@@ -1,0 +1,128 @@
+"""Ordinary scripts with `torch.compile(..., backend="autopar")` do on many ranks what they do on one device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from autopar import backend
+from autopar.errors import AutoparError, MeshError, RecipeError
+from tests.runtime import scripts
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import difference
+
+EQUAL = [
+    "loss_outside", "loss_inside", "llama", "batch_norm", "graph_break", "other_batches", "inference",
+    "dropout_off", "tied", "no_module", "custom_backward", "checkpointed",
+    "in_place", "autocast",
+]  # fmt: skip
+# float32 in its norms and its loss; bfloat16
+BOUND = {"llama": 1e-5, "autocast": 3e-2}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", EQUAL)
+def test_on_two_ranks(two_ranks: Ranks, name: str) -> None:
+    found = two_ranks.run(scripts.run_compiled, name, {"recipe": "ddp"})
+    _expect(found, name)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["loss_inside", "llama", "graph_break"])
+def test_on_four_ranks(four_ranks: Ranks, name: str) -> None:
+    options = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "ddp", "tp": "tp"}}
+    _expect(four_ranks.run(scripts.run_compiled, name, options), name)
+
+
+def _expect(found: list[dict[str, Any]], name: str) -> None:
+    expected = scripts.run(name)
+    assert max(difference(each, expected) for each in found) < BOUND.get(name, 1e-9)
+
+
+@pytest.mark.multiprocess
+def test_masks_are_the_same_on_all_ranks_and_from_one_seed(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(scripts.run_compiled, "dropout", {"recipe": "ddp"})
+    assert first["same"] and first["other"] and first["kept"] == second["kept"]
+    assert all(8 <= kept <= 56 for kept in first["kept"])
+
+
+def _told(name: str, options: dict[str, Any]) -> list[str]:
+    """What a script logs on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    backend.log.addHandler(handler)
+    backend.log.setLevel(logging.INFO)
+    try:
+        scripts.run_compiled(name, options)
+    finally:
+        backend.log.removeHandler(handler)
+        backend.log.setLevel(logging.NOTSET)
+    return lines
+
+
+@pytest.mark.multiprocess
+def test_what_was_split_is_logged(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(_told, "other_batches", {"recipe": "ddp"})
+    assert "dp splits batch in" in first[0] and "all_reduce" not in first[0]
+    assert any("gives way to auto" in line and "batch of size 3" in line for line in first)
+    assert not second
+
+
+@pytest.mark.multiprocess
+def test_what_cannot_be_captured_runs_whole_and_is_named(two_ranks: Ranks) -> None:
+    first, _ = two_ranks.run(_told, "custom_backward", {})
+    assert "runs whole on every rank: It applies a torch.autograd.Function" in first[0]
+
+
+def _unlike() -> str:
+    torch.compiler.reset()
+    torch.manual_seed(torch.distributed.get_rank())
+    with pytest.raises(AutoparError) as caught:
+        torch.compile(nn.Linear(4, 4), backend="autopar")(torch.ones(2, 4))
+    return str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_ranks_with_other_parameters_are_refused(two_ranks: Ranks) -> None:
+    assert all("weight is not the same on all 2 ranks" in text for text in two_ranks.run(_unlike))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"mash": {"dp": 2}}, AutoparError, "no option 'mash'; it takes mesh, recipe, hardware"),
+        ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, and 1 run here"),
+        ({"mesh": {"pp": 1}}, MeshError, "pipeline stages need the whole step"),
+        ({"recipe": "zero9"}, RecipeError, "There is no recipe 'zero9'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], error: type, sentence: str) -> None:
+    graph = torch.fx.symbolic_trace(nn.ReLU())
+    with pytest.raises(error, match=sentence):
+        backend.autopar(graph, [torch.ones(2)], options=options)
+
+
+def test_one_process_runs_as_it_is() -> None:
+    found = scripts.run_compiled("graph_break", {})
+    assert difference(found, scripts.run("graph_break")) < 1e-12
+
+
+def _sharded() -> str:
+    torch.compiler.reset()
+    weight = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(lambda weight: weight * 2, backend="autopar")(weight)
+    return str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_sharded_parameters_are_refused(two_ranks: Ranks) -> None:
+    assert all("weight is a DTensor of placements" in text for text in two_ranks.run(_sharded))
