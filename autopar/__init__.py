@@ -6,8 +6,8 @@ print(model.plan)                                   what was chosen and why
 autopar.explain(model, inputs, mesh=..., cluster="h100x8x16")      what it would cost there
 """
 
-import importlib
-from types import ModuleType
+import importlib as _importlib
+from types import ModuleType as _ModuleType
 
 from autopar.api import compile, explain
 from autopar.errors import (
@@ -33,8 +33,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _ModuleType:
     """`autopar.checkpoint` is imported at its first use: torch.distributed.checkpoint takes half a second."""
     if name == "checkpoint":
-        return importlib.import_module("autopar.checkpoint")
+        return _importlib.import_module("autopar.checkpoint")
     raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -13,15 +13,17 @@ to be cut along is tried, and the results joined along a dim or added up.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import math
+import operator
 import random
 import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.opinfo import core as opinfo
 from torch.utils import _pytree as pytree
 
-from autopar import rules
 from autopar.capture import Captured
 from autopar.factors import Analysis, analyze
 from autopar.ir import (
@@ -43,26 +44,49 @@ from autopar.ir import (
     VARIED,
     Choice,
     Mesh,
+    Op,
+    P,
     ParameterPlan,
     Plan,
     R,
     S,
-    P,
     State,
     V,
-    divides,
     is_legal,
 )
 from autopar.passes.unreduce_losses import unreduce_losses
 from autopar.program import build_program
-from autopar.rules.spec import tensor_operands
-from autopar.rules.trial import Results, difference, on_parts
+from autopar.rules.trial import (
+    Results,
+    dense,
+    difference,
+    distance,
+    join,
+    on_parts,
+    run_parts,
+    weights,
+    with_gradients,
+)
 from autopar.runtime.simulate import convert, run
 
 TOLERANCE = 1e-8  # in float64; gradients of decompositions lose some digits
 COUNTS = (2, 3, 5, 7, 4)  # the first of the primes that divides, and 4
 MOST_ELEMENTS = 4096
+MOST_INPUTS = 250
 MOST_GUESSES = 400
+# They write or read at positions of other operands without a check, and parts that do not fit together
+# break the heap: of these only what a rule offers is run.
+UNCHECKED = tuple(
+    f"aten.{name}"
+    for name in (
+        "max_unpool2d", "max_unpool3d", "max_pool2d_with_indices_backward", "segment_reduce", "lu_solve",
+        "linalg_lu_solve", "linalg_ldl_solve", "lu_unpack", "ormqr", "linalg_householder_product",
+        "masked_scatter", "put", "embedding_bag", "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate", "_embedding_bag", "index_reduce", "scatter_reduce",
+        "native_batch_norm", "native_group_norm", "_softmax_backward_data", "fractional_max_pool2d",
+        "fractional_max_pool3d",
+    )
+)  # fmt: skip
 EVEN_SIZES = {"XS": 2, "S": 4, "M": 8, "L": 12}  # the database has 3, 5, 10 and 20
 
 
@@ -154,16 +178,22 @@ def samples_of(info: opinfo.OpInfo, most: int) -> Iterator[Sample]:
         return
     torch.manual_seed(0)
     random.seed(0)
-    inputs = list(itertools.islice(_inputs(info, dtype), 60))
+    # Closed here: a generator that dies while another call is traced would be traced too.
+    with contextlib.closing(_inputs(info, dtype)) as given:
+        inputs = [
+            x
+            for x in itertools.islice(given, MOST_INPUTS)
+            if _is_small((x.input, x.args, x.kwargs))
+        ]
     step = max(1, len(inputs) // most)
-    for sample in inputs[::step]:
+    for sample in inputs[::-step]:  # the first of a list are often numbers
         yield from traced(info.op, (sample.input, *sample.args), sample.kwargs)
 
 
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
 
 
-def _inputs(info: opinfo.OpInfo, dtype: torch.dtype) -> Iterator[Any]:
+def _inputs(info: opinfo.OpInfo, dtype: torch.dtype) -> Generator[Any, None, None]:
     """The database's samples; an entry that cannot be sampled ends early."""
     try:
         yield from info.sample_inputs("cpu", dtype, requires_grad=False)
@@ -171,13 +201,17 @@ def _inputs(info: opinfo.OpInfo, dtype: torch.dtype) -> Iterator[Any]:
         return
 
 
+def _is_small(arguments: Any) -> bool:
+    """Whether there are tensors, none of them empty or large."""
+    tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+    return bool(tensors) and all(0 < x.numel() <= MOST_ELEMENTS for x in tensors)
+
+
 def traced(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sample]:
     """The ATen ops that a call of a Python function makes; none where it cannot be traced."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     where = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     tensors = [leaves[i].detach() for i in where]
-    if not tensors or any(x.numel() > MOST_ELEMENTS or not x.numel() for x in tensors):
-        return []
 
     def function(*operands: Tensor) -> Any:
         given = list(leaves)
@@ -196,13 +230,18 @@ def traced(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sampl
 
 def _is_functional(sample: Sample) -> bool:
     """What a captured graph can hold, and can be compared: no changes, no chance, tensors out of tensors."""
-    draws = torch.Tag.nondeterministic_seeded in sample.target.tags
-    if sample.target._schema.is_mutable or draws or not sample.operands:
+    if sample.target._schema.is_mutable or "empty" in sample.kind or not sample.operands:
         return False
     if any(x.layout is not torch.strided or not x.numel() for x in sample.operands):
         return False
-    results = sample.run(*sample.operands)
-    return all(isinstance(y, Tensor) and y.layout is torch.strided for y in results)
+    try:
+        results, again = (sample.run(*sample.operands) for _ in range(2))
+    except RuntimeError:  # as_strided of a view, whose storage the sample has not
+        return False
+    if not all(isinstance(y, Tensor) and y.layout is torch.strided for y in results):
+        return False
+    draws = torch.Tag.nondeterministic_seeded in sample.target.tags
+    return not draws or all(map(torch.equal, results, again))
 
 
 # --- choices
@@ -226,7 +265,9 @@ def captured(sample: Sample) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), graph)
     unreduce_losses(module)
     wanted = set(sample.wanted)
-    named = {wants: [n for i, n in enumerate(names) if (i in wanted) is wants] for wants in (True, False)}
+    named = {
+        wants: [n for i, n in enumerate(names) if (i in wanted) is wants] for wants in (True, False)
+    }
     empty = pytree.tree_flatten(((), {}))[1]
     return Captured(
         module=module, parameters={n: n for n in named[True]}, tied={}, frozen=frozenset(),
@@ -244,14 +285,9 @@ def _results(graph: fx.Graph, node: fx.Node, result: Any) -> Iterator[fx.Node]:
         yield node
         return
     for i, value in enumerate(result):
-        item = graph.call_function(_getitem, (node, i))
+        item = graph.call_function(operator.getitem, (node, i))
         item.meta["val"] = value
         yield item
-
-
-import operator as _operator  # noqa: E402
-
-_getitem = _operator.getitem
 
 
 def split_error(
@@ -267,7 +303,7 @@ def split_error(
         f"x{i}": [x.clone().requires_grad_(i in wanted) for _ in range(count)]
         for i, x in enumerate(sample.operands)
     }
-    order = [leaf.name for leaf in (*program.parameters, *program.buffers)]
+    order = [node.name for node in program.module.graph.find_nodes(op="placeholder")]
     results = run(program, [leaves[name] for name in order])
     each = zip(results, program.outputs, strict=True)
     whole = [convert(ranks, o.dims, o.layout, (R,), mesh) for ranks, o in each]
@@ -287,7 +323,7 @@ def _gradients(results: list[list[Tensor]], leaves: list[list[Tensor]]) -> list[
     ones = [weights(y) for y in ends]
     grads = torch.autograd.grad(ends, flat, ones, allow_unused=True, materialize_grads=True)
     count = len(leaves[0])
-    return [[x.detach() for x in grads[i : i + count]] for i in range(0, len(grads), count)]
+    return [[dense(x) for x in grads[i : i + count]] for i in range(0, len(grads), count)]
 
 
 def differentiable(sample: Sample) -> list[int]:
@@ -340,13 +376,222 @@ def _guesses(sample: Sample) -> Iterator[States]:
 def _holds(sample: Sample, states: States, want: Results) -> States | None:
     """The states of the results where the op on two parts gives them, gradients included."""
     try:
-        parts = [
-            on_parts(lambda *x, i=i: _part(sample, i, x), states, [V] * len(want), 2)(*sample.operands)
-            for i in range(1)
-        ]
-    except Exception:
+        parts = run_parts(sample.run, sample.operands, states, 2)
+        results = tuple(
+            _joins(each, y) for each, y in zip(zip(*parts, strict=True), want, strict=True)
+        )
+        if any(state == V for state in results):
+            return None
+        split = on_parts(sample.run, states, results, 2)
+        error = difference(split, sample.run, sample.operands, differentiable(sample))
+    except (RuntimeError, ValueError, IndexError, TypeError):  # an op that rejects such parts
         return None
-    return None
+    return results if error < TOLERANCE else None
+
+
+def _joins(parts: Sequence[Tensor], want: Tensor) -> State:
+    """How parts make up a result; V for not at all."""
+    options = [*(S(d) for d in range(want.ndim)), *([] if want.dtype is torch.bool else [P])]
+    for state in options:
+        if all(x.ndim == want.ndim for x in parts) and _fits(parts, state, want):
+            return state
+    return V
+
+
+def _fits(parts: Sequence[Tensor], state: State, want: Tensor) -> bool:
+    """Whether shapes allow it, and values agree."""
+    expected = list(want.shape)
+    if state.kind == "S":
+        expected[state.dim] = sum(x.shape[state.dim] for x in parts) // len(parts)
+        if want.shape[state.dim] != expected[state.dim] * len(parts):
+            return False
+    if any(list(x.shape) != expected for x in parts):
+        return False
+    return distance(join(parts, state), want) < TOLERANCE
 
 
 # --- the table
+
+
+@dataclass
+class Row:
+    """What was found of one ATen op.
+
+    Attributes:
+        kind: `aten.linear`.
+        samples: how many calls of it were tried, and how many of them a rule covers.
+        tried: splits that were compared.
+        labels: the choices among them.
+        wrong: those that do not hold.
+        missing: splits that hold and no choice is -> on how many samples.
+    """
+
+    kind: str
+    samples: int = 0
+    covered: int = 0
+    tried: int = 0
+    labels: set[str] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+    missing: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether a rule split it."""
+        return bool(self.tried)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        gaps = "; ".join(f"{text} ({n})" for text, n in self.missing.most_common(4))
+        more = f"; {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
+        wrong = "; ".join(self.wrong[:3]) if self.wrong else "0"
+        return (
+            self.kind.removeprefix("aten."), f"{self.covered} of {self.samples}", str(self.tried), wrong,
+            gaps + more or "0",
+        )  # fmt: skip
+
+    @property
+    def cells_without_rule(self) -> tuple[str, ...]:
+        name, *_, gaps = self.cells
+        return name, str(self.samples), gaps
+
+
+COLUMNS = ("op", "samples with a rule", "splits compared", "wrong", "missing")
+
+
+def measure(row: Row, sample: Sample, *, search: bool = True) -> None:
+    """Adds one sample to its row: every choice of the rule, then what no choice is."""
+    own = captured(sample)
+    try:
+        analysis = analyze(own)
+    except Exception as fault:
+        row.wrong.append(f"the rule raises {fault!r}"[:90])
+        return
+    offered: set[States] = set()
+    ops = [o for o in analysis.graph.ops if o.operands]
+    if all(o.kind != row.kind for o in ops):
+        return  # the clean-up leaves none of it, as of broadcast_tensors
+    row.samples += 1
+    row.covered += all(o.has_rule for o in ops)
+    for op in ops:
+        for choice in op.choices:
+            if choice.label in (UNSPLIT, VARIED):
+                continue
+            if op is ops[0]:
+                offered.add(tuple(_whole(state) for state in choice.operands))
+            _try(row, sample, own, analysis, op, choice)
+    if search and sample.kind not in UNCHECKED:
+        row.missing.update(missing(sample, offered))
+
+
+def _whole(state: State) -> State:
+    """A state as the search writes it: the major factor of a dim stands for the dim."""
+    return S(state.dim) if state.kind == "S" else V if state == R else state
+
+
+def _try(
+    row: Row, sample: Sample, own: Captured, analysis: Analysis, op: Op, choice: Choice
+) -> None:
+    sizes = [choice.size] if choice.size > 1 else [4]
+    for count in counts(sizes):
+        if not is_legal(analysis.graph, op, (choice.label,), Mesh.of({"a": count})):
+            continue
+        row.tried += 1
+        row.labels.add(choice.label)
+        try:
+            error = split_error(sample, own, analysis, {op.name: choice.label}, count)
+        except Exception as fault:
+            row.wrong.append(f"{choice.label} on {count}: {str(fault).splitlines()[0][:80]}")
+            continue
+        if not error < TOLERANCE:
+            row.wrong.append(f"{choice.label} on {count}: {error:.1e}")
+
+
+def collect(infos: Iterable[opinfo.OpInfo], most: int) -> dict[str, list[Sample]]:
+    """Samples by ATen op, each once."""
+    found: dict[str, dict[str, Sample]] = defaultdict(dict)
+    for info in infos:
+        for sample in samples_of(info, most):
+            found[sample.kind].setdefault(sample.key, sample)
+    return {kind: list(samples.values()) for kind, samples in sorted(found.items())}
+
+
+def spread(samples: list[Sample], most: int) -> list[Sample]:
+    """At most so many of them, from all over the list."""
+    step = max(1, math.ceil(len(samples) / most))
+    return samples[::step]
+
+
+def markdown(rows: list[Row], samples: int, most: int) -> str:
+    """The tables as a page."""
+    ruled, others = [r for r in rows if r.covered], [r for r in rows if not r.covered]
+    split = sum(r.has_rule for r in ruled)
+    tried, wrong = sum(r.tried for r in ruled), sum(len(r.wrong) for r in ruled)
+    lines = [
+        "# Rules against PyTorch's operator database",
+        "",
+        "Samples of `op_db` (torch.testing._internal.common_methods_invocations), in float64 or what an op takes,",
+        "traced to the ATen ops that a captured graph keeps. Every choice that the op's rule offers runs on 2 ranks",
+        "(or the next prime that divides) and on 4, through the rewriting and the simulation that models go through;",
+        "results and gradients of every rank are compared with the unsplit op, to 1e-8 of the largest value. Made by",
+        f"`OMP_NUM_THREADS=1 python benchmarks/operators.py --samples {samples} --most {most} "
+        "--markdown docs/operators.md`.",
+        "",
+        f"**{len(ruled)} ATen ops have a rule that covers a sample, {split} of them are split by it; "
+        f"{tried} splits compared, {wrong} wrong.**",
+        "",
+        "`missing` are splits into two that hold, forward and backward, and that no choice is, with the number of",
+        "samples: every way to cut each operand along one dim, or not at all, is tried (at most",
+        f"{MOST_GUESSES} ways a sample), and the results joined along a dim or added up (P). Some are worth nothing",
+        "(a dim of size 2 whose halves happen not to meet); windows that do not overlap (pooling with stride and",
+        "kernel alike) and norms that are sums (p = 1) are what a rule could still offer.",
+        "",
+        *_table(ruled, COLUMNS, lambda row: row.cells),
+        "",
+        f"## {len(others)} ops of the database without a rule",
+        "",
+        "They run replicated. Some have a size that depends on values, some work on all elements at once; those with",
+        "a split in the last column could have a rule.",
+        "",
+        *_table(others, ("op", "samples", "splits that hold"), lambda row: row.cells_without_rule),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(
+    rows: list[Row], columns: Sequence[str], cells: Callable[[Row], Sequence[str]]
+) -> list[str]:
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return [*head, *("| " + " | ".join(cells(row)) + " |" for row in rows)]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--only", default="", help="Database entries, separated by commas; all by default.")
+@click.option("--samples", default=4, help="Of every database entry.")
+@click.option("--most", default=10, help="Samples of every ATen op.")
+@click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
+def main(only: str, samples: int, most: int, path: Path | None) -> None:
+    """Print a row per ATen op; exit 1 if any choice is wrong."""
+    warnings.simplefilter("ignore")
+    console = Console()
+    start_seconds = time.perf_counter()
+    chosen = set(only.split(",")) - {""}
+    infos = [info for info in database() if not chosen or info.name in chosen]
+    found = collect(track(infos, description="samples", console=console), samples)
+    rows = []
+    for kind, own in track(found.items(), description="ops", console=console):
+        rows.append(Row(kind))
+        for sample in spread(own, most):
+            measure(rows[-1], sample)
+        console.print("  ".join(rows[-1].cells))
+    rows = [row for row in rows if row.samples or row.wrong]
+    console.print(
+        f"{sum(r.covered > 0 for r in rows)} ops with a rule, {sum(r.has_rule for r in rows)} split by it, "
+        f"{sum(bool(r.wrong) for r in rows)} wrong, {time.perf_counter() - start_seconds:.0f} s"
+    )
+    if path is not None:
+        path.write_text(markdown(rows, samples, most))
+    sys.exit(1 if any(row.wrong for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -169,5 +169,5 @@ def test_the_public_names_are_these() -> None:
     assert sorted(autopar.__all__) == [
         "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError",
         "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-        "VerifyReport", "compile", "explain", "verify",
+        "VerifyReport", "compile", "explain", "register_rule", "verify",
     ]  # fmt: skip

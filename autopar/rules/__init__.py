@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.rules import contract, elementwise, index, loss, nn, random, reduce, shape
+from autopar.rules import contract, elementwise, index, linalg, loss, nn, random, reduce, shape
 from autopar.rules.kept import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
 from autopar.rules.kept import kept
+from autopar.rules.registered import registered_rule
 from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec, plain
 
 Rule = Callable[[Call], Spec]
@@ -26,6 +27,7 @@ RULES: Mapping[str, Rule] = {
     **shape.RULES,
     **index.RULES,
     **nn.RULES,
+    **linalg.RULES,
     **loss.RULES,
     **random.RULES,
 }
@@ -38,8 +40,8 @@ def operator_name(node: fx.Node) -> str:
 
 def find_rule(node: fx.Node) -> Rule | None:
     """The rule of a node's op, None where there is none."""
-    target = node.target
-    if rule := RULES.get(operator_name(node)):
+    target, name = node.target, operator_name(node)
+    if rule := registered_rule(name) or RULES.get(name):
         return rule
     if not isinstance(target, torch._ops.OpOverload):
         return None

@@ -52,33 +52,67 @@ def einsum(call: Call) -> Spec:
 
 
 def convolution(call: Call) -> Spec:
-    """conv: `n i x, o i k, +o -> n o y | sum i`; with groups both channel dims begin with the group."""
+    """conv: `n i x, o i k, +o -> n o y | sum i`; with groups both channel dims begin with the group.
+
+    A transposed one has its weight as `i o k`; without a batch, `n` is left out.
+    """
     x, weight = call.operands[:2]
-    if call.arguments.get("transposed") or x.ndim != weight.ndim:
-        raise RuleDoesNotApply("a transposed convolution, or one without a batch dim")
-    groups = call.arguments["groups"]
-    outs, ins = weight.shape[0] // groups, weight.shape[1]
-    sizes = {"n": x.shape[0], "g": groups, "o": outs, "i": ins}
-    sizes |= {f"x{d}": s for d, s in enumerate(x.shape[2:])}
+    transposed = call.arguments.get("transposed") or "transpose" in str(call.node.target)
+    groups, space = call.arguments["groups"], weight.ndim - 2
+    outs, ins = call.results[0].shape[-space - 1] // groups, x.shape[-space - 1] // groups
+    sizes = {"n": x.shape[0] if x.ndim > space + 1 else 1, "g": groups, "o": outs, "i": ins}
+    sizes |= {f"x{d}": s for d, s in enumerate(x.shape[-space:])}
     sizes |= {f"k{d}": s for d, s in enumerate(weight.shape[2:])}
-    sizes |= {f"y{d}": s for d, s in enumerate(call.results[0].shape[2:])}
+    sizes |= {f"y{d}": s for d, s in enumerate(call.results[0].shape[-space:])}
     sizes = {letter: int(size) for letter, size in sizes.items() if size > 1}
 
     def dims(*names: str) -> tuple[Dim, ...]:
         return tuple(tuple(letter for letter in name if letter in sizes) for name in names)
 
     def spatial(tag: str) -> tuple[Dim, ...]:
-        return tuple(((f"{tag}{d}",) if f"{tag}{d}" in sizes else ()) for d in range(x.ndim - 2))
+        return tuple(((f"{tag}{d}",) if f"{tag}{d}" in sizes else ()) for d in range(space))
 
-    flops = 2 * call.results[0].numel() * ins
+    batch = dims("n") if x.ndim > space + 1 else ()
+    channels = dims("gi", "o") if transposed else dims("go", "i")
+    flops = 2 * (x if transposed else call.results[0]).numel() * (outs if transposed else ins)
     flops *= int(torch.tensor(weight.shape[2:]).prod())
-    operands = [dims("n", "gi") + spatial("x"), dims("go", "i") + spatial("k"), dims("go")]
+    operands = [(*batch, *dims("gi"), *spatial("x")), channels + spatial("k"), dims("go")]
     return Spec(
-        tuple(operands[: len(call.operands)]), (dims("n", "go") + spatial("y"),), sizes,
+        tuple(operands[: len(call.operands)]), ((*batch, *dims("go"), *spatial("y")),), sizes,
         sums=frozenset({"i"} & sizes.keys()), additive=frozenset(range(2, len(call.operands))),
         whole=frozenset(letter for letter in sizes if letter[0] in "xky"),
         flops=flops, localize=_convolve_locally,
     )  # fmt: skip
+
+
+def inner(call: Call) -> Spec:
+    """inner: the last dims are summed over; with a number it is a product."""
+    if not all(t.ndim for t in call.operands):
+        raise RuleDoesNotApply("a product with a number")
+    return row("a.. k, b.. k -> a.. b.. | sum k | linear 0 1")(call)
+
+
+def vecdot(call: Call) -> Spec:
+    """linalg_vecdot: the last dim, or another, which then stays whole."""
+    if call["dim"] not in (-1, call.operands[0].ndim - 1):
+        raise RuleDoesNotApply("not the last dim")
+    return row("b.. k, b.. k -> b.. | sum k | linear 0 1")(call)
+
+
+def tensordot(call: Call) -> Spec:
+    """tensordot: pairs of dims are summed over."""
+    names: list[list[str]] = []
+    sizes: dict[str, int] = {}
+    for i, tensor in enumerate(call.operands):
+        summed = [d % tensor.ndim for d in call["dims_self" if i == 0 else "dims_other"]]
+        own = [f"k{summed.index(d)}" if d in summed else f"x{i}{d}" for d in range(tensor.ndim)]
+        sizes |= {n: int(s) for n, s in zip(own, tensor.shape, strict=True) if s > 1}
+        names.append(own)
+    kept = [n for n in [*names[0], *names[1]] if n[0] == "x"]
+    letters = [tuple((n,) if n in sizes else () for n in own) for own in (*names, kept)]
+    spec = Spec(tuple(letters[:2]), (letters[2],), sizes, sums=frozenset(n for n in sizes if n[0] == "k"),
+                linear=(frozenset({0}), frozenset({1})))  # fmt: skip
+    return replace(spec, flops=2 * spec.points)
 
 
 def _convolve_locally(local: Local) -> fx.Node:
@@ -105,4 +139,18 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.conv2d": convolution,
     "aten.conv3d": convolution,
     "aten.convolution": convolution,
+    "aten.conv_transpose1d": convolution,
+    "aten.conv_transpose2d": convolution,
+    "aten.conv_transpose3d": convolution,
+    "aten.inner": inner,
+    "aten.tensordot": tensordot,
+    "aten.outer": row("i, j -> i j | linear 0 1"),
+    "aten.ger": row("i, j -> i j | linear 0 1"),
+    "aten.vdot": row("k, k -> | sum k | linear 0 1"),
+    "aten.linalg_vecdot": vecdot,
+    "aten.addmv": row("+i, i k, k -> i | sum k"),
+    "aten.addr": row("+i j, i, j -> i j"),
+    "aten.addbmm": row("+i j, b i k, b k j -> i j | sum b k"),
+    "aten.bilinear": row("b.. i, b.. j, o i j, +o -> b.. o | sum i j"),
+    "aten.cdist": row("b.. p k!, b.. r k! -> b.. p r"),
 }

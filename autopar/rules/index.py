@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
-from autopar.rules.spec import Call, Dim, Local, RuleDoesNotApply, Spec, plain
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, plain
 
 aten = torch.ops.aten
 
@@ -20,9 +20,11 @@ def embedding(call: Call) -> Spec:
     where, sizes = plain(index.shape, "b")
     sizes |= {n: int(s) for n, s in zip("vd", weight.shape, strict=True) if s > 1}
     rows, columns = ((n,) if n in sizes else () for n in "vd")
+    one = not index.ndim  # a mask of rows would give it a dim
     return Spec(
-        ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(rows), contiguous=frozenset(rows),
-        flops=call.results[0].numel(), localize=_look_up_locally,
+        ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(() if one else rows),
+        whole=frozenset(rows if one else ()), contiguous=frozenset(rows), flops=call.results[0].numel(),
+        localize=_look_up_locally,
     )  # fmt: skip
 
 
@@ -125,9 +127,130 @@ def gather(call: Call) -> Spec:
                 flops=where.numel())  # fmt: skip
 
 
+def scattered(call: Call) -> Spec:
+    """scatter: the dim stays whole; others pass where operand, index and source are of one size."""
+    dim, rank = call.dim(call["dim"]), call.operands[0].ndim
+    if not rank:
+        raise RuleDoesNotApply("a tensor without dims")
+    tensors = [*call.operands, *call.results]
+    alike = {
+        d for d in range(rank) if d != dim and len({t.shape[d] for t in tensors if t.ndim}) == 1
+    }
+    names: list[Letters] = []
+    sizes: dict[str, int] = {}
+    for i, tensor in enumerate(tensors):
+        names.append(
+            _dims(
+                tensor, [f"d{d}" if d in alike else f"x{i}_{d}" for d in range(tensor.ndim)], sizes
+            )
+        )
+    whole = frozenset(letter for letter in sizes if letter[0] == "x")
+    count = len(call.operands)
+    return Spec(tuple(names[:count]), tuple(names[count:]), sizes, whole=whole,
+                flops=call.results[0].numel())  # fmt: skip
+
+
+def _dims(tensor: torch.Tensor, names: Sequence[str], sizes: dict[str, int]) -> Letters:
+    """A letter per dim of a size other than 1; their sizes are noted."""
+    pairs = list(zip(names, tensor.shape, strict=True))
+    sizes |= {name: int(size) for name, size in pairs if size != 1}
+    return tuple((name,) if size != 1 else () for name, size in pairs)
+
+
+def indexed_by_one(call: Call) -> Spec:
+    """index_add, index_copy, index_fill: the dim and the index stay whole, the other dims pass."""
+    x, dim = call.operands[0], call.dim(call["dim"])
+    letters, sizes = plain(x.shape)
+    names = [letters]
+    for i, tensor in enumerate(call.operands[1:], 1):
+        source = tensor.ndim == x.ndim and x.ndim > 1
+        own = [f"d{d}" if source and d != dim else f"x{i}" for d in range(tensor.ndim)]
+        names.append(_dims(tensor, own, sizes))
+    whole = frozenset(letter for letter in sizes if letter[0] == "x") | frozenset(
+        letters[dim] if letters else ()
+    )
+    return Spec(tuple(names), (letters,), sizes, whole=whole, flops=call.results[0].numel())
+
+
+def index_put(call: Call) -> Spec:
+    """x[i, :, j] = values: what `index` would read is written; only dims without an index pass."""
+    x, *rest = call.operands
+    given = [dim for dim, i in enumerate(call["indices"]) if i is not None]
+    *indices, values = rest
+    if any(i.dtype not in (torch.int64, torch.int32) for i in indices):
+        raise RuleDoesNotApply("a mask as index writes an unknown number of values")
+    letters, sizes = plain(x.shape)
+    rank = max(i.ndim for i in indices)
+    kept = [letter for dim, letter in enumerate(letters) if dim not in given]
+    adjacent = given == list(range(given[0], given[-1] + 1))
+    place = given[0] if adjacent else 0
+    full: list[Dim | None] = [*kept[:place], *[None] * rank, *kept[place:]]
+    operands = [letters]
+    for n, tensor in enumerate(indices):
+        operands.append(_dims(tensor, [f"i{n}_{d}" for d in range(tensor.ndim)], sizes))
+    lead = len(full) - values.ndim
+    own = [(full[lead + d] or (f"i_{d}",))[0] for d in range(values.ndim)]
+    source = _dims(values, own, sizes)
+    whole = {letter for dim in given for letter in letters[dim]}
+    whole |= {letter for letter in sizes if letter[0] == "i"}
+    return Spec(
+        (*operands, source), (letters,), sizes, whole=frozenset(whole), flops=values.numel()
+    )
+
+
+def along_index(call: Call) -> Spec:
+    """take_along_dim: gather, whose operands are broadcast."""
+    if call["dim"] is None or call.operands[0].ndim != call.operands[1].ndim:
+        raise RuleDoesNotApply("all elements in a row")
+    dim = call.dim(call["dim"])
+    sizes: dict[str, int] = {}
+    names = [
+        _dims(t, [f"x{i}" if d == dim else f"d{d}" for d in range(t.ndim)], sizes)
+        for i, t in enumerate([*call.operands, *call.results])
+    ]
+    names[2] = tuple(names[1][d] if d == dim else names[2][d] for d in range(len(names[2])))
+    sizes.pop("x2", None)
+    whole = frozenset({"x0"} & sizes.keys())
+    return Spec(
+        (names[0], names[1]), (names[2],), sizes, whole=whole, flops=call.results[0].numel()
+    )
+
+
+def looked_up_in_one(call: Call) -> Spec:
+    """take, bucketize: the table stays whole, what is looked up in it passes."""
+    flat = call.arguments
+    table, where = (0, 1) if "index" in flat else (1, 0)
+    letters, sizes = plain(call.operands[where].shape)
+    own, more = plain(call.operands[table].shape, "t")
+    operands = {where: letters, table: own}
+    return Spec((operands[0], operands[1]), (letters,), sizes | more, whole=frozenset(more),
+                flops=call.results[0].numel())  # fmt: skip
+
+
+def one_hot(call: Call) -> Spec:
+    """one_hot: the new dim stays whole."""
+    if call["num_classes"] < 0:
+        raise RuleDoesNotApply("as many classes as the largest index says")
+    letters, sizes = plain(call.operands[0].shape)
+    count = call.results[0].shape[-1]
+    new: Dim = ("c",) if count > 1 else ()
+    sizes |= {"c": count} if count > 1 else {}
+    return Spec((letters,), ((*letters, new),), sizes, whole=frozenset(new),
+                flops=call.results[0].numel())  # fmt: skip
+
+
 RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.embedding": embedding,
     "aten.index": index,
     "aten.index_select": index_select,
     "aten.gather": gather,
+    "aten.take_along_dim": along_index,
+    "aten.index_put": index_put,
+    "aten.one_hot": one_hot,
+    **{f"aten.{name}": scattered for name in ("scatter", "scatter_add", "scatter_reduce")},
+    **{
+        f"aten.{name}": indexed_by_one
+        for name in ("index_add", "index_copy", "index_fill", "index_reduce")
+    },
+    **{f"aten.{name}": looked_up_in_one for name in ("take", "bucketize")},
 }

@@ -332,9 +332,10 @@ def _rms_norm(call: Call, spec: Spec) -> Kept:
 
 def _group_norm(call: Call, spec: Spec) -> Kept:
     """group_norm: statistics of every sample and group; it works on a contiguous copy."""
-    x, groups = call.operands[0], call["num_groups"]
+    x = call.operands[0]
     names = ("mean", "rstd")
-    hidden = [_statistic(name, spec.operands[0][:1], call, groups) for name in names]
+    rows = (spec.operands[0][0], tuple(x for x in spec.operands[0][1] if x == "g"))
+    hidden = [_statistic(name, rows, call) for name in names]
     affine = tuple(i for i in range(1, min(2, len(call.operands))))
     if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
         return Kept((0, *affine), (), tuple(hidden))

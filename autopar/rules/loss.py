@@ -170,15 +170,32 @@ def unreduced(call: Call) -> Spec:
     return elementwise(call)
 
 
+def negative_likelihood(call: Call) -> Spec:
+    """nll_loss_nd: `n c.., n.. ->`, unless it is a mean, which counts what is not ignored."""
+    x, reduction = call.operands[0], call["reduction"]
+    if reduction == MEAN or x.ndim < 2:
+        raise RuleDoesNotApply("a mean over what is not ignored")
+    letters, sizes = plain(x.shape)
+    tokens = (letters[0], *letters[2:])
+    operands = (letters, tokens, (letters[1],))[: len(call.operands)]
+    sums = (
+        frozenset(letter for dim in tokens for letter in dim) if reduction == SUM else frozenset()
+    )
+    return Spec(operands, (() if reduction == SUM else tokens,), sizes, sums=sums,
+                whole=frozenset(letters[1]), flops=x.numel())  # fmt: skip
+
+
 ELEMENTWISE = tuple(
     f"aten.{name}"
     for name in (
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-        "binary_cross_entropy_with_logits", "soft_margin_loss", "kl_div",
+        "binary_cross_entropy_with_logits", "soft_margin_loss", "kl_div", "hinge_embedding_loss",
+        "poisson_nll_loss", "margin_ranking_loss",
     )
 )  # fmt: skip
 
 RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.cross_entropy_loss": cross_entropy,
+    "aten.nll_loss_nd": negative_likelihood,
     **{name: unreduced for name in ELEMENTWISE},
 }

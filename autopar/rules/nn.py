@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from torch import fx
+
 from autopar.rules.notation import spec_of
-from autopar.rules.spec import Call, Dim, Letters, RuleDoesNotApply, Spec, plain
+from autopar.rules.shape import along
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, parts, plain
 
 
 def layer_norm(call: Call) -> Spec:
@@ -40,13 +43,58 @@ def batch_norm(call: Call) -> Spec:
 
 
 def group_norm(call: Call) -> Spec:
-    """group_norm: batch can be split, channels and space stay whole."""
-    letters, sizes = plain(call.operands[0].shape)
-    whole = frozenset(letter for dim in letters[1:] for letter in dim)
+    """group_norm: `n g c! x!, g c!, g c! -> n g c! x!`: batch and groups can be split."""
+    x, groups = call.operands[0], call["num_groups"]
+    letters, sizes = plain(x.shape)
+    sizes = {k: v for k, v in sizes.items() if (k,) != letters[1]}
+    sizes |= {k: v for k, v in (("g", groups), ("c", x.shape[1] // groups)) if v > 1}
+    channel: Dim = tuple(k for k in "gc" if k in sizes)
+    letters = (letters[0], channel, *letters[2:])
+    whole = frozenset(letter for dim in letters[1:] for letter in dim) - {"g"}
     return Spec(
-        (letters, *((letters[1],),) * (len(call.operands) - 1)), (letters,), sizes, whole=whole,
-        flops=8 * call.operands[0].numel(),
+        (letters, *((channel,),) * (len(call.operands) - 1)), (letters,), sizes, whole=whole,
+        flops=8 * x.numel(), localize=_norm_locally,
     )  # fmt: skip
+
+
+def _norm_locally(local: Local) -> fx.Node:
+    """A rank that holds some of the groups norms these."""
+    x, groups, *rest = local.args
+    return local.emit(local.node.target, x, groups // parts(local, ["g"]), *rest, **local.kwargs)
+
+
+def instance_norm(call: Call) -> Spec:
+    """instance_norm: statistics of every sample and channel; running ones are of the whole batch."""
+    letters, sizes = plain(call.operands[0].shape)
+    whole = {letter for dim in letters[2:] for letter in dim}
+    if call["running_mean"] is not None:
+        whole |= {*letters[0]}
+    channel = (letters[1],)
+    return Spec((letters, *(channel,) * (len(call.operands) - 1)), (letters,), sizes,
+                whole=frozenset(whole), flops=8 * call.operands[0].numel())  # fmt: skip
+
+
+def parametric_relu(call: Call) -> Spec:
+    """prelu: a slope for every channel, or one."""
+    x, slope = call.operands
+    letters, sizes = plain(x.shape)
+    own = (letters[1],) if slope.numel() > 1 else ((),)
+    return Spec((letters, own[: slope.ndim]), (letters,), sizes, flops=x.numel())
+
+
+def resized(call: Call) -> Spec:
+    """upsample: batch and channels pass, space stays whole."""
+    return along(lambda _: range(2, call.operands[0].ndim))(call)
+
+
+def sampled(call: Call) -> Spec:
+    """grid_sampler: `n c x!.., n p.. two! -> n c p..`."""
+    space = call.operands[0].ndim - 2
+    own, points = (
+        " ".join(f"{tag}{d}{end}" for d in range(space)) for tag, end in (("x", "!"), ("p", ""))
+    )
+    spec = spec_of(f"n c {own}, n {points} two! -> n c {points}", call)
+    return replace(spec, flops=4 * call.results[0].numel())
 
 
 def attention(call: Call) -> Spec:
@@ -107,12 +155,29 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten._native_batch_norm_legit_functional": batch_norm,
     "aten._native_batch_norm_legit_no_training": batch_norm,
     "aten._native_batch_norm_legit": batch_norm,
+    "aten.native_batch_norm": batch_norm,
+    "aten.instance_norm": instance_norm,
+    "aten.prelu": parametric_relu,
     "aten.scaled_dot_product_attention": attention,
+    "aten.grid_sampler": sampled,
+    "aten.grid_sampler_2d": sampled,
+    "aten.grid_sampler_3d": sampled,
+    **{
+        f"aten.{name}": resized
+        for name in (
+            "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+            "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d",
+            "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa",
+            "_upsample_bicubic2d_aa",
+        )
+    },
     **{
         f"aten.{name}": pooling
         for name in (
             "max_pool1d", "max_pool2d", "max_pool2d_with_indices", "avg_pool1d", "avg_pool2d",
-            "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
+            "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool3d",
+            "max_pool1d_with_indices", "max_pool3d_with_indices", "avg_pool3d", "adaptive_avg_pool3d",
+            "adaptive_max_pool1d", "adaptive_max_pool3d",
         )
     },
 }  # fmt: skip

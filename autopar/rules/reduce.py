@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.rules.elementwise import elementwise
 from autopar.rules.shape import FIRST, along
-from autopar.rules.spec import Call, Dim, Letters, Local, Spec, parts, plain
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, parts, plain
 
 aten = torch.ops.aten
 
@@ -83,22 +83,65 @@ def selected(call: Call) -> Spec:
     return along(lambda c: (c.dim(c["dim"]),) if c.operands[0].ndim else (), linear=False)(call)
 
 
+def counted(call: Call) -> Spec:
+    """nansum, count_nonzero: a sum of what is not linear in the operand."""
+    return replace(summed(call), linear=())
+
+
+def compared(call: Call) -> Spec:
+    """cross, cosine_similarity ...: two tensors of one rank, broadcast, and a dim that stays whole."""
+    if len({t.ndim for t in call.operands}) > 1:
+        raise RuleDoesNotApply("tensors of different ranks")
+    return along(_dim_of_three, linear=False)(call)
+
+
+def _dim_of_three(call: Call) -> tuple[int, ...]:
+    """torch.cross without a dim takes the first of size 3; distances take the last."""
+    dim = call.arguments.get("dim", -1)
+    return (call.operands[0].shape.index(3) if dim is None else call.dim(dim),)
+
+
+def renormed(call: Call) -> Spec:
+    """renorm: norms run over all dims but one."""
+    letters, sizes = plain(call.operands[0].shape)
+    free = letters[call.dim(call["dim"])]
+    spec = Spec((letters,), (letters,), sizes, whole=frozenset(sizes) - {*free})
+    return replace(spec, flops=3 * spec.points)
+
+
 RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.sum": summed,
     "aten.mean": averaged,
+    "aten.nansum": counted,
+    "aten.count_nonzero": counted,
+    "aten.renorm": renormed,
     **{
         f"aten.{name}": whole_reduction
         for name in (
             "amax", "amin", "var", "std", "argmax", "argmin", "logsumexp", "prod",
-            "any", "all", "norm", "linalg_vector_norm", "var_mean",
+            "any", "all", "norm", "linalg_vector_norm", "linalg_norm", "var_mean", "std_mean", "nanmean",
+            "aminmax", "median", "nanmedian", "mode", "kthvalue",
         )
     },
     **{
         f"aten.{name}": scanned
-        for name in ("cumsum", "cumprod", "softmax", "_softmax", "log_softmax", "_log_softmax")
+        for name in (
+            "cumsum", "cumprod", "softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax",
+            "logcumsumexp", "cummax", "cummin",
+        )
     },
     "aten.max": extremum,
     "aten.min": extremum,
     "aten.topk": selected,
     "aten.sort": selected,
+    "aten.argsort": selected,
+    "aten.glu": selected,
+    "aten.msort": along(lambda _: (0,), linear=False),
+    **{
+        f"aten.{name}": compared
+        for name in (
+            "diff", "cross", "linalg_cross", "cosine_similarity", "pairwise_distance", "trapezoid", "trapz",
+            "cumulative_trapezoid", "_softmax_backward_data", "_log_softmax_backward_data",
+        )
+    },
 }  # fmt: skip

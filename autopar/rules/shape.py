@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -146,6 +147,8 @@ def along(
 
         def letters(tensor: torch.Tensor, tag: str) -> Letters:
             dims = [d for d in range(rank) if tensor.ndim == rank or d not in touched]
+            if len(dims) != tensor.ndim:
+                raise RuleDoesNotApply(f"a tensor of {tensor.ndim} dims beside one of {rank}")
             result: list[Dim] = []
             for dim, size in zip(dims, tensor.shape, strict=True):
                 letter = f"{tag}{dim}" if dim in touched else f"d{dim}"
@@ -273,8 +276,171 @@ def repeated(call: Call) -> Spec:
     return Spec((tuple(operand),), (tuple(names),), sizes, whole=whole, linear=FIRST)
 
 
-def _flipped(call: Call) -> tuple[int, ...]:
+def _rolled(call: Call) -> tuple[int, ...]:
     return call.dims(call["dims"])
+
+
+def flipped(call: Call) -> Spec:
+    """flip: the dims stay whole; none is named by an empty list."""
+    return along(lambda _: call.dims(call["dims"]) if call["dims"] else ())(call)
+
+
+def replacing(rule: Callable[[Call], Spec], **changes: Any) -> Callable[[Call], Spec]:
+    """The rule with some attributes of its spec changed."""
+    return lambda call: replace(rule(call), **changes)
+
+
+def _moved(call: Call) -> list[int | None]:
+    rank = call.operands[0].ndim
+    sources, targets = (
+        [x % rank for x in ([value] if isinstance(value, int) else value)]
+        for value in (call["source"], call["destination"])
+    )
+    order: list[int | None] = [None] * rank
+    for source, target in zip(sources, targets, strict=True):
+        order[target] = source
+    rest = iter(d for d in range(rank) if d not in sources)
+    return [next(rest) if d is None else d for d in order]
+
+
+def _reversed(call: Call) -> list[int]:
+    return list(range(call.operands[0].ndim))[::-1]
+
+
+def _last_two(call: Call) -> list[int]:
+    rank = call.operands[0].ndim
+    return list(range(rank)) if rank < 2 else [*range(rank - 2), rank - 1, rank - 2]
+
+
+def diagonal(call: Call) -> Spec:
+    """diagonal: two dims go, their diagonal is a new last dim; all three stay whole."""
+    first, second = sorted((call.dim(call["dim1"]), call.dim(call["dim2"])))
+    letters, sizes = plain(call.operands[0].shape)
+    count = call.results[0].shape[-1]
+    new: Dim = ("new",) if count > 1 else ()
+    sizes |= {"new": count} if count > 1 else {}
+    kept = [x for d, x in enumerate(letters) if d not in (first, second)]
+    whole = frozenset((*letters[first], *letters[second], *new))
+    return Spec((letters,), ((*kept, new),), sizes, whole=whole, linear=FIRST, is_view=True)
+
+
+def diagonal_made(call: Call) -> Spec:
+    """diag_embed: the last dim becomes two, which stay whole."""
+    rank = call.results[0].ndim
+    first, second = (call[name] % rank for name in ("dim1", "dim2"))
+    letters, sizes = plain(call.operands[0].shape)
+    rest = iter(letters[:-1])
+    result: list[Dim] = []
+    for d, size in enumerate(call.results[0].shape):
+        new: Dim = (f"y{d}",) if size > 1 else ()
+        own = d in (first, second)
+        sizes |= {f"y{d}": int(size)} if own and size > 1 else {}
+        result.append(new if own else next(rest))
+    whole = frozenset((*letters[-1], *(x for x in sizes if x[0] == "y")))
+    return Spec((letters,), (tuple(result),), sizes, whole=whole, linear=FIRST,
+                flops=call.results[0].numel())  # fmt: skip
+
+
+def windows(call: Call) -> Spec:
+    """unfold: windows along a dim, each in a new last dim; both stay whole."""
+    dim = call.dim(call["dimension"])
+    letters, sizes = plain(call.operands[0].shape)
+    count, width = call.results[0].shape[dim], call.results[0].shape[-1]
+    if not letters:
+        raise RuleDoesNotApply("a tensor without dims")
+    sizes |= {name: size for name, size in (("y", count), ("w", width)) if size > 1}
+    new, last = (((name,) if name in sizes else ()) for name in ("y", "w"))
+    whole = frozenset((*letters[dim], *new, *last))
+    result = (*letters[:dim], new, *letters[dim + 1 :], last)
+    return Spec((letters,), (result,), sizes, whole=whole, linear=FIRST, is_view=True)
+
+
+def tiled(call: Call) -> Spec:
+    """tile: repeat, with ones for the leading dims."""
+    lead = call.operands[0].ndim - len(call["dims"])
+    call.arguments["repeats"] = [1] * lead + list(call["dims"])
+    return repeated(call)
+
+
+def filled(call: Call) -> Spec:
+    """new_zeros and its like: of the operand only its type is used."""
+    own, sizes = plain(call.operands[0].shape, "x")
+    result, more = plain(call.results[0].shape, "y")
+    return Spec((own,), (result,), sizes | more, whole=frozenset(sizes), localize=_fill_locally)
+
+
+def _fill_locally(local: Local) -> fx.Node:
+    x, _, *rest = local.args
+    return local.emit(local.node.target, x, list(local.result_shapes[0]), *rest, **local.kwargs)
+
+
+def shuffled(call: Call) -> Spec:
+    """pixel_shuffle: `b.. c p! q!, h, w -> b.. c, h p!, w q!`, channels cut into blocks of p x q."""
+    return _shuffle(call, call.operands[0], call.results[0], call["upscale_factor"])
+
+
+def unshuffled(call: Call) -> Spec:
+    """pixel_unshuffle: pixel_shuffle the other way."""
+    spec = _shuffle(call, call.results[0], call.operands[0], call["downscale_factor"])
+    return replace(spec, operands=spec.results, results=spec.operands)
+
+
+def _shuffle(call: Call, deep: torch.Tensor, wide: torch.Tensor, factor: int) -> Spec:
+    lead, sizes = plain(deep.shape[:-3])
+    names = {
+        "c": wide.shape[-3],
+        "h": deep.shape[-2],
+        "w": deep.shape[-1],
+        "p": factor,
+        "q": factor,
+    }
+    sizes |= {name: int(size) for name, size in names.items() if size > 1}
+
+    def dims(*texts: str) -> tuple[Dim, ...]:
+        return tuple(tuple(x for x in text if x in sizes) for text in texts)
+
+    return Spec(
+        ((*lead, *dims("cpq", "h", "w")),), ((*lead, *dims("c", "hp", "wq")),), sizes,
+        whole=frozenset({"p", "q"} & sizes.keys()), linear=FIRST, flops=deep.numel(),
+    )  # fmt: skip
+
+
+def grid(call: Call) -> Spec:
+    """meshgrid: vectors `i`, `j` ... -> tensors of all their dims."""
+    sizes = {f"d{i}": t.numel() for i, t in enumerate(call.operands) if t.numel() > 1}
+    if any(t.ndim != 1 for t in call.operands):
+        raise RuleDoesNotApply("a number among the vectors")
+    names: list[Dim] = [(f"d{i}",) if f"d{i}" in sizes else () for i in range(len(call.operands))]
+    result = list(names)
+    if call.arguments.get("indexing") == "xy" and len(result) > 1:
+        result[:2] = result[1::-1]
+    return Spec(tuple((n,) for n in names), (tuple(result),) * len(names), sizes)
+
+
+def interleaved(call: Call) -> Spec:
+    """repeat_interleave: the dim stays whole."""
+    if call.arguments.get("dim") is None or len(call.operands) > 1:
+        raise RuleDoesNotApply("all elements in a row, or counts in a tensor")
+    return along(_dim)(call)
+
+
+def named(dim: int) -> Callable[[Call], Spec]:
+    """Rule of ops that work along one dim that their name tells."""
+
+    def rule(call: Call) -> Spec:
+        if any(t.ndim <= max(dim, 1) for t in [*call.operands, *call.results]):
+            raise RuleDoesNotApply("dims are added first")
+        return along(lambda _: (dim,))(call)
+
+    return rule
+
+
+def _turned(call: Call) -> tuple[int, ...]:
+    return () if call["k"] % 4 == 0 else call.dims(call["dims"])
+
+
+def _joined_windows(call: Call) -> tuple[int, ...]:
+    return tuple(range(1, call.operands[0].ndim))
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {
@@ -288,7 +454,8 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.transpose": rearranged(_transposed),
     "aten.t": rearranged(lambda call: list(range(call.operands[0].ndim))[::-1]),
     "aten.unsqueeze": rearranged(_unsqueezed),
-    "aten.squeeze": rearranged(_squeezed),
+    # A local dim of size 1 may be a part of a larger one, which squeeze would take away.
+    "aten.squeeze": replacing(rearranged(_squeezed), localize=_reshape_locally),
     "aten.select": along(_dim, is_view=True),
     "aten.narrow": along(_dim, is_view=True),
     "aten.slice": sliced,
@@ -301,8 +468,54 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.pad": padded,
     "aten.constant_pad_nd": padded,
     "aten.repeat": repeated,
-    "aten.flip": along(_flipped),
-    "aten.roll": along(_flipped),
+    "aten.flip": flipped,
+    "aten.roll": along(_rolled),
     "aten.slice_scatter": along(_dim),
     "aten.select_scatter": along(_dim),
+    "aten.slice_copy": sliced,
+    "aten.ravel": view,
+    "aten.broadcast_to": expand,
+    "aten.atleast_1d": view,
+    "aten.atleast_2d": view,
+    "aten.atleast_3d": view,
+    "aten.movedim": rearranged(_moved),
+    "aten.moveaxis": rearranged(_moved),
+    "aten.numpy_T": rearranged(_reversed),
+    "aten.matrix_H": rearranged(_reversed),
+    "aten.mT": rearranged(_last_two),
+    "aten.mH": rearranged(_last_two),
+    "aten.adjoint": rearranged(_last_two),
+    "aten.diagonal": diagonal,
+    "aten.linalg_diagonal": diagonal,
+    "aten.diag_embed": diagonal_made,
+    "aten.unfold": windows,
+    "aten.tile": tiled,
+    "aten.pixel_shuffle": shuffled,
+    "aten.pixel_unshuffle": unshuffled,
+    "aten.channel_shuffle": along(lambda _: (1,)),
+    "aten.meshgrid": grid,
+    "aten.repeat_interleave": interleaved,
+    "aten.rot90": along(_turned),
+    "aten.fliplr": along(lambda _: (1,)),
+    "aten.flipud": along(lambda _: (0,)),
+    "aten.hstack": named(1),
+    "aten.vstack": named(0),
+    "aten.dstack": named(2),
+    "aten.column_stack": named(1),
+    "aten.hsplit": named(1),
+    "aten.vsplit": named(0),
+    "aten.dsplit": named(2),
+    "aten.unsafe_split": cut,
+    "aten.unsafe_split_with_sizes": cut,
+    "aten.unsafe_chunk": cut,
+    "aten.im2col": along(_joined_windows),
+    "aten.col2im": along(_joined_windows),
+    "aten.tril": along(lambda call: range(call.operands[0].ndim)[-2:]),
+    "aten.triu": along(lambda call: range(call.operands[0].ndim)[-2:]),
+    **{f"aten.{name}": filled for name in ("new_zeros", "new_ones", "new_full")},
 }
+COPIES = (
+    "view", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "select", "narrow", "split",
+    "split_with_sizes", "unbind", "diagonal", "unfold",
+)  # fmt: skip
+RULES |= {f"aten.{name}_copy": replacing(RULES[f"aten.{name}"], is_view=False) for name in COPIES}

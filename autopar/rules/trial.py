@@ -26,12 +26,20 @@ def on_parts(run: Run, operands: Sequence[State], results: Sequence[State], coun
     """
 
     def together(*tensors: Tensor) -> Results:
-        cut = [_cut(x, state, count) for x, state in zip(tensors, operands, strict=True)]
-        of_parts = [run(*(parts[i] for parts in cut)) for i in range(count)]
-        each = zip(zip(*of_parts, strict=True), results, strict=True)
-        return tuple(_join(parts, state) for parts, state in each)
+        each = zip(
+            zip(*run_parts(run, tensors, operands, count), strict=True), results, strict=True
+        )
+        return tuple(join(parts, state) for parts, state in each)
 
     return together
+
+
+def run_parts(
+    run: Run, tensors: Sequence[Tensor], states: Sequence[State], count: int
+) -> list[Results]:
+    """The results of every part, the operands cut as `states` say."""
+    cut = [_cut(x, state, count) for x, state in zip(tensors, states, strict=True)]
+    return [run(*(parts[i] for parts in cut)) for i in range(count)]
 
 
 def _cut(x: Tensor, state: State, count: int) -> Sequence[Tensor]:
@@ -43,7 +51,8 @@ def _cut(x: Tensor, state: State, count: int) -> Sequence[Tensor]:
     return [x] * count
 
 
-def _join(parts: Sequence[Tensor], state: State) -> Tensor:
+def join(parts: Sequence[Tensor], state: State) -> Tensor:
+    """Puts the parts of a result together."""
     if state.kind == "S":
         return torch.cat(list(parts), state.dim)
     return torch.stack(list(parts)).sum(0) if state == P else parts[0]
@@ -78,7 +87,12 @@ def with_gradients(run: Run, operands: Sequence[Tensor], wanted: Sequence[int]) 
         grads = torch.autograd.grad(
             ends, inputs, [weights(y) for y in ends], allow_unused=True, materialize_grads=True
         )
-    return [*(y.detach() for y in results), *grads]
+    return [*(y.detach() for y in results), *map(dense, grads)]
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """A gradient as a tensor of its own; those of lookups may be sparse."""
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach()
 
 
 def weights(y: Tensor) -> Tensor:
@@ -98,5 +112,5 @@ def distance(got: Tensor, want: Tensor) -> float:
     finite = torch.isfinite(want)
     if not torch.equal(finite, torch.isfinite(got)):
         return math.inf
-    gaps, sizes = (got - want)[finite].abs(), want[finite].abs()
+    gaps, sizes = (got - want)[finite].detach().abs(), want[finite].detach().abs()
     return float(gaps.max() / sizes.max().clamp(min=1)) if gaps.numel() else 0.0

@@ -31,6 +31,9 @@ SAMPLES = [
     ("aten.conv2d", F.conv2d, rand(2, 4, 8, 8), rand(6, 4, 3, 3), rand(6)),
     ("aten.conv2d", lambda x, w, b: F.conv2d(x, w, b, groups=4), rand(2, 4, 8, 8), rand(8, 1, 3, 3), rand(8)),
     ("aten.conv2d", lambda x, w, b: F.conv2d(x, w, b, groups=2), rand(2, 8, 4, 4), rand(4, 4, 3, 3), rand(4)),
+    ("aten.conv1d", F.conv1d, rand(4, 8), rand(6, 4, 3), rand(6)),
+    ("aten.conv_transpose1d", F.conv_transpose1d, rand(2, 4, 8), rand(4, 6, 3), rand(6)),
+    ("aten.conv_transpose2d", lambda x, w: F.conv_transpose2d(x, w, groups=2), rand(2, 4, 4, 4), rand(4, 3, 2, 2)),
     ("aten.embedding", lambda w, i: F.embedding(i, w), rand(8, 6), ids(8, 2, 4)),
     ("aten.embedding", lambda w, i: F.embedding(i, w, padding_idx=3), rand(8, 6), ids(8, 2, 4)),
     ("aten.cross_entropy_loss", F.cross_entropy, rand(8, 6), ids(6, 8)),
@@ -77,6 +80,7 @@ SAMPLES = [
     ("aten.transpose", lambda x: x.transpose(-1, 0), rand(2, 4, 6)),
     ("aten.unsqueeze", lambda x: x.unsqueeze(-1), rand(2, 4)),
     ("aten.squeeze", lambda x: x.squeeze(1), rand(2, 1, 4)),
+    ("aten.squeeze", lambda x: (x * 1).squeeze() * 1, rand(2, 1, 4)),
     ("aten.expand", lambda x: x.expand(6, 2, 4), rand(2, 1)),
     ("aten.slice", lambda x: x[:, 1:3], rand(2, 4, 6)),
     ("aten.slice", lambda x: torch.ops.aten.slice.Tensor(x, 1, 0, 4), rand(2, 4, 6)),
@@ -163,9 +167,7 @@ UNCOVERED = [
         ids(8, 2, 4),
     ),
     ("aten.linear", F.linear, rand(3, 4, 6), rand(6)),
-    ("aten.conv1d", F.conv1d, rand(4, 8), rand(6, 4, 3)),
     ("aten.cross_entropy_loss", F.cross_entropy, rand(6), torch.tensor(2)),
-    ("aten.conv_transpose1d", F.conv_transpose1d, rand(2, 4, 8), rand(4, 6, 3)),
 ]
 
 

@@ -1,0 +1,107 @@
+"""Linear algebra and Fourier transforms: matrices stay whole, leading dims are a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autopar.rules.notation import spec_of
+from autopar.rules.reduce import whole_reduction
+from autopar.rules.shape import along
+from autopar.rules.spec import Call, RuleDoesNotApply, Spec
+
+Rule = Callable[[Call], Spec]
+
+
+def batched(text: str) -> Rule:
+    """Rule of an op on matrices that a line describes; about n multiply-adds for every element."""
+
+    def rule(call: Call) -> Spec:
+        if any(t.ndim < 2 for t in call.operands[:1]):
+            raise RuleDoesNotApply("a vector")
+        if len(call.operands) > text.partition("->")[0].count(",") + 1:
+            raise RuleDoesNotApply("a tolerance that is a tensor")
+        spec = spec_of(text, call)
+        x = call.operands[0]
+        return replace(spec, flops=2 * x.numel() * min(x.shape[-2:]))
+
+    return rule
+
+
+def solve(call: Call) -> Spec:
+    """linalg_solve and its like: `a x = b` with a matrix of right sides, or one of them."""
+    a, b = call.operands
+    if call.arguments.get("left") is False or b.ndim not in (a.ndim, a.ndim - 1):
+        raise RuleDoesNotApply("x a = b, or a right side that is broadcast")
+    if b.ndim < a.ndim:
+        if b.shape != a.shape[:-1]:
+            raise RuleDoesNotApply("a matrix of right sides that is broadcast")
+        return batched("b.. n! n!, b.. n! -> b.. n!")(call)
+    return batched("b.. n! n!, b.. n! r -> b.. n! r")(call)
+
+
+def solve_factored(call: Call) -> Spec:
+    """cholesky_solve, lu_solve: the right side comes first."""
+    b, a = call.operands[:2]
+    if b.ndim != a.ndim:
+        raise RuleDoesNotApply("a vector as right side")
+    return batched("b.. n! r, b.. n! n!, b.. n! -> b.. n! r")(call)
+
+
+def matrix_norm(call: Call) -> Spec:
+    """linalg_matrix_norm: both dims stay whole."""
+    return whole_reduction(call)
+
+
+def _transformed(call: Call) -> Sequence[int]:
+    """Dims of a Fourier transform: `dim`, or as many from the end as there are sizes, or all."""
+    if call["dim"] is not None:
+        return call.dims(call["dim"])
+    lengths = call.arguments.get("s")
+    rank = call.operands[0].ndim
+    return range(rank - len(lengths) if lengths is not None else 0, rank)
+
+
+def transform(call: Call) -> Spec:
+    """fft: transformed dims stay whole, 5 n log n operations (the usual count of radix 2)."""
+    spec = along(_transformed)(call)
+    points = math.prod(call.operands[0].shape[d] for d in _transformed(call))
+    elements = max(call.operands[0].numel(), call.results[0].numel())
+    return replace(spec, flops=5 * elements * math.ceil(math.log2(max(points, 2))))
+
+
+def _rows(text: str, names: str) -> dict[str, Rule]:
+    return {f"aten.{name}": batched(text) for name in names.split()}
+
+
+RULES: dict[str, Rule] = {
+    **_rows("b.. n! m! -> b.. n! m!", """
+        cholesky linalg_cholesky linalg_inv inverse matrix_exp linalg_matrix_exp linalg_matrix_power matrix_power
+        cholesky_inverse
+    """),
+    **_rows("b.. n! m! -> b.. p! q!", "linalg_pinv pinverse"),
+    **_rows("b.. n! m! -> b.. p!", "linalg_svdvals linalg_eigvals linalg_eigvalsh"),
+    **_rows("b.. n! m! -> b..", "linalg_det det logdet linalg_matrix_rank linalg_cond"),
+    **_rows("b.. n! m! -> b.., b..", "linalg_slogdet slogdet"),
+    **_rows("b.. n! m! -> b.. p!, b.. q! r!", "linalg_eigh linalg_eig"),
+    **_rows("b.. n! m! -> b.. p! q!, b.. r! s!", "linalg_qr qr"),
+    **_rows("b.. n! m! -> b.. p! q!, b.. r!, b.. s! t!", "linalg_svd"),
+    **_rows("b.. n! m! -> b.. n! m!, b..", "linalg_cholesky_ex linalg_inv_ex"),
+    **_rows("b.. n! m! -> b.. n! m!, b.. p!", "linalg_lu_factor linalg_ldl_factor geqrf"),
+    **_rows("b.. n! m! -> b.. n! m!, b.. p!, b..", "linalg_lu_factor_ex linalg_ldl_factor_ex"),
+    **_rows("b.. n! m! -> b.. p! q!, b.. r! s!, b.. t! u!", "linalg_lu"),
+    **_rows("b.. n! m!, b.. k! -> b.. n! p!", "linalg_householder_product"),
+    "aten.linalg_solve": solve,
+    "aten.linalg_solve_triangular": solve,
+    "aten.cholesky_solve": solve_factored,
+    "aten.lu_solve": solve_factored,
+    "aten.linalg_matrix_norm": matrix_norm,
+    **{
+        f"aten.fft_{name}": transform
+        for name in (
+            "fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "hfft2",
+            "ihfft2", "fftn", "ifftn", "rfftn", "irfftn", "hfftn", "ihfftn", "fftshift", "ifftshift",
+        )
+    },
+}  # fmt: skip
