@@ -22,6 +22,8 @@ from autopar import _torch
 from autopar.errors import CaptureError, StepError
 from autopar.forgotten import watching
 
+aten = torch.ops.aten
+
 LossFunction = Callable[..., Tensor]
 _MODEL = "model."
 
@@ -212,10 +214,13 @@ def keep_no_grad(module: fx.GraphModule) -> None:
         for user in list(node.users):
             value = user.meta.get("val")
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-                with module.graph.inserting_after(user):
-                    detached = module.graph.call_function(torch.ops.aten.detach.default, (user,))
-                detached.meta = dict(user.meta)
-                user.replace_all_uses_with(detached, lambda n, d=detached: n is not d)
+                outside, last = list(user.users), user
+                # A copy: what is added in place to a detached view would be detached with it.
+                for op in (aten.detach.default, aten.clone.default):
+                    with module.graph.inserting_after(last):
+                        last = module.graph.call_function(op, (last,))
+                    last.meta = dict(user.meta)
+                user.replace_all_uses_with(last, outside.__contains__)
     module.recompile()
 
 
@@ -225,6 +230,8 @@ def _explained(error: Exception, wrapper: nn.Module) -> CaptureError:
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
     remedy = "Keep Python control flow independent of tensor values"
+    if isinstance(error, TypeError):
+        remedy = "Call it with the arguments that the model's forward takes"
     if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
         remedy += " (use torch.where or torch.cond instead of `if`, and avoid .item())"
     return CaptureError(
@@ -288,15 +295,30 @@ def _refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None
 def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
     for node in module.graph.nodes:
-        number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-        if node.op == "call_function" and number and node.users:
+        if node.op == "call_function" and _is_unknown(node) and _is_read(node):
             lines = str(node.meta.get("stack_trace", "")).strip().splitlines()
+            made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
             raise CaptureError(
                 "The model cannot be captured as a graph.\n"
                 f"  where:  {lines[-1].strip() if lines else node.target}\n"
-                f"  reason: {node.target} makes a Python number of a tensor's value\n"
+                f"  reason: {node.target} makes a {made} of a tensor's value\n"
                 "  remedy: keep it a tensor (no .item(); index with torch.index_select)."
             )
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a result, or its shape, is a Python number that only a run tells."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in sizes)
+
+
+def _is_read(number: fx.Node) -> bool:
+    """Whether more than assertions comes of a number; those are removed, and with them the number."""
+    return any(
+        _is_read(user) if _is_unknown(user) else "_assert" not in str(user.target)
+        for user in number.users
+    )
 
 
 def _plain_name(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from zoo_models import BATCH, SEQ, VOCAB, perturb_constants, without_dropout
 
@@ -41,16 +41,19 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*(intermediate_size|ffn_dim|ffn_hidden_size|feedforward|linear_units).*", 128),
     (r"d_ff|mlp_dim|d_inner|n_inner|moe_intermediate.*", 128),
     (r".*(hidden_size|hidden_dim|projection_dim|embedding_size|embed_dim|proj_dim)(_.*)?", 64),
-    (r"d_model|n_embd|dim|emb_dim|proj.*_size|out_hidden_size|embedding_dim|lru_width|.*latents", 64),
+    (r"projector_(in|out)put_dim|vision_output_dim|projection_hidden_dim", 64),
+    (r".*feature_size|d_model|n_embd|dim|emb_dim|proj.*_size|out_hidden_size|embedding_dim|lru_width|.*latents", 64),
     (r".*(n_positions|position.*embeddings|source_positions|target_positions|max_seq_len)", 128),
     (r"(max_)?2d_position_embeddings|relative_attention_max_distance|max_length|context_length", 64),
     (r"sliding_window|attention_window|local_attention|block_size|chunk_size|attention_chunk_size", 8),
+    (r"image_embedding_size", IMAGE // 8),
     (r"image_size|img_size|pretrain_image_size|crop_size", IMAGE),
     (r"patch_size", 8),
-    (r"num_mel_bins|.*feature_size|feature_projection_input_dim", MEL),
+    (r"num_mel_bins|feature_projection_input_dim", MEL),
     (r"num_frames|frames_per_clip", 4),
     (r"codebook_size|num_embeddings|num_queries|num_query_tokens|num_filters|.*codevectors.*", 16),
-    (r".*(channels|filters)|stem_width|upsample_groups|groups_width", 16),
+    (r".*(channels|filters)|stem_width|upsample_groups|groups_width", 32),
+    (r"num_groups|n_window", 8),
     (r"num_codebooks|n_codebooks|num_quantizers", 2),
     (r"mamba_d_state|.*state_size|mamba_dt_rank|time_step_rank", 8),
     (r"window_size|num_conv_pos_embeddings", 4),
@@ -63,12 +66,28 @@ OFF = ("mask_time_prob", "mask_feature_prob", "layerdrop", "apply_spec_augment",
        "resid_pdrop")  # fmt: skip
 SPECIAL = re.compile(r".*(token_id|token_index|_id)s?")
 
+# In place of a backbone that another package would build.
+RESNET: Mapping[str, Any] = {
+    "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [8, 16, 32, 64],
+    "depths": [1, 1, 1, 1], "layer_type": "basic",
+}  # fmt: skip
+
+SHALLOW_SWIN: Mapping[str, Any] = {
+    "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 4, "out_indices": [2],
+}  # fmt: skip
+
 # What the names do not tell.
-OVERRIDES: Mapping[str, Mapping[str, Any]] = {}
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    # a window is no wider than the grid of its stage
+    **{key: SHALLOW_SWIN for key in ("swin", "swinv2", "donut-swin")},
+    "mobilebert": {"intra_bottleneck_size": 64},
+    "xmod": {"default_language": "en_XX"},
+    "longt5": {"local_radius": 4, "global_block_size": 4},
+}
 
 # Tasks in the order in which a model is wanted; the last has no loss of its own.
 TASKS = (
-    "CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM",
     "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION",
     "SEMANTIC_SEGMENTATION", "SEQUENCE_CLASSIFICATION",
 )  # fmt: skip
@@ -77,32 +96,52 @@ TASKS = (
 def shrink(name: str) -> Any:
     """The small configuration of one architecture. Raises what its class does where sizes do not fit."""
     default = CONFIG_MAPPING[name]()
-    changes = _smaller(default.to_dict(), {})
+    changes = _smaller(default, {})
     changes.update(OVERRIDES.get(name, {}))
     return without_dropout(type(default)(**changes))
 
 
-def _smaller(sizes: Mapping[str, Any], ids: dict[int, int]) -> dict[str, Any]:
+def _smaller(config: PreTrainedConfig, ids: dict[int, int]) -> dict[str, Any]:
     """The entries to change; `ids` maps the special ids met so far to small ones."""
-    found = {key: _small(key, value, sizes, ids) for key, value in sizes.items()}
+    found = {key: _small(key, value, config, ids) for key, value in config.to_dict().items()}
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _small(key: str, value: Any, beside: Mapping[str, Any], ids: dict[int, int]) -> Any:
+def _small_part(part: PreTrainedConfig, ids: dict[int, int]) -> dict[str, Any]:
+    if part.model_type == "timm_backbone":
+        return {**RESNET, "out_indices": getattr(part, "out_indices", None) or [4]}
+    named = {"model_type": part.model_type} if part.model_type else {}
+    return {**named, **_smaller(part, ids)}
+
+
+def _small(key: str, value: Any, config: PreTrainedConfig, ids: dict[int, int]) -> Any:
     """The small value of one entry, None to leave it to the configuration class."""
-    if isinstance(value, dict) and "model_type" in value:
-        return {"model_type": value["model_type"], **_smaller(value, ids)}
+    part = getattr(config, key, None)
+    if isinstance(part, PreTrainedConfig):
+        return _small_part(part, ids)
+    if key == "rope_parameters" and "rope_theta" in (value or {}):
+        return {**value, "mrope_section": _sections(value.get("partial_rotary_factor", 1.0))}
     if key in OFF and value:
         return type(value)(0)
     if isinstance(value, bool) or not isinstance(value, (int, list, tuple)) or not value:
         return None
+    if key == "out_indices" and hasattr(config, "depths"):
+        return list(value)  # stages that the whole takes of a backbone
     if SPECIAL.fullmatch(key):
         return _small_ids(value, ids)
     if isinstance(value, (list, tuple)):
         return _small_list(key, list(value))
-    if key == "embed_dim" and isinstance(beside.get("depths"), (list, tuple)):
+    if key == "num_key_value_heads" and hasattr(config, "kv_lora_rank"):
+        return 4  # multi-head latent attention has as many as it has heads
+    if key == "embed_dim" and isinstance(getattr(config, "depths", None), (list, tuple)):
         return 16  # doubles from stage to stage
     return next((min(value, most) for name, most in SIZES if re.fullmatch(name, key)), None)
+
+
+def _sections(rotated: float) -> list[int]:
+    """Half of the rotated part of a head of 16, shared by time, height and width."""
+    half = int(16 * rotated) // 2
+    return [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def _small_ids(value: Any, ids: dict[int, int]) -> Any:
@@ -119,6 +158,8 @@ def _small_list(key: str, values: list[Any]) -> list[Any] | None:
         return [max(8, round(v * 64 / max(values) / 8) * 8) if v > 8 else v for v in values]
     if ONES.fullmatch(key):
         return [1] * len(values)
+    if key == "image_size":
+        return [min(v, IMAGE) for v in values]
     return [min(v, 2) for v in values] if key.endswith("heads") else None
 
 
@@ -201,7 +242,8 @@ def make(name: str, *, seed: int = 0) -> Small:
     """
     config = shrink(name)
     first: Exception | None = None
-    for model_class, labelled in _classes(type(config)):
+    torch.manual_seed(seed)
+    for model_class, labelled in _classes(config):
         for inputs, dtype in itertools.product(
             _inputs(model_class, config, labelled), (torch.float64, torch.float32)
         ):
@@ -212,15 +254,16 @@ def make(name: str, *, seed: int = 0) -> Small:
     raise ValueError(f"no inputs run: {type(first).__name__}: {first}") from first
 
 
-def _classes(config_class: type) -> Iterator[tuple[type, bool]]:
-    """The model classes of a configuration, those with a loss of their own first."""
+def _classes(config: Any) -> Iterator[tuple[type, bool]]:
+    """The model classes of a configuration, one with a loss of its own first."""
     for task in TASKS:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")
-        if config_class in mapping:
-            yield _one(mapping[config_class]), True
+        half = task == "IMAGE_CLASSIFICATION" and hasattr(config, "text_config")
+        if type(config) in mapping and not half:
+            yield _one(mapping[type(config)]), True
             break
-    if config_class in modeling_auto.MODEL_MAPPING:
-        yield _one(modeling_auto.MODEL_MAPPING[config_class]), False
+    if type(config) in modeling_auto.MODEL_MAPPING:
+        yield _one(modeling_auto.MODEL_MAPPING[type(config)]), False
 
 
 def _one(found: Any) -> type:
@@ -240,6 +283,10 @@ def _try(
         step.draw_targets(*args)
     if not torch.equal(step(*args), step(*args)):
         step.eval()
+        if not torch.equal(step(*args), step(*args)):
+            raise ValueError(
+                "it draws random numbers in evaluation too: there is nothing to compare"
+            )
     loss = step(*args)
     if not loss.isfinite():
         raise ValueError(f"the loss is {loss.item()}")
@@ -321,6 +368,10 @@ def _series(config: Any) -> list[Tensor]:
     return [torch.randn(BATCH, length, _setting(config, "num_input_channels", 1))]
 
 
+def _hidden(config: Any) -> list[Tensor]:
+    return [torch.randn(BATCH, SEQ, _setting(config, "hidden_size", 64))]
+
+
 DRAWS: Mapping[str, Draw] = {
     "input_ids": _words,
     "decoder_input_ids": _words,
@@ -330,11 +381,37 @@ DRAWS: Mapping[str, Draw] = {
     "input_features": _mel,
     "bbox": _boxes,
     "past_values": _series,
-    "inputs_embeds": lambda c: [torch.randn(BATCH, SEQ, _setting(c, "hidden_size", 64))],
-    "hidden_states": lambda c: [torch.randn(BATCH, SEQ, _setting(c, "hidden_size", 64))],
+    "inputs_embeds": _hidden,
+    "hidden_states": _hidden,
+    "query_embeds": _hidden,
+    "encoder_hidden_states": _hidden,
     "attention_mask": lambda c: [torch.ones(BATCH, SEQ, dtype=torch.long)],
+    "input_features_mask": lambda c: [torch.ones(BATCH, FRAMES, dtype=torch.long)],
+    "audio_mel": lambda c: _mel(c)[1:2],
+    "audio_mel_mask": lambda c: [torch.zeros(BATCH, FRAMES, dtype=torch.bool)],
+    "visual_feats": lambda c: [torch.randn(BATCH, 4, _setting(c, "visual_feat_dim", 64))],
+    "visual_pos": lambda c: [torch.rand(BATCH, 4, 4)],
 }
-ALWAYS = ("bbox",)  # given wherever forward takes them
+ALWAYS = ("bbox", "visual_feats", "visual_pos")  # given wherever forward takes them
+
+
+def _image_and_words(model_class: Any, config: Any) -> dict[str, Tensor]:
+    """Pixels, and ids that hold as many image tokens as the model makes of them; {} if it does not say."""
+    marks = (getattr(config, key, None) for key in ("image_token_id", "image_token_index"))
+    mark = next((m for m in marks if m is not None), None)
+    if mark is None or not hasattr(model_class, "get_image_features"):
+        return {}
+    for pixels in _pixels(config):
+        try:
+            features = model_class(config).get_image_features(pixel_values=pixels)
+        except Exception:  # this shape is none of its own; the next may be
+            continue
+        features = getattr(features, "pooler_output", features)
+        tokens = features if isinstance(features, Tensor) else torch.cat(list(features))
+        count = tokens.numel() // tokens.shape[-1] // BATCH
+        image = torch.full((BATCH, count), mark)
+        return {"input_ids": torch.cat([image, *_words(config)], 1), "pixel_values": pixels}
+    return {}
 
 
 def _inputs(model_class: Any, config: Any, labelled: bool) -> Iterator[dict[str, Tensor]]:
@@ -345,9 +422,19 @@ def _inputs(model_class: Any, config: Any, labelled: bool) -> Iterator[dict[str,
         for n, p in takes.items()
         if p.default is p.empty and n != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
-    names = [model_class.main_input_name, *required, *(n for n in ALWAYS if n in takes)]
+    pictured = _image_and_words(model_class, config) if labelled and "labels" in takes else {}
+    if pictured:
+        yield {**pictured, "labels": pictured["input_ids"].clone()}
+    main = model_class.main_input_name
+    names = [
+        *([main] if isinstance(main, str) else main),
+        *required,
+        *(n for n in ALWAYS if n in takes),
+    ]
     first = [n for n in dict.fromkeys(names) if n in DRAWS]
-    both = [n for n in ("input_ids", "pixel_values", "input_features", "input_values") if n in takes]
+    both = [
+        n for n in ("input_ids", "pixel_values", "input_features", "input_values") if n in takes
+    ]
     decoder = [*first, *(n for n in ("decoder_input_ids",) if n in takes)]
     for chosen in dict.fromkeys((tuple(first), tuple(decoder), tuple(dict.fromkeys(first + both)))):
         for values in itertools.product(*(DRAWS[n](config) for n in chosen)):

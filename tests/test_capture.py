@@ -6,6 +6,8 @@ from torch import nn
 from autopar.capture import capture_forward, capture_step, target_count
 from autopar.errors import CaptureError, StepError
 from autopar.passes import clean_up
+from autopar.planning import prepare_step
+from autopar.verify import verify
 
 
 class Tied(nn.Module):
@@ -223,3 +225,32 @@ def test_a_model_that_returns_its_loss_among_other_things():
 
     captured = capture_step(Model(), (torch.ones(2),), {}, None)
     assert captured.is_step and len(captured.mutated) == 0
+
+
+def test_a_number_that_only_an_assertion_reads_is_no_obstacle():
+    class Model(nn.Module):
+        def forward(self, x):
+            torch._check((x > 0).all().item())
+            return x.sum()
+
+    prepared = prepare_step(nn.Sequential(nn.Linear(2, 2), Model()), (torch.ones(2, 2),))
+    assert [op.kind for op in prepared.analysis.graph.ops] == ["aten.linear", "aten.sum"]
+
+
+def test_what_is_added_in_place_to_the_result_of_a_no_grad_region_has_a_gradient():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(4))
+
+        @torch.no_grad()
+        def positions(self, x):
+            return x.cumsum(-1).sin()
+
+        def forward(self, x):
+            positions = self.positions(x).to(x.device)
+            positions += self.shift
+            return positions.square().sum()
+
+    report = verify(Model().double(), (torch.randn(2, 4).double(),), mesh={"x": 2}, recipe="ddp")
+    assert report.passed and report.parameters == 1, report

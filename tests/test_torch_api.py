@@ -197,3 +197,27 @@ def test_a_node_of_a_function_written_in_python_runs_alone():
     node = Both.apply(2, x.detach(), y)[1].grad_fn
     ((edge, gradient),) = _torch.run_node(node, [None, X])
     assert edge.node is get_gradient_edge(y).node and torch.equal(gradient, 3 * X)
+
+
+def test_calls_on_fake_tensors_compute_shapes_alone_and_keep_aliases():
+    x = torch.ones(2, 3)
+    with _torch.fake_mode() as mode:
+        fake, view = mode.from_tensor(x), mode.from_tensor(x[1:])
+        before = fake._version
+        result = (fake @ fake.T).add_(1)
+        fake.mul_(2)
+    assert result.shape == (2, 2) and fake._version == before + 1
+    assert torch.equal(x, torch.ones(2, 3))
+    assert _torch.storage_reference(fake).cdata == _torch.storage_reference(view).cdata
+
+
+def test_dynamo_says_where_the_arguments_of_a_graph_come_from():
+    sources = []
+
+    def backend(graph, _):
+        sources.extend(map(_torch.dynamo_source, graph.graph.find_nodes(op="placeholder")))
+        return graph
+
+    torch.compile(nn.Sequential(nn.BatchNorm1d(3)).eval(), backend=backend)(X)
+    assert any(s.endswith("._modules['0']._parameters['weight']") for s in sources)
+    assert any(s.endswith("._modules['0']._buffers['running_mean']") for s in sources)

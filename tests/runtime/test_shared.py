@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,3 +108,27 @@ def test_nothing_outlives_its_backward(two_ranks: Ranks, schedule: str) -> None:
     assert all(after <= 1 for _, after in (*few, *many))  # the last micro-batch's input
     if schedule == "1f1b":  # others keep what they send until the end of the step
         assert [most for most, _ in few] == [most for most, _ in many]
+
+
+def loaded(mesh: dict[str, int]) -> float:
+    """The largest entry that differs from the single device's state dict after loading it."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    batch = torch.randn(8, 8)
+    recipe = {"dp": "zero3"} if "dp" in mesh else "gpipe"
+    made = autopar.compile(
+        model, loss_fn=lambda y: y.sum(), mesh=mesh, recipe=recipe, example_inputs=(batch,)
+    )  # fmt: skip
+    made.load_state_dict(plain.state_dict())
+    own = {
+        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in made.state_dict().items()
+    }
+    assert own
+    return max((v - plain.state_dict()[k]).abs().max().item() for k, v in own.items())
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}])
+def test_a_single_device_state_dict_is_loaded(two_ranks: Ranks, mesh: dict[str, int]) -> None:
+    assert two_ranks.run(loaded, mesh) == [0.0, 0.0]
