@@ -24,6 +24,7 @@ from autopar.random_plan import random_plan
 from autopar.rehearsal import Rehearsal, actions_of
 from autopar.runtime import simulate
 from autopar.search import RecipeLike
+from autopar.search.notes import format_count
 from autopar.stages import cut_stages
 
 TOLERANCE_FLOAT64 = 1e-9
@@ -249,7 +250,7 @@ def _schedule_text(plan: Plan) -> str:
     if plan.pipeline is None:
         return ""
     return (
-        f"{plan.pipeline.schedule} with {plan.micro_batches} micro-batches through "
+        f"{plan.pipeline.schedule} with {format_count(plan.micro_batches, 'micro-batch')} through "
         f"{plan.pipeline.stages} stages"
     )
 

@@ -84,6 +84,12 @@ def _memory_line(cost: Cost, bound_bytes: int) -> str:
     return f"{total} a rank, of {bound}: {parts or 'nothing'}"
 
 
+def format_count(number: int, word: str) -> str:
+    """`1 micro-batch`, `2 micro-batches`."""
+    plural = f"{word}es" if word.endswith(("ch", "s", "x")) else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
 def format_bytes(size: int) -> str:
     """Bytes for people: 1.500 MB is 1,500,000 bytes."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

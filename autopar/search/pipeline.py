@@ -43,7 +43,7 @@ from autopar.ir.plan import Recompute
 from autopar.schedules import actions, waits_for_sends
 from autopar.search.balance import Balance, Shape, balance, least_overfull
 from autopar.search.batches import captured_batch, fits_graph, with_batch
-from autopar.search.notes import format_bytes
+from autopar.search.notes import format_bytes, format_count
 from autopar.search.recipes import NAIVE, RecipeLike, format_recipe, recipe_axes, split_recipe
 from autopar.search.search import search, search_mesh
 from autopar.search.stage_costs import StageTable, stage_table
@@ -76,7 +76,7 @@ class Setting:
         s = self.shape
         chunks = f" of {s.chunks} chunks" if s.chunks > 1 else ""
         again = ", recompute" if self.recompute == "full" else ""
-        return f"{s.schedule}{chunks}, {s.micro_batches} micro-batches{again}"
+        return f"{s.schedule}{chunks}, {format_count(s.micro_batches, 'micro-batch')}{again}"
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ class _Search:
         graph, plan = self._graph(micro_batches), inner.plan
         if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
             self._refuse(
-                f"{micro_batches} micro-batches",
+                format_count(micro_batches, "micro-batch"),
                 SearchError(f"the mesh {self.stage_mesh} does not divide so small micro-batches"),
             )
             return
@@ -527,7 +527,7 @@ def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
         again = ", layers run again in backward" if best.plan.recompute == "full" else ""
         what, idle = (
             "predicted step",
-            f"; a rank holds {held} with {best.plan.micro_batches} micro-batches{again}",
+            f"; a rank holds {held} with {format_count(best.plan.micro_batches, 'micro-batch')}{again}",
         )
     yield f"{what} {best.seconds * 1e3:.3f} ms{idle}"
     second = next((each for each in others if each.setting != best.setting), None)
