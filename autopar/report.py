@@ -344,8 +344,3 @@ def described(plan: Plan, graph: Graph) -> Mapping[str, object]:
             if not op.is_view and op.has_rule
         },
     }
-
-
-def mesh_of(text: str | None) -> Mesh | None:
-    """The mesh that a command line names, None where it names none."""
-    return None if text is None else Mesh.parse(text)
