@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir import Plan, format_layout
+from autopar.ir.plan import read_document
 from autopar.report import ZERO_NAMES, used_axes
 from autopar.views.units import format_as, format_bytes, format_seconds
 
@@ -35,12 +35,7 @@ class Side:
     @classmethod
     def load(cls, path: Path) -> Side:
         """Reads what `--save` or `--json` wrote. Raises PlanError for anything else."""
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path} is not a whole JSON file ({error}).") from None
-        except OSError as error:
-            raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
+        document = read_document(path)
         if not isinstance(document, dict) or not isinstance(document.get("plan", document), dict):
             raise PlanError(f"{path} is neither a plan nor what `autopar explain --json` prints.")
         try:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -251,17 +252,30 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Reads a plan that `save` wrote. Raises PlanError naming the file and what is wrong."""
         try:
-            document = json.loads(Path(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"{path} is not a whole JSON file ({error}); was it cut short?"
-            ) from None
-        except OSError as error:
-            raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
-        try:
-            return cls.from_json(document)
+            return cls.from_json(read_document(path))
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
+
+
+def read_document(path: str | os.PathLike[str]) -> Any:
+    """A JSON file in which no name stands twice. Raises PlanError naming the file and what is wrong."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} is not a whole JSON file ({error}); was it cut short?") from None
+    except ValueError as error:
+        raise PlanError(f"{path} is damaged: {error}.") from None
+    except OSError as error:
+        raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON leaves open which of two equal names counts (RFC 8259, section 4): a plan with two is none."""
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{name!r} stands {count} times in one place")
+    return document
 
 
 def _wrong_version(found: object) -> PlanError:

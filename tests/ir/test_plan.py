@@ -66,6 +66,14 @@ def test_a_truncated_file_is_named(tmp_path):
         Plan.load(path)
 
 
+def test_a_name_that_stands_twice_is_refused_and_named(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text().replace('"version"', '"recipe": "tp",\n "version"', 1))
+    with pytest.raises(PlanError, match=r"plan.json is damaged: 'recipe' stands 2 times"):
+        Plan.load(path)
+
+
 def test_another_version_is_named():
     with pytest.raises(PlanError, match="of version 2, and this autopar reads version 1"):
         Plan.parse(TEXT.replace("plan 1", "plan 2"))
