@@ -21,15 +21,17 @@ from autopar.errors import (
     SearchError,
     StepError,
 )
-from autopar.ir import Mesh, ParameterPlan, Plan
+from autopar.ir import Mesh, MixedPrecision, ParameterPlan, Plan
 from autopar.rules.registered import register_rule
 from autopar.runtime.module import CompiledModule
+from autopar.sharding import shard_
 from autopar.verify import VerifyReport, verify
 
 __all__ = [
-    "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "ParameterPlan",
+    "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "MixedPrecision",
+    "ParameterPlan",
     "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError", "VerifyReport", "compile",
-    "explain", "register_rule", "verify",
+    "explain", "register_rule", "shard_", "verify",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -32,7 +33,7 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def local_tensor(parameter: nn.Parameter) -> Tensor:
+def local_tensor(parameter: Tensor) -> Tensor:
     """The local shard of a DTensor parameter, or a plain parameter's values, without autograd."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
@@ -47,7 +48,7 @@ def dtensor(
     return DTensor(local, spec, requires_grad=False)
 
 
-def differentiable_local(parameter: nn.Parameter) -> Tensor:
+def differentiable_local(parameter: Tensor) -> Tensor:
     """The local shard as a function of the parameter, whose gradient is of the same placements."""
     if isinstance(parameter, DTensor):
         return parameter.to_local(grad_placements=parameter.placements)
@@ -68,6 +69,36 @@ def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
 def below_autograd() -> AbstractContextManager[None]:
     """Inside it, custom ops are dispatched to their kernels instead of their autograd formulas."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_functional(x: Tensor) -> bool:
+    """Whether AOTAutograd is tracing `x`, and wants ops that neither change nor alias what they take."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, FunctionalTensor)
+
+
+def compile_graph(
+    module: fx.GraphModule, arguments: Sequence[Tensor], backend: str
+) -> Callable[..., Any]:
+    """What a backend of torch.compile makes of a graph, for arguments of the kind of these.
+
+    Autograd is on or off as it is now. What watches saved tensors outside does not see those of the trace.
+    """
+    from torch._dynamo import lookup_backend
+
+    def unchanged(x: Any) -> Any:
+        return x
+
+    with fake_mode():
+        examples = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in arguments
+        ]
+    for example, x in zip(examples, arguments, strict=True):
+        example.requires_grad_(x.requires_grad)
+    with torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):
+        return lookup_backend(backend)(copy.deepcopy(module), examples)
 
 
 def autopar_op(name: str) -> Any:
@@ -131,6 +162,13 @@ def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dis
 def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to sum `x` over the group and to leave this rank's part in `result`, both flat."""
     return group._reduce_scatter_base(result, x, dist.ReduceScatterOptions())
+
+
+def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor whose storage has no bytes, of which shapes alone may be asked."""
+    x = torch.empty(tuple(shape), dtype=dtype, device=device)
+    x.untyped_storage().resize_(0)
+    return x
 
 
 def storage_reference(x: Tensor) -> StorageWeakRef:
@@ -489,3 +527,22 @@ def dynamo_source(node: fx.Node) -> str:
     """Where an argument of a dynamo graph comes from: `L['self']._modules['up']._parameters['weight']`."""
     source = getattr(node, "_dynamo_source", None)
     return "" if source is None else source.name
+
+
+def default_store() -> dist.Store:
+    """The key-value store through which the default process group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def store_seconds(store: dist.Store) -> float:
+    """How long a store waits for a key if it is not told."""
+    return store.timeout.total_seconds()  # type: ignore[attr-defined]
+
+
+def required_arguments(name: str) -> int | None:
+    """How many arguments the ATen operator of this name must be given; None where there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or "default" not in packet.overloads():
+        return None
+    arguments = packet.default._schema.arguments
+    return sum(not a.has_default_value() and not a.kwarg_only for a in arguments)

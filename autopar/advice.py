@@ -28,13 +28,14 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Precision
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Recompute, Run, Step, Term
+from autopar.cost_model.step import Run, Step, Term
 from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, MeshError, SearchError
 from autopar.event_simulation import Simulation
 from autopar.explanation import Explanation, run_of
 from autopar.intents import Wishes, expand_pins
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Plan
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, MixedPrecision, Plan
+from autopar.ir.recompute import Recompute
 from autopar.planning import (
     NO_WISHES,
     Prepared,
@@ -150,6 +151,7 @@ class Question:
         wishes: constraints.
         software: what the runtime adds or hides.
         progress: told what is being done.
+        precision: a mixed-precision policy to capture the model under.
     """
 
     target: str
@@ -159,6 +161,7 @@ class Question:
     wishes: Wishes = field(default_factory=Wishes)
     software: Software = AUTOPAR
     progress: Progress = silent
+    precision: MixedPrecision | None = None
     _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
         default_factory=dict, compare=False
     )
@@ -181,7 +184,7 @@ class Question:
         if batch not in self._captured:
             self.progress(f"capturing {self.target}")
             target = resolve_target(self.target, batch=batch or None, seq=self.seq)
-            self._captured[batch] = (target, *_capture(target))
+            self._captured[batch] = (target, *_capture(target, precision=self.precision))
         return self._captured[batch][1:]
 
     # --- all ways
@@ -190,13 +193,18 @@ class Question:
     def space(self) -> Space:
         """All settings of the captured model on the cluster."""
         _, graph = self.captured(_EXPLORED_BATCH)
-        again: tuple[Recompute, ...] = ("none", "full") if graph.stacks else ("none",)
+        wanted = self.wishes.recomputes
+        again: tuple[Recompute, ...] = tuple(
+            each
+            for each in wanted
+            if not isinstance(each, float) and (graph.stacks or each == "none")
+        )
         own = "batch" in graph.factors and self.model.own_batch
         self.progress("searching the layouts of every recipe")
         return Space(
             graph, self.cluster, self._global_batch(graph), precision_of(graph), self.software,
             stages=self.wishes.depths,
-            recomputes=tuple(each for each in again if each in self.wishes.recomputes),
+            recomputes=again,
             pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
             own_batch=own or "batch" not in graph.factors,
         )  # fmt: skip
@@ -218,6 +226,9 @@ class Question:
         """Every setting that the wishes leave, priced, fastest first. Raises AutoparError for none."""
         self.wishes.check()
         priced = self.space.price()
+        if {"none", "full"} <= {*self.space.recomputes}:  # and what lies between
+            priced += self.space.with_fewest_blocks(priced, self.bound_bytes)
+            priced.sort(key=lambda each: (each.seconds, each.setting.name))
         node = self.cluster.devices_per_node
         found = tuple(each for each in priced if self.wishes.allow(each.setting, node))
         if not found:
@@ -273,7 +284,7 @@ class Question:
     def _needs_closed_form(self) -> bool:
         """Whether stages or layers that run again are asked of a model with few layers captured."""
         asked = self.wishes.mesh is not None and PIPELINE_AXIS in self.wishes.mesh.names
-        return self._is_few and (asked or self.wishes.recompute == "full")
+        return self._is_few and (asked or self.wishes.recompute not in (None, "none"))
 
     def _check_mesh(self, mesh: Mesh) -> None:
         if mesh.size != self.cluster.ranks:
@@ -378,7 +389,9 @@ class Question:
             return self.captured(rows)
         if rows not in self._captured:
             own = captured_batch(self.captured(0)[1])
-            self._captured[rows] = (self.model, *_capture(self.model, (own, rows)))
+            self._captured[rows] = (
+                self.model, *_capture(self.model, (own, rows), precision=self.precision)
+            )  # fmt: skip
         return self._captured[rows][1:]
 
     def _other(self, other: PricedPipeline, graph: Graph, rows: int, best: Advice) -> Candidate:
@@ -532,13 +545,15 @@ def _folded(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(starred))
 
 
-def _capture(target: Target, rows: tuple[int, int] | None = None) -> tuple[Prepared, Graph]:
+def _capture(
+    target: Target, rows: tuple[int, int] | None = None, *, precision: MixedPrecision | None
+) -> tuple[Prepared, Graph]:
     """The step of a target; with `rows` of so many rows of its example only so many."""
     with torch.device("meta") if target.is_function else contextlib.nullcontext():
         model, args, kwargs, loss_fn = target.build_few()
         if rows is not None:
             args, kwargs = first_rows((args, kwargs), *rows)
-    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
     graph = prepared.analysis.graph
     return prepared, replace(graph, stacks=target.stacks or graph.stacks)
 
@@ -560,7 +575,7 @@ def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:
 def precision_of(graph: Graph) -> Precision:
     """How parameters of this number format are usually trained: 16-bit ones with float32 masters."""
     tensors = (graph.tensors[name] for name in graph.parameters.values())
-    sizes = [t.itemsize_bytes for t in tensors if t.needs_grad]
+    sizes = [t.at_rest.itemsize_bytes for t in tensors if t.needs_grad]
     return MIXED_FLOAT32_GRADIENTS if min(sizes, default=4) <= 2 else FULL
 
 

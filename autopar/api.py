@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,33 +17,51 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import errors
 from autopar.capture import LossFunction
-from autopar.cost_model import Cluster, Hardware, find_cluster, find_hardware
-from autopar.cost_model.items import FULL, Precision
+from autopar.cost_model import Cluster, Hardware, find_cluster, find_hardware, price
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError, MeshError, RecipeError, SearchError
 from autopar.explanation import Explanation, run_of
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, without_pipeline
-from autopar.ir.plan import Recompute
+from autopar.ir import (
+    PIPELINE_AXIS,
+    Graph,
+    Mesh,
+    MixedPrecision,
+    ParameterPlan,
+    Plan,
+    R,
+    without_pipeline,
+)
+from autopar.ir.recompute import RecomputeWish
 from autopar.planning import (
     Prepared,
     StageWishes,
+    has_same_ops,
     make_plan,
+    plan_again,
+    policy_of,
     prepare_forward,
     prepare_step,
     split_example,
+    unsplit_plan,
+    why_not_again,
 )
 from autopar.program import build_program
+from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.module import CompiledModule, Fixed, Outputs, Programs, Settings
 from autopar.runtime.world import World, set_timeout
-from autopar.schedules import check_micro_batches
+from autopar.schedules import check_micro_batches, takes, unbounded
 from autopar.search import RecipeLike
 from autopar.search.batches import captured_batch, with_batch
+from autopar.search.notes import axis_lines, format_count
 from autopar.search.recipes import split_recipe
 from autopar.stages import cut_stages, cuts_where_parameters_lie
 
+log = logging.getLogger("autopar")
+
 MeshLike = DeviceMesh | Mesh | Mapping[str, int]
 _BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+_NO_BOUND_BYTES = 2**62
 
 
 def compile(
@@ -57,7 +76,8 @@ def compile(
     micro_batches: int | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
-    recompute: Recompute | None = None,
+    recompute: RecomputeWish | None = None,
+    precision: MixedPrecision | str | None = None,
     hardware: Hardware | str | None = None,
     memory_bytes: int | None = None,
     device: torch.device | str | None = None,
@@ -66,6 +86,7 @@ def compile(
     outputs: Outputs = "local",
     timeout_seconds: float | None = None,
     bucket_bytes: int = _BUCKET_BYTES,
+    executor: ExecutorName = "eager",
 ) -> CompiledModule:
     """Makes a single-device model run on all ranks.
 
@@ -89,8 +110,13 @@ def compile(
         schedule: in which order stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
             dualpipev; by default what the search finds best.
         chunks: stages of each pipeline rank, for schedules that take several.
-        recompute: "full" keeps of every layer only what enters it, and runs it again in backward; "none"
-            keeps all; by default "full" only with a mesh that is searched or has stages, and where it pays.
+        recompute: "none" keeps everything for backward; "full" keeps of every layer only what enters it, and
+            runs it again in backward; 3 does so with the first three layers of every stage; 0.5 with as
+            few as leave half of the memory that "full" would save. By default nothing runs again that
+            fits into memory, and where not, as few layers as do, if that is faster than to shard more.
+        precision: a mixed-precision policy, such as "bf16" or a `MixedPrecision`: parameters stay in their
+            own format, are cast once a step before they are gathered, and gradients are added up and
+            reduced in theirs. By default everything is computed as the model has it (docs/precision.md).
         hardware: what to price for, a catalogue name or figures; by default that of the device's kind.
         memory_bytes: bound on the memory of a rank; by default what the hardware has.
         device: where this rank computes; by default the model's own device, or the mesh's kind for a
@@ -102,8 +128,11 @@ def compile(
         timeout_seconds: how long a collective may wait for the other ranks before the step ends with an
             error; by default as the process groups have it. Gloo notices a dead process at once.
         bucket_bytes: about how much one collective carries.
+        executor: "eager" runs the plan op by op; "inductor" and "aot_eager" compile what lies between
+            gathers of parameters, block by block, with these backends of torch.compile.
 
-    Raises MeshError if the world does not match the mesh, PlanError for a plan of another model,
+    Raises AutoparError for an unknown executor, MeshError if the world does not match the mesh,
+    PlanError for a plan of another model,
     CaptureError, RecipeError or SearchError where no plan can be made.
     """
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
@@ -111,10 +140,12 @@ def compile(
         loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
         memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
         device=_device(model, mesh, device), stages=StageWishes(schedule, chunks, recompute),
+        precision=policy_of(precision, loaded),
     )  # fmt: skip
     settings = Settings(
         micro_batches=_micro_batches(micro_batches, loaded), device=planner.device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, bucket_bytes=bucket_bytes,
+        executor=Executor(executor), timeout_seconds=timeout_seconds,
     )  # fmt: skip
     compiled = CompiledModule(model, planner, settings)
     if example_inputs is not None:
@@ -171,8 +202,9 @@ class _Planner:
         device: torch.device,
         timeout_seconds: float | None,
         stages: StageWishes,
+        precision: MixedPrecision | None,
     ) -> None:
-        self.device, self._stages = device, stages
+        self.device, self._stages, self._precision = device, stages, precision
         self._loss_fn, self._plan = loss_fn, plan
         self._recipe, self._pins, self._memory_bytes = recipe, pins, memory_bytes
         self._hardware, self._assumed = _hardware(hardware, device)
@@ -184,6 +216,7 @@ class _Planner:
             check_world(self._mesh)
         self._world: World | None = None
         self._first: Prepared | None = None
+        self._made: dict[bool, list[Plan]] = {True: [], False: []}  # of steps, of forwards
 
     def device_mesh(self) -> DeviceMesh | None:
         """A mesh over all ranks: that of the plan if its shape is known, else of one axis."""
@@ -197,7 +230,7 @@ class _Planner:
         """How many micro-batches are best for a step of this whole batch."""
         if self._mesh is not None and PIPELINE_AXIS not in self._mesh.names:
             return 1
-        prepared = prepare_step(model, args, kwargs, loss_fn=self._loss_fn)
+        prepared = self._prepare_step(model, args, kwargs)
         return agreed(lambda: self._search(prepared, None, captured=1)).micro_batches
 
     def program(
@@ -212,9 +245,9 @@ class _Planner:
     ) -> Programs:
         """Captures and plans; `fixed` is where parameters already lie."""
         if is_step:
-            prepared = prepare_step(model, args, kwargs, loss_fn=self._loss_fn)
+            prepared = self._prepare_step(model, args, kwargs)
         else:
-            prepared = prepare_forward(model, args, kwargs)
+            prepared = prepare_forward(model, args, kwargs, precision=self._precision)
         plan = self._plan if fixed is None else None
         if plan is None:
             plan = agreed(
@@ -223,7 +256,7 @@ class _Planner:
                         prepared, micro_batches if is_step else None, captured=micro_batches
                     )
                     if fixed is None
-                    else self._following(prepared, fixed, micro_batches)
+                    else self._following(prepared, fixed, micro_batches, is_step=is_step)
                 )
             )
         if is_step and plan.pipeline is not None:
@@ -232,7 +265,14 @@ class _Planner:
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
             self._first, self._mesh = prepared, plan.world_mesh
+        if all(plan.ops != made.ops for made in self._made[is_step]):
+            self._made[is_step].append(plan)
         return Programs(program, stages)
+
+    def _prepare_step(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Prepared:
+        return prepare_step(model, args, kwargs, loss_fn=self._loss_fn, precision=self._precision)
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         plan = make_plan(
@@ -242,24 +282,67 @@ class _Planner:
         )  # fmt: skip
         if self._mesh is not None:
             warn_of_idle_axes(plan)
+        for note in plan.notes:
+            log.info("%s", note)
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
-    def _following(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
-        """A plan for another graph of the model, whose parameters stay where they lie."""
+    def _following(
+        self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_step: bool
+    ) -> Plan:
+        """A plan for another graph of the model, or other shapes; its parameters stay where they lie.
+
+        The choices of an earlier plan are taken again where they are legal, so that nothing is searched.
+        """
+        earlier = self._made[is_step]
+        plan = next(
+            (again for p in earlier if (again := plan_again(p, prepared, micro_batches))
+             and self._has_room(again, prepared)), None,
+        )  # fmt: skip
+        if plan is None:
+            plan = self._search_anew(prepared, fixed, micro_batches)
+            alike = [p for p in earlier if has_same_ops(p, prepared)]
+            if alike:
+                warn_of_shape(alike[0], plan, prepared)
+        if plan.pipeline is None or fixed.pipeline is None:
+            return plan
+        pipeline = replace(fixed.pipeline, cuts=plan.pipeline.cuts)
+        if is_step and not takes(pipeline, micro_batches):
+            pipeline = unbounded(pipeline)
+            warnings.warn(
+                f"This batch can be cut into {format_count(micro_batches, 'micro-batch')}, which the schedule "
+                f"{fixed.pipeline.schedule} does not take; it is run by {pipeline.schedule}.",
+                stacklevel=2,
+            )
+        return replace(plan, pipeline=pipeline)
+
+    def _has_room(self, plan: Plan, prepared: Prepared) -> bool:
+        """Whether the plan fits into memory; stages and recomputation were sized for the first batch."""
+        if plan.pipeline is not None or plan.recompute != "none":
+            return True
+        bound = self._hardware.memory_bytes if self._memory_bytes is None else self._memory_bytes
+        return price(prepared.analysis.graph, plan, self._hardware).memory_bytes <= bound
+
+    def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
+        parameters = _with_unused(fixed.parameters, prepared, mesh)
+        is_whole = fixed.pipeline is None and fixed.recompute == "none"
 
         def search(recipe: RecipeLike) -> Plan:
             return make_plan(
                 prepared, mesh, hardware=self._hardware, recipe=recipe,
-                memory_bytes=self._memory_bytes, micro_batches=micro_batches,
-                fixed_storage=_with_unused(fixed.parameters, prepared, mesh),
+                memory_bytes=self._memory_bytes if is_whole else _NO_BOUND_BYTES,
+                micro_batches=micro_batches, fixed_storage=parameters,
             )  # fmt: skip
 
         try:
             plan = search(split_recipe(self._recipe)[1])
-        except (RecipeError, SearchError):
-            plan = search("auto")  # the parameters lie as the recipe has it; this graph need not
+        except (MeshError, RecipeError, SearchError):
+            try:
+                # The parameters lie as the recipe has it; this graph need not.
+                plan = search("auto")
+            except MeshError:  # an axis divides nothing any more
+                plan = unsplit_plan(prepared, mesh, parameters, micro_batches)
         plan = replace(plan, recompute=fixed.recompute)
         if fixed.pipeline is None:
             return plan
@@ -296,8 +379,8 @@ def explain(
     micro_batches: int | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
-    recompute: Recompute | None = None,
-    precision: Precision = FULL,
+    recompute: RecomputeWish | None = None,
+    precision: MixedPrecision | str | None = None,
 ) -> Explanation:
     """Plans a model without devices, weights or a process group, and says what the plan costs.
 
@@ -309,8 +392,8 @@ def explain(
         cluster: a name such as `h100x8x16`, the path of a TOML file, or a `Cluster`.
         loss_fn, recipe, pins, memory_bytes, schedule, chunks, recompute: as in `compile`.
         micro_batches: of a step; by default what the search finds best with stages, and 1 without.
-        precision: what training keeps beside parameters; by default gradients and two moments in
-            the parameters' own number format.
+        precision: as in `compile`. Gradients are priced in the format that they are reduced in, and
+            parameters at rest and two moments in the parameters' own.
 
     Raises CaptureError, MeshError, RecipeError or SearchError as `compile` does, AutoparError for an
     unknown cluster.
@@ -321,7 +404,9 @@ def explain(
     if axes.size > found.ranks:
         raise MeshError(f"The mesh {axes} has {axes.size} ranks, and {found} has {found.ranks}.")
     args, kwargs = split_example(example_inputs)
-    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+    prepared = prepare_step(
+        model, args, kwargs, loss_fn=loss_fn, precision=MixedPrecision.of(precision)
+    )
     plan = make_plan(
         prepared, axes, hardware=found.hardware, recipe=recipe, pins=pins,
         memory_bytes=memory_bytes, micro_batches=micro_batches,
@@ -330,7 +415,7 @@ def explain(
     graph = prepared.analysis.graph
     if micro_batches is None and plan.micro_batches > 1:
         graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
-    run = run_of(plan, precision)
+    run = run_of(plan)
     return Explanation(graph, plan, found, run, memory_bound_bytes=memory_bytes)
 
 
@@ -350,6 +435,17 @@ def warn_of_idle_axes(plan: Plan) -> None:
                 f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
                 stacklevel=2,
             )
+
+
+def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
+    """Warns that a batch of another shape cannot be split as the first was, and how it is instead."""
+    axes = "; ".join(axis_lines(prepared.analysis.graph, plan))
+    reason = why_not_again(first, prepared) or "it would not fit into memory"
+    warnings.warn(
+        f"This batch cannot be split as the first was: {reason}. It has a plan of "
+        f"its own, where {axes}. To avoid it drop a last, smaller batch (drop_last=True), or pad.",
+        stacklevel=2,
+    )
 
 
 def _with_unused(

@@ -1,12 +1,14 @@
 """`torch.compile(model, backend="autopar", options={"mesh": {"dp": 2, "tp": 2}, "recipe": "auto"})`.
 
 An ordinary single-device script, started by torchrun, runs split over the ranks and sees nothing of it:
-every rank gives the whole batch, holds plain whole parameters, and receives the whole result; gradients are
-whole and equal on every rank. What is split is the work, and with it the activations kept for backward.
+every rank gives the whole batch, holds plain whole parameters, or its shards of those that `autopar.shard_`
+has cut, and receives the whole result; gradients lie as parameters do. What is split is the work, and with it
+the activations kept for backward.
 
-Each graph that dynamo finds is lifted to a module, captured, and planned with all parameters replicated, so
+Each graph that dynamo finds is lifted to a module, captured, and planned with all parameters as they lie, so
 that the plans of several graphs agree about them. Only collectives that are their own derivatives stand
-between the ops (`autopar.runtime.collectives`), and the graph runs eagerly: autograd does the rest.
+between the ops (`autopar.runtime.collectives`), and eager autograd, or that of compiled regions
+(`autopar.runtime.compiled`), does the rest.
 
 [Note: when graphs are planned] Dynamo compiles a frame when it first runs, so that nothing is lost by
 planning at the first call of each set of shapes, on real arguments: sizes that dynamo left open are numbers
@@ -22,27 +24,40 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.api import agreed, check_world, join_process_group, make_world, world_size
+from autopar import _torch
+from autopar.api import _BUCKET_BYTES, agreed, check_world, join_process_group, world_size
 from autopar.capture import Captured, capture_forward
-from autopar.cost_model import Hardware, find_hardware
+from autopar.cost_model import Hardware
 from autopar.errors import AutoparError, CaptureError, MeshError
-from autopar.factors import Analysis, _Analyzer, output_nodes
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R
+from autopar.factors import analyze
+from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
 from autopar.lifting import Lifted, View, argument_names, lift
 from autopar.passes import bind_groups, clean_up, partition, verify_graph
 from autopar.passes.retarget import draws, is_collective
 from autopar.planning import Prepared, make_plan
 from autopar.program import check_plan
+from autopar.recomputation import mark_blocks
+from autopar.runtime.compiled import Executor, ExecutorName
+from autopar.runtime.entries import Entries
+from autopar.runtime.gather import Gathers
 from autopar.runtime.world import World
 from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve
+from autopar.sharding import (
+    check_alike,
+    device_of,
+    hardware_of,
+    layout_of,
+    mesh_of,
+    refuse_stages,
+    whole_parameter,
+    world_of,
+)
 
 log = logging.getLogger("autopar")
 Run = Callable[[Sequence[Any]], list[Any]]
@@ -54,14 +69,17 @@ class Options:
 
     Attributes:
         mesh: axis name -> number of ranks; by default one axis `dp` of all ranks.
-        recipe: constraints on the split, as in `autopar.compile`; those that shard parameters at rest
-            do not apply, as parameters stay whole.
+        recipe: constraints on the split, as in `autopar.compile`; those on how parameters are stored
+            do not apply, as they stay where they lie.
         hardware: what is priced, by name or path; by default a guess from the device.
+        executor: what runs the graph of a rank, as in `autopar.compile`: "eager", "aot_eager" or
+            "inductor".
     """
 
     mesh: Mesh | Mapping[str, int] | None = None
     recipe: RecipeLike = "auto"
     hardware: Hardware | str | None = None
+    executor: ExecutorName = "eager"
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Options:
@@ -74,13 +92,19 @@ class Options:
             )
         return cls(**options)
 
-    def axes(self) -> Mesh:
-        """The mesh. Raises MeshError unless it has as many ranks as run, and RecipeError."""
-        mesh = Mesh((("dp", world_size()),)) if self.mesh is None else Mesh.of(self.mesh)
-        if PIPELINE_AXIS in mesh.names:
+    def axes(self, stored: Mesh | None) -> Mesh:
+        """The mesh, by default the one on which parameters are `stored`.
+
+        Raises MeshError unless it is that one and has as many ranks as run, and RecipeError.
+        """
+        mesh = stored or Mesh((("dp", world_size()),))
+        if self.mesh is not None:
+            mesh = Mesh.of(self.mesh)
+        refuse_stages(mesh)
+        if stored not in (None, mesh):
             raise MeshError(
-                f"The mesh {mesh} has the axis {PIPELINE_AXIS!r}, and pipeline stages need the whole "
-                "step: use autopar.compile and its `step`, or split over other axes."
+                f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
+                f"{mesh}; leave the option out, or shard over the same."
             )
         check_world(mesh)
         resolve(self.recipe, mesh)
@@ -96,46 +120,33 @@ def autopar(
 ) -> Callable[..., list[Any]]:
     """The backend: what torch.compile calls with each graph; see `Options` for what can be asked.
 
-    Raises AutoparError for an unknown option and for parameters that are DTensors, MeshError if the world
-    does not match the mesh, RecipeError for an unknown recipe.
+    Raises AutoparError for an unknown option and for DTensors that `autopar.shard_` has not made, MeshError
+    if the world or these do not match the mesh, RecipeError for an unknown recipe.
     """
     if mode is not None:
         raise AutoparError(f"The backend autopar has no mode {mode!r}; leave mode out.")
     chosen = Options.of(options or {})
     names = argument_names(module)
-    _refuse_sharded(names, example_inputs)
-    device = _device(example_inputs)
+    _refuse_distributed(module, names, example_inputs)
+    device = device_of(example_inputs)
     join_process_group(device)
-    return _SplitGraph(module, names, chosen, _world(chosen.axes(), device))
+    stored = [mesh_of(x) for x in example_inputs if isinstance(x, DTensor)]
+    axes = chosen.axes(stored[0] if stored else None)
+    return _SplitGraph(module, names, chosen, world_of(axes, device))
 
 
-def _refuse_sharded(names: Sequence[str], arguments: Sequence[Any]) -> None:
-    for name, x in zip(names, arguments, strict=True):
-        if isinstance(x, DTensor):
+def _refuse_distributed(
+    module: fx.GraphModule, names: Sequence[str], arguments: Sequence[Any]
+) -> None:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, name, x in zip(placeholders, names, arguments, strict=True):
+        if isinstance(x, DTensor) and any(
+            user.target is not whole_parameter for user in node.users
+        ):
             raise AutoparError(
-                f"{name} is a DTensor of placements {x.placements}, and the backend takes plain tensors: "
-                "it splits the work and leaves parameters whole. Use autopar.compile for sharded ones."
+                f"{name} is a DTensor of placements {x.placements}, and the backend takes plain tensors "
+                "and the parameters that autopar.shard_ has cut."
             )
-
-
-def _device(arguments: Sequence[Any]) -> torch.device:
-    """Where the graph computes: on the accelerator if any argument is there."""
-    found = [x.device for x in arguments if isinstance(x, Tensor)]
-    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
-
-
-_WORLDS: WeakKeyDictionary[Any, dict[tuple[Mesh, str], World]] = WeakKeyDictionary()
-
-
-def _world(mesh: Mesh, device: torch.device) -> World:
-    """The process groups of a mesh, made once for all graphs; they end with the default group."""
-    if not dist.is_initialized():
-        return World(mesh, device)
-    known = _WORLDS.setdefault(dist.group.WORLD, {})
-    key = (mesh, device.type)
-    if key not in known:
-        known[key] = make_world(mesh, device, None)
-    return known[key]
 
 
 # --- one graph of dynamo
@@ -149,28 +160,31 @@ class _SplitGraph:
     ) -> None:
         self._module, self._names = module, names
         self._options, self._world = options, world
+        self._executor = Executor(options.executor)
         self._runs: dict[Any, Run] = {}
 
     def __call__(self, *arguments: Any) -> list[Any]:
         key = tuple(map(_kind, arguments))
         if key not in self._runs:
-            _check_alike(self._world, self._names, arguments)
+            check_alike(self._world, dict(zip(self._names, arguments, strict=True)))
             self._runs[key] = self._made(arguments)
         return self._runs[key](arguments)
 
     def _made(self, arguments: Sequence[Any]) -> Run:
         start = time.perf_counter()
         try:
-            lifted = lift(self._module, self._names, arguments)
-            inputs = tuple(arguments[i] for i in lifted.inputs)
-            prepared = _prepare(lifted, inputs)
-            plan = _plan(prepared, self._world, self._options)
+            sharded = {i: x for i, x in enumerate(arguments) if isinstance(x, DTensor)}
+            given = [_stand_in(x) if i in sharded else x for i, x in enumerate(arguments)]
+            lifted = lift(self._module, self._names, given, frozenset(sharded))
+            prepared = _prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
+            stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}
+            plan = _plan(prepared, self._world, self._options, stored)
             local = _local_graph(prepared, plan)
         except AutoparError as error:
             self._tell_whole(error)
             return _Whole(self._module, self._world)
         self._tell(prepared.analysis.graph, plan, local, time.perf_counter() - start)
-        return _Split(lifted, prepared.captured, local, self._world)
+        return _Split(lifted, prepared.captured, local, self._world, self._executor, arguments)
 
     def _tell(self, graph: Graph, plan: Plan, local: fx.GraphModule, seconds: float) -> None:
         if self._world.rank == 0:
@@ -190,81 +204,55 @@ def _kind(x: Any) -> Any:
     """What a plan depends on: all of a number, and of a tensor what its graph does."""
     if not isinstance(x, Tensor):
         return x
+    if isinstance(x, DTensor):
+        return tuple(x.shape), x.placements, x.dtype, x.device, x.requires_grad
     return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
-
-
-def _check_alike(world: World, names: Sequence[str], arguments: Sequence[Any]) -> None:
-    """Raises AutoparError unless all ranks gave the same numbers, but for rounding."""
-    tensors = [(n, x) for n, x in zip(names, arguments, strict=True) if isinstance(x, Tensor)]
-    if world.mesh.size == 1 or not tensors:
-        return
-    own = torch.stack([_fingerprint(x).to(world.device) for _, x in tensors])
-    first = own.clone()
-    world.broadcast(first)
-    differs = ((own - first).abs() > 1e-3).any(1).nonzero()
-    wrong = torch.tensor(int(differs[0]) if len(differs) else len(tensors), device=world.device)
-    dist.all_reduce(wrong, dist.ReduceOp.MIN)
-    if int(wrong) < len(tensors):
-        raise AutoparError(
-            f"{tensors[int(wrong)][0]} is not the same on all {world.mesh.size} ranks, and each has to "
-            "give the whole batch and the same parameters, as one device would have them: call "
-            "torch.manual_seed with one number on all ranks before the model is made and data are drawn, "
-            "and use no DistributedSampler."
-        )
-
-
-@torch.no_grad()
-def _fingerprint(x: Tensor) -> Tensor:
-    """The logarithm of a tensor's norm and its direction along a fixed vector, of a million entries at most."""
-    values = torch.view_as_real(x) if x.is_complex() else x
-    flat = values.detach().reshape(-1)
-    flat = flat[:: 1 + flat.numel() // 2**20].double().nan_to_num(posinf=1e3, neginf=-1e3)
-    weights = torch.cos(torch.arange(flat.numel(), device=x.device, dtype=torch.float64))
-    norm = flat.norm() + 1e-30
-    return torch.stack([norm.log(), flat.dot(weights) / norm])
 
 
 # --- capture and plan
 
 
-class _WithDifferentiable(_Analyzer):
-    """An analysis in which inputs, too, may take a gradient: activations of the graph before."""
-
-    def __init__(self, captured: Captured, differentiable: frozenset[str]) -> None:
-        super().__init__(captured)
-        self._differentiable = differentiable
-
-    def _add_leaf(self, node: fx.Node) -> None:
-        super()._add_leaf(node)
-        if node.name in self._differentiable:
-            self.needs_grad.add(node.name)
-
-
 def _prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
     if not any(result is None for result in lifted.results) and not lifted.buffers:
         raise CaptureError("It computes nothing but views of its arguments.")
-    captured = capture_forward(lifted.module, inputs, {})
+    try:
+        captured = capture_forward(lifted.module, inputs, {})
+    except CaptureError as error:
+        raise CaptureError(f"{error}{lifted.place}") from error
     clean_up(captured.module)
-    by_position = dict(zip(captured.inputs, lifted.inputs, strict=True))
-    differentiable = frozenset(n for n, i in by_position.items() if i in lifted.differentiable)
-    analysis: Analysis = _WithDifferentiable(captured, differentiable).run()
-    return Prepared(captured, analysis)
+    positions = zip(captured.inputs, lifted.inputs, strict=True)
+    captured = replace(
+        captured,
+        # Activations of the graph before take a gradient, too.
+        differentiable=frozenset(name for name, i in positions if i in lifted.differentiable),
+        whole_outputs=True,
+    )
+    return Prepared(captured, analyze(captured))
 
 
-def _plan(prepared: Prepared, world: World, options: Options) -> Plan:
+def _plan(
+    prepared: Prepared, world: World, options: Options, stored: Mapping[str, DTensor]
+) -> Plan:
     """A plan, the same on all ranks, with everything whole at the edges of the graph.
 
+    Parameters lie as they are `stored`, all others whole.
     A recipe that the graph leaves no room for, as a fragment between two graph breaks or an uneven batch
     may, gives way to "auto": first on one axis, then on all.
     """
-    whole = (R,) * len(world.mesh.axes)
+    replicated = (R,) * len(world.mesh.axes)
     graph = prepared.analysis.graph
-    hardware = _hardware(options, world)
+    hardware = hardware_of(options.hardware, world.device)
+    layouts = {
+        name: layout_of(stored[name], graph.tensors[tensor].dims, world.mesh)
+        if name in stored
+        else replicated
+        for name, tensor in graph.parameters.items()
+    }
 
     def search(recipe: RecipeLike) -> Plan:
         return make_plan(
             prepared, world.mesh, hardware=hardware, recipe=recipe,
-            fixed_storage={name: ParameterPlan(whole, whole) for name in graph.parameters},
+            fixed_storage={name: ParameterPlan(at, at) for name, at in layouts.items()},
         )  # fmt: skip
 
     def search_any() -> Plan:
@@ -276,7 +264,7 @@ def _plan(prepared: Prepared, world: World, options: Options) -> Plan:
         return search("auto")
 
     plan = agreed(search_any)
-    return replace(plan, inputs=dict.fromkeys(plan.inputs, whole))
+    return replace(plan, inputs=dict.fromkeys(plan.inputs, replicated))
 
 
 def _relaxed(recipe: RecipeLike, mesh: Mesh) -> Iterator[RecipeLike]:
@@ -290,24 +278,55 @@ def _relaxed(recipe: RecipeLike, mesh: Mesh) -> Iterator[RecipeLike]:
 
 def _local_graph(prepared: Prepared, plan: Plan) -> fx.GraphModule:
     """The graph of one rank, which returns new values of buffers and then the results, all whole."""
-    captured = prepared.captured
-    check_plan(captured, prepared.analysis, plan)
-    everything = range(len(output_nodes(captured.module)))
-    # What is new state leaves a partitioned graph whole, and here everything does.
-    whole = replace(captured, mutated=dict.fromkeys(everything, "state"))
-    local, _ = partition(whole, prepared.analysis, plan)
+    check_plan(prepared.captured, prepared.analysis, plan)
+    local, _ = partition(prepared.captured, prepared.analysis, plan)
     verify_graph(local, after="partition")
+    mark_blocks(local, prepared.analysis.graph, plan)
     return local
 
 
-def _hardware(options: Options, world: World) -> Hardware:
-    if isinstance(options.hardware, Hardware):
-        return options.hardware
-    guess = "cpu-gloo" if world.device.type == "cpu" else "h100"
-    return find_hardware(options.hardware or guess)
+@torch.inference_mode(False)  # whose tensors have no version
+def _stand_in(parameter: DTensor) -> nn.Parameter:
+    """What has the shape of a whole parameter, and takes no memory."""
+    found = _torch.without_memory(parameter.shape, parameter.dtype, parameter.device)
+    return nn.Parameter(found, requires_grad=parameter.requires_grad)
 
 
 # --- running
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What is to be known of a parameter to group it with others, with no values."""
+
+    local: Tensor
+    parameter: Tensor
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Shard:
+        like = torch.empty_like(_torch.local_tensor(parameter), device="meta")
+        return cls(like, like.detach().requires_grad_(parameter.requires_grad))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which its gradient is added up: what autograd gives."""
+        return self.local.dtype
+
+
+class _Shards:
+    """The parameters of a graph as `Gathers` sees them; their gradients go back through autograd."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.kept = self.specs = list(map(_Shard.of, parameters))
+        self.leaves: list[Tensor] = []
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """Of what a rank holds."""
+        return tuple(self.kept[i].local.shape)
 
 
 class _Whole:
@@ -327,21 +346,33 @@ class _Split:
     Args:
         lifted: what the arguments are.
         captured: names the placeholders of the local graph.
+        executor: what runs it.
+        examples: of the arguments.
     """
 
     def __init__(
-        self, lifted: Lifted, captured: Captured, local: fx.GraphModule, world: World
+        self,
+        lifted: Lifted,
+        captured: Captured,
+        local: fx.GraphModule,
+        world: World,
+        executor: Executor,
+        examples: Sequence[Any],
     ) -> None:
-        self._lifted, self._graph = lifted, local
+        self._lifted = lifted
         self._constants = list(captured.constants.values())
-        self._order = [
-            *(lifted.parameters[name] for name in captured.parameters.values()),
-            *(lifted.buffers[name] for name in captured.buffers.values()),
-        ]
+        self._parameters = [lifted.parameters[name] for name in captured.parameters.values()]
+        self._buffers = [lifted.buffers[name] for name in captured.buffers.values()]
         self._changed = [lifted.buffers[name] for _, name in sorted(captured.mutated.items())]
-        bind_groups(self._graph, world.group_names)
-        verify_graph(self._graph, after="binding to process groups")
-        is_random = any(draws(node) for node in self._graph.graph.nodes)
+        sources = _Shards([examples[i] for i in self._parameters])
+        self._gathers = Gathers(sources, world, frozenset())
+        self._gathers.install(local, world.mesh, _BUCKET_BYTES)
+        self._entries = Entries(world)
+        self._entries.install(local, [each.local for each in sources.kept], _BUCKET_BYTES)
+        bind_groups(local, world.group_names)
+        verify_graph(local, after="binding to process groups")
+        is_random = any(draws(node) for node in local.graph.nodes)
+        self._graph = executor.ready(local)
         self._seed = (lambda: _same_seed(world)) if is_random else contextlib.nullcontext
         kind = world.device.type
         self._casts = (
@@ -353,10 +384,12 @@ class _Split:
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         changed = {*self._changed}
         # What will be changed is given as a copy: backward may need what it was.
-        held = [arguments[i].clone() if i in changed else arguments[i] for i in self._order]
+        state = [arguments[i].clone() if i in changed else arguments[i] for i in self._buffers]
         inputs = [arguments[i] for i in self._lifted.inputs]
-        with self._seed(), self._casts:
-            results = list(self._graph(*held, *self._constants, *inputs))
+        shards = [_torch.differentiable_local(arguments[i]) for i in self._parameters]
+        with self._seed(), self._casts, self._gathers.watching():
+            leaves = self._entries.open(shards)
+            results = list(self._graph(*leaves, *state, *self._constants, *inputs))
         with torch.no_grad():
             for i, value in zip(self._changed, results, strict=False):
                 arguments[i].copy_(value)

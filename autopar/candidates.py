@@ -22,9 +22,10 @@ from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.items import COMPUTE, Precision, Pricer
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Recompute, Run, Step, Term, total
+from autopar.cost_model.step import Run, Stage, Step, Term, total
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, with_pipeline
+from autopar.ir.recompute import Recompute, format_recompute
 from autopar.search import search
 from autopar.views.units import format_seconds
 
@@ -61,7 +62,8 @@ class Setting:
         axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
         axes += [f"tp={self.tp} {self.tensor}"] if self.tp > 1 else []
         axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
-        again = ", recompute" if self.recompute == "full" else ""
+        again = "" if self.recompute == "none" else ", recompute"
+        again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
         return f"{' x '.join(axes) or 'one rank'}, {self.micro_batches} x {self.micro_batch}{again}"
 
     @property
@@ -170,6 +172,46 @@ class Space:
                 found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
         return [found[each] for each in wanted if each in found]
 
+    def with_fewest_blocks(self, priced: Iterable[Priced], bound_bytes: float) -> list[Priced]:
+        """Settings that keep all and do not fit, with as few layers of a stage run again as do.
+
+        Those are left out that all layers but one are not enough for.
+        """
+        groups: dict[tuple[str, str], list[Setting]] = {}
+        for each in priced:
+            s = each.setting
+            if s.recompute == "none" and each.memory_bytes > bound_bytes:
+                groups.setdefault((s.data, s.tensor), []).append(s)
+        found = []
+        for (data, tensor), settings in groups.items():
+            plan = self.plan(data, tensor)
+            assert plan is not None, "it was priced"
+            fewest = self._fewest_blocks(plan, settings, bound_bytes)
+            again = [
+                replace(s, recompute=int(k))
+                for s, k in zip(settings, fewest, strict=True)
+                if k < self._step_layers / s.stages
+            ]
+            counts = np.array([s.recompute for s in again], dtype=float)
+            found += self._priced(plan, counts, again)
+        return found
+
+    @property
+    def _step_layers(self) -> int:
+        return sum(stack.layers for stack in self.graph.stacks) or 1
+
+    def _fewest_blocks(self, plan: Plan, settings: list[Setting], bound_bytes: float) -> np.ndarray:
+        """Memory falls by as much with every block, but the last; on both ends of the pipeline."""
+        columns = _Columns.of(settings)
+        none, one = (self._step(plan, k + np.zeros(len(settings)), columns) for k in (0.0, 1.0))
+        fewest = np.ones(len(settings))
+        ends: tuple[Stage, ...] = ("first", "last")
+        for stage in ends:
+            whole, less = total(none.memory(stage)), total(one.memory(stage))
+            wanted = np.ceil((whole - bound_bytes) / np.maximum(whole - less, 1.0))
+            fewest = np.maximum(fewest, wanted)
+        return fewest
+
     def on(self, cluster: Cluster) -> Space:
         """The same on another cluster, with the plans that were found for this one."""
         return replace(self, cluster=cluster)
@@ -240,7 +282,9 @@ class Space:
     def _size(self, factor: str, size: int, setting: Setting) -> int:
         return setting.micro_batch * setting.dp if factor == "batch" else size
 
-    def _priced(self, plan: Plan, recompute: Recompute, settings: list[Setting]) -> list[Priced]:
+    def _priced(
+        self, plan: Plan, recompute: Recompute | np.ndarray, settings: list[Setting]
+    ) -> list[Priced]:
         if not settings:
             return []
         step = self._step(plan, recompute, _Columns.of(settings))
@@ -249,7 +293,7 @@ class Space:
             for setting, s, m, t, parts in zip(settings, *_figures(step, settings), strict=True)
         ]
 
-    def _step(self, plan: Plan, recompute: Recompute, columns: _Columns) -> Step:
+    def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:
         """The formulas of a step over arrays, an element for every setting."""
         hardware, at = self.cluster.hardware, columns
         ranks = at.dp * at.tp * at.stages
@@ -269,7 +313,7 @@ class Space:
         )
         return Step(
             tuple(pricer.items()), tuple(pricer.holdings()), run, hardware, self.software,
-            layers=sum(stack.layers for stack in self.graph.stacks) or 1,
+            layers=self._step_layers,
             boundary_bytes=pricer.boundary_bytes(), boundary_link=boundary,
         )  # fmt: skip
 
@@ -322,7 +366,8 @@ def _best_of_every_kind(priced: Sequence[Priced], bound_bytes: float) -> list[Pr
     kept: dict[tuple[object, ...], Priced] = {}
     for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
         s = each.setting
-        kept.setdefault((s.dp, s.tp, s.stages, s.data, s.tensor, s.recompute), each)
+        again = "some" if isinstance(s.recompute, int) else s.recompute
+        kept.setdefault((s.dp, s.tp, s.stages, s.data, s.tensor, again), each)
     return list(kept.values())
 
 

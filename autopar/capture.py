@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar import _torch
+from autopar.casts import absorb_casts, call_cast, dtype_of
 from autopar.errors import CaptureError, StepError
 from autopar.forgotten import watching
+from autopar.ir import MixedPrecision
 
 aten = torch.ops.aten
 
@@ -48,6 +51,10 @@ class Captured:
             before the model's own outputs.
         is_step: whether the only output is the loss.
         training: the mode the model was in.
+        precision: the policy under which it was captured, None for none.
+        stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
+        differentiable: placeholders of inputs that take a gradient.
+        whole_outputs: whether the results are to be whole on every rank.
     """
 
     module: fx.GraphModule
@@ -63,6 +70,17 @@ class Captured:
     mutated: Mapping[int, str]
     is_step: bool
     training: bool
+    precision: MixedPrecision | None = None
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    differentiable: frozenset[str] = frozenset()
+    whole_outputs: bool = False
+
+    def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
+        """The format in which the gradient of a parameter, used in the format `used`, is added up."""
+        if self.precision is None or not used.is_floating_point:
+            return used
+        asked = self.precision.reduce_dtype
+        return self.stored.get(name, used) if asked is None else dtype_of(asked)
 
     @property
     def fingerprint(self) -> str:
@@ -76,6 +94,8 @@ class Captured:
             digest.update(f"{node.op} {node.target} {node.args} {kwargs}".encode())
             digest.update(repr([(tuple(t.shape), t.dtype) for t in _tensors(node)]).encode())
         digest.update(repr(sorted(self.parameters.items())).encode())
+        if self.precision is not None:
+            digest.update(str(self.precision).encode())
         return digest.hexdigest()[:16]
 
 
@@ -87,21 +107,32 @@ class _WithLoss(nn.Module):
     """The model and its loss as one module that returns a scalar."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None, *, is_step: bool = False
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        *,
+        is_step: bool = False,
+        precision: MixedPrecision | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.precision = precision
         self.is_step = is_step
         self.training = model.training  # not train(): submodules keep their own modes
 
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
-            result = self.model(*batch, **kwargs)
+            result = self._result(*batch, **kwargs)
             return _loss_in(result) if self.is_step else result
         targets = target_count(self.loss_fn)
         inputs = batch[: len(batch) - targets]
-        return self.loss_fn(self.model(*inputs, **kwargs), *batch[len(batch) - targets :])
+        return self.loss_fn(self._result(*inputs, **kwargs), *batch[len(batch) - targets :])
+
+    def _result(self, *args: Any, **kwargs: Any) -> Any:
+        if self.precision is None:
+            return self.model(*args, **kwargs)
+        return call_cast(self.model, args, kwargs, self.precision)
 
 
 def _loss_in(result: Any) -> Any:
@@ -112,40 +143,59 @@ def _loss_in(result: Any) -> Any:
 
 
 def target_count(loss_fn: LossFunction) -> int:
-    """How many entries at the end of a batch go to the loss: its parameters without default, less one."""
+    """How many entries at the end of a batch go to the loss: its parameters without default, less one.
+
+    Raises StepError for a function of which that cannot be read.
+    """
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (
-        TypeError,
-        ValueError,
-    ):  # a builtin without a signature, such as F.cross_entropy's C twin
-        return 1
+    except (TypeError, ValueError):  # a builtin without a signature, such as torch.mean
+        count = _torch.required_arguments(getattr(function, "__name__", ""))
+        if count is None:
+            raise StepError(
+                f"How many entries of the batch the loss function {loss_fn!r} takes cannot be read from it. "
+                "Wrap it in a function that names them: lambda result, target: ..."
+            ) from None
+        return max(count - 1, 0)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p for p in parameters if p.default is p.empty and p.kind in positional]
     return max(len(required) - 1, 0)
 
 
 def capture_step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+    precision: MixedPrecision | None = None,
 ) -> Captured:
     """Captures forward and loss. Raises StepError where the result is not a scalar loss."""
-    wrapper = _WithLoss(model, loss_fn, is_step=True)
+    wrapper = _WithLoss(model, loss_fn, is_step=True, precision=precision)
     captured = _capture(wrapper, args, kwargs, is_step=True)
     _require_scalar_loss(captured, loss_fn)
     return captured
 
 
-def capture_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def capture_forward(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    precision: MixedPrecision | None = None,
+) -> Captured:
     """Captures the forward alone."""
-    return _capture(_WithLoss(model, None), args, kwargs, is_step=False)
+    return _capture(_WithLoss(model, None, precision=precision), args, kwargs, is_step=False)
 
 
 def run_with_loss(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+    precision: MixedPrecision | None = None,
 ) -> Tensor:
     """Forward and loss without capture, as the single device runs them."""
-    return _WithLoss(model, loss_fn, is_step=True)(*args, **kwargs)
+    return _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
 
 
 def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:
@@ -166,7 +216,7 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
 
 
 def _capture(
-    wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_step: bool
+    wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_step: bool
 ) -> Captured:
     # Export merges inputs that are one object; a batch may well use one tensor twice.
     args, kwargs = pytree.tree_map(
@@ -186,7 +236,10 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         try:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
             keep_no_grad(exported.graph_module)
+            index_strided(exported.graph_module)
             exported = exported.run_decompositions({})
+        except CaptureError:
+            raise
         except Exception as error:
             raise _explained(error, wrapper) from error
     if forgotten:
@@ -224,24 +277,85 @@ def keep_no_grad(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def index_strided(module: fx.GraphModule) -> None:
+    """[Note: as_strided] It reads memory, and a rank's part, or a gathered whole, lies in memory in another way than
+    what was traced. So: as_strided(x, size, stride) -> elements of x in the order of memory, selected by an index.
+    """
+    for node in list(module.graph.find_nodes(op="call_function", target=aten.as_strided.default)):
+        x, size, stride = node.args[0], node.args[1], node.args[2]
+        value = x.meta["val"]
+        start = (node.args[3] if len(node.args) > 3 else None) or value.storage_offset()
+        first = start - value.storage_offset()
+        last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        order = sorted(range(value.ndim), key=lambda i: (-value.stride(i), i))
+        if not value.permute(order).is_contiguous() or first < 0 or last >= value.numel():
+            raise _uncaptured(
+                _traced_line(node),
+                "as_strided reads memory that is not its argument's own",
+                "Take it of a contiguous tensor, or write it with unfold",
+            )
+        with module.graph.inserting_before(node):
+            call = module.graph.call_function
+            positions = call(aten.arange.default, (value.numel(),), {"device": value.device})
+            index = call(aten.as_strided.default, (positions, size, stride, first))
+            inner = call(aten.reshape.default, (call(aten.permute.default, (x, order)), [-1]))
+            flat = call(aten.reshape.default, (index, [-1]))
+            chosen = call(aten.index_select.default, (inner, 0, flat))
+            result = call(aten.reshape.default, (chosen, size))
+        node.replace_all_uses_with(result)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
 def _explained(error: Exception, wrapper: nn.Module) -> CaptureError:
     """An error that names the line of the model and the remedy."""
-    line = _torch.user_line(error)
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
-    remedy = "Keep Python control flow independent of tensor values"
-    if isinstance(error, TypeError):
-        remedy = "Call it with the arguments that the model's forward takes"
+    line = _torch.user_line(error)
+    return _uncaptured(line, reason, _remedy(error, line, wrapper))
+
+
+def _expert_remedy(wrapper: nn.Module) -> str:
+    """A loop over the experts that rows went to; `experts_implementation` is the switch of transformers."""
+    configs = (getattr(module, "config", None) for module in wrapper.modules())
+    if any(getattr(x, "_experts_implementation", None) == "eager" for x in configs):
+        return (
+            'Choose the grouped form of the experts, model.set_experts_implementation("grouped_mm")'
+        )
+    return (
+        "Sort the rows by expert and multiply them with torch.nn.functional.grouped_mm, or run every expert "
+        "on all rows and mask what is not its own"
+    )
+
+
+def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
     if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
-        remedy += " (use torch.where or torch.cond instead of `if`, and avoid .item())"
+        if "expert" in line:
+            return _expert_remedy(wrapper)
+        return (
+            "Keep Python control flow independent of tensor values (use torch.where or torch.cond instead of "
+            "`if`, and avoid .item())"
+        )
+    if "NoneType" in str(error):
+        return (
+            "Give the optional inputs that are None here, such as attention_mask: some models fill them in "
+            "only where they are not traced"
+        )
+    if isinstance(error, TypeError):
+        return "Call it with the arguments that the model's forward takes"
+    return "Write this line so that torch.export takes it"
+
+
+def _uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
     return CaptureError(
         f"The model cannot be captured as a graph.\n  where:  {line}\n  reason: {reason}\n"
-        f"  remedy: {remedy}."
+        f'  remedy: {remedy}. What export refuses, torch.compile(model, backend="autopar") '
+        "may run: it breaks the graph there, with parameters whole on every rank."
     )
 
 
 def _describe(
-    exported: Any, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_step: bool
+    exported: Any, wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], is_step: bool
 ) -> Captured:
     signature, module = exported.graph_signature, exported.graph_module
     kinds = torch.export.graph_signature.InputKind
@@ -251,6 +365,8 @@ def _describe(
     parameters, tied = _merge_tied(
         module, named, dict(wrapper.named_parameters(remove_duplicate=False))
     )
+    policy = wrapper.precision
+    stored = absorb_casts(module, parameters, policy) if policy is not None else {}
     _order_placeholders(module, specs, (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR))
     users = [s for s in specs if s.kind == kinds.USER_INPUT]
     tensors = {i: s.arg.name for i, s in enumerate(users) if isinstance(leaves[i], Tensor)}
@@ -280,6 +396,8 @@ def _describe(
         mutated={i: _plain_name(s.target) for i, s in enumerate(mutated)},
         is_step=is_step,
         training=wrapper.training,
+        precision=policy,
+        stored=stored,
     )
 
 
@@ -296,14 +414,24 @@ def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
     for node in module.graph.nodes:
         if node.op == "call_function" and _is_unknown(node) and _is_read(node):
-            lines = str(node.meta.get("stack_trace", "")).strip().splitlines()
             made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
-            raise CaptureError(
-                "The model cannot be captured as a graph.\n"
-                f"  where:  {lines[-1].strip() if lines else node.target}\n"
-                f"  reason: {node.target} makes a {made} of a tensor's value\n"
-                "  remedy: keep it a tensor (no .item(); index with torch.index_select)."
+            raise _uncaptured(
+                _traced_line(node),
+                f"{node.target} makes a {made} of a tensor's value",
+                "Keep it a tensor (no .item(); index with torch.index_select, and mask with torch.where "
+                "instead of x[mask])",
             )
+
+
+def _traced_line(node: fx.Node) -> str:
+    """The innermost forward that a node comes from: `file:line in function: code`."""
+    place = r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
+    found = list(re.finditer(place, str(node.meta.get("stack_trace", ""))))
+    return (
+        "{file}:{line} in {function}: {code}".format(**found[-1].groupdict())
+        if found
+        else str(node.target)
+    )
 
 
 def _is_unknown(node: fx.Node) -> bool:

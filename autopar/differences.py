@@ -12,6 +12,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir import Plan, format_layout
 from autopar.ir.plan import read_document
+from autopar.ir.recompute import format_recompute
 from autopar.report import ZERO_NAMES, used_axes
 from autopar.views.units import format_as, format_bytes, format_seconds
 
@@ -102,13 +103,14 @@ def _headlines(a: Side, b: Side) -> Iterator[Difference]:
         ("schedule", *map(_schedule, (a.plan, b.plan))),
         ("stages begin at", *map(_cuts, (a.plan, b.plan))),
         ("micro-batches", str(a.plan.micro_batches), str(b.plan.micro_batches)),
+        ("precision", *(str(side.plan.precision or "none") for side in (a, b))),
     ]
     if a.document and b.document:
         pairs.append(("cluster", a.document["cluster"]["name"], b.document["cluster"]["name"]))
         for name in ("stages", "recompute"):
             pairs.append((name, str(a.document["run"][name]), str(b.document["run"][name])))
     else:
-        pairs.append(("recompute", a.plan.recompute, b.plan.recompute))
+        pairs.append(("recompute", *(format_recompute(s.plan.recompute) for s in (a, b))))
     for subject, before, after in pairs:
         if before != after:
             yield Difference(subject, "", before, after)

@@ -142,6 +142,7 @@ class _Analyzer:
         self.conflicts: dict[str, set[str]] = {}
         self.needs_grad: set[str] = set()
         self.of_inputs: set[str] = set()  # tensors that depend on an input
+        self.taken: dict[str, tuple[str, ...]] = {}  # node name -> its operands
 
     def run(self) -> Analysis:
         for node in self.nodes:
@@ -160,6 +161,8 @@ class _Analyzer:
             outputs=tuple(self.names[n.name][0] for n in output_nodes(self.captured.module)),
             factors=factors,
             stacks=find_stacks(ops),
+            precision=self.captured.precision,
+            whole_outputs=self.captured.whole_outputs,
         )
         letters = {
             name: {letter: self._labels(letter, atom) for letter, atom in own.items()}
@@ -187,7 +190,8 @@ class _Analyzer:
         if node.name in self.captured.inputs:
             self.of_inputs.add(node.name)
         name = self.captured.parameters.get(node.name)
-        if name is not None and name not in self.captured.frozen:
+        is_trained = name is not None and name not in self.captured.frozen
+        if is_trained or node.name in self.captured.differentiable:
             self.needs_grad.add(node.name)
 
     def _add_tensor(self, name: str, value: TorchTensor, atoms: list[list[Atom]]) -> None:
@@ -200,6 +204,7 @@ class _Analyzer:
         single = isinstance(node.meta.get("val"), TorchTensor)
         names = (node.name,) if single else tuple(f"{node.name}:{i}" for i in range(len(results)))
         self.specs[node.name], self.with_rule[node.name] = spec, has_rule
+        self.taken[node.name] = self._operands(node)
         self.names[node.name] = names
         own = {letter: Atom(size) for letter, size in spec.sizes.items()}
         self.letters[node.name] = own
@@ -272,7 +277,21 @@ class _Analyzer:
             factors=tuple(tuple(self.factor_names[id(atom)] for atom in dim) for dim in dims),
             itemsize_bytes=value.element_size(),
             needs_grad=name in self.needs_grad,
+            **self._formats(name, value),
         )
+
+    def _formats(self, name: str, value: TorchTensor) -> dict[str, int]:
+        """The formats of a parameter at rest and of its gradient, where they differ from that in use."""
+        parameter, used = self.captured.parameters.get(name), value.dtype.itemsize
+        if parameter is None:
+            return {}
+        found = {
+            "stored_itemsize_bytes": self.captured.stored.get(parameter, value.dtype).itemsize,
+            "gradient_itemsize_bytes": self.captured.gradient_dtype(
+                parameter, value.dtype
+            ).itemsize,
+        }
+        return {key: size for key, size in found.items() if size != used}
 
     def _labels(self, letter: str, atom: Atom) -> tuple[str, ...]:
         count = len(atom.leaves())
@@ -347,8 +366,8 @@ class _Analyzer:
 
         def result(letters: Letters) -> State:
             position = _position(letters, letter, part, own)
-            assert position or summed, (name, letter)
-            return S(*position) if position else P
+            assert position or summed or letter in spec.agreed, (name, letter)
+            return S(*position) if position else P if summed else V
 
         def kept(letters: Letters) -> State:
             position = _position(letters, letter, part, own)
@@ -420,6 +439,9 @@ def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor
         for letter in sorted(spec.normalized):
             for atom in analyzer.letters[node][letter].leaves():
                 meet(atom, f"{node}.{letter}", "normalized")
+        for letter in sorted(spec.experts | _counts_matrices(analyzer, node, spec)):
+            for atom in analyzer.letters[node][letter].leaves():
+                meet(atom, f"{node}.{letter}", "expert")
     for name, dims in analyzer.atoms.items():
         for atom in leaves(a for dim in dims for a in dim):
             meet(atom, name, None)
@@ -429,6 +451,15 @@ def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor
                 meet(leaf, f"{node}.{letter}", None)
     by_name = {names[key]: frozenset(found) for key, found in roles.items()}
     return names, {n: Factor(n, f.size, by_name[n]) for n, f in taken.items()}
+
+
+def _counts_matrices(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
+    """Letters of a batched product whose one factor is made of parameters alone: `e c d, e d f -> e c f`."""
+    varies = {name in analyzer.of_inputs for name in analyzer.taken[node]}
+    if not spec.sums or varies != {True, False}:
+        return set()
+    tensors = [{x for dim in letters for x in dim} for letters in (*spec.operands, *spec.results)]
+    return set.intersection(*tensors)
 
 
 def _input_name(name: str, dim: int) -> str:

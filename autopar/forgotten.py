@@ -35,7 +35,9 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
     enter = torch.inference_mode.__enter__
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
-        if isinstance(value, Tensor) and module in modules and name in module._buffers:
+        # To assign a buffer what it already holds changes nothing.
+        changed = isinstance(value, Tensor) and value is not module._buffers.get(name)
+        if changed and module in modules and name in module._buffers:
             seen.append(
                 f"the buffer `{name}` of {type(module).__name__} is assigned in forward, which a graph "
                 f"forgets; update it in place: self.{name}.copy_(...)"

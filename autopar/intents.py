@@ -11,7 +11,7 @@ from autopar.cost_model.compute import is_product
 from autopar.cost_model.hardware import Hardware
 from autopar.errors import AutoparError, RecipeError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh
-from autopar.ir.plan import Recompute
+from autopar.ir.recompute import RecomputeWish, check_wish
 from autopar.search import search
 from autopar.search.recipes import ALIASES, NAIVE, PIPELINE_RECIPES, RECIPES, split_recipe
 
@@ -31,7 +31,8 @@ class Wishes:
         stages: pipeline depths that may be chosen, where the mesh does not say.
         schedule: of the pipeline, one of `autopar.ir.SCHEDULES`; None to search.
         chunks: stages of each pipeline rank; None to search.
-        recompute: whether layers run again in backward; None to search.
+        recompute: how many layers of a stage run again in backward, or the part of the memory for
+            activations that may be kept (`autopar.ir.recompute`); None to search.
         max_memory_bytes: of a rank; None for what the hardware has.
         inside_node: axes whose groups must not leave a node.
         without: of `REFUSALS`, what must not be used.
@@ -44,7 +45,7 @@ class Wishes:
     stages: tuple[int, ...] = (1,)
     schedule: str | None = None
     chunks: int | None = None
-    recompute: Recompute | None = None
+    recompute: RecomputeWish | None = None
     max_memory_bytes: int | None = None
     inside_node: tuple[str, ...] = ()
     without: frozenset[str] = frozenset()
@@ -69,19 +70,31 @@ class Wishes:
         return (sizes[PIPELINE_AXIS],) if PIPELINE_AXIS in sizes else self.stages
 
     @property
-    def recomputes(self) -> tuple[Recompute, ...]:
-        """Raises AutoparError where recomputation is both asked for and ruled out."""
+    def recomputes(self) -> tuple[RecomputeWish, ...]:
+        """What may be; between "none" and "full" any number of layers, where both are here.
+
+        Raises AutoparError where recomputation is both asked for and ruled out.
+        """
+        check_wish(self.recompute)
         if "recompute" not in self.without:
             return (self.recompute,) if self.recompute else ("none", "full")
-        if self.recompute == "full":
-            raise AutoparError("--recompute full and --no recompute cannot both hold; drop one.")
+        if self.recompute not in (None, "none"):
+            raise AutoparError(
+                f"--recompute {self.recompute} and --no recompute cannot both hold; drop one."
+            )
         return ("none",)
 
     def check(self) -> None:
         """Raises RecipeError for what a search of meshes has no price for.
 
-        That are recipes of other axes than dp, tp and pp, and schedules other than 1F1B and GPipe.
+        That are recipes of other axes than dp, tp and pp, schedules other than 1F1B and GPipe, and a part
+        of the memory for activations.
         """
+        if isinstance(self.recompute, float):
+            raise RecipeError(
+                f"--recompute {self.recompute} is searched for a given mesh of a model with all its layers; "
+                "give a number of layers, or bound what a rank has with --max-memory."
+            )
         self._recipes()
         wanted = self._schedule
         if wanted not in ("", "1f1b", "gpipe") or self.chunks not in (None, 1):
@@ -105,7 +118,7 @@ class Wishes:
             and self._allow_recipe(setting)
             and self.micro_batches in (None, setting.micro_batches)
             and self._schedule in ("", setting.schedule)
-            and setting.recompute in self.recomputes
+            and (setting.recompute in self.recomputes or len(self.recomputes) > 1)
             and self._stays_inside(setting, devices_per_node)
             and not any(_uses(setting, what) for what in self.without)
             and not any(_size(setting, axis) == 1 for axis in self._pinned_axes())

@@ -5,6 +5,7 @@ inputs, and the numbers that sizes were made of. `lift` runs it once on fake ten
 its arguments, and makes a module of it for one set of shapes:
 
     an argument that takes a gradient  ->  a parameter if it is one of a module, else an input
+    a sharded parameter  ->  a parameter
     a buffer, or an argument that is changed in place  ->  a buffer, whose new value is written back
     any other tensor  ->  an input
     a number  ->  a constant
@@ -26,7 +27,9 @@ from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
 from autopar.errors import CaptureError
+from autopar.sharding import whole_parameter
 
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n(.*)')
 _STEP = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
@@ -50,7 +53,7 @@ class View:
 
     def of(self, arguments: Sequence[Any]) -> Tensor:
         """The view of the argument as it is now."""
-        base = arguments[self.argument]
+        base = whole_parameter(arguments[self.argument])
         if self.is_argument:
             return base
         view = base.as_strided(self.shape, self.stride, self.offset)
@@ -63,7 +66,7 @@ class Lifted:
 
     Attributes:
         module: its forward takes the inputs, and returns the results that are no views and no numbers.
-        parameters: name -> position of the argument, for those that take a gradient.
+        parameters: name -> position of the argument, for those that take a gradient or are sharded.
         buffers: name -> position, for buffers of modules and arguments that are changed in place.
         inputs: positions of all other tensors, in the order of the forward.
         differentiable: positions of the inputs that take a gradient.
@@ -76,6 +79,12 @@ class Lifted:
     inputs: tuple[int, ...]
     differentiable: frozenset[int]
     results: tuple[Any, ...]
+
+    @property
+    def place(self) -> str:
+        """A line that says where in the user's code a run of the module failed, "" if none has."""
+        assert isinstance(self.module, _Forward)
+        return self.module.place
 
 
 def argument_names(module: fx.GraphModule) -> list[str]:
@@ -94,8 +103,15 @@ def _buffers(module: fx.GraphModule) -> list[int]:
     return [i for i, source in enumerate(sources) if "_buffers['" in source]
 
 
-def lift(module: fx.GraphModule, names: Sequence[str], arguments: Sequence[Any]) -> Lifted:
+def lift(
+    module: fx.GraphModule,
+    names: Sequence[str],
+    arguments: Sequence[Any],
+    sharded: frozenset[int] = frozenset(),
+) -> Lifted:
     """The module of a graph for arguments of these shapes.
+
+    Those at the positions `sharded` stand for parameters that `autopar.shard_` has cut.
 
     Raises CaptureError for what it cannot stand for: a custom backward, an argument that is changed in
     place and takes a gradient or shares memory with another.
@@ -105,15 +121,20 @@ def lift(module: fx.GraphModule, names: Sequence[str], arguments: Sequence[Any])
     tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
     _refuse_shared(changed, tensors, names, arguments)
     takes_gradient = [i for i in tensors if arguments[i].requires_grad and torch.is_grad_enabled()]
-    parameters = [i for i in takes_gradient if isinstance(arguments[i], nn.Parameter)]
+    parameters = [
+        i
+        for i in tensors
+        if i in sharded or (i in takes_gradient and isinstance(arguments[i], nn.Parameter))
+    ]
     # All of a module's: what batch_norm does to its statistics leaves no trace on fake tensors.
     state = [i for i in _buffers(module) if i in tensors and i not in takes_gradient]
-    buffers = sorted({*changed, *state})
+    buffers = sorted({*changed, *state} - {*parameters})
     own = {*parameters, *buffers}
     inputs = tuple(i for i in tensors if i not in own)
     made = _Forward(module, arguments, inputs, results)
     for i in (*parameters, *buffers):
-        made._held[i] = _hold(made, names[i], arguments[i].detach(), is_parameter=i in parameters)
+        trained = i in takes_gradient if i in parameters else None
+        made._held[i] = _hold(made, names[i], arguments[i].detach(), trained)
     return Lifted(
         module=made,
         parameters={names[i]: i for i in parameters},
@@ -143,15 +164,20 @@ def _refuse_forgotten(module: fx.GraphModule) -> None:
 
 def _effects(
     module: fx.GraphModule, arguments: Sequence[Any]
-) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Positions of the arguments that are changed in place, and `Lifted.results`."""
+) -> tuple[dict[int, str], tuple[Any, ...]]:
+    """Positions of the arguments that are changed in place, each with where, and `Lifted.results`."""
     with _torch.fake_mode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
         before = [_version(x) for x in fakes]
         held = _Held(mode)
-        results = _run_fake(module, fakes, held)
+        interpreter = _Interpreter(module, held)
+        results = _run_fake(interpreter, fakes)
         held.refuse_changed()
-        changed = tuple(i for i, x in enumerate(fakes) if _version(x) != before[i])
+        changed = {
+            i: interpreter.changes.get(_storage(x), "")
+            for i, x in enumerate(fakes)
+            if _version(x) != before[i]
+        }
         _refuse_new_gradients(changed, fakes, arguments)
         return changed, tuple(_result(x, fakes) for x in results)
 
@@ -176,22 +202,24 @@ class _Held:
             raise CaptureError("It changes a tensor in place that is no argument.")
 
 
-def _run_fake(module: fx.GraphModule, fakes: Sequence[Any], held: _Held) -> Sequence[Any]:
+def _run_fake(interpreter: _Interpreter, fakes: Sequence[Any]) -> Sequence[Any]:
     try:
-        return _Interpreter(module, held).run(*fakes)
-    except CaptureError:
-        raise
+        return interpreter.run(*fakes)
+    except CaptureError as error:
+        raise CaptureError(f"{error}{interpreter.place}") from error
     except Exception as error:  # whatever an op without a fake kernel raises
         text = str(error).strip().splitlines() or [type(error).__name__]
         if "_local_scalar_dense" in text[0]:
             text = [
                 "it reads a number off a tensor, as a float argument of another value becomes one"
             ]
-        raise CaptureError(f"It cannot be run on shapes alone: {text[0]}.") from error
+        reason = f"It cannot be run on shapes alone: {text[0].rstrip('.')}."
+        raise CaptureError(reason + interpreter.place) from error
 
 
 def _version(x: Any) -> int:
-    return x._version if isinstance(x, Tensor) else 0
+    # Made in inference mode, a tensor has none; export then refuses a graph that changes it.
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
 def _result(x: Any, arguments: Sequence[Any]) -> Any:
@@ -207,32 +235,42 @@ def _result(x: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _refuse_new_gradients(
-    changed: Sequence[int], fakes: Sequence[Any], arguments: Sequence[Any]
+    changed: Mapping[int, str], fakes: Sequence[Any], arguments: Sequence[Any]
 ) -> None:
     """What is written back is written without its history."""
-    if any(fakes[i].requires_grad and not arguments[i].requires_grad for i in changed):
-        raise CaptureError(
-            "It writes a value that a gradient flows to into a tensor that takes none; detach it first."
-        )
+    for i, place in changed.items():
+        if fakes[i].requires_grad and not arguments[i].requires_grad:
+            raise CaptureError(
+                "It writes a value that a gradient flows to into a tensor that takes none; detach it first."
+                + place
+            )
 
 
 def _share(x: Tensor, y: Tensor) -> bool:
-    return _torch.storage_reference(x).cdata == _torch.storage_reference(y).cdata
+    return _storage(x) == _storage(y)
+
+
+def _storage(x: Tensor) -> int:
+    return _torch.storage_reference(x).cdata
 
 
 def _refuse_shared(
-    changed: Sequence[int], tensors: Sequence[int], names: Sequence[str], arguments: Sequence[Any]
+    changed: Mapping[int, str],
+    tensors: Sequence[int],
+    names: Sequence[str],
+    arguments: Sequence[Any],
 ) -> None:
-    for i in changed:
+    for i, place in changed.items():
         if arguments[i].requires_grad:
             raise CaptureError(
-                f"{names[i]} takes a gradient and is changed in place; clone it first."
+                f"{names[i]} takes a gradient and is changed in place; clone it first, or change it "
+                f"outside of what is compiled.{place}"
             )
         shared = [j for j in tensors if j != i and _share(arguments[i], arguments[j])]
         if shared:
             raise CaptureError(
                 f"{names[i]} is changed in place and shares its memory with {names[shared[0]]}; "
-                "clone one of them first."
+                f"clone one of them first.{place}"
             )
 
 
@@ -246,6 +284,21 @@ class _Interpreter(fx.Interpreter):
         super().__init__(module)
         self._held = held
         self.extra_traceback = False  # errors here speak to users
+        self.place = ""  # of the call that failed: a line to add to an error
+        self.changes: dict[int, str] = {}  # memory -> the same of the call that last wrote to it
+
+    def run_node(self, n: fx.Node) -> Any:
+        taken = [x for x in map(self.env.get, n.all_input_nodes) if isinstance(x, Tensor)]
+        before = [_version(x) for x in taken]
+        try:
+            result = super().run_node(n)
+        except Exception:
+            self.place = _place(n)
+            raise
+        for x, version in zip(taken, before, strict=True):
+            if _version(x) != version:
+                self.changes[_storage(x)] = _place(n)
+        return result
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -266,6 +319,10 @@ class _Interpreter(fx.Interpreter):
             "forward in place of its backward; write it as a torch.library.custom_op."
         )
 
+    def parameter(self, x: Tensor) -> Tensor:
+        """What stands for a sharded parameter is whole."""
+        return x
+
     def enter_autocast(self, device: str, dtype: torch.dtype | None, on: bool, *_: Any) -> Any:
         """The context that export knows, in place of the call in it."""
         context = torch.autocast(device, dtype=dtype, enabled=on)
@@ -280,9 +337,19 @@ class _Interpreter(fx.Interpreter):
 _STANDINS: Mapping[str, Callable[..., Any]] = {
     "tag_activation_checkpoint": _Interpreter.run_block,
     "autograd_function_apply": _Interpreter.refuse_function,
+    "whole_parameter": _Interpreter.parameter,
     "_enter_autocast": _Interpreter.enter_autocast,
     "_exit_autocast": _Interpreter.exit_autocast,
 }
+
+
+def _place(node: fx.Node) -> str:
+    """The innermost line of the user's code that a call of a dynamo graph comes from."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    file, line, function, code = frames[-1]
+    return f"\n  where:  {file}:{line} in {function}: {code.strip()}"
 
 
 def _name(target: Any) -> str:
@@ -309,6 +376,11 @@ class _Forward(nn.Module):
         self._kept = [i for i, result in enumerate(results) if result is None]
         _rename_modules(graph)
 
+    @property
+    def place(self) -> str:
+        """See `Lifted.place`."""
+        return self._graph[0].place
+
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip(self._inputs, inputs, strict=True)) | self._numbers
         given |= {i: getattr(owner, name) for i, (owner, name) in self._held.items()}
@@ -317,16 +389,19 @@ class _Forward(nn.Module):
         return tuple(results[i] for i in self._kept)
 
 
-def _hold(root: nn.Module, name: str, x: Tensor, *, is_parameter: bool) -> tuple[nn.Module, str]:
-    """Makes a tensor a parameter or a buffer of that qualified name; returns its owner and last name."""
+def _hold(root: nn.Module, name: str, x: Tensor, trained: bool | None) -> tuple[nn.Module, str]:
+    """Makes a tensor a parameter, trained or frozen, or a buffer (None) of that qualified name.
+
+    Returns its owner and last name.
+    """
     *path, last = name.split(".")
     owner = root
     for part in path:
         if part not in owner._modules:
             owner.add_module(part, nn.Module())
         owner = owner.get_submodule(part)
-    if is_parameter:
-        owner.register_parameter(last, nn.Parameter(x))
+    if trained is not None:
+        owner.register_parameter(last, nn.Parameter(x, requires_grad=trained))
     else:
         owner.register_buffer(last, x)
     return owner, last

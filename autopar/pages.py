@@ -15,7 +15,9 @@ from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.symbols import symbol
 from autopar.explanation import Explanation
 from autopar.ir import Graph, with_pipeline
+from autopar.ir.recompute import words_of_recompute
 from autopar.report import collectives, described
+from autopar.search.notes import unruled_lines
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
 from autopar.views.units import format_bytes, format_seconds
 
@@ -134,7 +136,7 @@ def _event_document(event: Event) -> dict[str, Any]:
 
 def _subtitle(e: Explanation) -> str:
     stages = _stages_in_words(e)
-    again = ", layers run again in backward" if e.run.recompute == "full" else ""
+    again = f", {words}" if (words := words_of_recompute(e.plan.recompute)) else ""
     count = int(e.run.micro_batches)
     batches = f"{count} micro-batch{'es' * (count > 1)}"
     mesh = e.plan.world_mesh
@@ -256,9 +258,8 @@ def _caveats(e: Explanation) -> tuple[str, ...]:
             f"Nobody measured {e.cluster.hardware.name} here: what eager kernels reach of it is a guess "
             "from published runs. `autopar calibrate` measures it."
         )
-    without = sorted({op.kind for op in e.graph.ops if op.operands and not op.has_rule})
-    if without:
-        notes.append(f"Ops without a rule run replicated: {', '.join(without)}.")
+    lines = unruled_lines(e.graph, e.plan, e.cluster.hardware)
+    notes += [f"{line[0].upper()}{line[1:]}." for line in lines]
     if not e.fits:
         over = e.memory_bytes - e.bound_bytes
         notes.append(f"DOES NOT FIT: {format_bytes(over)} more than a rank has.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,13 +11,31 @@ from torch import nn
 
 from autopar.capture import Captured, LossFunction, capture_forward, capture_step
 from autopar.cost_model import Hardware
-from autopar.errors import MeshError, StepError
+from autopar.errors import AutoparError, MeshError, SearchError, StepError
 from autopar.factors import Analysis, analyze
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, Plan, R, State, with_pipeline
-from autopar.ir.plan import Recompute
+from autopar.ir import (
+    PIPELINE_AXIS,
+    UNSPLIT,
+    Graph,
+    Labels,
+    Mesh,
+    MixedPrecision,
+    Op,
+    ParameterPlan,
+    Plan,
+    R,
+    State,
+    divides,
+    is_legal,
+    with_pipeline,
+)
+from autopar.ir.recompute import RecomputeWish, check_wish
 from autopar.passes import clean_up
 from autopar.search import RecipeLike, search
-from autopar.search.pipeline import search_pipeline, search_pipeline_mesh
+from autopar.search.blocks import has_blocks
+from autopar.search.notes import undivided_lines
+from autopar.search.pipeline import search_pipeline, search_pipeline_mesh, seconds_of_one_stage
+from autopar.search.search import search_with_cost
 
 
 @dataclass(frozen=True)
@@ -26,12 +45,13 @@ class StageWishes:
     Attributes:
         schedule: one of `autopar.ir.SCHEDULES`.
         chunks: stages of each pipeline rank.
-        recompute: whether layers run again in backward.
+        recompute: how many blocks of every stage run again in backward, or the part of the memory for
+            activations that may be kept, see `autopar.ir.recompute`; None for the fewest that fit.
     """
 
     schedule: str | None = None
     chunks: int | None = None
-    recompute: Recompute | None = None
+    recompute: RecomputeWish | None = None
 
     def refuse_schedule(self, mesh: Mesh) -> None:
         """Raises MeshError if a schedule is asked for on a mesh without stages."""
@@ -63,9 +83,10 @@ def prepare_step(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss_fn: LossFunction | None = None,
+    precision: MixedPrecision | None = None,
 ) -> Prepared:
     """Captures forward and loss of one micro-batch. Raises CaptureError or StepError."""
-    prepared = _prepared(capture_step(model, args, dict(kwargs or {}), loss_fn))
+    prepared = _prepared(capture_step(model, args, dict(kwargs or {}), loss_fn, precision))
     graph = prepared.analysis.graph
     if not graph.tensors[graph.outputs[-1]].needs_grad:
         raise StepError(
@@ -76,15 +97,34 @@ def prepare_step(
 
 
 def prepare_forward(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    precision: MixedPrecision | None = None,
 ) -> Prepared:
     """Captures the forward alone. Raises CaptureError."""
-    return _prepared(capture_forward(model, args, dict(kwargs or {})))
+    return _prepared(capture_forward(model, args, dict(kwargs or {}), precision))
 
 
 def _prepared(captured: Captured) -> Prepared:
     clean_up(captured.module)
     return Prepared(captured, analyze(captured))
+
+
+def policy_of(
+    asked: MixedPrecision | str | None, plan: Plan | None = None
+) -> MixedPrecision | None:
+    """The mixed-precision policy that is asked for, or that of a plan; AutoparError where they differ."""
+    policy = MixedPrecision.of(asked)
+    if plan is None or policy == plan.precision:
+        return policy
+    if policy is None:
+        return plan.precision
+    raise AutoparError(
+        f"The plan was made for the precision {plan.precision or 'of the parameters'}, and "
+        f"precision={str(policy)!r} was asked for; leave it out, or make another plan."
+    )
 
 
 def make_plan(
@@ -121,22 +161,120 @@ def make_plan(
     }  # fmt: skip
     if mesh is None:
         assert world_size is not None and not fixed_storage, "a searched mesh needs a world size"
-        return take_parts(search_pipeline_mesh(graph, world_size, **outer).plan, graph)
+        return _finished(search_pipeline_mesh(graph, world_size, **outer).plan, graph)
     mesh = Mesh.of(mesh)
     if PIPELINE_AXIS in mesh.names:
-        return take_parts(search_pipeline(graph, mesh, **outer).plan, graph)
+        return _finished(search_pipeline(graph, mesh, **outer).plan, graph)
     stages.refuse_schedule(mesh)
-    if stages.recompute == "full":
-        return take_parts(_recomputing(graph, mesh, outer), graph)
-    plan = search(
-        graph, mesh, **settings, micro_batches=micro_batches or 1, fixed_storage=fixed_storage
+    check_wish(stages.recompute)
+    settings |= {"micro_batches": micro_batches or 1, "fixed_storage": fixed_storage}
+    if stages.recompute == "none" or fixed_storage is not None or not has_blocks(graph):
+        return _finished(search(graph, mesh, **settings), graph)
+    if stages.recompute is None:
+        return _finished(_that_fits(graph, mesh, settings, outer), graph)
+    return _finished(_recomputing(graph, mesh, outer), graph)
+
+
+def _finished(plan: Plan, graph: Graph) -> Plan:
+    plan = take_parts(plan, graph)
+    return replace(plan, notes=(*plan.notes, *undivided_lines(graph, plan)))
+
+
+def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | None:
+    """The choices of a plan, for the same ops at other sizes; None where they are not legal there."""
+    if why_not_again(plan, prepared):
+        return None
+    return replace(
+        plan, fingerprint=prepared.captured.fingerprint, micro_batches=micro_batches,
+        notes=("the choices of the plan for other shapes",),
+    )  # fmt: skip
+
+
+def has_same_ops(plan: Plan, prepared: Prepared) -> bool:
+    """Whether the plan was made for a graph of the same ops, parameters and inputs, of whatever sizes."""
+    graph = prepared.analysis.graph
+    return (
+        list(plan.ops) == [op.name for op in graph.ops]
+        and plan.parameters.keys() == graph.parameters.keys()
+        and plan.inputs.keys() == graph.inputs.keys()
     )
-    return take_parts(plan, graph)
+
+
+def why_not_again(plan: Plan, prepared: Prepared) -> str:
+    """Which choice of a plan is not legal for this graph, "" if all are."""
+    graph = prepared.analysis.graph
+    if not has_same_ops(plan, prepared):
+        return "the model runs other ops"
+    for op in graph.ops:
+        labels = plan.ops[op.name]
+        gone = sorted({*labels} - {choice.label for choice in op.choices})
+        if gone:
+            return f"{op.name} ({op.kind}) has no dim {gone[0]} to split any more, which may have size 1"
+        if not is_legal(graph, op, labels, plan.mesh):
+            return _obstacle(op, labels, plan.mesh)
+    for name, layout in plan.inputs.items():
+        tensor = graph.tensors[graph.inputs[name]]
+        if not divides(tensor.dims, layout, plan.mesh):
+            return f"the input {name} of shape {list(tensor.shape)} cannot be cut as it was"
+    return ""
+
+
+def _obstacle(op: Op, labels: Labels, mesh: Mesh) -> str:
+    """The factor of an op that the mesh does not divide as the labels ask."""
+    split: dict[str, list[tuple[str, int]]] = {}
+    for label, axis in zip(labels, mesh.axes, strict=True):
+        if op.choice(label).splits:
+            split.setdefault(label, []).append(axis)
+    for label, axes in split.items():
+        choice = op.choice(label)
+        if choice.size % math.prod(size for _, size in axes):
+            words = " x ".join(f"{name}={size}" for name, size in axes)
+            return f"{words} does not divide {choice.factor or label} of size {choice.size} ({op.name})"
+    return f"{op.name} ({op.kind}) cannot be split as it was"
+
+
+def unsplit_plan(
+    prepared: Prepared, mesh: Mesh, parameters: Mapping[str, ParameterPlan], micro_batches: int
+) -> Plan:
+    """The plan in which every rank does all; parameters lie as they are given."""
+    graph, axes = prepared.analysis.graph, len(mesh.axes)
+    return Plan(
+        mesh=mesh, fingerprint=prepared.captured.fingerprint, recipe="auto",
+        micro_batches=micro_batches, parameters=parameters,
+        inputs={name: (R,) * axes for name in graph.inputs},
+        ops={op.name: (UNSPLIT,) * axes for op in graph.ops},
+        precision=graph.precision,
+        notes=("no axis divides anything, so that every rank does all",),
+    )  # fmt: skip
 
 
 def _issuing(hardware: Hardware) -> Hardware:
     """The hardware with the time that it takes to issue an op, without which micro-batches would be free."""
     return hardware if hardware.host_seconds else replace(hardware, host_seconds=_ISSUE_SECONDS)
+
+
+def _that_fits(
+    graph: Graph, mesh: Mesh, settings: Mapping[str, Any], outer: Mapping[str, Any]
+) -> Plan:
+    """A plan without stages, with blocks that run again where memory is too tight for what is fastest.
+
+    Of what fits without them and what fits with them it is the faster one.
+    """
+    try:
+        found = search_with_cost(graph, mesh, **settings)
+    except SearchError as error:
+        try:
+            return _recomputing(graph, mesh, outer)
+        except SearchError as other:
+            raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
+    if not found.is_tight:
+        return found.plan
+    try:
+        again = _recomputing(graph, mesh, outer)
+    except SearchError:  # what is there for a moment counts there too
+        return found.plan
+    seconds = [seconds_of_one_stage(graph, p, outer["hardware"]) for p in (again, found.plan)]
+    return again if again.recompute != "none" and seconds[0] < seconds[1] else found.plan
 
 
 def _recomputing(graph: Graph, mesh: Mesh, settings: Mapping[str, Any]) -> Plan:

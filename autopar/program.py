@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -40,8 +40,9 @@ class TensorSpec:
     Attributes:
         name: qualified name of a parameter or buffer, or name of an input.
         dims: factors of its dims, globally.
-        dtype: its element type.
+        dtype: its element type; of a parameter, that in which the program takes it.
         layout: of the local part that the program takes or returns.
+        reduced: of a parameter, the element type in which its gradient is added up; None for `dtype`.
     """
 
     name: str
@@ -49,6 +50,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
+    reduced: torch.dtype | None = None
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.reduced or self.dtype
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,8 @@ class Program:
         is_step: whether the only output is the loss.
         received: what comes from the stage before.
         sent: what goes to the stage behind.
-        recomputed: numbers of the blocks that run again in backward; where there are some, every call
-            of the module has that of its block in `meta["block"]`.
+        recomputed: numbers of the blocks that run again in backward; every call of the module has that
+            of its block in `meta["block"]`.
     """
 
     module: fx.GraphModule
@@ -133,13 +139,17 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         value, tensor = placeholders[node], analysis.graph.tensors[node]
         return TensorSpec(name, tensor.dims, tuple(value.shape), value.dtype, layout)
 
+    def parameter(node: str, name: str) -> TensorSpec:
+        found = spec(node, name, plan.parameters[name].resident)
+        return replace(found, reduced=captured.gradient_dtype(name, found.dtype))
+
     replicated = (R,) * len(plan.mesh.axes)
     parameters = captured.parameters.items()
     outputs, literals = _outputs(captured, analysis, layouts)
     return Program(
         module=module,
         plan=plan,
-        parameters=tuple(spec(k, v, plan.parameters[v].resident) for k, v in parameters),
+        parameters=tuple(parameter(k, v) for k, v in parameters),
         buffers=tuple(spec(k, v, replicated) for k, v in captured.buffers.items()),
         constants=tuple(captured.constants.values()),
         inputs=tuple(spec(k, v, plan.inputs[v]) for k, v in captured.inputs.items()),
@@ -152,7 +162,7 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         tied=captured.tied,
         frozen=captured.frozen,
         is_step=captured.is_step,
-        recomputed=mark_blocks(module, analysis.graph) if plan.recompute == "full" else frozenset(),
+        recomputed=mark_blocks(module, analysis.graph, plan),
     )
 
 
@@ -171,6 +181,11 @@ def _outputs(
 
 def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     """Raises PlanError, saying where, unless the plan can be carried out on this captured model."""
+    if plan.precision != captured.precision:
+        raise PlanError(
+            f"The plan was made for the precision {plan.precision or 'of the parameters'}, and the model was "
+            f"captured under {captured.precision or 'none'}; give the same precision=..., or make another plan."
+        )
     if plan.fingerprint != captured.fingerprint:
         raise PlanError(
             f"The plan was made for a model with fingerprint {plan.fingerprint}, and this one has "

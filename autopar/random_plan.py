@@ -52,8 +52,9 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
     pipeline = _random_pipeline(graph, whole, random.Random(f"pipeline {seed}"))
     count = max(2, fewest_micro_batches(pipeline)) if pipeline else 1
     return Plan(
-        mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline
-    )
+        mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline,
+        precision=graph.precision,
+    )  # fmt: skip
 
 
 def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline | None:

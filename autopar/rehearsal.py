@@ -96,9 +96,7 @@ class Rehearsal:
         self._residents[spec.name] = simulate.convert(
             self.stored[spec.name], spec.dims, how.storage, how.resident, mesh
         )
-        self._leaves[spec.name] = [
-            x.detach().requires_grad_(needs_grad) for x in self._residents[spec.name]
-        ]
+        self._leaves[spec.name] = [_leaf(x, spec, needs_grad) for x in self._residents[spec.name]]
 
     def run(self, order: Iterable[Action], inputs: Inputs) -> None:
         """Runs a step: actions of all ranks, in an order in which each has what it needs."""
@@ -182,8 +180,16 @@ class Rehearsal:
     def _return_gradient(residents: Ranks, leaves: Ranks) -> None:
         pairs = [(r, x.grad) for r, x in zip(residents, leaves, strict=True) if x.requires_grad]
         if any(grad is not None for _, grad in pairs):
-            gradients = [torch.zeros_like(r) if g is None else g for r, g in pairs]
+            gradients = [torch.zeros_like(r) if g is None else g.to(r.dtype) for r, g in pairs]
             torch.autograd.backward([r for r, _ in pairs], gradients)
+
+
+def _leaf(x: Tensor, spec: TensorSpec, needs_grad: bool) -> Tensor:
+    """A leaf in the element type that the program takes, whose gradient is summed in its own."""
+    leaf = x.detach().to(spec.dtype).requires_grad_(needs_grad)
+    if leaf.dtype != spec.gradient_dtype:
+        leaf.grad_dtype = spec.gradient_dtype
+    return leaf
 
 
 def _gradients_of(ranks: Ranks) -> Ranks | None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.step import Step
 from autopar.ir import Graph, Mesh, Op, Plan, format_layout
+from autopar.ir.recompute import words_of_recompute
 from autopar.views.units import format_bytes, format_seconds
 
 _T = TypeVar("_T")
@@ -43,7 +44,7 @@ def headline(plan: Plan) -> Text:
     ranks = f"{mesh.size} rank{'s' * (mesh.size > 1)}"
     batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     schedule = f", {plan.pipeline.schedule}" if plan.pipeline else ""
-    again = ", layers run again" if plan.recompute == "full" else ""
+    again = f", {words}" if (words := words_of_recompute(plan.recompute)) else ""
     text = Text(f"Plan for {ranks} as {mesh}", style="bold")
     return text.append(
         f"  recipe {plan.recipe}{schedule}{batches}{again}, model {plan.fingerprint}",
@@ -240,7 +241,7 @@ def _collective(
 def _times_a_step(item: Item, phase: str, step: Step) -> float:
     run = step.run
     batches = 1.0 if phase == "once" else float(run.micro_batches)
-    again = 2 if run.recompute == "full" and (item.region, phase) == ("layers", "forward") else 1
+    again = float(step.times_forward) if (item.region, phase) == ("layers", "forward") else 1
     share = float(run.stages) if item.region == "layers" else 1.0
     return float(item.count) * batches * again / share
 

@@ -19,6 +19,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from autopar import _torch
@@ -114,6 +115,16 @@ def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
             f"The schedule {pipeline.schedule} {words}. Take {numbers} micro-batches, or the schedule "
             f"{_unbounded(pipeline.schedule)}, which takes any number."
         )
+
+
+def takes(pipeline: Pipeline, micro_batches: int) -> bool:
+    """Whether the pipeline's schedule takes so many micro-batches."""
+    return micro_batches >= 1 and not _ROWS[pipeline.schedule].broken(pipeline, micro_batches)
+
+
+def unbounded(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with the schedule of the same placement that takes any number of micro-batches."""
+    return replace(pipeline, schedule=_unbounded(pipeline.schedule))
 
 
 def fewest_micro_batches(pipeline: Pipeline) -> int:

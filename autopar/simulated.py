@@ -26,9 +26,10 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step, total
 from autopar.event_simulation import Simulation, StageCosts, simulate
 from autopar.ir import Graph, Op, Pipeline, Plan
+from autopar.ir.recompute import words_of_recompute
 from autopar.schedules import actions, splits_backward, waits_for_sends
 from autopar.search.balance import Shape
-from autopar.search.blocks import block_starts, find_blocks
+from autopar.search.blocks import block_starts, repeating_parts
 from autopar.search.stage_costs import StageTable, stage_table
 from autopar.views.page import StageRow
 
@@ -260,15 +261,13 @@ class SimulatedStep:
 
     @cached_property
     def _again(self) -> frozenset[str]:
-        """Ops that run again in backward: those of layers, or all where there are none."""
-        if self.plan.recompute == "none":
-            return frozenset()
-        blocks = find_blocks(self.graph)
-        layers = {b.start for b in blocks if b.repeats} or {b.start for b in blocks}
-        starts, found, inside = {b.start for b in blocks}, set(), False
+        """Ops that run again in backward."""
+        parts, again = repeating_parts(self.graph, self.plan)
+        begins = {part.start: number for number, part in enumerate(parts)}
+        found, number = set(), 0
         for op in self.graph.ops:
-            inside = op.name in layers if op.name in starts else inside
-            if inside:
+            number = begins.get(op.name, number)
+            if number in again:
                 found.add(op.name)
         return frozenset(found)
 
@@ -377,7 +376,7 @@ class SimulatedStep:
     def _is_what(self) -> str:
         p = self.pipeline
         chunks = f", {p.chunks} stages a rank" if p.chunks > 1 else ""
-        again = ", layers run again in backward" if self.plan.recompute == "full" else ""
+        again = f", {words}" if (words := words_of_recompute(self.plan.recompute)) else ""
         return (
             f"pp={p.ranks} runs {p.stages} stages by {p.schedule}{chunks}, "
             f"{_batches(self.plan.micro_batches)}{again}; stages begin at "

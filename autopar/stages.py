@@ -160,6 +160,7 @@ def _stage(
         is_step=program.is_step and bool(results),
         received=tuple(_wire(node, values) for node in graph.received),
         sent=tuple(_wire(node, values) for node in graph.sent),
+        recomputed=program.recomputed & {n.meta.get("block") for n in graph.module.graph.nodes},
     )
 
 

@@ -47,19 +47,20 @@ def timeline(step: Step) -> tuple[Event, ...]:
 
 
 def _micro_batch(clock: _Clock, step: Step, number: int) -> None:
-    again = step.run.recompute == "full"
+    again = float(step.times_forward) - 1
     for region in REGIONS:
         _phase(clock, step, region, "forward", number)
     for region in reversed(REGIONS):
         if again and region == "layers":
-            _phase(clock, step, region, "forward", number, title="recompute")
+            _phase(clock, step, region, "forward", number, title="recompute", part=again)
         _phase(clock, step, region, "backward", number)
 
 
 def _phase(
-    clock: _Clock, step: Step, region: Region, phase: Phase, number: int, title: str = ""
-) -> None:
-    share = 1 / float(step.run.stages) if region == "layers" else 1.0
+    clock: _Clock, step: Step, region: Region, phase: Phase, number: int, title: str = "",
+    part: float = 1.0,
+) -> None:  # fmt: skip
+    share = part / float(step.run.stages) if region == "layers" else 1.0
     found = [i for i in step.items if i.phase == phase and i.region == region]
     for item in found if phase == "forward" else reversed(found):
         count = float(item.count) * share

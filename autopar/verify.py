@@ -16,9 +16,16 @@ from torch.utils import _pytree as pytree
 from autopar.capture import Captured, LossFunction, run_with_loss
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
-from autopar.ir import PIPELINE_AXIS, Mesh, Plan
+from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.passes.retarget import draws
-from autopar.planning import Prepared, StageWishes, make_plan, prepare_step, split_example
+from autopar.planning import (
+    Prepared,
+    StageWishes,
+    make_plan,
+    policy_of,
+    prepare_step,
+    split_example,
+)
 from autopar.program import Program, build_program
 from autopar.random_plan import random_plan
 from autopar.rehearsal import Rehearsal, actions_of
@@ -32,7 +39,10 @@ TOLERANCE_FLOAT32 = 2e-5  # where any part of the graph is of lower precision
 # Where a gradient passes through bfloat16 or float16. bfloat16 rounds to 8 bits, that is by 4e-3 each
 # time, and sums over parts are rounded once more for every part; a wrong plan is wrong by far more.
 TOLERANCE_HALF = 5e-2
-_FLOOR = 1e-6  # gradients below this part of the largest are compared with that instead
+# A gradient is a sum whose terms may be as large as the largest gradient and cancel, as those of a bias before
+# batch norm do; each term is rounded to its own eps. So gradients below this part of the largest are compared with
+# that instead: in float64, those under 64 roundings of it, 1.4e-14, are not told from zero, and all above are.
+_FLOOR = 64 * torch.finfo(torch.float64).eps / TOLERANCE_FLOAT64  # 1.4e-5
 _BUFFER_FLOOR = (
     0.1  # the same for a buffer and the largest of its module: a mean may be all rounding
 )
@@ -112,6 +122,7 @@ def verify(
     loss_fn: LossFunction | None = None,
     micro_batches: int | None = None,
     schedule: str | None = None,
+    precision: MixedPrecision | str | None = None,
 ) -> VerifyReport:
     """Runs a plan with all ranks simulated in one process, and compares loss, every gradient and updated buffers.
 
@@ -127,8 +138,11 @@ def verify(
         seed: of the random plan.
         loss_fn, schedule: as in `compile`.
         micro_batches: of a plan that is searched; by default 1, and two for each rank of a pipeline.
+        precision: as in `compile`; by default that of the plan. The single device runs the model with
+            parameters and inputs cast in the same way.
     """
-    subject = Subject.of(model, example_inputs, loss_fn=loss_fn)
+    policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
+    subject = Subject.of(model, example_inputs, loss_fn=loss_fn, precision=policy)
     if isinstance(plan, Plan):
         return subject.compare(plan)
     if plan == "random":
@@ -178,14 +192,19 @@ class Subject:
 
     @classmethod
     def of(
-        cls, model: nn.Module, example_inputs: Any, *, loss_fn: LossFunction | None = None
+        cls,
+        model: nn.Module,
+        example_inputs: Any,
+        *,
+        loss_fn: LossFunction | None = None,
+        precision: MixedPrecision | None = None,
     ) -> Subject:
         """Captures a model; its random numbers must not matter."""
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
         _require_weights(model)
-        model = copy.deepcopy(model)  # capture leaves weak references on what it saw
-        prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+        model = _copied(model)  # capture leaves weak references on what it saw
+        prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
         _require_determinism(prepared)
         return cls(model, args, kwargs, prepared, loss_fn)
 
@@ -304,17 +323,26 @@ def _single_device(
     loss_fn: LossFunction | None,
 ) -> Reference:
     """Loss, gradients and buffers of the model run eagerly; of a copy, so that its own stay."""
-    copied = copy.deepcopy(model)
+    copied = _copied(model)
     copied.zero_grad()
     losses = []
     for args, kwargs in batches:
-        loss = run_with_loss(copied, args, kwargs, loss_fn)
+        loss = run_with_loss(copied, args, kwargs, loss_fn, captured.precision)
         (loss / len(batches)).backward()
         losses.append(loss.detach())
     parameters = dict(copied.named_parameters())
     gradients = {name: parameters[name].grad for name in captured.parameters.values()}
     buffers = dict(copied.named_buffers(remove_duplicate=False))
     return Reference(torch.stack(losses).mean(0), gradients, buffers)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A deep copy; of state that a run before left in an attribute with its graph, the value alone."""
+    state = [
+        x for module in model.modules() for x in pytree.tree_leaves(list(vars(module).values()))
+    ]
+    left = [x for x in state if isinstance(x, Tensor) and not x.is_leaf]
+    return copy.deepcopy(model, {id(x): x.detach().clone() for x in left})
 
 
 def _buffer_error(updates: Mapping[str, simulate.Ranks], expected: Mapping[str, Tensor]) -> float:
@@ -343,6 +371,11 @@ def _difference(value: Tensor, expected: Tensor) -> float:
     return _largest(value.to(exact) - expected.to(exact))
 
 
+def comparable(gradient: Tensor, largest: float) -> float:
+    """What errors of a gradient are relative to: its largest entry, or a part of `largest`, that of all gradients."""
+    return max(_largest(gradient), _FLOOR * largest)
+
+
 def _gradient_errors(
     program: Program, stored: Mapping[str, simulate.Ranks], gradients: Mapping[str, Tensor | None]
 ) -> dict[str, float]:
@@ -355,7 +388,7 @@ def _gradient_errors(
         expected = gradients[spec.name]
         if expected is None:  # the model does not use it
             expected = torch.zeros(spec.shape, dtype=spec.dtype)
-        scale = max(_largest(expected), _FLOOR * largest)
+        scale = comparable(expected, largest)
         layout = program.plan.parameters[spec.name].storage
         errors[spec.name] = max(
             (

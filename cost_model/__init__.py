@@ -22,11 +22,12 @@ from autopar.cost_model.links import Link, axis_link
 from autopar.cost_model.memory import ParameterBytes, SavedTensors, keeps, parameter_bytes
 from autopar.cost_model.price import Cost, per_step_seconds, price, use_seconds
 from autopar.cost_model.sizes import Sizes
+from autopar.cost_model.unruled import Unruled, unruled
 
 __all__ = [
     "A100", "CPU_GLOO", "Cluster", "Cost", "H100", "HARDWARE", "Hardware", "Link",
     "ParameterBytes", "SavedTensors", "Seconds", "Sizes", "Source", "axis_link", "canonical_gpu",
     "collective_seconds", "conversion_seconds", "find_cluster", "find_hardware", "keeps",
     "op_seconds", "parameter_bytes", "per_step_seconds", "price", "read_hardware",
-    "save_hardware", "use_seconds",
+    "save_hardware", "Unruled", "unruled", "use_seconds",
 ]  # fmt: skip

@@ -161,27 +161,35 @@ def conversion_seconds(
 ) -> Seconds:
     """Seconds to convert `tensor` between two layouts, and its gradient back if it has one.
 
-    `bucketed` conversions share collectives with those of other tensors.
+    The gradient of a parameter may travel in a number format of its own. `bucketed` conversions share
+    collectives with those of other tensors.
     """
     if source == target:
         return Seconds(0.0, 0.0)
     forward = backward = 0.0
     layout = list(source)
-    before = sizes.bytes(tensor, source)
+    before, scale = sizes.bytes(tensor, source), tensor.gradient_scale
     for step in steps(source, target):
         layout[step.axis] = step.target
         after = sizes.bytes(tensor, tuple(layout))
         forward += _along(step, step.transition.forward, before, after, sizes, hardware, bucketed)
         if tensor.needs_grad:
             backward += _along(
-                step, step.transition.backward, after, before, sizes, hardware, bucketed
-            )
+                step, step.transition.backward, scale * after, scale * before, sizes, hardware,
+                bucketed,
+            )  # fmt: skip
         before = after
     return Seconds(forward, backward)
 
 
 def _along(
-    step: Step, name: str, before: int, after: int, sizes: Sizes, hardware: Hardware, bucketed: bool
+    step: Step,
+    name: str,
+    before: float,
+    after: float,
+    sizes: Sizes,
+    hardware: Hardware,
+    bucketed: bool,
 ) -> float:
     return collective_seconds(
         name,

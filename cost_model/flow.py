@@ -49,6 +49,6 @@ class Flow:
             for name, layout in zip(op.operands, self.operands[op.name], strict=True):
                 targets.setdefault(name, {}).setdefault(layout, op.name)
         for name in graph.outputs:
-            delivered = tuple(R if state.kind == "P" else state for state in self.produced[name])
+            delivered = graph.delivered(self.produced[name])
             targets.setdefault(name, {}).setdefault(delivered, "")
         return targets

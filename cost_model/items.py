@@ -93,7 +93,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element of what training keeps beside a parameter.
+    """Bytes per element of what training keeps beside a parameter of the captured graph.
+
+    Where a graph was captured under a mixed-precision policy, its tensors tell (`Tensor.at_rest`,
+    `Tensor.gradient`), and `FULL` is right. The others are for graphs whose parameters were in the format
+    of their use from the start, as of models described in bfloat16: what their optimizer then holds.
 
     Attributes:
         gradient_bytes: of a gradient; None for the parameter's own format.
@@ -238,9 +242,11 @@ class Pricer:
             )
             if tensor.needs_grad:
                 back = "gradient" if carries == "parameter" else carries
+                scale = self._gradient_scale(tensor) if carries == "parameter" else 1
                 yield self._item(
-                    title, backward, axis, "backward", region, count, after, before, back, of=user
-                )
+                    title, backward, axis, "backward", region, count, after * scale, before * scale,
+                    back, of=user,
+                )  # fmt: skip
             if again and tensor.needs_grad and forward == "all_gather":
                 yield self._item(
                     title, forward, axis, "backward", region, count, before, after, carries, of=user
@@ -253,6 +259,8 @@ class Pricer:
         title = _numbers_out(name)
         if tensor.needs_grad:
             yield self._accumulation(name, tensor, how.resident, region, count)
+        if tensor.is_cast:
+            yield self._cast(name, tensor, how.storage, region, count)
         for axis, forward, backward, before, after in self._steps(
             tensor, how.storage, how.resident
         ):
@@ -261,20 +269,33 @@ class Pricer:
                 of=name, every_micro_batch=False,
             )  # fmt: skip
             if tensor.needs_grad:
-                scale = (
-                    self.precision.gradient_bytes or tensor.itemsize_bytes
-                ) / tensor.itemsize_bytes
+                scale = self._gradient_scale(tensor)
                 yield self._item(
                     title, backward, axis, "reduce", region, count, after * scale, before * scale,
                     "gradient", of=name, every_micro_batch=how.reduce == "micro_batch",
                 )  # fmt: skip
+
+    def _gradient_scale(self, tensor: Tensor) -> float:
+        """Bytes of a parameter's gradient for each of its own."""
+        given = self.precision.gradient_bytes
+        return tensor.gradient_scale if given is None else given / tensor.itemsize_bytes
+
+    def _cast(
+        self, name: str, tensor: Tensor, storage: Layout, region: Region, count: Quantity
+    ) -> Item:
+        """Once a step the stored shard is read, and written in the format that it is used in."""
+        moved = self.sizes.bytes(tensor.at_rest, storage) + self.sizes.bytes(tensor, storage)
+        return Item(
+            "casting parameters", "cast", COMPUTE, "gather", region, count,
+            memory_seconds(moved, self.hardware), moved, every_micro_batch=False, of=name,
+        )  # fmt: skip
 
     def _accumulation(
         self, name: str, tensor: Tensor, resident: Layout, region: Region, count: Quantity
     ) -> Item:
         """Adding a micro-batch's gradient to the sum: both are read, the sum is written."""
         held = self.sizes.bytes(tensor, resident)
-        scale = (self.precision.gradient_bytes or tensor.itemsize_bytes) / tensor.itemsize_bytes
+        scale = self._gradient_scale(tensor)
         moved = held * (1 + 2 * scale)
         return Item(
             "accumulating gradients", "accumulate", COMPUTE, "backward", region, count,
@@ -316,18 +337,22 @@ class Pricer:
     def _parameter(self, name: str) -> Iterator[Holding]:
         how, tensor = self.plan.parameters[name], self.graph.tensors[self.graph.parameters[name]]
         region, count = self._place(name, name)
-        stored = count * self.sizes.bytes(tensor, how.storage)
+        stored = count * self.sizes.bytes(tensor.at_rest, how.storage)
         resident = count * self.sizes.bytes(tensor, how.resident)
         title = _numbers_out(name)
-        shards = how.resident if _grows(how.storage, how.resident) else how.storage
-        yield Holding(title, "parameters", region, count * self.sizes.bytes(tensor, shards), name)
+        held = resident if _grows(how.storage, how.resident) else stored
+        held = stored + resident if tensor.is_cast else held
+        yield Holding(title, "parameters", region, held, name)
         if not tensor.needs_grad:
             return
-        size, precision = tensor.itemsize_bytes, self.precision
-        gradient = ((precision.gradient_bytes or size) + precision.fresh_gradient_bytes) / size
+        size, precision = tensor.at_rest.itemsize_bytes, self.precision
         moments = 2 * size if precision.moment_bytes is None else precision.moment_bytes
-        reduced = stored if how.reduce == "micro_batch" else resident
-        yield Holding(title, "gradients", region, gradient * reduced, name)
+        accumulated = how.storage if how.reduce == "micro_batch" else how.resident
+        gradient = self._gradient_scale(tensor) + (
+            precision.fresh_gradient_bytes / tensor.itemsize_bytes
+        )
+        summed = gradient * count * self.sizes.bytes(tensor, accumulated)
+        yield Holding(title, "gradients", region, summed, name)
         yield Holding(
             title, "optimizer", region, (precision.master_bytes + moments) / size * stored, name
         )

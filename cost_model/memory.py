@@ -1,8 +1,10 @@
 """Bytes that one rank holds after forward: what lives between steps, and what backward needs.
 
-    parameters   the resident copy (the stored shard is a part of it, never more)
-    gradients    as large as the resident copy, or as the stored shard if every micro-batch reduces
-    optimizer    AdamW: two moments in the parameter's own number format, for the stored shard
+    parameters   the resident copy (the stored shard is a part of it, never more); where a mixed-precision
+                 policy casts, the stored shard in its own number format beside the cast copy
+    gradients    as large as the resident copy, or as the stored shard if every micro-batch reduces; in the
+                 number format that they are reduced in
+    optimizer    AdamW: two moments in the stored shard's number format
     saved        every tensor that autograd keeps, once for each layout a consumer saw it in
     buffers      whole
 
@@ -38,12 +40,14 @@ class ParameterBytes(NamedTuple):
 
 def parameter_bytes(tensor: Tensor, plan: ParameterPlan, sizes: Sizes) -> ParameterBytes:
     """Bytes of a parameter, its gradient and its optimizer states."""
-    stored = sizes.bytes(tensor, plan.storage)
+    stored = sizes.bytes(tensor.at_rest, plan.storage)
     resident = sizes.bytes(tensor, plan.resident)
+    held = stored + resident if tensor.is_cast else max(stored, resident)
     if not tensor.needs_grad:
-        return ParameterBytes(max(stored, resident), 0, 0)
-    gradient = stored if plan.reduce == "micro_batch" else resident
-    return ParameterBytes(max(stored, resident), gradient, OPTIMIZER_STATES * stored)
+        return ParameterBytes(held, 0, 0)
+    accumulated = plan.storage if plan.reduce == "micro_batch" else plan.resident
+    gradient = sizes.bytes(tensor.gradient, accumulated)
+    return ParameterBytes(held, gradient, OPTIMIZER_STATES * stored)
 
 
 class View(NamedTuple):

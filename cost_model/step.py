@@ -29,8 +29,8 @@ from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Region
 from autopar.cost_model.software import Software
+from autopar.ir.recompute import Recompute
 
-Recompute = Literal["none", "full"]
 Stage = Literal["first", "middle", "last"]
 STAGES: tuple[Stage, ...] = ("first", "middle", "last")
 REGIONS: tuple[Region, ...] = ("before", "layers", "after")
@@ -45,7 +45,7 @@ class Run:
         stages: pipeline stages; 1 for none.
         cuts: layers of each of them; None for equal shares.
         chunks: of layers per stage, interleaved.
-        recompute: "full" keeps only what crosses from layer to layer, and runs every layer's
+        recompute: how many layers of each chunk keep only what crosses from layer to layer, and run
             forward again in backward.
         precision: of what training keeps beside parameters.
     """
@@ -54,8 +54,14 @@ class Run:
     stages: Quantity = 1
     chunks: Quantity = 1
     cuts: Cuts | None = None
-    recompute: Recompute = "none"
+    recompute: Recompute | Quantity = "none"
     precision: Precision = FULL
+
+    def again(self, layers: Quantity) -> Quantity:
+        """How many of a stage's `layers` run again in backward."""
+        if isinstance(self.recompute, str):
+            return layers if self.recompute == "full" else 0
+        return smaller(layers, self.recompute * self.chunks)
 
 
 ONE_BATCH = Run()
@@ -199,18 +205,26 @@ class Step:
         several = smaller(1, item.ranks - 1)
         return issued + self.software.skew_seconds * (item.ranks - 1) + several * stall * item.ranks
 
-    def runs(self, region: Region, resource: str) -> list[tuple[Item, int]]:
+    @property
+    def times_forward(self) -> Quantity:
+        """How often a layer of a stage runs forward on the mean, in both directions."""
+        if isinstance(self.run.recompute, str):
+            return 2 if self.run.recompute == "full" else 1
+        mean = self.layers / self.run.stages
+        return 1 + self.run.again(mean) / mean
+
+    def runs(self, region: Region, resource: str) -> list[tuple[Item, Quantity]]:
         """Items that every micro-batch runs, with how often: layers run forward again."""
-        again = self.run.recompute == "full" and region == "layers"
+        times = self.times_forward if region == "layers" else 1
         return [
-            (item, 2 if again and item.phase == "forward" else 1)
+            (item, times if item.phase == "forward" else 1)
             for item in self.items
             if item.region == region
             and item.resource == resource
             and item.phase in ("forward", "backward")
         ]
 
-    def _by_name(self, found: Sequence[tuple[Item, int]], name: str, share: Quantity) -> Term:
+    def _by_name(self, found: Sequence[tuple[Item, Quantity]], name: str, share: Quantity) -> Term:
         sums: dict[str, Quantity] = {}
         for item, times in found:
             title = f"{item.name} {item.phase}" if item.resource == COMPUTE else item.name
@@ -365,7 +379,7 @@ class Step:
     def _saved(self, stage: Stage) -> Term:
         """Saved activations of the micro-batches in flight."""
         flight = self._in_flight(stage)
-        if self.run.recompute == "full":
+        if not (isinstance(self.run.recompute, str) and self.run.recompute == "none"):
             return self._recomputed(stage, flight)
         parts = self._held_parts("saved activations", stage)
         return Term(
@@ -375,7 +389,10 @@ class Step:
         )  # fmt: skip
 
     def _recomputed(self, stage: Stage, flight: Quantity) -> Term:
-        """Inputs of every layer in flight, and all of one layer while it is run again."""
+        """Inputs of layers in flight, all of the others, and of one layer while it is run again.
+
+        Until then the layers behind it have given back what they kept.
+        """
         layers = sum(
             (h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0
         )
@@ -383,10 +400,12 @@ class Step:
             (self._share(h.region, stage) * h.bytes for h in self.holdings
              if self._is(h, "saved activations", "before") or self._is(h, "saved activations", "after")), start=0,
         )  # fmt: skip
-        inputs = self.boundary_bytes * self._share("layers", stage) * self.layers
+        count, one = self._share("layers", stage) * self.layers, layers / self.layers
+        again = self.run.again(count)
         parts = (
-            Term("inputs of layers", flight * inputs),
-            Term("one layer run again", layers / self.layers),
+            Term("inputs of layers", flight * self.boundary_bytes * again),
+            Term("layers that run once", flight * one * (count - again)),
+            Term("one layer run again", one * larger(0, 1 - (count - again))),
             Term("embedding, head and loss", flight * ends),
         )
         return Term("saved activations", total(parts), parts, "layers are run again in backward")
@@ -405,8 +424,8 @@ class Step:
                 continue
             once = i.phase in ("gather", "reduce") and not i.every_micro_batch
             times = 1 if once else self.run.micro_batches
-            if self.run.recompute == "full" and i.region == "layers" and i.phase == "forward":
-                times = 2 * times
+            if i.region == "layers" and i.phase == "forward":
+                times = self.times_forward * times
             share = 1 / self.run.stages if i.region == "layers" else 1
             of_axis = found.setdefault(i.resource, {})
             of_axis[i.name] = of_axis.get(i.name, 0) + times * share * i.count * i.traffic_bytes

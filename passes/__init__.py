@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
 from autopar.passes.expand_copies import expand_copies
 from autopar.passes.fold_blocks import fold_blocks
 from autopar.passes.group_gathers import find_gathers, group_gathers
+from autopar.passes.join_experts import join_experts
 from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
@@ -38,6 +40,7 @@ CLEANUP: tuple[Pass, ...] = (
     read_types,  # of a tensor that gives only its type, no part is needed
     reshape_views,  # a view's strides need not be those of the local tensor
     remove_clones,  # they differ between devices, and compute nothing
+    join_experts,  # tokens are sorted by every rank alone, and experts can be split
     refresh_examples,  # their strides tell what must be copied, and so what backward keeps
     name_nodes,  # last: what is left is named
 )
@@ -51,6 +54,6 @@ def clean_up(module: fx.GraphModule) -> None:
 
 
 __all__ = [
-    "CLEANUP", "bind_groups", "clean_up", "cut_stage_graphs", "defer_loss_sum", "find_gathers", "fold_blocks",
-    "group_gathers", "hoist_input_sums", "partition", "retarget_device", "verify_graph",
+    "CLEANUP", "bind_groups", "clean_up", "cut_regions", "cut_stage_graphs", "defer_loss_sum", "find_gathers",
+    "fold_blocks", "group_gathers", "hoist_input_sums", "partition", "retarget_device", "verify_graph",
 ]  # fmt: skip

@@ -1,14 +1,15 @@
-"""all_gather(p0), all_gather(p1), ... -> gather_0(p0, p1, ...): parameters that are gathered together.
+"""all_gather(p0), all_gather(p1), ... -> gather_0(p0, p1, ...): parameters that are moved together.
 
 A parameter that is stored split and used whole (ZeRO-3) is converted inside the graph. Such chains of
 collectives are found here and replaced, several at a time, by one submodule, which moves them in one
-buffer and can gather them again in backward instead of keeping them.
+buffer and can gather them again in backward instead of keeping them. The same is done to parameters whose
+gradients alone move (`find_entries`), as those of replicated ones that every rank uses for its part.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import fx, nn
 from autopar.passes.retarget import is_collective
 
 _RESHAPE = torch.ops.aten.reshape.default
+_MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,37 @@ class Chain:
         return min((user.meta.get("block", 0) for user in self.end.users), default=0)
 
 
-def find_gathers(module: fx.GraphModule, parameters: int) -> list[Chain]:
-    """The chains from the first `parameters` placeholders that hold an all_gather, by first use."""
+def find_gathers(
+    module: fx.GraphModule, parameters: int, reduced: Container[int] = ()
+) -> list[Chain]:
+    """The chains from the first `parameters` placeholders that hold an all_gather, by first use.
+
+    Of the placeholders `reduced`, whose gradients travel in an element type of their own, also those that
+    hold any collective.
+    """
+    return _by_first_use(
+        module,
+        parameters,
+        lambda chain: chain.parameter in reduced or "all_gather" in map(_name, chain.nodes),
+    )
+
+
+def find_entries(module: fx.GraphModule, parameters: int) -> list[Chain]:
+    """The chains from the first `parameters` placeholders that take communication in backward alone."""
+
+    def only_back(chain: Chain) -> bool:
+        calls = [node for node in chain.nodes if is_collective(node)]
+        moves_there = any(_name(node) in _MOVING for node in calls)
+        return not moves_there and any(node.args[4] in _MOVING for node in calls)
+
+    return _by_first_use(module, parameters, only_back)
+
+
+def _by_first_use(
+    module: fx.GraphModule, parameters: int, wanted: Callable[[Chain], bool]
+) -> list[Chain]:
     leaves = module.graph.find_nodes(op="placeholder")[:parameters]
-    chains = [chain for i, leaf in enumerate(leaves) for chain in _chains(i, leaf)]
+    chains = [chain for i, leaf in enumerate(leaves) for chain in _chains(i, leaf) if wanted(chain)]
     position = {node: i for i, node in enumerate(module.graph.nodes)}
     return sorted(chains, key=lambda chain: _first_use(chain.end, position))
 
@@ -56,7 +85,7 @@ def _chains(parameter: int, leaf: fx.Node) -> Iterator[Chain]:
             path.append(next(iter(path[-1].users)))
         while path and not is_collective(path[-1]):
             path.pop()
-        if all(map(_converts, path)) and any(_name(node) == "all_gather" for node in path):
+        if path and all(map(_converts, path)):
             follower = next(iter(path[-1].users), None)
             if len(path[-1].users) == 1 and follower is not None and follower.target is _RESHAPE:
                 path.append(follower)
@@ -83,13 +112,14 @@ def group_gathers(
     size_bytes: Callable[[Chain], int],
     make: Callable[[list[Chain]], nn.Module],
     bucket_bytes: int,
+    name: str = "gather",
 ) -> None:
     """Replaces chains of equal `key`, in order, by calls of the submodules that `make` returns.
 
-    A group is closed when its gathered parameters exceed `bucket_bytes`.
+    A group is closed when its gathered parameters exceed `bucket_bytes`; submodules are `name_0`, ....
     """
     for number, group in enumerate(_groups(chains, key, size_bytes, bucket_bytes)):
-        _replace(module, group, f"gather_{number}", make(group))
+        _replace(module, group, f"{name}_{number}", make(group))
     module.graph.eliminate_dead_code()
     module.recompile()
 

@@ -1,4 +1,4 @@
-"""attention(q, k, v, dropout p) -> matmul, softmax, dropout, matmul.
+"""attention(q, k, v, dropout p) -> matmul, safe softmax, dropout, matmul.
 
 Inside one op the mask would come from the generator that all ranks share, the same for every part of the
 batch. In the open it is drawn by key, see [Note: keys of random ops].
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -20,10 +21,10 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def open_random_attention(module: fx.GraphModule) -> None:
-    """Opens attention with dropout; with `enable_gqa` it is left whole."""
+    """Opens attention with dropout; with `enable_gqa` every head of keys and values is repeated first."""
     for node in module.graph.find_nodes(op="call_function", target=_ATTENTION):
         arguments = bound_arguments(node)
-        if arguments["dropout_p"] > 0 and not arguments["enable_gqa"]:
+        if arguments["dropout_p"] > 0:
             with module.graph.inserting_before(node):
                 node.replace_all_uses_with(_opened(module.graph, node))
             module.graph.erase_node(node)
@@ -38,6 +39,8 @@ def _opened(graph: fx.Graph, node: fx.Node) -> fx.Node:
     def call(target: object, *args: object, **kwargs: object) -> fx.Node:
         return call_like(graph, node, target, *args, **kwargs)
 
+    if a["enable_gqa"]:
+        key, value = (_repeated(call, x, shape[-3]) for x in (key, value))
     scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(shape[-1])
     scores = call(aten.matmul.default, query, call(aten.transpose.int, key, -2, -1))
     scores = call(aten.mul.Tensor, scores, scale)
@@ -50,8 +53,18 @@ def _opened(graph: fx.Graph, node: fx.Node) -> fx.Node:
         scores = call(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
     elif mask is not None:
         scores = call(aten.add.Tensor, scores, mask)
-    weights = call(aten.softmax.int, scores, -1)
+    weights = call(aten._safe_softmax.default, scores, -1)  # 0 for a query that sees nothing
     dropped = call(aten.native_dropout.default, weights, a["dropout_p"], True)
     kept = graph.call_function(operator.getitem, (dropped, 0))
     kept.meta = {**node.meta, "val": dropped.meta["val"][0]}
     return call(aten.matmul.default, kept, value)
+
+
+def _repeated(call: Callable[..., fx.Node], x: fx.Node, heads: int) -> fx.Node:
+    """(..., kv heads, keys, width) -> (..., heads, keys, width): each kv head, once for every of its group."""
+    *batch, own, keys, width = x.meta["val"].shape
+    if own == heads:
+        return x
+    apart = call(aten.unsqueeze.default, x, -3)
+    wide = call(aten.expand.default, apart, [*batch, own, heads // own, keys, width])
+    return call(aten.reshape.default, wide, [*batch, heads, keys, width])

@@ -20,7 +20,6 @@ from autopar.ir import (
     CollectiveCall,
     Layout,
     Mesh,
-    P,
     Plan,
     R,
     calls,
@@ -44,11 +43,6 @@ def partition(
     op that it is for, "" where it makes an output what it must be.
     """
     return _Partitioner(captured, analysis, plan).run()
-
-
-def deliverable(layout: Layout) -> Layout:
-    """The layout in which a graph output leaves: partial sums are added up."""
-    return tuple(R if state == P else state for state in layout)
 
 
 class _Partitioner:
@@ -112,7 +106,9 @@ class _Partitioner:
         layouts = []
         for i, name in enumerate(names):
             keep = i in self.captured.mutated or (self.captured.is_step and i == len(names) - 1)
-            layouts.append(self.replicated if keep else deliverable(self.produced[name]))
+            layouts.append(
+                self.replicated if keep else self.analysis.graph.delivered(self.produced[name])
+            )
         results = [self.convert(name, to) for name, to in zip(names, layouts, strict=True)]
         self.graph.output(tuple(results))
         return tuple(layouts)

@@ -1,4 +1,8 @@
-"""type_as(x, y) -> _to_copy(x, dtype=dtype of y), and x itself where that is its own: of y only the type is read."""
+"""Of a tensor that gives its type alone, only the type is read.
+
+type_as(x, y)       ->  _to_copy(x, dtype=dtype of y), and x itself where that is its own
+new_empty(y, size)  ->  empty(size, dtype=dtype of y), as Dropout2d has it
+"""
 
 from __future__ import annotations
 
@@ -18,4 +22,8 @@ def read_types(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
         else:
             node.target, node.args, node.kwargs = aten._to_copy.default, (value,), {"dtype": dtype}
+    for node in module.graph.find_nodes(op="call_function", target=aten.new_empty.default):
+        made = node.meta["val"]
+        node.target, node.args = aten.empty.memory_format, (list(made.shape),)
+        node.kwargs = {"dtype": made.dtype, "device": made.device}
     module.recompile()

@@ -1,4 +1,4 @@
-"""mse_loss(x, y, mean) -> mean(mse_loss(x, y, none)), and so for the losses of one element at a time.
+"""mse_loss(x, y, mean) -> mean(mse_loss(x, y, none)), and so for the losses of one element or row at a time.
 
 broadcast_tensors(x, y)[i], which such losses begin with, -> that tensor, expanded where it must be.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.passes.build import call_like
-from autopar.rules.loss import ELEMENTWISE, MEAN, SUM
+from autopar.rules.loss import MEAN, REDUCED, SUM
 from autopar.rules.spec import bound_arguments
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ def unreduce_losses(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target is aten.broadcast_tensors.default:
             _expand_each(module.graph, node)
-        elif str(getattr(node.target, "overloadpacket", "")) in ELEMENTWISE:
+        elif str(getattr(node.target, "overloadpacket", "")) in REDUCED:
             _unreduce(module.graph, node)
     module.graph.eliminate_dead_code()
     module.recompile()

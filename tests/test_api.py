@@ -168,6 +168,6 @@ def test_compiling_leaves_a_model_that_was_verified_first() -> None:
 def test_the_public_names_are_these() -> None:
     assert sorted(autopar.__all__) == [
         "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError",
-        "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
+        "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
         "VerifyReport", "compile", "explain", "register_rule", "verify",
     ]  # fmt: skip

@@ -50,6 +50,19 @@ def test_settings_are_sorted_and_use_all_ranks_and_the_whole_batch(priced):
     assert len({p.setting for p in priced}) == len(priced)
 
 
+def test_as_few_layers_run_again_as_fit(space, priced):
+    kept = [p for p in priced if p.setting.recompute == "none"]
+    bound = sorted(p.memory_bytes for p in kept)[len(kept) // 2]
+    found = space.with_fewest_blocks(priced, bound)
+    assert found and all(p.memory_bytes <= bound for p in found)
+    for each in found[:6]:
+        s = each.setting
+        others = space.price_of([replace(s, recompute=h) for h in ("none", "full")])
+        assert others[0].seconds < each.seconds < others[1].seconds
+        fewer = s.recompute - 1 or "none"
+        assert space.price_of([replace(s, recompute=fewer)])[0].memory_bytes > bound
+
+
 def test_arrays_agree_with_the_expressions(space, priced):
     """The same plan through sympy, one configuration at a time."""
     for each in priced[:: len(priced) // 5]:

@@ -101,10 +101,17 @@ def test_the_fingerprint_sees_shapes_and_not_values_or_devices():
         (lambda out: out.sum(), 0),
         (lambda out, a, b: out.sum(), 2),
         (lambda out, target, scale=1.0: out.sum(), 1),
+        (torch.mean, 0),  # without a signature
+        (torch._C._nn.mse_loss, 1),
     ],
 )
 def test_targets_are_what_the_loss_needs_besides_the_result(loss_fn, count):
     assert target_count(loss_fn) == count
+
+
+def test_a_loss_of_unreadable_parameters_is_named():
+    with pytest.raises(StepError, match=r"cannot be read from it.*lambda result, target"):
+        target_count(iter)
 
 
 def test_no_loss_function():
@@ -135,6 +142,53 @@ def test_what_cannot_be_captured_names_line_and_remedy():
     assert "if x.sum() > 0:  # the line to blame" in message
     assert "test_capture.py" in message
     assert "use torch.where or torch.cond instead of `if`" in message
+
+
+def test_rows_picked_by_a_mask_name_line_and_remedy():
+    class Picking(nn.Module):
+        def forward(self, x):
+            return x[x > 0].sum()  # so many as only a run tells
+
+    with pytest.raises(CaptureError) as error:
+        capture_step(Picking(), (torch.ones(2),), {}, None)
+    message = str(error.value)
+    assert "test_capture.py:" in message and "so many as only a run tells" in message
+    assert "mask with torch.where instead of x[mask]" in message
+    assert 'torch.compile(model, backend="autopar")' in message
+
+
+def test_an_input_that_is_missing_only_in_a_trace_has_its_remedy():
+    class Filling(nn.Module):
+        def forward(self, x, mask=None):
+            if mask is None and not torch.compiler.is_compiling():
+                mask = torch.ones_like(x)
+            return (x * mask[0]).sum()
+
+    with pytest.raises(CaptureError, match="Give the optional inputs that are None here"):
+        capture_step(Filling(), (torch.ones(2),), {}, None)
+
+
+def test_a_buffer_assigned_to_itself_is_not_forgotten():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            self.scale = self.scale  # as models do whose buffer grows with the input
+            return (self.linear(x) * self.scale).sum()
+
+    assert capture_step(Lazy(), (torch.ones(2, 4),), {}, None).buffers
+
+
+def test_strides_beyond_the_tensor_are_refused():
+    class Reaching(nn.Module):
+        def forward(self, x):
+            return x[:, 1:].as_strided((2, 4), (4, 1)).sum()
+
+    with pytest.raises(CaptureError, match="reads memory that is not its argument's own"):
+        capture_step(Reaching(), (torch.ones(2, 4),), {}, None)
 
 
 def test_a_custom_function_is_warned_of():

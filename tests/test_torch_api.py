@@ -1,5 +1,7 @@
 """Each torch API without a stability promise that autopar uses, alone: what breaks here broke in torch."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,6 +98,13 @@ def test_custom_functions_are_seen():
     assert len(seen) == 1
 
 
+def test_a_tensor_without_memory_has_a_shape():
+    x = _torch.without_memory((3, 4), torch.float64, torch.device("cpu"))
+    assert x.shape == (3, 4) and x.stride() == (4, 1) and x.untyped_storage().nbytes() == 0
+    with _torch.fake_mode() as mode:
+        assert (mode.from_tensor(x) @ torch.ones(4, 2, dtype=torch.float64)).shape == (3, 2)
+
+
 def test_a_storage_reference_knows_views_of_one_storage():
     x = torch.zeros(4)
     assert _torch.storage_reference(x).cdata == _torch.storage_reference(x[1:]).cdata
@@ -107,6 +116,39 @@ def test_below_autograd_an_op_records_nothing(group):
     assert _torch.autopar_op("all_reduce")(*call).requires_grad
     with _torch.below_autograd():
         assert not _torch.autopar_op("all_reduce")(*call).requires_grad
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_backend_compiles_a_graph_for_arguments_like_these(backend):
+    graph = torch.fx.symbolic_trace(lambda x, w: (torch.tanh(x) @ w, x.view(-1)))
+    x, w = torch.randn(2, 3), torch.randn(4, 3).t().requires_grad_()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        run = _torch.compile_graph(graph, (x, w), backend)
+        assert not seen
+    y, flat = run(x, w)
+    torch.testing.assert_close(y, torch.tanh(x) @ w)
+    assert torch.equal(flat, x.view(-1)) and y.requires_grad and not flat.requires_grad
+    torch.testing.assert_close(
+        *torch.autograd.grad(y.sum(), w), torch.tanh(x).t().sum(1, keepdim=True).expand(3, 4)
+    )
+
+
+def test_aot_autograd_traces_functional_tensors():
+    seen = []
+
+    def twice(x):
+        seen.append(_torch.is_functional(x))
+        return x * 2
+
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(twice, (graph.placeholder("x"),)),))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    _torch.compile_graph(module, (torch.ones(2, requires_grad=True),), "aot_eager")
+    assert any(seen)
+    seen.clear()
+    module(torch.ones(2))
+    assert seen == [False]
 
 
 def test_the_line_of_an_error_is_the_users():
@@ -221,3 +263,16 @@ def test_dynamo_says_where_the_arguments_of_a_graph_come_from():
     torch.compile(nn.Sequential(nn.BatchNorm1d(3)).eval(), backend=backend)(X)
     assert any(s.endswith("._modules['0']._parameters['weight']") for s in sources)
     assert any(s.endswith("._modules['0']._buffers['running_mean']") for s in sources)
+
+
+def test_operators_say_how_many_arguments_they_must_be_given():
+    found = [_torch.required_arguments(name) for name in ("mean", "mse_loss", "no_such_operator")]
+    assert found == [1, 2, None]
+
+
+def test_the_store_of_the_default_group_is_found(group):
+    _torch.default_store().set("key", "value")
+    assert _torch.default_store().get("key") == b"value"
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=7))
+    assert _torch.store_seconds(store) == 7

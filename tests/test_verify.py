@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.program import Program
 from autopar.runtime import simulate
-from autopar.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, TOLERANCE_HALF
+from autopar.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, TOLERANCE_HALF, comparable
 from tests.runtime.models import MLP, Normed, make, mean_square
 
 DP = {"dp": 2}
@@ -106,3 +106,78 @@ def test_autocast_is_held_to_the_precision_of_bfloat16(recipe: str) -> None:
 def test_full_precision_is_held_to_its_own(dtype: torch.dtype, expected: float) -> None:
     model, batch, _ = make("mlp", dtype)
     assert proof(model, batch).tolerance == expected
+
+
+# --- gradients of nothing but rounding, and state of a run before
+
+
+class Cancelling(nn.Module):
+    """A bias that batch norm takes away again: its gradient is the rounding of terms that cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def test_a_gradient_of_mere_rounding_is_no_error() -> None:
+    torch.manual_seed(0)
+    batch = tuple(torch.randn(64, 8, dtype=torch.float64) for _ in range(2))
+    report = proof(Cancelling().double(), batch)
+    assert report.passed, report
+
+
+def test_a_small_gradient_must_still_be_right() -> None:
+    """One of 1e-12 of the largest that is twice what it should be is an error of 7e-8, not of rounding."""
+    gradient = torch.tensor([1e-12], dtype=torch.float64)
+    error = gradient.abs().max().item() / comparable(gradient, 1.0)
+    assert error > 50 * TOLERANCE_FLOAT64
+    assert comparable(torch.tensor([0.5]), 1.0) == 0.5
+
+
+def test_state_that_a_run_left_with_its_graph_is_no_obstacle() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.before: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            if not torch.compiler.is_compiling():
+                self.before = [y]
+            return y
+
+    torch.manual_seed(0)
+    model, batch = Remembering().double(), tuple(torch.randn(8, 8).double() for _ in range(2))
+    model(batch[0])
+    report = proof(model, batch)
+    assert report.passed, report
+    assert model.before[0].grad_fn is not None  # the user's model is as it was
+
+
+class Chunked(nn.Module):
+    """Overlapping chunks by `as_strided` of a transposed tensor, as in Longformer's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x.transpose(0, 1)).transpose(
+            0, 1
+        )  # (batch, time, 8), in memory (time, batch, 8)
+        batch, steps, width = y.stride()
+        chunks = y.as_strided((y.shape[0], 3, 4, 8), (batch, 2 * steps, steps, width))
+        return (chunks * torch.arange(4.0).view(4, 1)).sum((1, 2))
+
+
+def test_memory_read_by_strides_is_that_of_the_trace() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 8, 8).double(), torch.randn(4, 8).double())
+    report = proof(Chunked().double(), batch)
+    assert report.passed, report

@@ -11,9 +11,10 @@ import click
 from autopar.advice import Progress, Question
 from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.software import as_eager_runs
-from autopar.errors import MeshError
+from autopar.errors import MeshError, PlanError
 from autopar.intents import AXES, REFUSALS, Wishes, is_intent
-from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh
+from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh, MixedPrecision
+from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.recipes import PIPELINE_RECIPES, RECIPES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,6 +62,18 @@ class Pin(click.ParamType):
         return name, choice
 
 
+class Recomputation(click.ParamType):
+    """What `parse_wish` reads."""
+
+    name = "none|full|N|PART"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> RecomputeWish:
+        try:
+            return parse_wish(str(value))
+        except PlanError as error:
+            self.fail(str(error), param, ctx)
+
+
 # as help texts have them
 RECIPE_NAMES = f"{', '.join(RECIPES)} (with an axis pp also {', '.join(PIPELINE_RECIPES)})"
 
@@ -102,9 +115,12 @@ _INTENTS = (
                  help="In which order pipeline stages run micro-batches; else searched."),
     click.option("--chunks", type=POSITIVE, metavar="V",
                  help="Stages of each pipeline rank, for the schedules that take several; else searched."),
-    click.option("--recompute", type=click.Choice(("none", "full")),
-                 help="Whether layers run again in backward; else searched, and none on a --mesh without "
-                      "stages."),
+    click.option("--recompute", type=Recomputation(), metavar="none|full|N|PART",
+                 help="How many layers of a stage run again in backward, or, as 0.5, the part of the memory "
+                      "for activations that may be kept; else the fewest that fit."),
+    click.option("--precision", metavar="POLICY",
+                 help="Cast parameters for use, as precision= of autopar.compile does: bf16, or 'bf16 "
+                      "reduce=bf16' to reduce gradients in it too."),
 )  # fmt: skip
 
 
@@ -130,7 +146,10 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
         inside_node=given["inside_node"], without=frozenset(given["without"]),
     )  # fmt: skip
     _check_pins(wishes, mesh)
-    return Question(target, cluster, given["batch"], given["seq"], wishes=wishes, progress=progress)
+    return Question(
+        target, cluster, given["batch"], given["seq"], wishes=wishes, progress=progress,
+        precision=MixedPrecision.of(given["precision"]),
+    )  # fmt: skip
 
 
 def _check_pins(wishes: Wishes, mesh: Mesh | None) -> None:

@@ -48,9 +48,12 @@ Examples:
 @click.option("--plan", "path", type=click.Path(path_type=Path), help="A saved plan to prove.")
 @click.option("--random", "draw", is_flag=True, help="Draw the plan at random.")
 @click.option("--seed", type=int, help="Of a random plan.  [default: 0]")
+@click.option("--precision", metavar="POLICY",
+              help="Cast parameters for use, as precision= of autopar.compile does: bf16; by default that of "
+                   "the plan.")  # fmt: skip
 def verify_command(
     target: str, mesh: str | None, recipe: str | None, schedule: str | None,
-    micro_batches: int | None, path: Path | None, draw: bool, seed: int | None,
+    micro_batches: int | None, path: Path | None, draw: bool, seed: int | None, precision: str | None,
 ) -> None:  # fmt: skip
     if ":" not in target:
         raise AutoparError(
@@ -73,7 +76,7 @@ def verify_command(
         args, kwargs = _micro_batch(plan, model, args, kwargs, loss_fn)
     result = verify(
         model, kwargs or args, mesh=axes, plan=plan, recipe=recipe or "auto", seed=seed or 0,
-        loss_fn=loss_fn, schedule=schedule, micro_batches=micro_batches,
+        loss_fn=loss_fn, schedule=schedule, micro_batches=micro_batches, precision=precision,
     )  # fmt: skip
     console().print(result)
     sys.exit(0 if result.passed else 1)
@@ -93,7 +96,7 @@ def _micro_batch(
     """What a plan is of: the example, or a part of it where the plan cuts that into micro-batches."""
     if plan.micro_batches == 1:
         return args, kwargs
-    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn)
+    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=plan.precision)
     if prepared.captured.fingerprint == plan.fingerprint:
         return args, kwargs
     rows = captured_batch(prepared.analysis.graph)

@@ -39,10 +39,11 @@ from autopar.ir.layout import (
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.pipeline import SCHEDULES, Pipeline, with_pipeline, without_pipeline
 from autopar.ir.plan import ParameterPlan, Plan
+from autopar.ir.precision import MixedPrecision
 
 __all__ = [
     "PARTIAL", "PIPELINE_AXIS", "SCHEDULES", "UNSPLIT", "VARIED", "WHOLE",
-    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh", "Op",
+    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh", "MixedPrecision", "Op",
     "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "Step", "Tensor", "V", "Work",
     "calls", "divides", "find_stacks", "format_layout", "is_legal", "local_elements", "local_factors",
     "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps",

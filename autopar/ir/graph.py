@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autopar.ir.layout import Dims, Layout, State, divides, shape_of
+from autopar.ir.layout import Dims, Layout, R, State, divides, shape_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import MixedPrecision
 
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
 VARIED = (
@@ -32,6 +33,10 @@ class Tensor:
         factors: names of those factors, of the same structure; "" for a factor nobody named.
         itemsize_bytes: bytes of one element.
         needs_grad: whether a gradient flows back through it.
+        stored_itemsize_bytes: bytes of one element of a parameter at rest, None where it is used in the
+            format that it is stored in.
+        gradient_itemsize_bytes: bytes of one element of a parameter's gradient while it is added up and
+            reduced, None for those of the parameter in use.
     """
 
     name: str
@@ -39,10 +44,45 @@ class Tensor:
     factors: tuple[tuple[str, ...], ...]
     itemsize_bytes: int
     needs_grad: bool
+    stored_itemsize_bytes: int | None = None
+    gradient_itemsize_bytes: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return shape_of(self.dims)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether a parameter is used in another format than it is stored in."""
+        return self.at_rest is not self
+
+    @cached_property
+    def at_rest(self) -> Tensor:
+        """A parameter as it lies between steps."""
+        return self._in_format(self.stored_itemsize_bytes)
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """A parameter's gradient while it is added up and reduced; that of an activation is like itself."""
+        return self._in_format(self.gradient_itemsize_bytes)
+
+    @property
+    def gradient_scale(self) -> float:
+        """Bytes of the gradient for each byte of the tensor."""
+        return self.gradient.itemsize_bytes / self.itemsize_bytes
+
+    def _in_format(self, itemsize_bytes: int | None) -> Tensor:
+        if itemsize_bytes is None:
+            return self
+        return replace(
+            self, itemsize_bytes=itemsize_bytes, stored_itemsize_bytes=None,
+            gradient_itemsize_bytes=None,
+        )  # fmt: skip
+
+    @property
+    def formats(self) -> tuple[int, int | None, int | None]:
+        """What of its formats a price depends on."""
+        return self.itemsize_bytes, self.stored_itemsize_bytes, self.gradient_itemsize_bytes
 
 
 @dataclass(frozen=True)
@@ -157,7 +197,8 @@ class Factor:
         name: such as `batch`, `seq` or `mlp.up.out`.
         size: elements.
         roles: among "batch" (leading dim of an input), "input" (any other dim of an input),
-            "parameter" (occurs in a parameter) and "normalized" (some op normalizes over it).
+            "parameter" (occurs in a parameter), "normalized" (some op normalizes over it) and "expert"
+            (counts matrices of which a row meets some, as those of a mixture of experts).
     """
 
     name: str
@@ -220,9 +261,11 @@ class Graph:
             stand here once, under the first of their names.
         buffers: qualified buffer name -> tensor name; buffers are stored replicated.
         inputs: input name -> tensor name; a rank can take any part of an input for free.
-        outputs: names of the result tensors; each is delivered without P.
+        outputs: names of the result tensors; see `delivered`.
         factors: every named factor.
         stacks: its repeated layers; a captured layer may stand for many, see `stands_for`.
+        precision: the policy it was captured under, None where every parameter is used as it is stored.
+        whole_outputs: whether every result is delivered whole, on every rank.
     """
 
     tensors: Mapping[str, Tensor]
@@ -233,6 +276,12 @@ class Graph:
     outputs: tuple[str, ...]
     factors: Mapping[str, Factor] = field(default_factory=dict)
     stacks: tuple[Stack, ...] = ()
+    precision: MixedPrecision | None = None
+    whole_outputs: bool = False
+
+    def delivered(self, layout: Layout) -> Layout:
+        """The layout in which a result that is made in this one leaves: without P, or whole."""
+        return tuple(R if self.whole_outputs or s.kind == "P" else s for s in layout)
 
     def stack_of(self, name: str) -> tuple[Stack, int] | None:
         """The stack and captured layer that a module or parameter of this name belongs to."""

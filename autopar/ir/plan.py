@@ -8,7 +8,8 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     recipe dp:zero3,tp:tp
     micro-batches 1
     pipeline 1f1b: linear_4 linear_8                  the schedule, and the op each further stage begins with
-    recompute full                                    where layers are run again in backward
+    recompute 3 blocks                                where blocks run again in backward; `full` for all
+    precision bfloat16 reduce=float32                 where parameters are cast for use, see `MixedPrecision`
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | micro_batch
                                                       storage | resident | when gradients are reduced
     input tokens: S(0)@dp
@@ -34,15 +35,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from autopar.errors import LayoutError, MeshError, PlanError
+from autopar.errors import AutoparError, LayoutError, MeshError, PlanError
 from autopar.ir.graph import Labels
 from autopar.ir.layout import Layout, format_layout, parse_layout
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
+from autopar.ir.precision import MixedPrecision
+from autopar.ir.recompute import Recompute, check_recompute, format_recompute, parse_recompute
 
 VERSION = 1
 Reduction = Literal["step", "micro_batch"]
-Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Plan:
         ops: op name -> the label of its choice on every axis.
         notes: what was chosen and why, for people.
         pipeline: how the model is cut into stages; None for a single stage.
-        recompute: "full" keeps of every layer only what enters it, and runs it again in backward.
+        recompute: how many blocks of every stage keep only what enters them, and run again in backward;
+            see `autopar.ir.recompute`.
+        precision: the policy of the captured graph; None where parameters are used as they are stored.
     """
 
     mesh: Mesh
@@ -96,12 +100,10 @@ class Plan:
     notes: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
     recompute: Recompute = "none"
+    precision: MixedPrecision | None = None
 
     def __post_init__(self) -> None:
-        if self.recompute not in get_args(Recompute):
-            raise PlanError(
-                f"A plan recomputes {' or '.join(get_args(Recompute))}, not {self.recompute!r}."
-            )
+        check_recompute(self.recompute)
         if type(self.micro_batches) is not int:  # a bool is an int to isinstance
             raise PlanError(
                 "The number of micro-batches of a plan is a whole number such as 1, not "
@@ -142,7 +144,9 @@ class Plan:
         if self.pipeline is not None:
             lines.append(f"pipeline {self.pipeline.schedule}: {' '.join(self.pipeline.cuts)}")
         if self.recompute != "none":
-            lines.append(f"recompute {self.recompute}")
+            lines.append(f"recompute {format_recompute(self.recompute)}")
+        if self.precision is not None:
+            lines.append(f"precision {self.precision}")
         lines += [
             f"parameter {name}: {text(p.storage)} | {text(p.resident)} | {p.reduce}"
             for name, p in self.parameters.items()
@@ -196,12 +200,14 @@ class Plan:
         }
 
     def _pipeline_json(self) -> dict[str, Any]:
-        """Fields that a plan without stages and recomputation has not."""
+        """Fields that a plan without stages, recomputation and casts has not."""
         fields: dict[str, Any] = {}
         if self.pipeline is not None:
             fields["pipeline"] = [self.pipeline.schedule, " ".join(self.pipeline.cuts)]
         if self.recompute != "none":
             fields["recompute"] = self.recompute
+        if self.precision is not None:
+            fields["precision"] = str(self.precision)
         return fields
 
     @classmethod
@@ -231,6 +237,7 @@ class Plan:
                 notes=_notes(document["notes"]),
                 pipeline=_pipeline(document.get("pipeline"), whole),
                 recompute=document.get("recompute", "none"),
+                precision=_precision(document.get("precision")),
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
@@ -331,6 +338,17 @@ def _parameter_plan(fields: object, name: str, mesh: Mesh) -> ParameterPlan:
     return ParameterPlan(parse_layout(storage, mesh), parse_layout(resident, mesh), reduce)
 
 
+def _precision(text: object) -> MixedPrecision | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise PlanError(f"The precision of a plan is a text such as bfloat16, not {text!r}.")
+    try:
+        return MixedPrecision.parse(text)
+    except AutoparError as error:
+        raise PlanError(f"The plan is damaged: {error}") from error
+
+
 def _labels(text: str, name: str, mesh: Mesh) -> Labels:
     labels = tuple(text.split())
     if len(labels) != len(mesh.axes):
@@ -350,10 +368,11 @@ def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
     if word == "note":
         document["notes"].append(rest)
         return
-    if word in ("pipeline", "recompute"):
+    if word in ("pipeline", "recompute", "precision"):
         _once(word, number, document)
         schedule, _, cuts = rest.partition(":")
-        document[word] = [schedule, cuts] if word == "pipeline" else rest
+        value = parse_recompute(rest) if word == "recompute" else rest
+        document[word] = [schedule, cuts] if word == "pipeline" else value
         return
     name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
     if not colon or word not in ("parameter", "input", "op"):

@@ -12,7 +12,19 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.rules import contract, elementwise, index, linalg, loss, nn, random, reduce, shape
+from autopar.rules import (
+    contract,
+    elementwise,
+    grouped,
+    index,
+    linalg,
+    loss,
+    nn,
+    random,
+    recurrent,
+    reduce,
+    shape,
+)
 from autopar.rules.kept import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
 from autopar.rules.kept import kept
 from autopar.rules.registered import registered_rule
@@ -28,8 +40,10 @@ RULES: Mapping[str, Rule] = {
     **index.RULES,
     **nn.RULES,
     **linalg.RULES,
+    **recurrent.RULES,
     **loss.RULES,
     **random.RULES,
+    **grouped.RULES,
 }
 
 
@@ -44,7 +58,7 @@ def find_rule(node: fx.Node) -> Rule | None:
     if rule := registered_rule(name) or RULES.get(name):
         return rule
     if not isinstance(target, torch._ops.OpOverload):
-        return None
+        return getattr(target, "rule", None)  # a call that a pass has put in brings its own
     # A random op without a rule of its own would draw the same numbers for every part.
     draws = torch.Tag.nondeterministic_seeded in target.tags
     return elementwise.elementwise if torch.Tag.pointwise in target.tags and not draws else None
@@ -58,13 +72,16 @@ def spec(node: fx.Node, wanted: Iterable[int] | None = None) -> tuple[Spec, bool
     """
     call = Call(node, wanted)
     found, has_rule = _ruled(call)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return found, has_rule
     return replace(found, kept=kept(operator_name(node), call, found)), has_rule
 
 
 def _ruled(call: Call) -> tuple[Spec, bool]:
     node = call.node
     rule = find_rule(node)
-    empty = any(t.numel() == 0 for t in [*call.operands, *call.results])
+    # An op may have results that it does not use, such as the largest of a bag that is summed.
+    empty = any(t.numel() == 0 for t in call.operands) or not any(t.numel() for t in call.results)
     if rule is not None and not empty:
         try:
             found = rule(call)
@@ -79,12 +96,15 @@ def _ruled(call: Call) -> tuple[Spec, bool]:
 
 
 def _fits(found: Spec, call: Call) -> bool:
-    """Whether the letters of every tensor multiply to its shape; an unforeseen call may not."""
+    """Whether the letters of every tensor multiply to its shape; an unforeseen call may not.
+
+    A letter without a size fits nothing, as of an operand with more dims than a point-wise result.
+    """
     lettered = [*found.operands, *found.results]
     return all(
         len(letters) == tensor.ndim
         and all(
-            math.prod(found.sizes[x] for x in dim) == size
+            math.prod(found.sizes.get(x, 0) for x in dim) == size or not (dim or tensor.numel())
             for dim, size in zip(letters, tensor.shape, strict=True)
         )
         for letters, tensor in zip(lettered, [*call.operands, *call.results], strict=False)

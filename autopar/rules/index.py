@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from autopar.rules.notation import line
 from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, plain
 
 aten = torch.ops.aten
@@ -217,14 +218,61 @@ def along_index(call: Call) -> Spec:
 
 
 def looked_up_in_one(call: Call) -> Spec:
-    """take, bucketize: the table stays whole, what is looked up in it passes."""
-    flat = call.arguments
-    table, where = (0, 1) if "index" in flat else (1, 0)
+    """take, bucketize, isin: the table stays whole, what is looked up in it passes."""
+    if len(call.operands) < 2:
+        raise RuleDoesNotApply("a number to look up, or as the table")
+    table, where = (0, 1) if "index" in call.arguments else (1, 0)
     letters, sizes = plain(call.operands[where].shape)
     own, more = plain(call.operands[table].shape, "t")
     operands = {where: letters, table: own}
     return Spec((operands[0], operands[1]), (letters,), sizes | more, whole=frozenset(more),
                 flops=call.results[0].numel())  # fmt: skip
+
+
+def searched(call: Call) -> Spec:
+    """searchsorted: `b.. t!, b.. n (, b.. t!) -> b.. n`, or one table `t!` for all."""
+    if not isinstance(call["self"], fx.Node):
+        raise RuleDoesNotApply("a number to look up")
+    lead = "" if call.operands[0].ndim == 1 else "b.. "
+    values = "b.." if not lead else "b.. n"
+    return line(f"{lead}t!, {values}, {lead}t! -> {values}")(call)
+
+
+def bagged(call: Call) -> Spec:
+    """embedding_bag: only the columns of the table can be split; its other results are of indices alone."""
+    sizes: dict[str, int] = {}
+
+    def whole(tensor: torch.Tensor, tag: str) -> Letters:
+        return _dims(tensor, [f"{tag}_{d}" for d in range(tensor.ndim)], sizes)
+
+    weight, *rest = call.operands
+    operands = [whole(x, f"x{i}") for i, x in enumerate(rest)]
+    results = []
+    for i, y in enumerate(call.results):
+        columns = y.ndim == 2 and y.shape[1] == weight.shape[1]
+        results.append(_dims(y, [f"y{i}", "d"], sizes) if columns else whole(y, f"y{i}"))
+    table = _dims(weight, ["v", "d"], sizes)
+    return Spec((table, *operands), tuple(results), sizes, whole=frozenset(sizes) - {"d"},
+                agreed=frozenset("d"), flops=call.results[0].numel())  # fmt: skip
+
+
+def filled_in_order(call: Call) -> Spec:
+    """masked_scatter: rows that are taken or left as a whole, one after the other, keep their columns apart.
+
+    That is so where the mask is that of rows, expanded over the last dim: features among tokens.
+    """
+    x, mask, source = call.operands
+    rows = call.operand_nodes[1]
+    expanded = str(rows.target) in ("aten.expand.default", "aten.expand_as.default")
+    if not expanded or rows.args[0].meta["val"].shape[-1:] != (1,) or x.shape != mask.shape:  # type: ignore[union-attr]
+        raise RuleDoesNotApply("which element goes where depends on all before it")
+    if source.ndim < 2 or source.shape[-1] != x.shape[-1]:
+        raise RuleDoesNotApply("rows of another width")
+    of_x, of_source = (
+        " ".join(f"{tag}{d}!" for d in range(ndim - 1))
+        for tag, ndim in (("x", x.ndim), ("s", source.ndim))
+    )
+    return line(f"{of_x} d, {of_x} d, {of_source} d -> {of_x} d")(call)
 
 
 def one_hot(call: Call) -> Spec:
@@ -252,5 +300,9 @@ RULES: dict[str, Callable[[Call], Spec]] = {
         f"aten.{name}": indexed_by_one
         for name in ("index_add", "index_copy", "index_fill", "index_reduce")
     },
-    **{f"aten.{name}": looked_up_in_one for name in ("take", "bucketize")},
+    **{f"aten.{name}": looked_up_in_one for name in ("take", "bucketize", "isin")},
+    "aten._unsafe_index": index,
+    "aten.searchsorted": searched,
+    "aten.embedding_bag": bagged,
+    "aten.masked_scatter": filled_in_order,
 }

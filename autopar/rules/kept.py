@@ -80,11 +80,14 @@ ROWS: dict[str, str] = {
         add sub rsub neg positive clone alias detach _to_copy type_as copy ceil floor round trunc frac
         sign deg2rad rad2deg real imag sum mean cumsum tril triu any all
         repeat_interleave unfold as_strided diff pixel_shuffle pixel_unshuffle im2col col2im
-        upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d broadcast_tensors
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+        upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa broadcast_tensors
+        affine_grid_generator trapezoid trapz
     """),
     **_rows("y0", """
-        exp exp2 expm1 sigmoid tanh tan sqrt rsqrt reciprocal relu softmax _softmax log_softmax
-        _log_softmax
+        exp exp2 expm1 sigmoid tanh tan sqrt rsqrt reciprocal relu softmax _softmax _safe_softmax
+        log_softmax _log_softmax
     """),
     **_rows("x0", """
         abs acos acosh angle asin asinh atan atanh celu clamp_max clamp_min cos cosh digamma elu erf
@@ -92,9 +95,10 @@ ROWS: dict[str, str] = {
         log1p log2 logit mish nan_to_num polygamma silu selu sin sinc sinh softplus
         softshrink threshold square var var_mean avg_pool1d avg_pool2d avg_pool3d where
     """),
-    **_rows("x0; y0", "amax amin std logsumexp prod norm linalg_vector_norm cumprod sgn"),
+    **_rows("x0; y0", "amax amin std logsumexp prod norm linalg_vector_norm cumprod sgn logcumsumexp"),
+    **_rows("x0; y0..", "aminmax"),
     **_rows("y1", "topk sort kthvalue median mode native_dropout"),
-    **_rows("x0; y1", "max_pool2d_with_indices adaptive_max_pool2d"),
+    **_rows("x0; y1", "max_pool2d_with_indices adaptive_max_pool2d cummax cummin"),
     **_rows("x1 for 0; x0 for 1", "mul bmm mm mv dot _grouped_mm"),
     **_rows("x1; x0 for 1", "div true_divide"),
     **_rows("x1 for 2; x2 for 1", "addmm baddbmm addbmm addcmul addmv"),
@@ -109,7 +113,10 @@ ROWS: dict[str, str] = {
     **_rows("x0 for 1; x1 for 1", "fmod remainder"),
     **_rows("x1", "masked_fill masked_select"),
     # Both operands of a convolution are arguments of its one backward function.
-    **_rows("x0; x1", "conv1d conv2d conv3d convolution nll_loss_nd gather"),
+    "transformers.grouped_mm_fallback": "x0; x1",
+    **_rows("x0; x1", "conv1d conv2d conv3d convolution gather"),
+    **_rows("x0..", "nll_loss_nd"),
+    **_rows("x1..; y1..", "embedding_bag"),
     **_rows("x1; x0 for 1", "kl_div"),
     **_rows("x0..; y1; y2", "native_layer_norm"),
 }  # fmt: skip
@@ -342,6 +349,21 @@ def _group_norm(call: Call, spec: Spec) -> Kept:
     return Kept(affine, (), (*hidden, Hidden("copy0", spec.operands[0], x.dtype)))
 
 
+def _instance_norm(call: Call, spec: Spec) -> Kept:
+    """instance_norm: a batch norm of all samples' channels, whose weight is repeated for every sample."""
+    x, letters = call.operands[0], spec.operands[0][:2]
+    hidden = [_statistic(name, letters, call) for name in ("mean", "rstd")]
+    if call.arguments["weight"] is not None:
+        hidden.append(Hidden("weight", letters, x.dtype))
+    return Kept((0,), (), tuple(hidden))
+
+
+def _recurrent(call: Call, spec: Spec) -> Kept:
+    """lstm, gru: about six numbers for every output of every layer (gates, cells), over all steps."""
+    hidden = Hidden("steps", spec.results[0], call.operands[0].dtype, 6 * call["num_layers"])
+    return Kept(tuple(range(len(call.operands))), (0,), (hidden,))
+
+
 def _batch_norm(call: Call, spec: Spec) -> Kept:
     """batch_norm: all but the bias, and the statistics of every channel where it is training."""
     nodes = call.operand_nodes
@@ -378,7 +400,7 @@ FUNCTIONS: dict[str, Rule] = {
     **{
         f"aten.{name}": _indices
         for name in (
-            "embedding", "index", "index_select", "index_put", "scatter", "index_fill",
+            "embedding", "index", "index_select", "index_put", "scatter", "index_fill", "masked_scatter",
         )
     },
     "aten.pow": _power,
@@ -401,7 +423,10 @@ FUNCTIONS: dict[str, Rule] = {
             "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
         )
     },
+    "aten.instance_norm": _instance_norm,
+    **{f"aten.{name}": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     "aten.max_pool1d": _max_pool,
+    "aten.max_pool3d": _max_pool,
     "aten.max_pool2d": _max_pool,
     "aten.adaptive_avg_pool1d": _adaptive_pool,
     "aten.adaptive_avg_pool2d": _adaptive_pool,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.rules.notation import spec_of
+from autopar.rules.notation import line, spec_of
 from autopar.rules.reduce import whole_reduction
 from autopar.rules.shape import along
 from autopar.rules.spec import Call, RuleDoesNotApply, Spec
@@ -49,6 +49,26 @@ def solve_factored(call: Call) -> Spec:
     return batched("b.. n! r, b.. n! n!, b.. n! -> b.. n! r")(call)
 
 
+def solve_by_factors(call: Call) -> Spec:
+    """linalg_lu_solve, linalg_ldl_solve: the right side comes last, and its columns do not meet."""
+    if len({t.ndim for t in (call.operands[0], call.operands[2])}) > 1:
+        raise RuleDoesNotApply("a right side that is broadcast")
+    if call.arguments.get("left") is False:
+        return batched("b.. n! n!, b.. n!, b.. r n! -> b.. r n!")(call)
+    return batched("b.. n! n!, b.. n!, b.. n! r -> b.. n! r")(call)
+
+
+def of_time(call: Call) -> Spec:
+    """stft, istft: signals pass; frames, frequencies, the window and the parts of a number stay whole."""
+    x, y = (t.ndim - 1 for t in (call.operands[0], call.results[0]))
+    if min(x, y) < 1 or max(x, y) < 2:
+        raise RuleDoesNotApply("one signal")
+    of_x, of_y = (" ".join(f"{tag}{d}!" for d in range(n)) for tag, n in (("x", x), ("y", y)))
+    spec = spec_of(f"b {of_x}, w! -> b {of_y} | linear 0", call)
+    elements = max(call.operands[0].numel(), call.results[0].numel())
+    return replace(spec, flops=5 * elements * math.ceil(math.log2(call["n_fft"] + 1)))
+
+
 def matrix_norm(call: Call) -> Spec:
     """linalg_matrix_norm: both dims stay whole."""
     return whole_reduction(call)
@@ -86,13 +106,20 @@ RULES: dict[str, Rule] = {
     **_rows("b.. n! m! -> b.., b..", "linalg_slogdet slogdet"),
     **_rows("b.. n! m! -> b.. p!, b.. q! r!", "linalg_eigh linalg_eig"),
     **_rows("b.. n! m! -> b.. p! q!, b.. r! s!", "linalg_qr qr"),
-    **_rows("b.. n! m! -> b.. p! q!, b.. r!, b.. s! t!", "linalg_svd"),
+    **_rows("b.. n! m! -> b.. p! q!, b.. r!, b.. s! t!", "linalg_svd svd"),
+    **_rows("b.. n! m!, b.. k! -> b.. p! q!, b.. r! s!, b.. t! u!", "lu_unpack"),
+    **_rows("b.. n! r, b.. n! n! -> b.. n! r, b.. n! n!", "triangular_solve"),
     **_rows("b.. n! m! -> b.. n! m!, b..", "linalg_cholesky_ex linalg_inv_ex"),
     **_rows("b.. n! m! -> b.. n! m!, b.. p!", "linalg_lu_factor linalg_ldl_factor geqrf"),
     **_rows("b.. n! m! -> b.. n! m!, b.. p!, b..", "linalg_lu_factor_ex linalg_ldl_factor_ex"),
     **_rows("b.. n! m! -> b.. p! q!, b.. r! s!, b.. t! u!", "linalg_lu"),
     **_rows("b.. n! m!, b.. k! -> b.. n! p!", "linalg_householder_product"),
     "aten.linalg_solve": solve,
+    "aten.linalg_lu_solve": solve_by_factors,
+    "aten.linalg_ldl_solve": solve_by_factors,
+    "aten.linalg_vander": line("b.. -> b.. m!"),
+    "aten.stft": of_time,
+    "aten.istft": of_time,
     "aten.linalg_solve_triangular": solve,
     "aten.cholesky_solve": solve_factored,
     "aten.lu_solve": solve_factored,

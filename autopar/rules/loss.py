@@ -1,4 +1,17 @@
-"""Cross-entropy, over a split batch and over a split vocabulary; losses of one element at a time."""
+"""Cross-entropy, over a split batch and over a split vocabulary; losses of one element at a time.
+
+Over split classes every rank has some logits of every token, and the loss of token i is a sum over
+classes c of what the ranks have (Shoeybi et al. 2019, Megatron-LM, section 3):
+
+    loss_i = sum_c q_ic (lse_i - x_ic),    lse_i = log sum_c exp x_ic
+
+    q_ic = w_c p_ic,    p_ic = (1 - smoothing) [c = y_i] + smoothing / C    of class indices y, or
+                        p_ic = (1 - smoothing) t_ic + smoothing / C          of class probabilities t
+
+Ranks share the largest logit and the sum of exponentials of every token, nothing of the size of x. A mean
+divides by sum_i w_{y_i} over the tokens that are not ignored, or by the rows where targets are
+probabilities (torch.nn.functional.cross_entropy), of all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -10,179 +23,232 @@ from torch import fx
 
 from autopar.rules.elementwise import elementwise
 from autopar.rules.index import shifted, zeroed
-from autopar.rules.spec import Call, Local, RuleDoesNotApply, Spec, plain, run_as_is
+from autopar.rules.notation import line
+from autopar.rules.spec import (
+    Call,
+    Local,
+    RuleDoesNotApply,
+    Spec,
+    local_arguments,
+    plain,
+    run_as_is,
+)
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # values of the op's `reduction` argument (torch.nn._reduction)
 
+Axes = tuple[tuple[str, int], ...]
+
 
 def cross_entropy(call: Call) -> Spec:
-    """`n.. c, n.. -> | sum n c`: a mean divides by the tokens of all ranks.
+    """`n c n.., n n.. (, c) -> | sum n c`, without reduction `-> n n.. | sum c`."""
+    return _over_tokens(call, flops=4 * call.operands[0].numel(), normalizes=True)
 
-    Without reduction, probabilities as targets or class weights, classes stay whole.
-    """
+
+def negative_likelihood(call: Call) -> Spec:
+    """nll_loss_nd: cross-entropy of logits that are logarithms of probabilities already."""
+    return _over_tokens(call, flops=call.operands[0].numel(), normalizes=False)
+
+
+def _over_tokens(call: Call, *, flops: int, normalizes: bool) -> Spec:
     x, target = call.operands[:2]
     if x.ndim == 1:
         raise RuleDoesNotApply("logits without a batch dim")
     letters, sizes = plain(x.shape, "n")
-    channel = letters[min(1, x.ndim - 1)]
-    tokens = tuple(dim for i, dim in enumerate(letters) if i != min(1, x.ndim - 1))
-    classes_as_targets = target.ndim == x.ndim
+    channel, tokens = letters[1], (letters[0], *letters[2:])
     reduced = call["reduction"] in (MEAN, SUM)
-    plain_targets = not classes_as_targets and call["weight"] is None
-    splits_classes = reduced and plain_targets and not call["label_smoothing"]
-    operands = [letters, letters if classes_as_targets else tokens, (channel,)]
-    every_token = frozenset(letter for dim in tokens for letter in dim)
-    can_count = not (classes_as_targets and call["weight"] is not None)
+    targets = letters if target.ndim == x.ndim else tokens
+    every_token = frozenset(letter for dim in tokens for letter in dim) if reduced else frozenset()
     return Spec(
-        tuple(operands[: len(call.operands)]), (() if reduced else tokens,), sizes,
-        sums=(every_token | frozenset(channel)) if reduced else frozenset(),
-        whole=(frozenset() if splits_classes else frozenset(channel))
-        | (frozenset() if can_count else every_token),
-        contiguous=frozenset(channel), flops=4 * x.numel(),
-        localize=_Localizer(call, tuple(sorted(every_token)), channel),
+        (letters, targets, (channel,))[: len(call.operands)], (() if reduced else tokens,), sizes,
+        sums=every_token | frozenset(channel), contiguous=frozenset(channel), flops=flops,
+        localize=_Localizer(call, tokens, channel, normalizes),
     )  # fmt: skip
 
 
 class _Localizer:
-    """Runs cross-entropy on local shards."""
+    """Runs cross-entropy (or nll_loss, which does not normalize) on local shards."""
 
-    def __init__(self, call: Call, tokens: tuple[str, ...], channel: tuple[str, ...]) -> None:
+    def __init__(
+        self, call: Call, tokens: tuple[Any, ...], channel: tuple[str, ...], normalizes: bool
+    ) -> None:
+        x, target = call.operands[:2]
         self.reduction: int = call["reduction"]
-        self.ignore: int = call["ignore_index"]
-        self.arguments = call.arguments
-        self.tokens, self.channel = tokens, channel
-        self.ndim = call.operands[0].ndim
-        self.counts_all = call.operands[1].ndim == self.ndim
+        self.ignored: int = call["ignore_index"]
+        self.smoothing: float = call.arguments.get("label_smoothing", 0.0)
+        self.classes, self.rows, self.ndim = x.shape[1], x.numel() // x.shape[1], x.ndim
+        self.tokens, self.channel = [letter for dim in tokens for letter in dim], channel
+        self.has_probabilities, self.normalizes = target.ndim == x.ndim, normalizes
 
     def __call__(self, local: Local) -> fx.Node:
-        axes = [axis for letter in self.channel for axis in local.axes(letter)]
-        token_axes = [axis for letter in self.tokens for axis in local.axes(letter)]
-        if self.reduction not in (MEAN, SUM) or not (axes or token_axes):
+        classes, tokens = (
+            tuple(axis for letter in letters for axis in local.axes(letter))
+            for letters in (self.channel, self.tokens)
+        )
+        given = local_arguments(local)
+        averages = self.reduction == MEAN
+        if classes:
+            total = self._over_classes(local, given, classes)
+            total = local.emit(aten.sum.default, total) if self.reduction in (MEAN, SUM) else total
+        elif averages and tokens:
+            total = local.emit(local.node.target, *(given | {"reduction": SUM}).values())
+        else:
             return run_as_is(local)
-        x, target = local.args[:2]
-        if axes:
-            total = self._over_classes(local, x, target, tuple(axes))
-        else:
-            total = self._cross_entropy(local, SUM)
-        if self.reduction == SUM:
-            return total
-        return local.emit(aten.div.Tensor, total, self._count(local, target, token_axes))
+        return self._divided(local, given, total, classes, tokens) if averages else total
 
-    def _cross_entropy(self, local: Local, reduction: int) -> fx.Node:
-        names = ("weight", "reduction", "ignore_index", "label_smoothing")
-        values: dict[str, Any] = {name: self.arguments[name] for name in names}
-        values |= {"reduction": reduction, "weight": local.args[2] if len(local.args) > 2 else None}
-        return local.emit(aten.cross_entropy_loss.default, *local.args[:2], *values.values())
+    # --- what a mean divides by
 
-    def _count(self, local: Local, target: fx.Node, token_axes: list[tuple[str, int]]) -> fx.Node:
-        """How many tokens (or how much class weight) the ranks have together."""
-        if self.counts_all:  # probabilities: the mean is over all rows
-            shape = local.emit(aten.select.int, target, min(1, self.ndim - 1), 0)
-            count = local.emit(aten.sum.default, local.emit(aten.ones_like.default, shape))
-        else:
-            count = self._weight_of_tokens(local, target)
-        for name, size in token_axes:
+    def _divided(
+        self, local: Local, given: dict[str, Any], total: fx.Node, classes: Axes, tokens: Axes
+    ) -> fx.Node:
+        if self.has_probabilities:
+            return local.emit(aten.div.Scalar, total, self.rows)
+        each = self._is_counted(local, given)
+        if given["weight"] is not None:
+            each = self._own_weight(local, given, *self._place(local, given, classes))
+        count = local.emit(aten.sum.default, each)
+        for name, size in (*tokens, *(classes if given["weight"] is not None else ())):
             count = local.emit(torch.ops.autopar.all_reduce.default, count, [], size, name, "vary")
-        return count
+        return local.emit(aten.div.Tensor, total, count)
 
-    def _weight_of_tokens(self, local: Local, target: fx.Node) -> fx.Node:
-        kept = local.emit(aten.ne.Scalar, target, self.ignore)
-        weight = local.args[2] if len(local.args) > 2 else None
-        if weight is None:
-            return local.emit(aten.sum.default, kept)
-        rows = local.emit(aten.mul.Tensor, target, kept)
-        flat = local.emit(aten.reshape.default, rows, [-1])
-        weights = local.emit(aten.index_select.default, weight, 0, flat)
-        counted = local.emit(aten.reshape.default, kept, [-1])
-        return local.emit(
-            aten.dot.default, weights, local.emit(aten.type_as.default, counted, weights)
-        )
+    def _is_counted(self, local: Local, given: dict[str, Any]) -> fx.Node:
+        return local.emit(aten.ne.Scalar, given["target"], self.ignored)
 
-    def _over_classes(
-        self, local: Local, x: fx.Node, target: fx.Node, axes: tuple[tuple[str, int], ...]
+    def _own_weight(
+        self, local: Local, given: dict[str, Any], place: fx.Node, mine: fx.Node
     ) -> fx.Node:
-        """sum(log sum exp x - x[target]), each rank holding some of the classes.
+        """The class weight of every token whose class is here, else 0."""
+        flat = local.emit(aten.reshape.default, place, [-1])
+        found = local.emit(aten.index_select.default, given["weight"], 0, flat)
+        return zeroed(local, local.emit(aten.view_as.default, found, place), mine)
 
-        The largest logit and the sum of exponentials are shared; the log-sum-exp, then the same on
-        every rank, is counted on one of them (R -> P), and x[target] where the class is (P).
-        """
-        emit, dim = local.emit, min(1, self.ndim - 1)
-        peak = self._peak(local, x, axes, dim)
-        total = emit(
-            aten.sum.dim_IntList,
-            emit(aten.exp.default, emit(aten.sub.Tensor, x, peak)),
-            [dim],
-            True,
-        )
-        for name, size in axes:
-            total = emit(torch.ops.autopar.all_reduce.default, total, [], size, name, "vary")
-        lse = emit(aten.add.Tensor, emit(aten.log.default, total), peak)
-        for name, size in axes:
-            lse = emit(torch.ops.autopar.partial.default, lse, [], size, name, "vary")
-        kept = emit(aten.ne.Scalar, target, self.ignore)
-        kept_column = emit(aten.unsqueeze.default, kept, dim)
-        here = shifted(local, target, axes, x, dim)
-        column = emit(aten.unsqueeze.default, here, dim)
-        width = emit(aten.sym_size.int, x, dim)
-        mine = emit(
-            aten.logical_and.default,
-            emit(aten.ge.Scalar, column, 0),
-            emit(aten.lt.Scalar, column, width),
-        )
-        found = self._pick(local, x, emit(aten.mul.Tensor, column, mine), dim)
-        picked = zeroed(local, found, mine)
-        each = emit(aten.sub.Tensor, lse, picked)
-        return emit(aten.sum.default, zeroed(local, each, kept_column))
+    # --- over split classes
 
-    def _pick(self, local: Local, x: fx.Node, column: fx.Node, dim: int) -> fx.Node:
-        """gather(x, dim, column) for one column; gather would keep all of x for its backward."""
+    def _over_classes(self, local: Local, given: dict[str, Any], axes: Axes) -> fx.Node:
+        """What this rank's classes add to the loss of every token."""
         emit = local.emit
-        by_row, place = (emit(aten.transpose.int, y, dim, -1) for y in (x, column))
-        width = emit(aten.sym_size.int, x, dim)
-        count = emit(aten.sym_numel.default, column)
-        rows = emit(aten.arange.default, count, device=local.node.meta["val"].device)
-        places = emit(
-            aten.add.Tensor,
-            emit(aten.reshape.default, place, [-1]),
-            emit(aten.mul.Tensor, rows, width),
+        mass, dot = (self._of_probabilities if self.has_probabilities else self._of_indices)(
+            local, given, axes
         )
-        flat = emit(aten.reshape.default, by_row, [-1])
-        found = emit(aten.view_as.default, emit(aten.index_select.default, flat, 0, places), place)
-        return emit(aten.transpose.int, found, dim, -1)
-
-    def _peak(
-        self, local: Local, x: fx.Node, axes: tuple[tuple[str, int], ...], dim: int
-    ) -> fx.Node:
-        peak = local.emit(aten.amax.default, local.emit(aten.detach.default, x), [dim], True)
-        for name, size in axes:
-            peak = local.emit(
-                torch.ops.autopar.all_gather.default, peak, [dim], size, name, "shard"
+        each = emit(aten.neg.default, dot)
+        if self.normalizes:
+            # A mass that is 1 in all, and of which no rank has a part of its own, is counted on one rank.
+            lse = self._log_sum_exp(local, given["self"], axes, shared=mass is None)
+            each = emit(
+                aten.sub.Tensor, lse if mass is None else emit(aten.mul.Tensor, mass, lse), dot
             )
-            peak = local.emit(aten.amax.default, peak, [dim], True)
+        return (
+            each if self.has_probabilities else zeroed(local, each, self._is_counted(local, given))
+        )
+
+    def _of_probabilities(
+        self, local: Local, given: dict[str, Any], axes: Axes
+    ) -> tuple[fx.Node, fx.Node]:
+        """sum_c q_ic and sum_c q_ic x_ic."""
+        q = given["target"]
+        if self.smoothing:
+            q = local.emit(aten.mul.Scalar, q, 1 - self.smoothing)
+            q = local.emit(aten.add.Scalar, q, self.smoothing / self.classes)
+        if given["weight"] is not None:
+            q = local.emit(aten.mul.Tensor, q, self._weight_row(local, given))
+        product = local.emit(aten.mul.Tensor, q, given["self"])
+        return _class_sum(local, q), _class_sum(local, product)
+
+    def _of_indices(
+        self, local: Local, given: dict[str, Any], axes: Axes
+    ) -> tuple[fx.Node | None, fx.Node]:
+        """The same, the mass as None where there are no weights and it is 1 in all."""
+        emit, x, weight = local.emit, given["self"], given["weight"]
+        place, mine = self._place(local, given, axes)
+        dot = zeroed(local, _pick(local, x, place), mine)
+        mass = None
+        if weight is not None:
+            mass = self._own_weight(local, given, place, mine)
+            dot = emit(aten.mul.Tensor, mass, dot)
+        if not self.smoothing:
+            return mass, dot
+        part = self.smoothing / self.classes
+        if weight is not None:
+            x = emit(aten.mul.Tensor, x, self._weight_row(local, given))
+            mass = emit(aten.add.Tensor, emit(aten.mul.Scalar, mass, 1 - self.smoothing),
+                        emit(aten.mul.Scalar, emit(aten.sum.default, weight), part))  # fmt: skip
+        dot = emit(aten.mul.Scalar, dot, 1 - self.smoothing)
+        return mass, emit(aten.add.Tensor, dot, _class_sum(local, x), alpha=part)
+
+    def _weight_row(self, local: Local, given: dict[str, Any]) -> fx.Node:
+        return local.emit(aten.reshape.default, given["weight"], [-1, *[1] * (self.ndim - 2)])
+
+    def _place(self, local: Local, given: dict[str, Any], axes: Axes) -> tuple[fx.Node, fx.Node]:
+        """Where each token's class is among those of this rank (0 if elsewhere), and whether it is."""
+        emit, target = local.emit, given["target"]
+        mine = self._is_counted(local, given)
+        if axes:
+            target = shifted(local, target, axes, given["self"], 1)
+            width = emit(aten.sym_size.int, given["self"], 1)
+            here = emit(aten.logical_and.default, emit(aten.ge.Scalar, target, 0),
+                        emit(aten.lt.Scalar, target, width))  # fmt: skip
+            mine = emit(aten.logical_and.default, mine, here)
+        return emit(aten.mul.Tensor, target, mine), mine
+
+    def _log_sum_exp(self, local: Local, x: fx.Node, axes: Axes, *, shared: bool) -> fx.Node:
+        """Of every token; counted on one rank (R -> P) where `shared`, else on all (V)."""
+        emit = local.emit
+        peak = self._peak(local, x, axes)
+        total = _class_sum(local, emit(aten.exp.default, emit(aten.sub.Tensor, x, peak)))
+        for name, size in axes:
+            backward = "vary" if shared else "all_reduce"
+            total = emit(torch.ops.autopar.all_reduce.default, total, [], size, name, backward)
+        lse = emit(aten.add.Tensor, emit(aten.log.default, total), emit(aten.squeeze.dim, peak, 1))
+        for name, size in axes if shared else ():
+            lse = emit(torch.ops.autopar.partial.default, lse, [], size, name, "vary")
+        return lse
+
+    def _peak(self, local: Local, x: fx.Node, axes: Axes) -> fx.Node:
+        peak = local.emit(aten.amax.default, local.emit(aten.detach.default, x), [1], True)
+        for name, size in axes:
+            peak = local.emit(torch.ops.autopar.all_gather.default, peak, [1], size, name, "shard")
+            peak = local.emit(aten.amax.default, peak, [1], True)
         return peak
 
 
-def unreduced(call: Call) -> Spec:
-    """A loss of one element at a time; `unreduce_losses` splits its reduction off."""
-    if call["reduction"] in (MEAN, SUM):
-        raise RuleDoesNotApply
-    return elementwise(call)
+def _class_sum(local: Local, x: fx.Node) -> fx.Node:
+    return local.emit(aten.sum.dim_IntList, x, [1])
 
 
-def negative_likelihood(call: Call) -> Spec:
-    """nll_loss_nd: `n c.., n.. ->`, unless it is a mean, which counts what is not ignored."""
-    x, reduction = call.operands[0], call["reduction"]
-    if reduction == MEAN or x.ndim < 2:
-        raise RuleDoesNotApply("a mean over what is not ignored")
-    letters, sizes = plain(x.shape)
-    tokens = (letters[0], *letters[2:])
-    operands = (letters, tokens, (letters[1],))[: len(call.operands)]
-    sums = (
-        frozenset(letter for dim in tokens for letter in dim) if reduction == SUM else frozenset()
-    )
-    return Spec(operands, (() if reduction == SUM else tokens,), sizes, sums=sums,
-                whole=frozenset(letters[1]), flops=x.numel())  # fmt: skip
+def _pick(local: Local, x: fx.Node, place: fx.Node) -> fx.Node:
+    """x[n, place[n, ...], ...]; gather would keep all of x for its backward."""
+    emit = local.emit
+    by_row = emit(aten.transpose.int, x, 1, -1)
+    column = emit(aten.transpose.int, emit(aten.unsqueeze.default, place, 1), 1, -1)
+    width, count = emit(aten.sym_size.int, x, 1), emit(aten.sym_numel.default, place)
+    rows = emit(aten.arange.default, count, device=local.node.meta["val"].device)
+    places = emit(aten.add.Tensor, emit(aten.reshape.default, column, [-1]),
+                  emit(aten.mul.Tensor, rows, width))  # fmt: skip
+    flat = emit(aten.reshape.default, by_row, [-1])
+    found = emit(aten.view_as.default, emit(aten.index_select.default, flat, 0, places), column)
+    return emit(aten.squeeze.dim, emit(aten.transpose.int, found, 1, -1), 1)
+
+
+def unreduced(rule: Callable[[Call], Spec]) -> Callable[[Call], Spec]:
+    """Rule of a loss of one element, or row, at a time; `unreduce_losses` splits its reduction off."""
+
+    def each(call: Call) -> Spec:
+        if call["reduction"] in (MEAN, SUM):
+            raise RuleDoesNotApply("it is reduced")
+        return rule(call)
+
+    return each
+
+
+def _of_rows(text: str) -> Callable[[Call], Spec]:
+    """Rule of a loss of rows that a line describes; a row without a batch has none."""
+
+    def rule(call: Call) -> Spec:
+        if not call.results[0].ndim:
+            raise RuleDoesNotApply("one row")
+        return line(text)(call)
+
+    return unreduced(rule)
 
 
 ELEMENTWISE = tuple(
@@ -194,8 +260,18 @@ ELEMENTWISE = tuple(
     )
 )  # fmt: skip
 
+ROWS: dict[str, Callable[[Call], Spec]] = {
+    "aten.triplet_margin_loss": _of_rows("b.. c!, b.. c!, b.. c! -> b.."),
+    "aten.cosine_embedding_loss": _of_rows("n c!, n c!, n -> n"),
+    "aten.multi_margin_loss": _of_rows("n c!, n, w! -> n"),
+    "aten.multilabel_margin_loss": _of_rows("n c!, n c! -> n"),
+}
+# Losses whose `reduction` is that of what they are without one.
+REDUCED = frozenset((*ELEMENTWISE, *ROWS))
+
 RULES: dict[str, Callable[[Call], Spec]] = {
+    **ROWS,
     "aten.cross_entropy_loss": cross_entropy,
     "aten.nll_loss_nd": negative_likelihood,
-    **{name: unreduced for name in ELEMENTWISE},
+    **{name: unreduced(elementwise) for name in ELEMENTWISE},
 }

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import fx
 
-from autopar.rules.notation import spec_of
+from autopar.rules.index import shifted
+from autopar.rules.notation import line, spec_of
 from autopar.rules.shape import along
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, parts, plain
+from autopar.rules.spec import (
+    Call,
+    Dim,
+    Letters,
+    Local,
+    RuleDoesNotApply,
+    Spec,
+    bound_arguments,
+    local_arguments,
+    parts,
+    plain,
+    run_as_is,
+)
+
+aten = torch.ops.aten
 
 
 def layer_norm(call: Call) -> Spec:
@@ -27,19 +45,94 @@ def layer_norm(call: Call) -> Spec:
 
 
 def batch_norm(call: Call) -> Spec:
-    """Statistics run over batch and space, so that only channels can be split, unless they are given."""
+    """batch_norm: `n c x.., c .. -> n c x.., c ..`; training, batch and space are those of all ranks together."""
     letters, sizes = plain(call.operands[0].shape)
     channel = (letters[1],)
-    whole = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
-    if call.arguments.get("training") is False:
-        whole = frozenset()
+    others = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
+    trains = call.arguments.get("training") is not False
     results = tuple(
         letters if t.ndim > 1 else (channel if t.numel() else ((),)) for t in call.results
     )
-    return Spec(
-        (letters, *(channel,) * (len(call.operands) - 1)), results, sizes, whole=whole,
+    spec = Spec(
+        (letters, *(channel,) * (len(call.operands) - 1)), results, sizes,
         flops=8 * call.operands[0].numel(),
     )  # fmt: skip
+    if not trains:
+        return spec
+    if "aten._native_batch_norm_legit" not in str(call.node.target):
+        return replace(spec, whole=others)  # its statistics change in place
+    return replace(spec, agreed=others, localize=_BatchNorm(call, sorted(others)))
+
+
+class _BatchNorm:
+    """Training over split batch or space: ranks share mean and variance of every channel.
+
+    The parts are of one size, so that the variance of all is the mean of their variances and the variance
+    of their means (torch.nn.SyncBatchNorm gathers the same). `x * scale + shift` keeps nothing but x.
+    """
+
+    def __init__(self, call: Call, letters: Sequence[str]) -> None:
+        x = call.operands[0]
+        self.letters, self.ndim, self.count = letters, x.ndim, x.numel() // x.shape[1]
+        self.widens = x.dtype in (torch.float16, torch.bfloat16)
+
+    def __call__(self, local: Local) -> fx.Node | tuple[fx.Node, ...]:
+        axes = [axis for letter in self.letters for axis in local.axes(letter)]
+        if not axes:
+            return run_as_is(local)
+        emit, given = local.emit, local_arguments(local)
+        x = given["input"]
+        if self.widens:
+            x = emit(aten._to_copy.default, x, dtype=torch.float32)
+        mean, variance = self._moments(local, x, axes)
+        rstd = emit(aten.rsqrt.default, emit(aten.add.Scalar, variance, given["eps"]))
+        scale = rstd
+        if given["weight"] is not None:
+            scale = emit(aten.mul.Tensor, rstd, given["weight"])
+        shift = emit(aten.neg.default, emit(aten.mul.Tensor, mean, scale))
+        if given["bias"] is not None:
+            shift = emit(aten.add.Tensor, shift, given["bias"])
+        row = [-1, *[1] * (self.ndim - 2)]
+        scale, shift = (emit(aten.reshape.default, each, row) for each in (scale, shift))
+        y = emit(aten.add.Tensor, emit(aten.mul.Tensor, x, scale), shift)
+        if self.widens:
+            y = emit(aten._to_copy.default, y, dtype=local.node.meta["val"][0].dtype)
+        mean, variance, rstd = (emit(aten.detach.default, each) for each in (mean, variance, rstd))
+        return (y, mean, rstd, *self._running(local, given, mean, variance))
+
+    def _moments(
+        self, local: Local, x: fx.Node, axes: Sequence[tuple[str, int]]
+    ) -> tuple[fx.Node, fx.Node]:
+        """Mean and variance (divided by the count) of every channel over all ranks."""
+        emit = local.emit
+        space = [0, *range(2, self.ndim)]
+        own = emit(aten.var_mean.correction, x, space, correction=0)
+        pair = [emit(operator.getitem, own, i) for i in (1, 0)]
+        parts = emit(aten.stack.default, [emit(aten.stack.default, pair)])
+        for name, size in axes:
+            parts = emit(
+                torch.ops.autopar.all_gather.default, parts, [0], size, name, "reduce_scatter"
+            )
+        means, variances = (emit(aten.select.int, parts, 1, i) for i in (0, 1))
+        between = emit(aten.var_mean.correction, means, [0], correction=0)
+        within = emit(aten.mean.dim, variances, [0])
+        variance = emit(aten.add.Tensor, within, emit(operator.getitem, between, 0))
+        return emit(operator.getitem, between, 1), variance
+
+    def _running(
+        self, local: Local, given: dict[str, Any], mean: fx.Node, variance: fx.Node
+    ) -> tuple[fx.Node, ...]:
+        """The buffers after the step, if there are any; theirs is the unbiased variance."""
+        if "running_mean" not in given:
+            return ()
+        emit, momentum = local.emit, given["momentum"]
+        scales = momentum, momentum * self.count / (self.count - 1)
+        olds = given["running_mean"], given["running_var"]
+        found = []
+        for old, new, scale in zip(olds, (mean, variance), scales, strict=True):
+            kept = emit(aten.mul.Scalar, old, 1 - momentum)
+            found.append(emit(aten.add.Tensor, kept, emit(aten.mul.Scalar, new, scale)))
+        return tuple(found)
 
 
 def group_norm(call: Call) -> Spec:
@@ -100,34 +193,53 @@ def sampled(call: Call) -> Spec:
 def attention(call: Call) -> Spec:
     """scaled_dot_product_attention: `b.. q e!, b.. k! e!, b.. k! v! (, b.. q k!) -> b.. q v!`.
 
-    With enable_gqa the heads of the query are (kv head, group). A causal mask that the op makes
-    itself counts queries from 0, so that queries stay whole there.
+    With enable_gqa the heads of the query are (kv head, group). Over split queries a causal mask that the
+    op makes itself, which counts them from 0, is given to it instead.
     """
-    if (
-        call.arguments.get("enable_gqa")
-        and call.operands[1].shape[-3] != call.operands[2].shape[-3]
-    ):
+    query, key, value = call.operands[:3]
+    if call.arguments.get("enable_gqa") and key.shape[-3] != value.shape[-3]:
         raise RuleDoesNotApply("keys and values of different heads")
-    query, key = call.operands[:2]
-    q = "q!" if call["is_causal"] else "q"
-    text = f"b.. {q} e!, b.. k! e!, b.. k! v!, b.. {q} k! -> b.. {q} v!"
+    if call["dropout_p"]:
+        raise RuleDoesNotApply("every part would drop the same; open_random_attention opens it")
     flops = 2 * query.numel() * key.shape[-2] + 2 * call.results[0].numel() * key.shape[-2]
-    spec = spec_of(text, call)
+    spec = spec_of("b.. q e!, b.. k! e!, b.. k! v!, b.. q k! -> b.. q v!", call)
     if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         spec = _grouped(spec, query.shape[-3], key.shape[-3])
     nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
-    return replace(spec, flops=flops, nests=nests)
+    spec = replace(spec, flops=flops, nests=nests)
+    if not call["is_causal"]:
+        return spec
+    return replace(spec, contiguous=frozenset("q"), localize=_attend_causally)
+
+
+def _attend_causally(local: Local) -> fx.Node:
+    """A rank that holds queries q0 .. of all sees keys up to q0 of its first, one more of every next."""
+    axes = local.axes("q")
+    if not axes:
+        return run_as_is(local)
+    query, key, value = local.args[:3]
+    where = {"device": local.node.meta["val"].device}
+    rows = local.emit(aten.arange.default, local.result_shapes[0][-2], **where)
+    columns = local.emit(aten.arange.default, local.emit(aten.sym_size.int, key, -2), **where)
+    seen = local.emit(aten.ge.Tensor, local.emit(aten.unsqueeze.default, rows, -1),
+                      shifted(local, columns, axes, query, -2))  # fmt: skip
+    return local.emit(local.node.target, query, key, value, seen, **_keywords(local.node))
+
+
+def _keywords(node: fx.Node) -> dict[str, Any]:
+    given = bound_arguments(node)
+    return {name: given[name] for name in ("dropout_p", "scale", "enable_gqa")}
 
 
 def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
-    """Cuts the head letter `b0` of query and result into kv head and group."""
+    """Cuts the head letter `b0` of query and result into kv head and group; one kv head has no letter."""
+    if kv_heads == 1:
+        return spec
 
     def cut(tensor: Letters) -> Letters:
         return tuple(("b0", "group") if dim == ("b0",) else dim for dim in tensor)
 
     sizes = dict(spec.sizes) | {"b0": kv_heads, "group": heads // kv_heads}
-    if kv_heads == 1:
-        raise RuleDoesNotApply("one kv head shared by a group")
     q, k, v, *mask = spec.operands
     return replace(spec, operands=(cut(q), k, v, *map(cut, mask)),
                    results=tuple(map(cut, spec.results)), sizes=sizes)  # fmt: skip
@@ -146,7 +258,52 @@ def pooling(call: Call) -> Spec:
     return Spec((letters,), (result,) * len(call.results), sizes, whole=whole, flops=x.numel())
 
 
+def unpooled(call: Call) -> Spec:
+    """max_unpool: batch and channels pass, space stays whole."""
+    space = int(str(call.node.target).split("pool")[1][0])
+    rank = call.operands[0].ndim
+    return along(lambda _: range(rank - space, rank), linear=False)(call)
+
+
+def pooled_at_random(call: Call) -> Spec:
+    """fractional_max_pool: the regions are drawn beforehand, for every sample and channel."""
+    space = call.operands[0].ndim - 2
+    if space < int(str(call.node.target).split("pool")[1][0]):
+        raise RuleDoesNotApply("no batch")
+    of_x, of_y = (" ".join(f"{tag}{d}!" for d in range(space)) for tag in "xy")
+    return line(f"n c {of_x}, n c two! -> n c {of_y}, n c {of_y}")(call)
+
+
+def affine_grid(call: Call) -> Spec:
+    """affine_grid_generator: `n a! b! -> n y!.. two!` of an image size that names the batch."""
+    space = " ".join(f"y{d}!" for d in range(call.results[0].ndim - 2))
+    return line(f"n a! b! -> n {space} two!", localize=_grid_locally)(call)
+
+
+def _grid_locally(local: Local) -> fx.Node:
+    theta, size, *rest = local.args
+    size = [local.result_shapes[0][0], *size[1:]]
+    return local.emit(local.node.target, theta, size, *rest, **local.kwargs)
+
+
+def weight_norm(call: Call) -> Spec:
+    """_weight_norm: a norm for every index of one dim, which passes; the others stay whole."""
+    v, g = call.operands
+    letters, sizes = plain(v.shape)
+    own = letters[call.dim(call["dim"])]
+    norms = tuple(own if size > 1 else () for size in g.shape)
+    return Spec((letters, norms), (letters, norms)[: len(call.results)], sizes,
+                whole=frozenset(sizes) - {*own}, flops=3 * v.numel())  # fmt: skip
+
+
 RULES: dict[str, Callable[[Call], Spec]] = {
+    "aten.max_unpool2d": unpooled,
+    "aten.max_unpool3d": unpooled,
+    "aten.fractional_max_pool2d": pooled_at_random,
+    "aten.fractional_max_pool3d": pooled_at_random,
+    "aten.affine_grid_generator": affine_grid,
+    "aten._weight_norm": weight_norm,
+    "aten._weight_norm_interface": weight_norm,
     "aten.layer_norm": layer_norm,
     "aten.rms_norm": layer_norm,
     "aten.native_layer_norm": layer_norm,

@@ -17,8 +17,9 @@ operand of lower rank lacks the leading letters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.rules.spec import Call, Letters, Spec
 
@@ -123,6 +124,16 @@ def spec_of(row: Row | str, call: Call) -> Spec:
     assert not unused, f"operands {unused} of {row} cannot be both linear and additive"
     alone = not spec.additive  # P may pass only where nothing else is added to the result
     return replace(spec, linear=tuple(frozenset({i}) for i in row.linear) if alone else ())
+
+
+def line(text: str, **changes: Any) -> Callable[[Call], Spec]:
+    """The rule that a row describes, an operation for every element of its results."""
+
+    def rule(call: Call) -> Spec:
+        spec = spec_of(text, call)
+        return replace(spec, flops=sum(t.numel() for t in call.results), **changes)
+
+    return rule
 
 
 def _sizes(names: Sequence[Sequence[str]], tensors: Sequence[object]) -> dict[str, int]:

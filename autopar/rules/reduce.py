@@ -101,6 +101,22 @@ def _dim_of_three(call: Call) -> tuple[int, ...]:
     return (call.operands[0].shape.index(3) if dim is None else call.dim(dim),)
 
 
+def quantiles(call: Call) -> Spec:
+    """quantile: the dim goes, or is 1, and the quantiles, if there are several, are a new first dim."""
+    if call["dim"] is None:
+        raise RuleDoesNotApply("of all elements")
+    x, dim = call.operands[0], call.dim(call["dim"])
+    letters, sizes = plain(x.shape)
+    rest = [() if d == dim else own for d, own in enumerate(letters)]
+    rest = rest if call["keepdim"] else [own for d, own in enumerate(letters) if d != dim]
+    count = call.operands[1].numel() if len(call.operands) > 1 else 1
+    new: Dim = ("q",) if count > 1 else ()
+    sizes |= dict.fromkeys(new, count)
+    first = (new,) if len(call.operands) > 1 and call.operands[1].ndim else ()
+    return Spec((letters, first)[: len(call.operands)], ((*first, *rest),), sizes,
+                whole=frozenset((*letters[dim], *new)), flops=x.numel())  # fmt: skip
+
+
 def renormed(call: Call) -> Spec:
     """renorm: norms run over all dims but one."""
     letters, sizes = plain(call.operands[0].shape)
@@ -115,6 +131,8 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.nansum": counted,
     "aten.count_nonzero": counted,
     "aten.renorm": renormed,
+    "aten.quantile": quantiles,
+    "aten.nanquantile": quantiles,
     **{
         f"aten.{name}": whole_reduction
         for name in (

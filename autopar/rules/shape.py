@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.rules.notation import line
 from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, flattens, plain
 
 aten = torch.ops.aten
@@ -87,6 +88,16 @@ def _until_boundaries_meet(
 
 def _frozen(letters: list[list[str]]) -> Letters:
     return tuple(tuple(dim) for dim in letters)
+
+
+def shaped_like(rule: Callable[[Call], Spec]) -> Callable[[Call], Spec]:
+    """view_as and its like: the second operand only tells the shape, and is split as the result is."""
+
+    def shaped(call: Call) -> Spec:
+        spec = rule(call)
+        return replace(spec, operands=(*spec.operands[:1], *spec.results))
+
+    return shaped
 
 
 def expand(call: Call) -> Spec:
@@ -231,12 +242,36 @@ def unbound(call: Call) -> Spec:
 
 
 def sliced(call: Call) -> Spec:
-    """slice: the dim stays whole, unless all of it is taken."""
+    """slice: the dim stays whole, unless all of it is taken, or one of every `step`."""
     dim = call.dim(call["dim"])
+    if _is_one_of_every_step(call, dim):
+        return _strided(call, dim)
     if call.operands[0].shape[dim] != call.results[0].shape[dim]:
         return along(_dim, is_view=True)(call)
     letters, sizes = plain(call.operands[0].shape)
     return Spec((letters,), (letters,), sizes, linear=FIRST, is_view=True, localize=_take_all(dim))
+
+
+def _is_one_of_every_step(call: Call, dim: int) -> bool:
+    size, step = int(call.operands[0].shape[dim]), call["step"]
+    first = call["start"] or 0
+    return step > 1 and 0 <= first < step and call.results[0].shape[dim] * step == size > step
+
+
+def _strided(call: Call, dim: int) -> Spec:
+    """`s n! -> s`: gates that are stored interleaved are split as those that stand side by side."""
+    letters, sizes = plain(call.operands[0].shape)
+    step, count = call["step"], int(call.results[0].shape[dim])
+    sizes = {k: v for k, v in sizes.items() if k != f"d{dim}"} | {"s": count, "n": step}
+    first = call["start"] or 0
+
+    def localize(local: Local) -> fx.Node:
+        return local.emit(aten.slice.Tensor, local.args[0], dim, first, sys.maxsize, step)
+
+    operand = (*letters[:dim], ("s", "n"), *letters[dim + 1 :])
+    result = (*letters[:dim], ("s",), *letters[dim + 1 :])
+    return Spec((operand,), (result,), sizes, whole=frozenset({"n"}), linear=FIRST, is_view=True,
+                localize=localize)  # fmt: skip
 
 
 def _take_all(dim: int) -> Callable[[Local], fx.Node]:
@@ -418,10 +453,18 @@ def grid(call: Call) -> Spec:
 
 
 def interleaved(call: Call) -> Spec:
-    """repeat_interleave: the dim stays whole."""
+    """repeat_interleave: `b.. d -> b.. d r!`, every element of the dim r times."""
     if call.arguments.get("dim") is None or len(call.operands) > 1:
         raise RuleDoesNotApply("all elements in a row, or counts in a tensor")
-    return along(_dim)(call)
+    if call["output_size"] is not None:
+        return along(_dim)(call)
+    dim, times = call.dim(call["dim"]), int(call["repeats"])
+    letters, sizes = plain(call.operands[0].shape)
+    again: Dim = ("r",) if times > 1 else ()
+    sizes |= dict.fromkeys(again, times)
+    result = (*letters[:dim], (*letters[dim], *again), *letters[dim + 1 :])
+    return Spec((letters,), (result,), sizes, whole=frozenset(again), linear=FIRST,
+                flops=call.results[0].numel())  # fmt: skip
 
 
 def named(dim: int) -> Callable[[Call], Spec]:
@@ -439,8 +482,32 @@ def _turned(call: Call) -> tuple[int, ...]:
     return () if call["k"] % 4 == 0 else call.dims(call["dims"])
 
 
-def _joined_windows(call: Call) -> tuple[int, ...]:
-    return tuple(range(1, call.operands[0].ndim))
+def joined_windows(call: Call) -> Spec:
+    """im2col (F.unfold): `b.. c h! w! -> b.. c k! l!`, the windows' points behind their channel."""
+    return _windows_of(call.operands[0], call.results[0], call["kernel_size"])
+
+
+def parted_windows(call: Call) -> Spec:
+    """col2im (F.fold): im2col the other way."""
+    spec = _windows_of(call.results[0], call.operands[0], call["kernel_size"])
+    return replace(spec, operands=spec.results, results=spec.operands)
+
+
+def _windows_of(image: torch.Tensor, columns: torch.Tensor, kernel: Sequence[int]) -> Spec:
+    names = {
+        "n": image.shape[0] if image.ndim > 3 else 1, "c": image.shape[-3], "h": image.shape[-2],
+        "w": image.shape[-1], "k": math.prod(kernel), "l": columns.shape[-1],
+    }  # fmt: skip
+    sizes = {name: int(size) for name, size in names.items() if size > 1}
+
+    def dims(*texts: str) -> Letters:
+        own = ("n", *texts) if image.ndim > 3 else texts
+        return tuple(tuple(x for x in text if x in sizes) for text in own)
+
+    return Spec(
+        (dims("c", "h", "w"),), (dims("ck", "l"),), sizes, whole=frozenset(sizes) - {"n", "c"},
+        linear=FIRST, flops=columns.numel(),
+    )  # fmt: skip
 
 
 RULES: dict[str, Callable[[Call], Spec]] = {
@@ -508,8 +575,14 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.unsafe_split": cut,
     "aten.unsafe_split_with_sizes": cut,
     "aten.unsafe_chunk": cut,
-    "aten.im2col": along(_joined_windows),
-    "aten.col2im": along(_joined_windows),
+    "aten.im2col": joined_windows,
+    "aten.col2im": parted_windows,
+    "aten.view_as": shaped_like(view),
+    "aten.reshape_as": shaped_like(view),
+    "aten.expand_as": shaped_like(expand),
+    "aten.view_as_real": line("b.. -> b.. z! | linear 0", is_view=True),
+    "aten.view_as_complex": line("b.. z! -> b.. | linear 0", is_view=True),
+    "aten.tensor_split": along(_dim, is_view=True),
     "aten.tril": along(lambda call: range(call.operands[0].ndim)[-2:]),
     "aten.triu": along(lambda call: range(call.operands[0].ndim)[-2:]),
     **{f"aten.{name}": filled for name in ("new_zeros", "new_ones", "new_full")},

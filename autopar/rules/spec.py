@@ -90,6 +90,8 @@ class Spec:
         sizes: elements of each letter.
         sums: letters summed away; splitting one leaves the results in P.
         whole: letters that cannot be split.
+        agreed: letters over whose parts the op itself comes to one result, by collectives of its own:
+            results that lack such a letter are in V.
         contiguous: letters of which only the most significant factor can be split, because the op
             counts positions from the first that a rank holds.
         additive: positions of operands that are added to the result, and so must be in P when a
@@ -101,6 +103,7 @@ class Spec:
         kept: what autograd keeps for backward; `autopar.rules.kept` fills it in.
         is_view: whether the results lie in the memory of the first operand.
         normalized: letters the op normalizes over.
+        experts: letters that count the experts of a mixture.
         localize: runs the op on local shards.
     """
 
@@ -109,6 +112,7 @@ class Spec:
     sizes: Mapping[str, int]
     sums: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
+    agreed: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
@@ -117,6 +121,7 @@ class Spec:
     kept: Kept = field(default_factory=Kept)
     is_view: bool = False
     normalized: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
     localize: Localizer = field(default=run_as_is, compare=False)
 
     @property
@@ -128,7 +133,7 @@ class Spec:
         """Whether the op can run with `letter` split."""
         if letter in self.whole or any(_count(t, letter) > 1 for t in self.operands + self.results):
             return False
-        return letter in self.sums or all(_count(t, letter) for t in self.results)
+        return letter in self.sums | self.agreed or all(_count(t, letter) for t in self.results)
 
 
 def _count(tensor: Letters, letter: str) -> int:
@@ -148,7 +153,8 @@ class Call:
         self.operand_nodes = tensor_operands(node)
         self.operands: list[torch.Tensor] = [n.meta["val"] for n in self.operand_nodes]
         self.results: list[torch.Tensor] = tensor_results(node)
-        self.arguments = bound_arguments(node)
+        is_op = isinstance(node.target, torch._ops.OpOverload)
+        self.arguments = bound_arguments(node) if is_op else {}
         floating = [i for i, x in enumerate(self.operands) if x.is_floating_point()]
         self.wanted = frozenset(floating if wanted is None else wanted)
 
@@ -190,11 +196,18 @@ def tensor_results(node: fx.Node) -> list[torch.Tensor]:
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by the names of its schema, with defaults."""
     assert isinstance(node.target, torch._ops.OpOverload), node.target
-    schema = node.target._schema.arguments
-    bound = {a.name: a.default_value for a in schema}
-    bound.update(zip((a.name for a in schema), node.args, strict=False))
-    bound.update(node.kwargs)
-    return bound
+    bound = {a.name: a.default_value for a in node.target._schema.arguments}
+    return bound | _named(node, node.args) | dict(node.kwargs)
+
+
+def local_arguments(local: Local) -> dict[str, Any]:
+    """The local arguments by the names of the schema, in its order, with defaults."""
+    return bound_arguments(local.node) | _named(local.node, local.args) | local.kwargs
+
+
+def _named(node: fx.Node, args: Sequence[Any]) -> dict[str, Any]:
+    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    return {a.name: x for a, x in zip(node.target._schema.arguments, args, strict=False)}
 
 
 def flattens(tensor: torch.Tensor, *shapes: Sequence[int]) -> bool:

@@ -114,11 +114,13 @@ def _group_pad(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
 
 
 def _group_partial(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
-    return x.clone() if _rank(group) == 0 else torch.zeros_like(x)
+    own = x if _rank(group) == 0 else torch.zeros_like(x)
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def _group_vary(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
-    return x.view_as(x)
+    # An alias that a compiled graph returns is made again outside it, without our backward.
+    return x.clone() if _torch.is_functional(x) else x.view_as(x)
 
 
 KERNELS: dict[str, Callable[[Tensor, list[int], int, str], Tensor]] = {
@@ -131,6 +133,9 @@ KERNELS: dict[str, Callable[[Tensor, list[int], int, str], Tensor]] = {
     "pad": _group_pad,
     "all_to_all": _group_all_to_all,
 }
+
+# Into these a compiler looks: what it sees is the same on every rank. The others are one op to it.
+FUNCTIONAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
 # --- shapes, autograd and registration
@@ -157,6 +162,8 @@ class _Transposed(torch.autograd.Function):
         ctx.call = call
         name, dims, size, group, backward = call
         with _torch.below_autograd():
+            if name == "vary" or (name in FUNCTIONAL and _torch.is_functional(x)):
+                return KERNELS[name](x, dims, size, group)
             return _torch.autopar_op(name)(x, dims, size, group, backward)
 
     @staticmethod
@@ -170,13 +177,16 @@ def _register(library: torch.library.Library, name: str) -> None:
         return KERNELS[name](x, dims, size, group)
 
     def fake(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
-        return x.new_empty(result_shape(name, x.shape, dims, size))
+        return x.new_empty(result_shape(name, x.shape, dims, size))  # all kernels' is contiguous
 
     def autograd(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
         return _Transposed.apply(x, (name, dims, size, group, backward))
 
-    alias = name == "vary"
-    library.define(name + (SIGNATURE if not alias else SIGNATURE.replace("Tensor", "Tensor(a)")))
+    if name == "vary":  # whose result lies in the memory of `x`: no op below autograd
+        library.define(name + SIGNATURE.replace("Tensor", "Tensor(a)"))
+        library.impl(name, autograd, "CompositeImplicitAutograd")
+        return
+    library.define(name + SIGNATURE)
     library.impl(name, kernel, "CompositeExplicitAutograd")
     library.impl(name, autograd, "Autograd")
     library.impl(name, fake, "Meta")

@@ -18,6 +18,7 @@ from autopar.passes import (
 )
 from autopar.passes.retarget import draws
 from autopar.program import Program
+from autopar.runtime.compiled import Executor
 from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.recompute import Recomputed
@@ -36,8 +37,11 @@ class Runner:
         seeds: in the same state on every rank of the mesh; gives each run its seed, see
             [Note: keys of random ops] in autopar/rules/random.py.
         bucket_bytes: about how much one collective carries.
+        executor: what runs the ops.
 
     Attributes:
+        runs_backward_whole: whether gradients of inputs and of weights come out of the same nodes of
+            autograd's graph, so that a backward cannot be split in two.
         loss_axes: axes that the loss is still to be added up over, see autopar.passes.overlap_sums.
     """
 
@@ -49,8 +53,10 @@ class Runner:
         *,
         seeds: torch.Generator,
         bucket_bytes: int,
+        executor: Executor,
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
+        self.runs_backward_whole = executor.compiles or bool(program.recomputed)
         self._seeds = seeds
         self._is_random = any(draws(node) for node in program.module.graph.nodes)
         parameters = len(program.parameters)
@@ -64,7 +70,8 @@ class Runner:
         self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
         bind_groups(self._graph, self.world.group_names)
         self._graph = fold_blocks(
-            self._graph, program.recomputed, lambda block: Recomputed(block, self._gathers),
+            self._graph, program.recomputed,
+            lambda block: Recomputed(executor.ready(block), self._gathers),
             parameters=parameters, received=len(program.received),
         )  # fmt: skip
         hoist_input_sums(
@@ -75,6 +82,7 @@ class Runner:
             received=len(program.received),
         )
         verify_graph(self._graph, after="binding to process groups")
+        self._graph = executor.ready(self._graph)
         self._reducer = Reducer(
             self._residents,
             every_micro_batch=[
@@ -172,9 +180,12 @@ class BoundProgram:
         *,
         seeds: torch.Generator,
         bucket_bytes: int,
+        executor: Executor,
     ) -> None:
         self.program, self.world = program, store.world
-        self._runner = Runner(program, store, model, seeds=seeds, bucket_bytes=bucket_bytes)
+        self._runner = Runner(
+            program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor
+        )
 
     def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
         """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients.

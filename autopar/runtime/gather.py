@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,11 +25,26 @@ from autopar.ir import Mesh
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.passes.retarget import is_collective
 from autopar.runtime.collectives import result_shape
-from autopar.runtime.parameters import Residents, overlapping_bytes
-from autopar.runtime.transfer import Hop, Route, Transfer, signature, transposed
+from autopar.runtime.parameters import overlapping_bytes
+from autopar.runtime.transfer import Hop, Route, Transfer, cast, signature, transposed
 from autopar.runtime.world import World
 
 _MOST_UNDER_WAY = 2  # reductions in flight; each keeps the full gradients of a group
+
+
+class Sources(Protocol):
+    """The parameters of a graph, such as `Residents`: their shards, and the leaves that gradients go to."""
+
+    @property
+    def kept(self) -> Sequence[Any]: ...
+
+    @property
+    def specs(self) -> Sequence[Any]: ...
+
+    @property
+    def leaves(self) -> list[Tensor]: ...
+
+    def shape(self, i: int) -> tuple[int, ...]: ...
 
 
 class Gathers:
@@ -44,7 +59,7 @@ class Gathers:
         in_step: whether gradients are kept for `finish` instead of being returned to autograd.
     """
 
-    def __init__(self, residents: Residents, world: World, recomputed: frozenset[int]) -> None:
+    def __init__(self, residents: Sources, world: World, recomputed: frozenset[int]) -> None:
         self.residents, self.world, self._recomputed = residents, world, recomputed
         self.groups: list[GatherGroup] = []
         self.in_step = False
@@ -62,20 +77,22 @@ class Gathers:
 
     def install(self, module: fx.GraphModule, mesh: Mesh, bucket_bytes: int) -> None:
         """Finds and groups the gathers of a program whose collectives still name mesh axes."""
-        leaves = [kept.local for kept in self.residents.kept]
-        chains = find_gathers(module, len(leaves))
-        routes = {
-            chain: route_of(chain, self.residents.shape(chain.parameter), mesh) for chain in chains
-        }
+        specs = self.residents.specs
+        reduced = {i for i, spec in enumerate(specs) if spec.gradient_dtype != spec.dtype}
+        chains = find_gathers(module, len(specs), reduced)
+        routes = {chain: self._route(chain, mesh) for chain in chains}
 
         def key(chain: Chain) -> object:
             there, back = signature(routes[chain]), signature(transposed(routes[chain]))
             parameter = self.residents.kept[chain.parameter].parameter
-            return there, back, parameter.dtype, parameter.requires_grad, chain.block
+            block = chain.block if chain.block in self._recomputed else None
+            spec = specs[chain.parameter]
+            formats = spec.dtype, spec.gradient_dtype
+            return there, back, formats, parameter.requires_grad, block
 
         def size_bytes(chain: Chain) -> int:
             return (
-                torch.Size(routes[chain][-1].after).numel() * leaves[chain.parameter].element_size()
+                torch.Size(routes[chain][-1].after).numel() * specs[chain.parameter].dtype.itemsize
             )
 
         def make(group: list[Chain]) -> nn.Module:
@@ -90,6 +107,14 @@ class Gathers:
             module, chains, key=key, size_bytes=size_bytes, make=make,
             bucket_bytes=overlapping_bytes(sum(map(size_bytes, chains)), bucket_bytes),
         )  # fmt: skip
+
+    def _route(self, chain: Chain, mesh: Mesh) -> Route:
+        """The hops of a chain, with the cast that its gradient begins with."""
+        spec = self.residents.specs[chain.parameter]
+        hops = route_of(chain, self.residents.shape(chain.parameter), mesh)
+        if spec.gradient_dtype == spec.dtype:
+            return hops
+        return (*hops, cast(hops[-1].after, spec.gradient_dtype, spec.dtype))
 
     # --- forward
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from autopar.runtime.simulate import shard
 from autopar.runtime.world import World
 
 Shape = tuple[int, ...]
+Form = Literal["whole", "part", ""]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,36 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of the tensors, in order."""
+        return tuple(tuple(x.shape) for x in self.tensors)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where each tensor stands, such as `[0][1]` or `[1]['mask']`: the same from call to call."""
+        pairs, _ = pytree.tree_flatten_with_path(self.rebuild(self.tensors))
+        return tuple(pytree.keystr(path) for path, leaf in pairs if isinstance(leaf, Tensor))
+
+    @property
+    def digest(self) -> str:
+        """Of the values; "" where there are none, as on the meta device."""
+        found = hashlib.blake2b(digest_size=16)
+        for x in self.tensors:
+            if x.is_meta:
+                return ""
+            data = x.detach().cpu().contiguous().reshape(-1)
+            found.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+        return found.hexdigest()
+
+    def of_shapes(self, shapes: Sequence[Shape]) -> Arguments:
+        """The same with tensors of these shapes, which have no values unless they are the own ones."""
+        tensors = [
+            x if tuple(x.shape) == shape else torch.empty(shape, dtype=x.dtype, device="meta")
+            for x, shape in zip(self.tensors, shapes, strict=True)
+        ]
+        return replace(self, tensors=tuple(tensors))
+
     def fits(self, program: Program) -> bool:
         """Whether the program was captured for arguments of this tree, these literals and dtypes."""
         return (
@@ -60,15 +93,6 @@ class Arguments:
 def _typed(literals: Mapping[int, Any]) -> dict[int, tuple[type, Any]]:
     """Literals with their types: 1, 1.0 and True are equal, and make different graphs."""
     return {i: (type(value), value) for i, value in literals.items()}
-
-
-def as_whole(arguments: Arguments, program: Program, micro_batches: int) -> Arguments:
-    """Arguments that the program accepts, with tensors of the global shapes and without values."""
-    tensors = [
-        torch.empty(whole_shape(spec, micro_batches), dtype=spec.dtype, device="meta")
-        for spec in program.inputs
-    ]
-    return replace(arguments, tensors=tuple(tensors))
 
 
 def first_micro_batch(arguments: Arguments, micro_batches: int) -> list[Tensor]:
@@ -99,12 +123,87 @@ def _times(shape: Shape, micro_batches: int) -> Shape:
     return (shape[0] * micro_batches, *shape[1:]) if shape else shape
 
 
-def accepts(program: Program, arguments: Arguments, micro_batches: int, world: World) -> bool:
-    """Whether every tensor has the global or the local shape."""
-    return all(
-        tuple(x.shape) in (whole_shape(spec, micro_batches), part_shape(spec, micro_batches, world))
-        for spec, x in zip(program.inputs, arguments.tensors, strict=True)
+def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
+    """The global shapes of the inputs of a whole step."""
+    return tuple(whole_shape(spec, micro_batches) for spec in program.inputs)
+
+
+def form(program: Program, arguments: Arguments, micro_batches: int, world: World) -> Form:
+    """Whether the tensors are of the program's global shapes, or some of this rank's part, or neither."""
+    wholes = whole_shapes(program, micro_batches)
+    if arguments.shapes == wholes:
+        return "whole"
+    pairs = zip(program.inputs, arguments.shapes, wholes, strict=True)
+    fits = all(x in (whole, part_shape(spec, micro_batches, world)) for spec, x, whole in pairs)
+    return "part" if fits else ""
+
+
+def cuts(program: Program, world: World) -> list[Shape]:
+    """Into how many parts the ranks share every dim of every input."""
+    return [
+        tuple(
+            whole // max(part, 1)
+            for whole, part in zip(
+                spec.shape, local_shape(spec.dims, spec.layout, world.mesh), strict=True
+            )
+        )
+        for spec in program.inputs
+    ]
+
+
+def shapes_of_parts(arguments: Arguments, known: Mapping[str, Shape]) -> tuple[Shape, ...]:
+    """The global shapes of which these are parts that are cut as the inputs at the same places were.
+
+    Args:
+        known: path of an input -> into how many parts every dim of it was cut.
+
+    A tensor at a new place is taken to be cut along dim 0 as the others are, if it has as many rows.
+    """
+    pairs = list(zip(arguments.paths, arguments.shapes, strict=True))
+    by_rows = {
+        shape[0]: known[path][0]
+        for path, shape in pairs
+        if shape and len(known.get(path, ())) == len(shape)
+    }
+
+    def cut(path: str, shape: Shape) -> Shape:
+        if len(known.get(path, ())) == len(shape):
+            return known[path] if shape else ()
+        return (by_rows.get(shape[0], 1), *(1 for _ in shape[1:]))
+
+    return tuple(
+        tuple(size * parts for size, parts in zip(shape, cut(path, shape), strict=True))
+        for path, shape in pairs
     )
+
+
+def fitting_micro_batches(
+    shapes: Sequence[Shape],
+    first: Program,
+    micro_batches: int,
+    world: World,
+    takes: Callable[[int], bool],
+) -> int:
+    """Into how many micro-batches to cut a batch of other shapes than the first.
+
+    One stays one. Else it is a number that divides the batch; of these one whose micro-batches are split
+    over the ranks as the first's, that the schedule `takes`, the first's own number, one that gives a
+    rank no more rows than it had, and the nearest, in this order.
+    """
+    rows = math.gcd(*(shape[0] for shape in shapes if shape))
+    if micro_batches == 1 or not rows:
+        return micro_batches
+    cut = max((each[0] for each in cuts(first, world) if each), default=1)
+    usual = math.gcd(*(spec.shape[0] for spec in first.inputs if spec.shape)) // cut
+
+    def order(count: int) -> tuple[bool, bool, bool, bool, int]:
+        size = rows // count
+        splits = size % cut == 0
+        held = size // cut if splits else size
+        away = abs(count - micro_batches)
+        return (not splits, not takes(count), away > 0, held > usual, away)
+
+    return min((n for n in range(1, rows + 1) if rows % n == 0), key=order)
 
 
 def cut_inputs(
@@ -148,7 +247,8 @@ def _wrong_shape(
 ) -> StepError:
     count = f" ({micro_batches} micro-batches)" if micro_batches > 1 else ""
     return StepError(
-        f"Input {spec.name!r} has shape {list(x.shape)}; the step was made for the global shape "
-        f"{list(whole)} or this rank's part of it, {list(part)}{count}. Give one of these: drop or pad "
-        "a last, smaller batch (DataLoader(..., drop_last=True))."
+        f"Input {spec.name!r} has shape {list(x.shape)}; the plan for this batch takes the global shape "
+        f"{list(whole)} or this rank's part of it, {list(part)}{count}. Ranks that give parts of a batch "
+        "have to give them as the plan cuts it, which differs from shape to shape where sizes do not "
+        "divide: give the global batch, or drop a last, smaller one (DataLoader(..., drop_last=True))."
     )

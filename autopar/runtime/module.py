@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import logging
+import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -19,19 +24,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Pipeline, Plan
-from autopar.ir.plan import Recompute
+from autopar.ir.recompute import Recompute
 from autopar.program import Program
 from autopar.runtime.adoption import Adoption, adopt
 from autopar.runtime.clipping import clip_grad_norm_
+from autopar.runtime.comparison import Comparison
+from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.hooks import backward_hooks, warn_of_hooks
 from autopar.runtime.initialise import InitFunction, initial_values, place_buffers
 from autopar.runtime.inputs import (
     Arguments,
-    accepts,
-    as_whole,
+    Shape,
     cut_inputs,
+    cuts,
     first_micro_batch,
+    fitting_micro_batches,
+    form,
+    shapes_of_parts,
+    whole_shapes,
 )
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import ParameterStore
@@ -40,8 +51,16 @@ from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.world import World
+from autopar.schedules import takes
+
+log = logging.getLogger("autopar")
 
 Outputs = Literal["local", "dtensor"]
+
+# [Note: programs are kept] Each shape of a batch has a program, which holds a graph and no parameters. As
+# many are kept, of steps and of forwards, as this; the one that was used longest ago makes room for another.
+KEPT_PROGRAMS = 16
+_MANY_SHAPES = 4  # captured so far: time to speak of buckets
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,9 @@ class Settings:
         seed: of the initial values of a meta-device model.
         outputs: what `model(...)` returns: local tensors, or DTensors.
         bucket_bytes: about how much one collective carries.
+        executor: what runs the ops of a program.
+        timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
+            as the process group does.
     """
 
     micro_batches: int | None
@@ -109,6 +131,8 @@ class Settings:
     seed: int
     outputs: Outputs
     bucket_bytes: int
+    executor: Executor
+    timeout_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +156,18 @@ class _Ready:
     """A program with what the model was like when it was captured, see `CompiledModule._state`."""
 
     bound: BoundProgram | BoundPipeline
-    state: tuple[bool, ...]
+    state: tuple[object, ...]
+    count: int  # micro-batches
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The global shapes of its inputs."""
+        return whole_shapes(self.bound.program, self.count)
+
+
+def _words(shapes: Sequence[Sequence[int]]) -> str:
+    """`[8, 8], [8]`."""
+    return ", ".join(str(list(shape)) for shape in shapes)
 
 
 def _release(ready: dict[bool, list[_Ready]]) -> None:
@@ -167,6 +202,11 @@ class CompiledModule(nn.Module):
         self._part = Part()
         self._shared: SharedParameters | None = None
         self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
+        self._first_step: Program | None = None
+        self._comparison = Comparison(settings.timeout_seconds)
+        self._gives_parts = False  # whether ranks have given parts of batches
+        self._cuts: dict[str, Shape] = {}  # path of an input -> how the first program cuts its dims
+        self._captures, self._capture_seconds = 0, 0.0  # of further shapes
         self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
@@ -186,30 +226,33 @@ class CompiledModule(nn.Module):
         Args:
             batch: the model's inputs, and behind them what the loss function takes besides the model's
                 result. Each tensor is of the global shape, of which this rank takes its part, or of the
-                shape of that part.
+                shape of that part. The first shape is global; another one is captured and planned when it
+                first comes, the parameters staying where they lie (docs/shapes.md).
             kwargs: keyword arguments of the model.
 
         Returns:
             The loss of the whole batch, the mean over micro-batches; the same on every rank.
 
-        Raises StepError for a batch of another shape, PeerError if another rank died or hangs.
+        Raises StepError where the ranks give other shapes, or none, PeerError if another rank died or hangs.
         """
         arguments = Arguments.of(batch, kwargs)
-        bound = self._program(arguments, is_step=True)
-        parts = cut_inputs(bound.program, arguments, self._count(is_step=True), bound.world)
+        ready = self._program(arguments, is_step=True)
+        bound = ready.bound
+        parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
         self._steps += 1
         try:
-            return bound.step(parts)
+            with self._as_captured():
+                return bound.step(parts)
         except PeerError as error:
             raise bound.world.explain(error, f"Step {self._steps}") from error
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.
 
-        Inputs are as in `step`. A shape seen for the first time is taken as the global one.
+        Inputs are as in `step`.
         """
         arguments = Arguments.of(args, kwargs)
-        bound = self._program(arguments, is_step=False)
+        bound = self._program(arguments, is_step=False).bound
         if isinstance(bound, BoundPipeline) and torch.is_grad_enabled():
             raise StepError(
                 "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
@@ -217,7 +260,8 @@ class CompiledModule(nn.Module):
             )
         inputs = cut_inputs(bound.program, arguments, 1, bound.world)[0]
         try:
-            outputs = bound.forward(inputs)
+            with self._as_captured():
+                outputs = bound.forward(inputs)
         except PeerError as error:
             raise bound.world.explain(error, "The forward") from error
         if self._settings.outputs == "dtensor":
@@ -226,8 +270,10 @@ class CompiledModule(nn.Module):
         return unflatten_outputs(bound.program, outputs)
 
     def prepare(self, *batch: Any, **kwargs: Any) -> None:
-        """Captures and plans for a batch of this global shape, which `step` then also takes."""
-        self._add(Arguments.of(batch, kwargs), is_step=True)
+        """Captures and plans for a batch of this global shape, before `step` meets it."""
+        arguments = Arguments.of(batch, kwargs)
+        self._compare(arguments, "")
+        self._add(arguments, is_step=True)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm over the whole model is at most `max_norm`.
@@ -248,29 +294,78 @@ class CompiledModule(nn.Module):
 
     # --- programs
 
-    def _program(self, arguments: Arguments, *, is_step: bool) -> BoundProgram | BoundPipeline:
-        fitting = [r for r in self._ready[is_step] if arguments.fits(r.bound.program)]
-        count = self._count(is_step=is_step)
-        accepting = [
-            r for r in fitting if accepts(r.bound.program, arguments, count, r.bound.world)
-        ]
-        state = self._state()
-        for each in accepting:
-            if each.state == state:
-                return each.bound
-        for each in fitting:
-            if each.state == state and is_step:
-                return each.bound  # which says what is wrong with the shape
-        if accepting:  # the shape is known, and may be that of this rank's part
-            arguments = as_whole(arguments, accepting[0].bound.program, count)
-        return self._add(arguments, is_step=is_step)
+    def _program(self, arguments: Arguments, *, is_step: bool) -> _Ready:
+        """The program for these arguments, made now if there is none."""
+        programs = self._ready[is_step]
+        known = [r for r in programs if arguments.fits(r.bound.program)]
+        shapes, state = self._global_shapes(arguments, known), self._state()
+        for each in known:
+            if each.state == state and each.shapes == shapes:
+                if is_step:  # of which every rank runs as many; a forward may be run by one alone
+                    programs.append(programs.pop(programs.index(each)))
+                return each
+        return self._add(arguments.of_shapes(shapes), is_step=is_step)
 
-    def _add(self, arguments: Arguments, *, is_step: bool) -> BoundProgram | BoundPipeline:
+    def _global_shapes(self, arguments: Arguments, known: Sequence[_Ready]) -> tuple[Shape, ...]:
+        """The shapes of the whole batch.
+
+        [Note: whole or part] A shape may be the global one, or that of this rank's part of a larger batch.
+        The first is global. Where it can be either, ranks compare what they were given: a whole batch is
+        the same on all of them, and parts differ.
+        """
+        forms = [form(r.bound.program, arguments, r.count, r.bound.world) for r in known]
+        as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
+        if "whole" in forms and as_part is None and not self._gives_parts:
+            return arguments.shapes
+        if as_part is not None and "whole" not in forms and self._gives_parts:
+            return as_part
+        if self._compare(arguments, arguments.digest):
+            return arguments.shapes
+        found = as_part or shapes_of_parts(arguments, self._cuts)
+        if found == arguments.shapes:
+            self._warn_of_differences(arguments)
+        else:
+            self._gives_parts = True
+        return found
+
+    def _compare(self, arguments: Arguments, digest: str) -> bool:
+        """Whether all ranks have the same values. Raises StepError unless they have the same shapes."""
+        own = json.dumps([[list(shape) for shape in arguments.shapes], digest])
+        why = f"The batch has the shapes {_words(arguments.shapes)}, which all ranks compare."
+        found = [json.loads(text) for text in self._comparison.gather(own, why)]
+        others = [rank for rank, each in enumerate(found) if each[0] != found[0][0]]
+        if others:
+            said = "; ".join(f"rank {rank} {_words(found[rank][0])}" for rank in (0, *others[:4]))
+            raise StepError(
+                f"The ranks gave batches of different shapes: {said}. Each has to give the same whole "
+                "batch, or parts of one shape: pad parts to one length, and let the samplers drop what "
+                "does not divide (DistributedSampler(..., drop_last=True))."
+            )
+        return all(each == found[0] for each in found)
+
+    def _warn_of_differences(self, arguments: Arguments) -> None:
+        """Once, for all ranks: each takes its part of what it was given alone."""
+        first = not any(self._ready.values())
+        remedy = (
+            "If these are the ranks' parts of one batch, give compile that batch's shapes first: "
+            "example_inputs=, of any values."
+            if first
+            else "The plan gives every rank the whole batch, so that there are no parts to be given."
+        )
+        warnings.warn(
+            f"The ranks gave different values in a batch of the shapes {_words(arguments.shapes)}, which is "
+            f"taken as the whole batch: what they gave beyond the first rank's part is mixed or lost. {remedy}",
+            stacklevel=4,
+        )
+
+    def _add(self, arguments: Arguments, *, is_step: bool) -> _Ready:
+        """Captures, plans and binds a program for arguments of global shapes."""
+        start = time.perf_counter()
         model = self._original
         if is_step and self._micro_batches is None:
             with self._stand_ins(arguments, 1) as (args, kwargs):
                 self._micro_batches = self._planner.micro_batches(model, args, kwargs)
-        count = self._count(is_step=is_step)
+        count = self._count(arguments) if is_step else 1
         with self._stand_ins(arguments, count) as (args, kwargs):
             programs = self._planner.program(
                 model, args, kwargs, micro_batches=count, is_step=is_step, fixed=self._fixed
@@ -278,13 +373,54 @@ class CompiledModule(nn.Module):
         if self._store is None:
             warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
             self._place(programs)
-        bound = self._bind(programs)
-        self._ready[is_step].append(_Ready(bound, self._state()))
-        return bound
+        ready = _Ready(self._bind(programs, count), self._state(), count)
+        self._keep(ready, arguments, time.perf_counter() - start)
+        return ready
 
-    def _count(self, *, is_step: bool) -> int:
-        """Micro-batches of a program; no step has been planned before they are known."""
-        return (self._micro_batches or 1) if is_step else 1
+    def _keep(self, ready: _Ready, arguments: Arguments, seconds: float) -> None:
+        """Remembers a program, see [Note: programs are kept], and says what shapes cost."""
+        program, world = ready.bound.program, ready.bound.world
+        kept = self._ready[program.is_step]
+        another = any(r.state == ready.state and arguments.fits(r.bound.program) for r in kept)
+        for path, cut in zip(arguments.paths, cuts(program, world), strict=True):
+            self._cuts.setdefault(path, cut)
+        if program.is_step and self._first_step is None:
+            self._first_step = program
+        kept.append(ready)
+        log.info("Captured for the shapes %s in %.1f s.", _words(ready.shapes), seconds)
+        self._captures += another
+        self._capture_seconds += seconds * another
+        if another and self._captures + 1 in (_MANY_SHAPES, KEPT_PROGRAMS + 1):
+            self._warn_of_shapes()
+        del kept[:-KEPT_PROGRAMS]
+
+    def _warn_of_shapes(self) -> None:
+        warnings.warn(
+            f"Batches of {self._captures + 1} shapes so far: each new one is captured and planned, which "
+            f"took {self._capture_seconds:.1f} s, and programs are kept for {KEPT_PROGRAMS}, beyond which "
+            "they are made again and again. Pad to few lengths (pad_to_multiple_of=64 of transformers' "
+            "collators, or buckets), and drop a last, smaller batch (drop_last=True).",
+            stacklevel=5,
+        )
+
+    def _count(self, arguments: Arguments) -> int:
+        """Micro-batches of a step: those of the first, where they divide the batch."""
+        assert self._micro_batches is not None, "they are known before the first step"
+        if self._first_step is None:
+            return self._micro_batches
+        assert self._fixed is not None, "there was a first program"
+        pipeline, usual = self._fixed.pipeline, self._micro_batches
+        count = fitting_micro_batches(
+            arguments.shapes, self._first_step, usual, self._planner.world(),
+            lambda count: pipeline is None or takes(pipeline, count),
+        )  # fmt: skip
+        if count != usual:
+            warnings.warn(
+                f"A batch of the shapes {_words(arguments.shapes)} is run in micro-batches to the number of "
+                f"{count}, not {usual}, which do not divide it or leave what the ranks cannot share alike.",
+                stacklevel=6,
+            )
+        return count
 
     @contextlib.contextmanager
     def _stand_ins(
@@ -295,25 +431,47 @@ class CompiledModule(nn.Module):
         with stand_ins(self._original, examples, device, self._part.absent) as fakes:
             yield arguments.rebuild(fakes)
 
-    def _bind(self, programs: Programs) -> BoundProgram | BoundPipeline:
+    def _bind(self, programs: Programs, micro_batches: int) -> BoundProgram | BoundPipeline:
         assert self._store is not None
-        bucket_bytes = self._settings.bucket_bytes
+        self._refuse_other_factors(programs.whole)
+        bucket_bytes, executor = self._settings.bucket_bytes, self._settings.executor
         if programs.pipeline is None:
             return BoundProgram(
                 programs.whole, self._store, self._original, seeds=self._seeds,
-                bucket_bytes=bucket_bytes,
+                bucket_bytes=bucket_bytes, executor=executor,
             )  # fmt: skip
         assert self._shared is not None, "there was a first program, with stages"
         return BoundPipeline(
             programs.whole, programs.stages, self._store, self._original, seeds=self._seeds,
-            bucket_bytes=bucket_bytes, micro_batches=self._count(is_step=programs.whole.is_step),
-            shared=self._shared,
+            bucket_bytes=bucket_bytes, micro_batches=micro_batches, shared=self._shared,
+            executor=executor,
         )  # fmt: skip
 
-    def _state(self) -> tuple[bool, ...]:
-        """What is built into a program: every submodule's mode, and which parameters take gradients."""
+    def _refuse_other_factors(self, program: Program) -> None:
+        """A parameter lies as the factors of its dims in the first program have it."""
+        assert self._store is not None
+        for spec in program.parameters:
+            kept = self._store.kept.get(spec.name)
+            inner = [s for s in (*spec.layout, *(kept.storage if kept else ())) if s.factor > 0]
+            if kept is not None and inner and kept.spec.dims != spec.dims:
+                raise PlanError(
+                    f"Parameter {spec.name} lies split within dims of factors {kept.spec.dims}, and with "
+                    f"these inputs the model uses it with {spec.dims}. Compile it again for these inputs."
+                )
+
+    def _state(self) -> tuple[object, ...]:
+        """What is built into a program: every submodule's mode, which parameters take gradients, and the
+        casts of autocast.
+        """
         modes = [module.training for module in self._original.modules()]
-        return (*modes, *(p.requires_grad for p in self._original.parameters()))
+        flags = [parameter.requires_grad for parameter in self._original.parameters()]
+        device = self._settings.device.type
+        casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return (casts, *modes, *flags)
+
+    def _as_captured(self) -> AbstractContextManager[Any]:
+        """Inside it autocast is off: its casts are in the graph, and so are regions without it."""
+        return torch.autocast(self._settings.device.type, enabled=False)
 
     def _place(self, programs: Programs) -> None:
         """Puts parameters and buffers to rest."""

@@ -1,12 +1,17 @@
 """Parameters at rest and in use.
 
 At rest every parameter is a DTensor in its storage layout, swapped into the user's own Parameter object,
-so that an optimizer made before is still right. In use it is a plain leaf in its resident layout:
+so that an optimizer made before is still right. In use it is a plain leaf in its resident layout and, under a
+mixed-precision policy, in the policy's element type:
 
     storage == resident       the leaf is the stored shard itself (DDP, tensor parallel, ZeRO-3)
     storage -> all-gathers    a full buffer lives between steps; the stored shard is a view of it, so that
                               the optimizer updates its part in place (ZeRO-1 and 2)
-    anything else             converted into a temporary at the start of every step
+    anything else             converted into a temporary at the start of every step; so is what is cast,
+                              before it is gathered
+
+Gradients accumulate in a leaf in the element type that they are reduced in, and land in `.grad` of the
+parameter in its own.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Layout, R, V, local_shape
 from autopar.program import Program, TensorSpec
 from autopar.runtime.simulate import shard
-from autopar.runtime.transfer import Route, Transfer, route, signature, transposed, travel
+from autopar.runtime.transfer import Route, Transfer, cast, route, signature, transposed, travel
 from autopar.runtime.world import World
 
 _FEWEST_BUCKETS = 4
@@ -96,7 +101,8 @@ class ParameterStore:
         mesh, rank = self.world.mesh, self.world.rank
         gathered = without_v(spec.layout)
         full = part = None
-        if _gathers(route(spec.dims, storage, gathered, mesh)):
+        is_cast = value.dtype != spec.dtype
+        if not is_cast and _gathers(route(spec.dims, storage, gathered, mesh)):
             full = shard(value, spec.dims, gathered, mesh, rank).clone(
                 memory_format=torch.contiguous_format
             )
@@ -150,6 +156,7 @@ class Residents:
     """The parameters of one program in their resident layouts, in the order of its arguments.
 
     Attributes:
+        specs: of the leaves.
         leaves: what the program takes and gradients accumulate in; valid after `refresh`.
         returns: the route of every leaf's gradient back to its storage layout.
     """
@@ -157,12 +164,9 @@ class Residents:
     def __init__(self, program: Program, store: ParameterStore, *, bucket_bytes: int) -> None:
         self.store, self.world, self._bucket_bytes = store, store.world, bucket_bytes
         self.kept = [store.kept[spec.name] for spec in program.parameters]
+        self.specs = program.parameters
         self._layouts = [spec.layout for spec in program.parameters]
-        mesh = self.world.mesh
-        routes = [
-            route(kept.spec.dims, kept.storage, layout, mesh)
-            for kept, layout in zip(self.kept, self._layouts, strict=True)
-        ]
+        routes = [self._route(i) for i in range(len(self.kept))]
         self._routes = routes
         self.returns = [transposed(hops) for hops in routes]
         self._moving = [i for i, hops in enumerate(routes) if signature(hops)]
@@ -171,6 +175,16 @@ class Residents:
         )
         self.leaves: list[Tensor] = [torch.empty(0)] * len(self.kept)
         self._sources = [0] * len(self.kept)  # where the shard that a leaf was made of lies
+
+    def _route(self, i: int) -> Route:
+        """From the stored shard to the leaf; casts come before what is gathered, and before what is reduced."""
+        kept, spec = self.kept[i], self.specs[i]
+        hops = route(kept.spec.dims, kept.storage, spec.layout, self.world.mesh)
+        stored = kept.local.dtype
+        if stored == spec.dtype == spec.gradient_dtype:
+            return hops
+        first = cast(tuple(kept.local.shape), stored, spec.dtype)
+        return (first, *hops, cast(self.shape(i), spec.gradient_dtype, spec.dtype))
 
     def shape(self, i: int) -> tuple[int, ...]:
         """Local shape of a leaf."""
@@ -218,9 +232,9 @@ class Residents:
         ]
 
     def _keeps(self, i: int) -> bool:
-        return (
-            self.kept[i].full is not None and without_v(self._layouts[i]) == self.kept[i].gathered
-        )
+        full = self.kept[i].full
+        is_alike = full is not None and full.dtype == self.specs[i].dtype
+        return is_alike and without_v(self._layouts[i]) == self.kept[i].gathered
 
     def _settle(self, i: int, kept: Kept) -> bool:
         """Points a leaf at the stored shard or its full buffer, unless it does already.
@@ -242,7 +256,10 @@ class Residents:
         return True
 
     def _set_leaf(self, i: int, value: Tensor) -> None:
-        self.leaves[i] = value.detach().requires_grad_(self.kept[i].parameter.requires_grad)
+        leaf = value.detach().requires_grad_(self.kept[i].parameter.requires_grad)
+        if leaf.dtype != self.specs[i].gradient_dtype:
+            leaf.grad_dtype = self.specs[i].gradient_dtype
+        self.leaves[i] = leaf
 
     def _start(self, batch: Sequence[int]) -> Transfer:
         return Transfer(

@@ -19,6 +19,7 @@ from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Pipeline, local_shape
 from autopar.program import Program, Wire
+from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.shared import SharedParameters
@@ -35,7 +36,7 @@ class BoundPipeline:
     Args:
         program: of the whole model.
         stages: the programs it was cut into.
-        store, model, bucket_bytes: see `Runner`.
+        store, model, bucket_bytes, executor: see `Runner`.
         shared: the parameters that several ranks of the pipeline hold.
         seeds: in the same state on every rank.
         micro_batches: of a step.
@@ -50,6 +51,7 @@ class BoundPipeline:
         *,
         seeds: torch.Generator,
         bucket_bytes: int,
+        executor: Executor,
         micro_batches: int,
         shared: SharedParameters,
     ) -> None:
@@ -65,7 +67,7 @@ class BoundPipeline:
         self._runners = {
             number: Runner(
                 stages[number], store, model, bucket_bytes=bucket_bytes,
-                seeds=self._stage_seeds[number],
+                seeds=self._stage_seeds[number], executor=executor,
             )
             for number in numbers
         }  # fmt: skip
@@ -118,7 +120,7 @@ class BoundPipeline:
                 device=self.world.device, group=self._pipe.group,
                 received=_examples(runner.program.received),
                 sent=_examples(runner.program.sent) or _loss_example(runner.program),
-                split_backward=WholeBackward if runner.program.recomputed else SplitBackward,
+                split_backward=WholeBackward if runner.runs_backward_whole else SplitBackward,
                 before_backward=runner.begin_backward, after_backward=runner.end_backward,
             )
             for number, runner in self._runners.items()

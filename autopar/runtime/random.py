@@ -1,6 +1,11 @@
-"""`torch.ops.autopar.keep_mask`: the mask of a dropout, drawn from a key. See [Note: keys of random ops]."""
+"""`torch.ops.autopar.keep_mask` and `draw`: random ops whose numbers come from a key.
+
+See [Note: keys of random ops] in autopar/rules/random.py.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,16 +13,59 @@ from torch import Tensor
 
 def keep_mask(x: Tensor, key: Tensor, p: float) -> Tensor:
     """A bool mask of the shape of `x`, False with probability `p`; a function of key and shape alone."""
-    generator = torch.Generator(device=x.device).manual_seed(int(key.item()))
-    return torch.rand(x.shape, generator=generator, device=x.device) >= p
+    return torch.rand(x.shape, generator=_generator(key, x.device), device=x.device) >= p
+
+
+def draw(
+    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The result of `torch.ops.aten.<op>(...)` with a generator of this key's numbers.
+
+    Args:
+        op: an overload that takes a generator, such as `bernoulli.p` or `rand_like.generator`.
+        operands, scalars: its positional arguments, tensors and numbers, in their order.
+        key: of one element.
+        dtype: of the result, for ops that take one.
+    """
+    return _call(op, operands, scalars, dtype, _generator(key, operands[0].device))
+
+
+def _call(
+    op: str, operands: Sequence[Tensor], scalars: Sequence[float], dtype: torch.dtype | None,
+    generator: torch.Generator | None,
+) -> Tensor:  # fmt: skip
+    name, _, overload = op.partition(".")
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    types = {} if dtype is None else {"dtype": dtype}
+    tensors, numbers = iter(operands), iter(scalars)
+    arguments = (
+        next(tensors if isinstance(argument.type, torch.TensorType) else numbers)
+        for argument in function._schema.arguments
+        if argument.name != "generator" and not argument.kwarg_only
+    )
+    found: Tensor = function(*arguments, generator=generator, **types)
+    return found
+
+
+def _generator(key: Tensor, device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(int(key.item()))
 
 
 def register() -> torch.library.Library:
-    """Defines the op; it lives as long as the returned library."""
+    """Defines the ops; they live as long as the returned library."""
     library = torch.library.Library("autopar", "FRAGMENT")
     library.define("keep_mask(Tensor x, Tensor key, float p) -> Tensor")
     library.impl("keep_mask", keep_mask, "CompositeExplicitAutograd")
     library.impl("keep_mask", lambda x, key, p: x.new_empty(x.shape, dtype=torch.bool), "Meta")
+    library.define(
+        "draw(str op, Tensor[] operands, Tensor key, Scalar[] scalars, *, ScalarType? dtype=None) -> Tensor"
+    )
+    library.impl("draw", draw, "CompositeExplicitAutograd")
+    library.impl(
+        "draw", lambda op, operands, key, scalars, dtype=None: _call(op, operands, scalars, dtype, None),
+        "Meta",
+    )  # fmt: skip
     return library
 
 

@@ -81,8 +81,8 @@ class Reducer:
             order, key=lambda i: not self._leaves_early(i)
         )  # they must not hold up the others
         shapes = [
-            torch.empty(_start_shape(r, k.local), dtype=k.local.dtype, device="meta")
-            for r, k in zip(returns, self._residents.kept, strict=True)
+            torch.empty(_start_shape(r, k.local), dtype=s.gradient_dtype, device="meta")
+            for r, k, s in zip(returns, self._residents.kept, self._residents.specs, strict=True)
         ]
         return [
             Bucket(members, every_micro_batch[members[0]], _shrinks(signatures[members[0]]))

@@ -1,7 +1,8 @@
 """Transfers: several local tensors converted at once, one flat collective per hop.
 
-A `Hop` is a `CollectiveCall` with the local shapes around it; the hops from one layout to another are a
-route, and the transposed hops in reverse order take the gradient back. `Transfer` runs tensors whose
+A `Hop` is a `CollectiveCall` with the local shapes around it, or a cast to another element type; the hops
+from one layout to another are a route, and the transposed hops in reverse order take the gradient back.
+`Transfer` runs tensors whose
 routes name the same ops and axes together: a collective moves them in one buffer, and starts before
 it is waited for, so that what is computed meanwhile overlaps with it.
 """
@@ -28,17 +29,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Hop:
-    """One collective on a local tensor.
+    """One collective on a local tensor, or a cast.
 
     Attributes:
-        name, backward: the op and its transpose.
+        name, backward: the op and its transpose; that of a cast is a cast back.
         dims: dims of the viewed tensor.
-        axis: position of the mesh axis; it has at least two ranks.
+        axis: position of the mesh axis, which has at least two ranks; -1 of a cast.
         size: ranks of the axis.
         before: shape of the local tensor.
         viewed: shape it is viewed in for the op.
         result: shape of the op's result.
         after: shape that is viewed in then.
+        formats: of a cast, the element type that a gradient takes on its way back, and that which the
+            tensor takes. A cast that a tensor has behind it, in the type that it has by then, acts on the
+            gradient alone: that is how gradients are reduced in another type than tensors are gathered in.
     """
 
     name: str
@@ -50,12 +54,13 @@ class Hop:
     viewed: Shape
     result: Shape
     after: Shape
+    formats: tuple[torch.dtype, ...] = ()
 
     def transposed(self) -> Hop:
         """The hop that takes the gradient back."""
         return Hop(
             self.backward, self.name, self.dims[::-1], self.axis, self.size,
-            self.after, self.result, self.viewed, self.before,
+            self.after, self.result, self.viewed, self.before, self.formats[::-1],
         )  # fmt: skip
 
 
@@ -89,6 +94,11 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Route:
     return tuple(hops)
 
 
+def cast(shape: Shape, before: torch.dtype, after: torch.dtype) -> Hop:
+    """The hop that casts a tensor of this shape to `after`, and its gradient to `before`."""
+    return Hop("cast", "cast", (), -1, 1, shape, shape, shape, shape, (before, after))
+
+
 def transposed(hops: Route) -> Route:
     """The route of the gradient."""
     return tuple(hop.transposed() for hop in reversed(hops))
@@ -100,14 +110,22 @@ def signature(hops: Route) -> tuple[tuple[str, int], ...]:
 
 
 def travel(x: Tensor, hops: Route, world: World) -> Tensor:
-    """Takes one tensor along a route, differentiably."""
-    for hop in hops:
-        op = _torch.autopar_op(hop.name)
-        group = world.group_names[world.mesh.names[hop.axis]]
-        x = op(x.reshape(hop.viewed), list(hop.dims), hop.size, group, hop.backward).reshape(
-            hop.after
-        )
-    return x
+    """Takes one tensor along a route, differentiably: its gradient takes the transposed route."""
+    travelled: Tensor = _Travel.apply(x, hops, world) if hops else x
+    return travelled
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hops: Route, world: World) -> Tensor:
+        ctx.hops, ctx.world = hops, world
+        for hop in hops:
+            x = _run(hop, x.reshape(hop.viewed), world).reshape(hop.after)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return travel(grad, transposed(ctx.hops), ctx.world), None, None
 
 
 class Transfer:
@@ -151,11 +169,14 @@ class Transfer:
 
 def _run_locally(hops: list[Hop], tensors: list[Tensor], world: World) -> list[Tensor]:
     """Hops that are no flat collective, one by one."""
-    name = group_name(_group(hops[0], world))
-    return [
-        KERNELS[hop.name](x, list(hop.dims), hop.size, name)
-        for hop, x in zip(hops, tensors, strict=True)
-    ]
+    return [_run(hop, x, world) for hop, x in zip(hops, tensors, strict=True)]
+
+
+def _run(hop: Hop, x: Tensor, world: World) -> Tensor:
+    """One hop of a tensor that is viewed in its shape already."""
+    if hop.formats:
+        return x.to(hop.formats[1])
+    return KERNELS[hop.name](x, list(hop.dims), hop.size, group_name(_group(hop, world)))
 
 
 @dataclass

@@ -145,6 +145,11 @@ def least_overfull(
     return problem.one_each() if shape.chunks == 1 else problem.several_each(executed)
 
 
+def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balance:
+    """Given cuts with what they take."""
+    return _Problem(table, shape, math.inf).of(cuts)
+
+
 class _Problem:
     """One search for cuts.
 
@@ -237,7 +242,7 @@ class _Problem:
         edges = list(itertools.pairwise((0, *least.cuts, self.table.blocks)))
         stages = self.shape.blank.stages_of(rank)
         words = "; ".join(self._held_words(stage, edges[stage]) for stage in stages)
-        again = "" if self.table.runs_again else "recompute='full', "
+        again = "" if self.table.recompute == "full" else "recompute='full', "
         taken = least.rank_bytes[rank]
         whole = f"It does not fit into {_bytes(self.memory_bytes)}: a rank takes "
         cut = (

@@ -157,7 +157,7 @@ def _signature(op: Op, graph: Graph) -> Hashable:
     leaves = tuple(name not in graph.producer for name in op.operands)
     return (
         op.kind,
-        tuple((t.dims, t.itemsize_bytes, t.needs_grad) for t in tensors),
+        tuple((t.dims, t.formats, t.needs_grad) for t in tensors),
         tuple(
             (c.label, c.operands, c.results, c.size, _roles(c.factor, graph)) for c in op.choices
         ),
@@ -216,7 +216,7 @@ def _entries(
             name in outputs, name in kept,
         )  # fmt: skip
         key = (
-            tensor.dims, tensor.itemsize_bytes, tensor.needs_grad, leaf, entry.producer,
+            tensor.dims, tensor.formats, tensor.needs_grad, leaf, entry.producer,
             entry.consumers, entry.is_output, entry.is_saved, mark(public_name) if leaf else None,
         )  # fmt: skip
         groups.setdefault(key, entry)
@@ -265,7 +265,7 @@ def _saved_entries(
     groups: dict[Hashable, tuple[Tensor, list[str], tuple[tuple[int, int, str], ...]]] = {}
     for root, found in savers.items():
         tensor = graph.tensors[root]
-        alike = (tensor.dims, tensor.itemsize_bytes, frozenset(found))
+        alike = (tensor.dims, tensor.formats, frozenset(found))
         groups.setdefault(alike, (tensor, [], tuple(found.values())))[1].append(root)
     return tuple(
         SavedEntry(t, count_of(roots, graph), found) for t, roots, found in groups.values()

@@ -241,7 +241,7 @@ class AxisProgram:
             groups.setdefault(self._elsewhere(next(iter(demand))), []).append(demand)
         delivered: dict[Layout, Layout] = {}
         if self.problem.entries[index].is_output:
-            delivered = {s: tuple(R if x.kind == "P" else x for x in s) for s in sources}
+            delivered = {s: self.problem.graph.delivered(s) for s in sources}
             groups.setdefault(self._elsewhere(next(iter(delivered.values()))), [])
         for elsewhere, group in groups.items():
             mine = {s: t for s, t in delivered.items() if self._elsewhere(t) == elsewhere}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from autopar.cost_model import Cost, Hardware
-from autopar.ir import Graph, ParameterPlan, Plan, State
+from autopar.cost_model import Cost, Hardware, unruled
+from autopar.ir import Graph, ParameterPlan, Plan, R, State
+from autopar.search.recipes import is_model, resolve, split_recipe
 
 
 def explain(
@@ -21,10 +22,15 @@ def explain(
     descents_seconds: Sequence[float],
 ) -> tuple[str, ...]:
     """Lines on what every axis splits, where time and memory go, and what else was found."""
-    axes = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
+    axes = axis_lines(graph, plan)
     others = _others_line(cost, descents_seconds)
     prices = (_time_line(cost, hardware), _memory_line(cost, bound_bytes))
-    return (*axes, *prices, *others, *_warnings(graph))
+    return (*axes, *prices, *others, *unruled_lines(graph, plan, hardware))
+
+
+def axis_lines(graph: Graph, plan: Plan) -> list[str]:
+    """For every axis of the mesh what it splits, and how parameters lie along it."""
+    return [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
 
 
 def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
@@ -39,6 +45,106 @@ def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
     stages = Counter(_stage(how, uses[name], axis) for name, how in plan.parameters.items())
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(stages.items()))
     return f"{axis_name}={size} splits {factors or 'nothing'}; parameters: {stored or 'none'}"
+
+
+_LARGE = 0.05  # of the bytes of all parameters: less is not worth a word
+
+
+def undivided_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """For every axis that may split the model the large dims, and heads, whose size it does not divide.
+
+    Each line says how the parameters lie, what the products split instead, and which size would do.
+    """
+    may = [
+        row.may is None or is_model in row.may
+        for row in resolve(split_recipe(plan.recipe)[1], plan.mesh)
+    ]
+    large, heads = _large_factors(graph), _head_factors(graph)
+    return tuple(
+        _undivided_line(
+            graph, plan, axis, factors, "heads of attention" if factors[0] in heads else ""
+        )
+        for axis, (_, size) in enumerate(plan.mesh.axes)
+        if may[axis]
+        for factors in _by_layer(graph, large | heads)
+        if graph.factors[factors[0]].size % size
+    )
+
+
+def _large_factors(graph: Graph) -> dict[str, None]:
+    """Factors that are a whole dim of large parameters."""
+    sizes: Counter[str] = Counter()
+    for name, tensor in graph.parameters.items():
+        found = graph.tensors[tensor]
+        bytes_ = math.prod(found.shape) * found.itemsize_bytes * graph.stands_for.get(name, 1)
+        for dim in found.factors:
+            sizes.update({_any_layer(f): bytes_ for f in dim if len(dim) == 1})
+        sizes["all"] += bytes_
+    return {
+        name: None
+        for name, factor in graph.factors.items()
+        if "parameter" in factor.roles
+        and not factor.roles & {"batch", "input"}
+        and sizes[_any_layer(name)] >= _LARGE * sizes["all"]
+    }
+
+
+def _head_factors(graph: Graph) -> dict[str, None]:
+    """Factors of parameters by which products of activations are independent: the heads of attention."""
+    weights = {*graph.parameters.values()}
+    return {
+        leaf.factor: None
+        for op in graph.ops
+        if not weights.intersection(op.operands)
+        for work in op.work
+        if work.is_product
+        for leaf in work.batch
+        if leaf.factor in graph.factors and is_model(graph.factors[leaf.factor].roles)
+    }
+
+
+def _by_layer(graph: Graph, factors: Iterable[str]) -> list[list[str]]:
+    """Factors of the same name but for the layer, and of one size, together."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for name in factors:
+        found.setdefault((_any_layer(name), graph.factors[name].size), []).append(name)
+    return list(found.values())
+
+
+def _undivided_line(
+    graph: Graph, plan: Plan, axis: int, factors: Sequence[str], meaning: str
+) -> str:
+    (axis_name, parts), size = plan.mesh.axes[axis], graph.factors[factors[0]].size
+    stored: Counter[str] = Counter()
+    for name, tensor in graph.parameters.items():
+        if any(f in factors for dim in graph.tensors[tensor].factors for f in dim):
+            state = plan.parameters[name].storage[axis]
+            stored[f"{_any_layer(name)} {'whole' if state == R else f'as {state}'}"] += 1
+    able = [op for op in graph.ops if any(c.factor in factors for c in op.choices)]
+    taken = Counter(
+        _any_layer(op.choice(plan.ops[op.name][axis]).factor) or "nothing" for op in able
+    )
+    instead = ", ".join(f"{name} ({format_count(n, 'op')})" for name, n in taken.most_common(3))
+    more = f" and {len(stored) - 3} more" if len(stored) > 3 else ""
+    lies = (", ".join([*stored][:3]) or "no parameter") + more
+    above = -(-size // parts) * parts
+    words = f" ({meaning})" if meaning else ""
+    remedy = f"{above} would be split"
+    if not meaning and _is_vocabulary(graph, factors):
+        remedy = f"padded to {above} (resize_token_embeddings({above})) it would be split"
+    return (
+        f"{axis_name}={parts} does not divide {_any_layer(factors[0])} of size {size}{words}: along it lie "
+        f"{lies}, and the ops that could split it split {instead}; {remedy}"
+    )
+
+
+def _is_vocabulary(graph: Graph, factors: Sequence[str]) -> bool:
+    """Whether rows of a table are looked up by it."""
+    return any(
+        op.kind == "aten.embedding" and graph.tensors[op.operands[0]].factors[0][:1] == (name,)
+        for op in graph.ops
+        for name in factors
+    )
 
 
 def _any_layer(name: str) -> str:
@@ -107,9 +213,17 @@ def _others_line(cost: Cost, descents_seconds: Sequence[float]) -> tuple[str, ..
     return (f"best of {len(descents_seconds)} descents; others ended at {', '.join(others)}",)
 
 
-def _warnings(graph: Graph) -> tuple[str, ...]:
-    unruled = Counter(op.kind for op in graph.ops if op.operands and not op.has_rule)
-    if not unruled:
+def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ...]:
+    """What runs whole on every rank for want of a rule, and what that costs; () where all have one."""
+    found = unruled(graph, plan, hardware)
+    if not found:
         return ()
-    kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(unruled.items()))
-    return (f"run replicated for want of a rule: {kinds}",)
+    kinds = ", ".join(
+        f"{each.kind} ({format_count(each.count, 'call')}, {each.seconds * 1e3:.3f} ms, "
+        f"{format_bytes(each.gathered_bytes)} gathered)"
+        for each in found
+    )
+    return (
+        f"run replicated for want of a rule, with a guess of what that costs a step from the bytes they read "
+        f"and write: {kinds}",
+    )

@@ -258,7 +258,7 @@ class Problem:
         def kind(entry: Entry) -> int:
             tensor, is_parameter = entry.tensor, entry.leaf == "parameter"
             key = (
-                tensor.dims, tensor.itemsize_bytes, tensor.needs_grad, is_parameter,
+                tensor.dims, tensor.formats, tensor.needs_grad, is_parameter,
                 is_parameter and entry.is_saved,
             )  # fmt: skip
             return numbers.setdefault(key, len(numbers))
@@ -334,7 +334,7 @@ class Problem:
                 found[index] = (priced(fixed, tensor, **shared),)  # type: ignore[arg-type]
                 continue
             pinned = self.pins.storage.get(name, ())
-            key = (tensor.dims, tensor.itemsize_bytes, tensor.needs_grad, pinned)
+            key = (tensor.dims, tensor.formats, tensor.needs_grad, pinned)
             if key not in known:
                 known[key] = strategies(tensor, name, self.recipes, pinned, **shared)  # type: ignore[arg-type]
             found[index] = known[key]

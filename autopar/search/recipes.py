@@ -5,9 +5,10 @@ parameters may be stored. It knows factors by their roles (`autopar.ir.Factor.ro
 name:
 
     batch    the leading dim of an input
-    model    a dim of a parameter that is no dim of an input and is not normalized: Megatron's
-             columns and rows (heads, ffn), but not the residual stream
+    model    a dim of a parameter that is no dim of an input, is not normalized and counts no experts:
+             Megatron's columns and rows (heads, ffn), but not the residual stream
     seq      any other dim of an input
+    expert   the dim of a weight that counts the experts of a mixture
 
 and every op may always run unsplit or pass P through. Text: one recipe for all axes, `zero3`, or
 one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
@@ -35,11 +36,15 @@ def is_batch(roles: Roles) -> bool:
 
 
 def is_model(roles: Roles) -> bool:
-    return "parameter" in roles and not roles & {"batch", "input", "normalized"}
+    return "parameter" in roles and not roles & {"batch", "input", "normalized", "expert"}
 
 
 def is_seq(roles: Roles) -> bool:
     return "input" in roles and not roles & {"batch", "parameter"}
+
+
+def is_expert(roles: Roles) -> bool:
+    return "expert" in roles
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,10 @@ _ROWS = (
     Recipe(
         "tp+sp", "tp with the rest split along the sequence",
         (is_model, is_seq), (is_seq,), (is_model,), stages=(0, 3), gathers=False,
+    ),
+    Recipe(
+        "ep", "experts of a mixture split, the batch everywhere else",
+        (is_expert, is_batch), (is_batch,), (is_expert,), stages=(0, 3), gathers=False,
     ),
 )  # fmt: skip
 

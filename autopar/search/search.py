@@ -81,6 +81,7 @@ class Found:
         gap: the largest relative gap that the solver left open along one axis, 0 if proven.
         programs: rows, columns and binaries of the program of every axis, in order.
         descents: seconds of the plan that every start ended in, inf where it did not fit.
+        is_tight: whether something faster was found that does not fit.
     """
 
     plan: Plan
@@ -88,6 +89,7 @@ class Found:
     gap: float
     programs: tuple[tuple[int, int, int], ...]
     descents: tuple[float, ...]
+    is_tight: bool
 
 
 def search_with_cost(
@@ -116,6 +118,7 @@ def search_with_cost(
     bound = hardware.memory_bytes if memory_bytes is None else memory_bytes
     descents = [_descend(problem, order, bound) for order in _orders(mesh)]
     descents += _from_presets(problem, bound)
+    is_tight = any(each.thrifty for each in problem.solved.values())
     best = min(descents, key=lambda d: (max(d.bytes, bound), d.seconds))
     if best.bytes <= bound and len(rows) > 1:
         descents.append(_from_lean(problem, best, bound))
@@ -130,7 +133,7 @@ def search_with_cost(
     notes = explain(
         graph, plan, cost, bound_bytes=bound, hardware=hardware, descents_seconds=seconds
     )  # fmt: skip
-    return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds)
+    return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
 
 
 def search_mesh(
@@ -321,6 +324,7 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
         },
         inputs={name: layout(tensor) for name, tensor in graph.inputs.items()},
         ops={op.name: assignment.labels[problem.fold.class_of[op.name]] for op in graph.ops},
+        precision=graph.precision,
     )
 
 

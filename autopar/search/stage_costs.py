@@ -5,8 +5,13 @@ that the seconds of all of them are differences of one running sum over the bloc
 share (a tied embedding, a mask, the residual stream) is counted once in every stage that has any of them.
 
 A stage holds of every micro-batch in flight what its ops keep for backward, and, because
-`torch.distributed.pipelining` does, the values that it received and sent. With `recompute="full"` a layer
-keeps only what enters it, and one layer at a time is there in full while it runs again (Chen et al. 2016).
+`torch.distributed.pipelining` does, the values that it received and sent.
+
+[Note: blocks that run again] Such a block keeps only what enters it, and is there in full while it runs
+again (Chen et al. 2016). They are the first ones of a stage that may (`autopar.ir.recompute`), which with
+stage i .. j are those up to a block e(i): work that is done again is the sum from i to e(i), and what is
+kept that of one kind up to e(i) and of the other from there on. When they run again, the blocks behind
+e(i) have run backward, so that of what runs again only what goes beyond theirs is more than there was.
 """
 
 from __future__ import annotations
@@ -16,17 +21,19 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.cost_model import Hardware, Link, Sizes, collective_seconds, keeps
 from autopar.cost_model.compute import is_product, memory_seconds
-from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Pricer
+from autopar.cost_model.items import COMPUTE, FULL, Item, Precision, Pricer
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step
 from autopar.event_simulation import StageCosts
 from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, Op, Plan
-from autopar.search.blocks import block_starts, find_blocks
+from autopar.ir.recompute import Recompute
+from autopar.search.blocks import block_starts, end_of_repeats, find_parts
 
 Memory = tuple[str, Layout]  # of a tensor in a layout
 
@@ -41,7 +48,8 @@ class StageTable:
 
     Attributes:
         starts: the ops with which the blocks begin.
-        runs_again: whether layers run again in backward.
+        recompute: how many of a stage's blocks run again in backward.
+        repeating: for every block whether it may.
         forward_seconds, backward_seconds: of one micro-batch, what nothing hides.
         weight_seconds: the part of backward that makes gradients of parameters.
         once_seconds: gathers, reductions and the optimizer, once a step.
@@ -53,7 +61,8 @@ class StageTable:
     """
 
     starts: tuple[str, ...]
-    runs_again: bool
+    recompute: Recompute
+    repeating: tuple[bool, ...]
     forward_seconds: np.ndarray
     backward_seconds: np.ndarray
     weight_seconds: np.ndarray
@@ -77,6 +86,11 @@ class StageTable:
         whole = whole + self.send_seconds[None, :] + self.gradient_seconds[:, None]
         begin, end = np.indices(whole.shape)
         return np.where(begin < end, whole, np.inf)
+
+    def most_repeating(self, cuts: Sequence[int]) -> int:
+        """The largest number of blocks of a stage that may run again."""
+        edges = (0, *cuts, self.blocks)
+        return max(sum(self.repeating[i:j]) for i, j in itertools.pairwise(edges))
 
     def stage(self, begin: int, end: int) -> StageCosts:
         """The stage with blocks `begin` up to `end`, as the event simulator takes it."""
@@ -118,9 +132,10 @@ def stage_table(
         world: the mesh of all ranks, for the links; by default `plan.world_mesh`.
         precision, software: see `autopar.cost_model`.
     """
-    return _Table(
-        graph, plan, hardware, starts, world or plan.world_mesh, precision, software
-    ).make()
+    tables = StageTables(
+        graph, plan, hardware, starts=starts, world=world, precision=precision, software=software
+    )
+    return tables.at(plan.recompute)
 
 
 def costs_of_stages(
@@ -141,19 +156,21 @@ def costs_of_stages(
     return table.stages([starts.index(name) for name in cuts])
 
 
-class _Table:
+class StageTables:
+    """The tables of a plan for any number of blocks that run again; see `stage_table`."""
+
     def __init__(
-        self, graph: Graph, plan: Plan, hardware: Hardware, starts: Sequence[str] | None, world: Mesh,
-        precision: Precision, software: Software,
+        self, graph: Graph, plan: Plan, hardware: Hardware, *, starts: Sequence[str] | None = None,
+        world: Mesh | None = None, precision: Precision = FULL, software: Software = AUTOPAR,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.software = graph, plan, software
-        self.hardware, self.world = software.on(hardware), world
-        blocks = find_blocks(graph)
-        self.starts = tuple(starts or (block.start for block in blocks))
+        self.hardware, self.world = software.on(hardware), world or plan.world_mesh
+        self.parts = find_parts(graph, starts or block_starts(graph))
+        self.starts = tuple(part.start for part in self.parts)
         places = {op.name: i for i, op in enumerate(graph.ops)}
         begins = [places[name] for name in self.starts]
         self.unit = {name: bisect.bisect_right(begins, i) - 1 for name, i in places.items()}
-        self.again = _run_again(plan, [(places[b.start], b.repeats) for b in blocks], begins)
+        self.repeating = np.array([part.may_repeat for part in self.parts])
         self.n = len(begins)
         self.uses = self._uses()
         self.pricer = Pricer(
@@ -162,25 +179,40 @@ class _Table:
         )  # fmt: skip
         self.flow, self.sizes = self.pricer.flow, self.pricer.sizes
         self.items = list(self.pricer.items())
+        self.holdings = list(self.pricer.holdings())
         self.step = Step((), (), Run(plan.micro_batches), self.hardware, software)
+        self._found: dict[Recompute, StageTable] = {}
 
-    def make(self) -> StageTable:
-        forward, backward, once = self._work()
-        crossings = self._crossings()
-        sent, gradients = self._sent(crossings)
-        seconds = self._seconds(_stretches(backward[:, :5]))
-        holdings = list(self.pricer.holdings())
+    @property
+    def repeating_blocks(self) -> int:
+        """How many blocks may run again."""
+        return len({part.block for part in self.parts if part.may_repeat})
+
+    def at(self, recompute: Recompute) -> StageTable:
+        """The table where so many blocks of every stage run again."""
+        if recompute not in self._found:
+            ends = [end_of_repeats(self.parts, i, recompute) for i in range(self.n)]
+            self._found[recompute] = self._with(recompute, _Turn.of([*ends, self.n]))
+        return self._found[recompute]
+
+    def _with(self, recompute: Recompute, turn: _Turn) -> StageTable:
+        forward, backward, once = self._work
+        again = turn.first(_stretches(forward[:, :5] * self.repeating[:, None]))
+        work = _stretches(backward[:, :5]) + again
+        seconds = self._seconds(work)
+        sent, gradients = self._sent
         return StageTable(
             starts=self.starts,
-            runs_again=bool(self.again.any()),
+            recompute=recompute,
+            repeating=tuple(map(bool, self.repeating)),
             forward_seconds=self._seconds(_stretches(forward[:, :5])),
             backward_seconds=seconds,
             weight_seconds=np.minimum(_stretches(backward[:, 5]), seconds),
-            once_seconds=self._once_seconds(_stretches(once), _stretches(backward[:, _COMPUTE]))
-            + self._optimizer_seconds(holdings),
-            saved_bytes=self._saved(crossings),
-            kept_bytes=self._held(holdings, {"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
-            transient_bytes=_largest(self._transient(holdings)),
+            once_seconds=self._once_seconds(_stretches(once), work[..., _COMPUTE])
+            + self._optimizer_seconds,
+            saved_bytes=self._saved(turn),
+            kept_bytes=self._held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
+            transient_bytes=self._transient(turn),
             sent_bytes=sent,
             gradient_bytes=gradients,
             send_seconds=self._send_seconds(sent),
@@ -206,6 +238,7 @@ class _Table:
 
     # --- time
 
+    @cached_property
     def _work(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of every block: forward, backward (with the share of weights), and gathers and reductions."""
         forward, backward, once = (
@@ -220,7 +253,6 @@ class _Table:
             else:
                 into = forward if item.phase == "forward" else backward
                 into[unit] += self._row(item)
-        backward[:, :5] += forward[:, :5] * self.again[:, None]
         return forward, backward, once
 
     def _unit_of(self, item: Item) -> int:
@@ -275,17 +307,18 @@ class _Table:
         gathers, reductions = np.moveaxis(once, -1, 0)
         return gathers + reductions - self.software.hides * np.minimum(reductions, backward)
 
-    def _optimizer_seconds(self, holdings: Sequence[Holding]) -> np.ndarray:
+    @cached_property
+    def _optimizer_seconds(self) -> np.ndarray:
         """Adam reads and writes its states and parameters; see `autopar.cost_model.step`."""
-        touched = self._held(holdings, {"optimizer": 2, "gradients": 3, "parameters": 2})
+        touched = self._held({"optimizer": 2, "gradients": 3, "parameters": 2})
         return np.asarray(memory_seconds(touched, self.hardware))
 
     # --- memory
 
-    def _held(self, holdings: Sequence[Holding], weights: Mapping[str, float]) -> np.ndarray:
+    def _held(self, weights: Mapping[str, float]) -> np.ndarray:
         """Bytes of parameters and what belongs to them, each in all stages that use it."""
         held: dict[str, float] = {}
-        for h in holdings:
+        for h in self.holdings:
             if h.kind in weights:
                 name = self.graph.parameters.get(h.of, h.of)
                 held[name] = held.get(name, 0) + weights[h.kind] * h.bytes
@@ -301,29 +334,48 @@ class _Table:
                 total += size * _has(units, self.n)
         return total + _stretches(single)
 
-    def _saved(self, crossings: Mapping[str, tuple[int, int]]) -> np.ndarray:
+    def _saved(self, turn: _Turn) -> np.ndarray:
         """What stays of a micro-batch: what ops keep, and what a stage received and sent."""
-        wires: dict[Memory, list[tuple[int, int]]] = {}
-        for name, span in crossings.items():
-            wires.setdefault(self.flow.saved.memory(name, self.flow.produced[name]), []).append(
-                span
-            )
-        kept = self._kept(self.again)
-        total = self._covered(
-            (self._bytes(at), units) for at, units in kept.items() if at not in wires
-        )
-        for at, spans in wires.items():
-            there = np.logical_or.reduce([_carries(*span, self.n) for span in spans])
-            total += self._bytes(at) * (there | _has(kept.get(at, ()), self.n))
-        return total
+        once, again = np.zeros(self.n), np.zeros(self.n)
+        total = np.zeros((self.n + 1, self.n + 1))
+        for at in {**self._kept, **self._entering, **self._wires}:
+            size, units = self._bytes(at), self._kept.get(at, ())
+            entered, spans = self._entering.get(at, ()), self._wires.get(at, ())
+            if not spans and len({*units, *entered}) == 1:  # then it is in one sum or in the other
+                once[list(units)] += size
+                again[list(entered)] += size
+                continue
+            there = turn.first(_has(entered, self.n)) | turn.then(_has(units, self.n))
+            for span in spans:
+                there |= _carries(*span, self.n)
+            total += size * there
+        return total + turn.first(_stretches(again)) + turn.then(_stretches(once))
 
-    def _kept(self, again: np.ndarray) -> dict[Memory, list[int]]:
+    @cached_property
+    def _wires(self) -> dict[Memory, list[tuple[int, int]]]:
+        """The memory of what crosses -> from which block to which."""
+        found: dict[Memory, list[tuple[int, int]]] = {}
+        for name, span in self._crossings.items():
+            at = self.flow.saved.memory(name, self.flow.produced[name])
+            found.setdefault(at, []).append(span)
+        return found
+
+    @cached_property
+    def _kept(self) -> dict[Memory, list[int]]:
         """The memory that stays for backward -> the blocks for which it does."""
+        return self._staying(np.zeros(self.n, dtype=bool))
+
+    @cached_property
+    def _entering(self) -> dict[Memory, list[int]]:
+        """The same where all blocks run again that may."""
+        return self._staying(self.repeating)
+
+    def _staying(self, again: np.ndarray) -> dict[Memory, list[int]]:
         stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
         found: dict[Memory, list[int]] = {}
         for op in self.graph.ops:
             unit = self.unit[op.name]
-            names = self._entering(op) if again[unit] else op.saved if self._keeps(op) else ()
+            names = self._from_outside(op) if again[unit] else op.saved if self._keeps(op) else ()
             layouts = (*self.flow.operands[op.name], *self.flow.results[op.name])
             for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
                 if name in names and self.flow.saved.root(name) not in stored:
@@ -335,7 +387,7 @@ class _Table:
     def _keeps(self, op: Op) -> bool:
         return keeps(op, self.graph.tensors)
 
-    def _entering(self, op: Op) -> tuple[str, ...]:
+    def _from_outside(self, op: Op) -> tuple[str, ...]:
         """Operands that come from outside of the op's block."""
         makers = {name: self.graph.producer.get(name) for name in op.operands}
         unit = self.unit[op.name]
@@ -347,22 +399,31 @@ class _Table:
         name, layout = memory
         return float(self.sizes.bytes(self.graph.tensors[name], layout))
 
-    def _transient(self, holdings: Sequence[Holding]) -> np.ndarray:
-        """Of every block: the loss or gathered parameters with their gradients, and what runs again."""
-        gathered, losses, again = np.zeros(self.n), np.zeros(self.n), np.zeros(self.n)
-        for h in holdings:
+    def _transient(self, turn: _Turn) -> np.ndarray:
+        """The loss or gathered parameters with their gradients, and what runs again, of the largest block.
+
+        Of what runs again no more counts than goes beyond what the blocks behind have given back.
+        """
+        gathered, losses = np.zeros(self.n), np.zeros(self.n)
+        again, alone = np.zeros(self.n), np.zeros(self.n)
+        for h in self.holdings:
             if h.kind == "gathered":
                 gathered[self.unit.get(h.of, self.n - 1)] += h.bytes
         for item in self.items:
             if item.kind == "aten.cross_entropy_loss" and item.phase == "forward":
                 losses[self.unit[item.of]] += item.traffic_bytes
-        if self.again.any():
-            for at, units in self._kept(np.zeros(self.n, dtype=bool)).items():
-                again[units[0]] += self._bytes(at)
-        return np.maximum(losses, 2 * gathered) + again * self.again
+        for at, units in self._kept.items():
+            again[units[0]] += self._bytes(at)
+            if len(units) == 1 and at not in self._wires:
+                alone[units[0]] += self._bytes(at)
+        moment = np.maximum(losses, 2 * gathered)
+        beyond = turn.first(_largest((moment + again) * self.repeating))
+        beyond = beyond - turn.then(_stretches(alone))
+        return np.maximum(_largest(moment), beyond)
 
     # --- what crosses
 
+    @cached_property
     def _crossings(self) -> dict[str, tuple[int, int]]:
         """What later blocks use of a block -> (its block, the last that uses it)."""
         dependent = set(self.graph.parameters.values())
@@ -378,9 +439,10 @@ class _Table:
                     found[name] = (self.unit[op.name], last)
         return found
 
-    def _sent(self, crossings: Mapping[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _sent(self) -> tuple[np.ndarray, np.ndarray]:
         sent, gradients = np.zeros(self.n + 1), np.zeros(self.n + 1)
-        for name, (made, last) in crossings.items():
+        for name, (made, last) in self._crossings.items():
             size = self._bytes((name, self.flow.produced[name]))
             sent[made + 1 : last + 1] += size
             if self.graph.tensors[name].needs_grad:
@@ -398,13 +460,31 @@ class _Table:
         return np.where(sizes > 0, seconds, 0.0)
 
 
-def _run_again(plan: Plan, blocks: Sequence[tuple[int, bool]], begins: Sequence[int]) -> np.ndarray:
-    """Which of the parts that begin at these places are, or lie in, layers that run again."""
-    places = [place for place, _ in blocks]
-    if plan.recompute == "none":
-        return np.zeros(len(begins), dtype=bool)
-    all_again = not any(repeats for _, repeats in blocks)
-    return np.array([all_again or blocks[bisect.bisect_right(places, at) - 1][1] for at in begins])
+class _Turn(NamedTuple):
+    """Up to which block of every stage from i up to j blocks run again, and what is summed up to there.
+
+    Attributes:
+        begins, ends: i and j, of shape `(n + 1, n + 1)`.
+        turns: the first block behind those that run again.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    turns: np.ndarray
+
+    @classmethod
+    def of(cls, turns: Sequence[int]) -> _Turn:
+        """Given that block for every block with which a stage can begin."""
+        begins, ends = np.indices((len(turns), len(turns)))
+        return cls(begins, ends, np.minimum(ends, np.array(turns)[:, None]))
+
+    def first(self, sums: np.ndarray) -> np.ndarray:
+        """Of the blocks that may run again; `sums` has what blocks i up to j have at `[i, j]`."""
+        return sums[self.begins, self.turns]
+
+    def then(self, sums: np.ndarray) -> np.ndarray:
+        """Of the blocks behind those."""
+        return sums[self.turns, self.ends]
 
 
 def _stretches(rows: np.ndarray) -> np.ndarray:

@@ -8,12 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
 pytest.importorskip("transformers")
+sys.path.insert(
+    0, str(Path(__file__).parents[2] / "benchmarks")
+)  # as a program that is run from there has it
 
-from benchmarks.zoo import PASSED, PLANS, Row, in_process, main, markdown, read
-from benchmarks.zoo_small import make, shrink
+from zoo import Bounds, architectures, examined, main
+from zoo_backend import _error as backend_error
+from zoo_config import SHALLOW, TRIMMED, shrink
+from zoo_diffusers import NAMES, installed
+from zoo_diffusers import make as make_diffusion_block
+from zoo_inputs import NoImage, image_and_words
+from zoo_page import markdown
+from zoo_rows import PASSED, PLANS, Row, append, code_version, read
+from zoo_small import make
 
 
 def test_a_text_family_keeps_grouped_heads() -> None:
@@ -37,6 +49,28 @@ def test_parts_of_a_multimodal_family_are_small_too() -> None:
     assert config.image_token_id < config.text_config.vocab_size
 
 
+def test_a_shallow_configuration_keeps_its_widths() -> None:
+    config = shrink("gpt2", SHALLOW)
+    assert (config.n_layer, config.n_embd, config.n_head, config.vocab_size) == (2, 768, 12, 128)
+
+
+def test_a_trimmed_one_has_a_kind_of_each_layer() -> None:
+    config = shrink("zamba", TRIMMED)  # mostly linear attention, one in six of both
+    assert config.num_hidden_layers == 2 and config.layer_types == ["linear_attention", "hybrid"]
+
+
+def test_an_image_that_no_model_takes_is_told() -> None:
+    class Blind(nn.Module):
+        def __init__(self, config: object) -> None:
+            super().__init__()
+
+        def get_image_features(self, pixel_values: torch.Tensor) -> None:
+            raise ValueError("my own mistake")
+
+    with pytest.raises(NoImage, match="ValueError: my own mistake"):
+        image_and_words(Blind, shrink("llava"))
+
+
 def test_a_loss_of_ones_own_and_one_of_targets() -> None:
     own, targets = make("bert"), make("clip")
     assert own.step.inputs == ("input_ids", "labels") and own.kind == "text"
@@ -47,32 +81,84 @@ def test_a_loss_of_ones_own_and_one_of_targets() -> None:
 
 
 def test_one_architecture_end_to_end(tmp_path: Path) -> None:
-    results = tmp_path / "results.jsonl"
+    results, page = tmp_path / "results.jsonl", tmp_path / "zoo.md"
     # a program of its own: it forks, which takes a process without other threads
     subprocess.run(
-        [sys.executable, "benchmarks/zoo.py", "--only", "vit", "--results", str(results)],
+        [sys.executable, "benchmarks/zoo.py", "--only", "vit", "--jobs", "2", "--results", str(results),
+         "--markdown", str(page)],
         cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True, timeout=200, capture_output=True,
     )  # fmt: skip
     row = read(results)["vit"]
     assert row.plans == dict.fromkeys(PLANS, PASSED)
-    assert row.passed and row.worst <= 1
+    assert row.passed and row.worst <= 1 and not row.backend
+    assert "passed all six plans: 1 of 1" in page.read_text() and "| vit |" in page.read_text()
+
+
+def test_a_refused_architecture_shows_its_remedy_and_what_the_backend_made_of_it() -> None:
+    package = str(Path(torch.__file__).parents[1])
+    row = Row(
+        "xmod", model="XmodForMaskedLM(input_ids, labels)", stage="capture",
+        stopped=f"The model cannot be captured as a graph. where: {package}/transformers/modeling_xmod.py:435 "
+        "reason: it makes a size of a tensor's value remedy: Keep it a tensor",
+        backend={"dp=2": "passed, 6 graphs, error 8e-16", "tp=2": "beyond the tolerance: error 1.0e+00"},
+    )  # fmt: skip
     page = markdown([row], 605)
-    assert "passed all six plans: 1 of 1" in page and "| vit |" in page
+    assert not row.captured and not row.run_by_backend
+    assert "| xmod | `XmodForMaskedLM(input_ids, labels)` | The model cannot be captured" in page
+    assert "remedy: Keep it a tensor | yes, 6 graphs, error 8e-16 | **no**: beyond" in page
+    assert "not captured, but run by the backend with parity: 0 of 1" in page
+    assert package not in page
 
 
-def test_time_is_bounded_and_says_where(tmp_path: Path) -> None:
-    row = in_process("vit", 0.0, 8 * 10**9, tmp_path / "partial")
-    assert row.stopped == "build took over 0 s" and not row.captured
+def test_an_error_is_of_the_worst_gradient_and_infinite_where_one_is_missing() -> None:
+    expected = {"": torch.tensor(2.0), "a": torch.tensor([1.0, 4.0]), "b": torch.tensor([1e-12])}
+    found = {"": torch.tensor(2.0), "a": torch.tensor([1.0, 4.4]), "b": torch.tensor([2e-12])}
+    assert backend_error(found, expected) == pytest.approx(0.1)  # of b's 4e-12 / 5.7e-5 less
+    assert backend_error({"": expected[""]}, expected) == float("inf")
+
+
+def test_time_is_bounded_and_says_where() -> None:
+    rows = list(examined(["vit"], Bounds(0.0, 8 * 10**9), jobs=1, backend=False))
+    assert [row.stopped for row in rows] == ["build took over 0 s"] and not rows[0].captured
 
 
 def test_what_has_a_result_is_not_examined_again(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    results.write_text('{"name": "vit", "stopped": "build took over 0 s"}\n')
+    row = Row("vit", stopped="build took over 0 s", version=code_version())
+    append(row, results)
     page = tmp_path / "zoo.md"
     found = CliRunner().invoke(
         main, ["--results", str(results), "--only", "vit", "--markdown", str(page)]
     )
     assert found.exit_code == 0, found.output
-    assert read(results) == {"vit": Row("vit", stopped="build took over 0 s")}
+    assert read(results) == {"vit": row}
     assert "| over the bound on time | 1 |" in page.read_text()
+
+
+def test_results_of_another_version_or_half_written_do_not_count(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append(Row("vit", version="old"), results)
+    append(Row("bert", version="new"), results)
+    results.write_text(results.read_text() + '{"name": "gpt2", "vers')
+    assert list(read(results)) == ["vit", "bert"]
+    assert list(read(results, "new")) == ["bert"]
+    page = markdown(list(read(results).values()), 605)
+    assert "The rows are of 2 versions of the code: new, old." in page
+
+
+def test_the_order_is_the_same_each_time() -> None:
+    names = architectures()
+    assert names == architectures() and len(names) == len(set(names)) >= 100
+
+
+def test_diffusion_blocks_are_tried_where_they_are_installed_and_missed_where_not() -> None:
+    there = set(NAMES) & set(architectures())
+    assert there == (set(NAMES) if installed() else set())
+    assert ("diffusers is not installed" in markdown([], 605)) is not installed()
+
+
+def test_a_diffusion_block_has_a_loss_with_gradients() -> None:
+    pytest.importorskip("diffusers")
+    small = make_diffusion_block("diffusers:SD3Transformer2DModel")
+    assert small.kind == "diffusion" and small.step(*small.args).requires_grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import sympy
 import torch
@@ -22,6 +23,7 @@ from autopar.cost_model.symbols import symbol
 from autopar.cost_model.traffic import traffic_bytes
 from autopar.explanation import Explanation
 from autopar.ir import Graph, Mesh, Plan, Stack
+from autopar.ir.recompute import Recompute
 from autopar.planning import prepare_step
 from autopar.random_plan import random_plan
 from autopar.search import search
@@ -172,6 +174,19 @@ def test_recomputing_takes_longer_and_keeps_less(seed: int) -> None:
     again = step_of(seed, run=Run(micro_batches=2, recompute="full"))
     assert again.seconds() > plain.seconds()
     assert peak(again) < peak(plain)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_layer_that_runs_again_takes_as_long_and_keeps_as_much_less(seed: int) -> None:
+    layers = int(step_of(seed).layers)
+    hows: list[Recompute] = ["none", *range(1, layers), "full"]
+    steps = [step_of(seed, run=Run(micro_batches=2, recompute=how)) for how in hows]
+    seconds = [float(step.seconds()) for step in steps]
+    peaks = [float(peak(step)) for step in steps]
+    assert np.diff(seconds) == pytest.approx([(seconds[-1] - seconds[0]) / layers] * layers)
+    falls = -np.diff(peaks[:-1])  # the last layer then runs again beside what entered all
+    assert falls == pytest.approx([falls[0]] * len(falls)) and (falls > 0).all()
+    assert step_of(seed, run=Run(micro_batches=2, recompute=layers)).seconds() == seconds[-1]
 
 
 def test_expressions_and_values_are_one() -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.ir import Mesh, ParameterPlan, Pipeline, Plan, R, S, V
+from autopar.ir.recompute import parse_wish
 
 PLAN = Plan(
     mesh=Mesh.of({"dp": 2, "tp": 2}),
@@ -186,6 +187,15 @@ def test_stages_are_json_and_back(tmp_path):
     assert not {"pipeline", "recompute"} & PLAN.to_json().keys()
 
 
+@pytest.mark.parametrize(("recompute", "text"), [(1, "1 block"), (3, "3 blocks"), ("full", "full")])
+def test_blocks_that_run_again_are_text_and_json_and_back(recompute, text):
+    plan = dataclasses.replace(PLAN, recompute=recompute)
+    assert f"\nrecompute {text}\n" in str(plan)
+    assert Plan.parse(str(plan)) == plan == Plan.from_json(plan.to_json())
+    assert plan.to_json()["recompute"] == recompute
+    assert parse_wish("0.5") == 0.5 and parse_wish("3") == 3 and parse_wish("none") == "none"
+
+
 def test_a_mesh_of_stages_alone():
     plan = Plan(Mesh.of({"dp": 1}), "f", "", 2, {}, {}, {}, pipeline=Pipeline(2, "gpipe", ("a",)))
     assert "mesh pp=2,dp=1\n" in str(plan)
@@ -210,7 +220,12 @@ def test_a_mesh_of_stages_alone():
             "zbv: a",
             "schedule zbv takes 4 stages on 2 pipeline ranks, .* has 2",
         ),
-        ("recompute full", "recompute some", "recomputes none or full, not 'some'"),
+        (
+            "recompute full",
+            "recompute some",
+            "none, full, or a whole number of blocks such as 3, not 'some'",
+        ),
+        ("recompute full", "recompute 0 blocks", "a whole number of blocks such as 3, not 0"),
         ("note", "recompute none\nnote", "Line 11 of the plan gives recompute again"),
         ("note", "pipeline gpipe: a\nnote", "Line 11 of the plan gives pipeline again"),
         ("S(0)@dp\n", "S(0)@pp\n", "has no axis 'pp'"),

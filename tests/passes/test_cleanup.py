@@ -35,10 +35,18 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.project(x).chunk(3, -1))
+        if self.kwargs.get("enable_gqa"):
+            k, v = k[:, :1], v[:, :1]
         return F.scaled_dot_product_attention(q, k, v, **self.kwargs).square().mean()
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+NOTHING_SEEN = torch.arange(6)[:, None] > torch.arange(6)  # by the first query: its result is 0
+OPENED = [
+    {}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}, {"attn_mask": NOTHING_SEEN},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kwargs", OPENED, ids=lambda kwargs: " ".join(kwargs) or "plain")
 def test_attention_in_the_open_is_attention(kwargs):
     # with so little dropout that no weight of these is dropped
     x = torch.randn(2, 6, 8).double()
@@ -50,7 +58,8 @@ def test_attention_in_the_open_is_attention(kwargs):
     assert "aten.native_dropout" in kinds and "aten.scaled_dot_product_attention" not in kinds
     captured = prepared.captured
     own = dict(model.named_parameters())
-    (loss,) = captured.module(*(own[n] for n in captured.parameters.values()), x)
+    parameters = (own[n] for n in captured.parameters.values())
+    (loss,) = captured.module(*parameters, *captured.constants.values(), x)
     torch.testing.assert_close(loss, expected(x))
 
 

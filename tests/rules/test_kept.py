@@ -128,6 +128,13 @@ ONE: dict[str, Callable[[Tensor], object]] = {
     "max_pool1d": lambda a: F.max_pool1d(a, 2),
     "global pool": lambda a: F.adaptive_avg_pool2d(a[None], 1),
     "adaptive pool": lambda a: F.adaptive_avg_pool2d(a[None], (3, 4)),
+    "cummax": lambda a: a.cummax(1)[0],
+    "logcumsumexp": lambda a: a.logcumsumexp(1),
+    "aminmax": lambda a: a.aminmax(dim=1),
+    "trapezoid": lambda a: torch.trapezoid(a),
+    "repeat_interleave": lambda a: a.repeat_interleave(2, 1).sin(),
+    "max_pool3d": lambda a: F.max_pool3d(a[None, None].expand(2, 2, -1, -1), 2),
+    "interpolate signals": lambda a: F.interpolate(a[None], scale_factor=2, mode="linear"),
     "interpolate": lambda a: F.interpolate(a[None, None], scale_factor=2),
 }
 
@@ -236,6 +243,25 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
     "cross_entropy with distributions": (
         lambda a, t: F.cross_entropy(a, t.softmax(1).detach()),
         (x(8, 6), x(8, 6)),
+    ),
+    "instance_norm": (
+        lambda a, w, b: F.instance_norm(a, weight=w, bias=b),
+        (x(2, 4, 6), x(4), x(4)),
+    ),
+    "im2col": (lambda a: F.unfold(a, 2), (x(2, 3, 4, 4),)),
+    "col2im": (lambda a: F.fold(a, (4, 4), 2), (x(2, 12, 9),)),
+    "complex products": (
+        lambda a, b: torch.view_as_real(torch.view_as_complex(a) * torch.view_as_complex(b)),
+        (x(4, 6, 2), x(4, 6, 2)),
+    ),
+    "embedding_bag": (lambda w, i: F.embedding_bag(i, w), (x(9, 6), ids(9, 2, 4))),
+    "masked_scatter": (
+        lambda a, f, m: a.masked_scatter(m[..., None].expand_as(a), f),
+        (x(2, 4, 6), x(8, 6), mask(2, 4)),
+    ),
+    "weighted nll_loss": (
+        lambda a, t, w: F.nll_loss(a, t, w.detach()),
+        (x(8, 6), ids(6, 8), positive(6)),
     ),
     "nll_loss": (F.nll_loss, (x(8, 6), ids(6, 8))),
     "mse_loss": (F.mse_loss, (x(4, 6), x(4, 6))),

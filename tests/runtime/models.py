@@ -49,6 +49,25 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embedding(tokens))))
 
 
+class Mixture(nn.Module):
+    """Rows go to the best two of four experts, in bfloat16: a captured `grouped_mm` takes nothing else."""
+
+    def __init__(self, width: int = 8, inner: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, inner) / 4)
+        self.down = nn.Parameter(torch.randn(experts, inner, width) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen = self.router(x).softmax(-1).topk(2)
+        ordered, order = chosen.reshape(-1).sort()
+        ends = F.one_hot(ordered, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        rows = x.bfloat16()[order // 2]
+        y = F.grouped_mm(rows, self.up.bfloat16(), offs=ends).relu()
+        y = F.grouped_mm(y, self.down.bfloat16(), offs=ends)[order.argsort()].float()
+        return x + (y.view(len(x), 2, -1) * share.unsqueeze(-1)).sum(1)
+
+
 def mean_square(y: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(y, target)
 
@@ -62,6 +81,8 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batc
             (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)),
             mean_square,
         )
+    if name == "mixture":
+        return Mixture(), (torch.randn(16, 8), torch.randn(16, 8)), mean_square
     if name == "normed":
         return (
             Normed().to(dtype),

@@ -149,7 +149,12 @@ def inference(compile: Compile) -> Result:
     with torch.no_grad():
         first = compiled(tokens)
     with torch.inference_mode():
-        return {"logits": first, "again": compiled(tokens).clone()}
+        inside = tokens.clone()  # itself a tensor of inference mode
+        return {
+            "logits": first,
+            "again": compiled(tokens).clone(),
+            "inside": compiled(inside).clone(),
+        }
 
 
 @_script

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ def test_what_was_split_is_logged(two_ranks: Ranks) -> None:
 def test_what_cannot_be_captured_runs_whole_and_is_named(two_ranks: Ranks) -> None:
     first, _ = two_ranks.run(_told, "custom_backward", {})
     assert "runs whole on every rank: It applies a torch.autograd.Function" in first[0]
+    assert re.search(r"where: .*scripts\.py:\d+ in .*Straight\.apply\(model\(x\)\)", first[0])
 
 
 def _unlike() -> str:

@@ -40,6 +40,23 @@ def test_kernels_agree_with_the_definition_on_two_ranks(two_ranks: Ranks) -> Non
     assert two_ranks.run(differing) == [[], []]
 
 
+def misshaped() -> list[str]:
+    """The ops whose result has other strides than shape propagation says, for a transposed argument."""
+    group = group_name(dist.group.WORLD)  # type: ignore[arg-type]
+    found = []
+    for forward, backward in sorted(set(TRANSITIONS.values())):
+        call = ([0, 1][: NEEDS.get(forward, 1)], 2, group, backward)
+        op = getattr(torch.ops.autopar, forward)
+        real, fake = (op(torch.empty(8, 4, device=d).t(), *call) for d in ("cpu", "meta"))
+        if real.stride() != fake.stride() or real.shape != fake.shape:
+            found.append(forward)
+    return found
+
+
+def test_results_lie_in_memory_as_shape_propagation_says(two_ranks: Ranks) -> None:
+    assert two_ranks.run(misshaped) == [[], []]
+
+
 def bools() -> list[bool]:
     mask = torch.tensor([dist.get_rank() == 0, True])
     group = group_name(dist.group.WORLD)  # type: ignore[arg-type]

@@ -490,10 +490,8 @@ def refusals() -> list[str]:
     model, batch, loss = make("gpt")
     made = compiled(model, batch, loss)
     made.step(*batch)
-    short = [x[:6] for x in batch]
     few, one = make("gpt")[0], make("gpt")[0]
     return [
-        message_of(lambda: made.step(*short)),
         message_of(lambda: compiled(few, batch, loss, micro_batches=1).step(*batch)),
         message_of(lambda: autopar.compile(one, loss_fn=loss, plan=made.plan, micro_batches=2)),
         message_of(lambda: autopar.compile(one, loss_fn=loss, plan=made.plan, mesh={"dp": 2})),
@@ -501,8 +499,7 @@ def refusals() -> list[str]:
 
 
 def test_refusals_have_their_numbers(two_ranks: Ranks) -> None:
-    shape, few, count, mesh = equal_on_all(two_ranks.run(refusals))
-    assert "Input 'tokens' has shape [6, 8]" in shape and "global shape [8, 8]" in shape
+    few, count, mesh = equal_on_all(two_ranks.run(refusals))
     assert few.startswith("PlanError: The schedule 1f1b takes at least as many micro-batches as")
     assert "The plan was made for 4 micro-batches, and compile was given micro_batches=2" in count
     assert mesh == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost_model import find_hardware
-from autopar.cost_model.items import Pricer
-from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Pipeline, Plan
+from autopar.ir.recompute import Recompute
 from autopar.planning import make_plan, prepare_step
 from autopar.runtime.executor import Runner
 from autopar.search.blocks import block_starts
+from autopar.search.stage_costs import StageTable, stage_table
 from benchmarks.saved_activations import kept_bytes
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks
@@ -77,15 +78,20 @@ def planned(
 
 def trained(
     name: str, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int],
-    recompute: str = "full",
+    recompute: Recompute = "full",
 ) -> dict[str, Any]:  # fmt: skip
     made = model_of(name)
     plan, _ = planned(made, mesh, recipe, micro_batches, pipeline)
     model, batch, loss = made
-    plan = replace(plan, recompute=recompute)  # type: ignore[arg-type]
+    plan = replace(plan, recompute=recompute)
     compiled = autopar.compile(model, loss_fn=loss, plan=plan)
     torch.manual_seed(1)
     return train(compiled, compiled.step, batch)
+
+
+def trained_each(arguments: tuple[Any, ...], recomputes: tuple[Recompute, ...]) -> list[Any]:
+    """By the same plan with other blocks that run again."""
+    return [trained(*arguments, recompute) for recompute in recomputes]
 
 
 def joined(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
@@ -159,10 +165,8 @@ def test_masks_are_the_same_again(
     pipeline: tuple[str, int],
 ) -> None:
     arguments = ("dropout", mesh, recipe, micro_batches, pipeline)
-    kept = two_ranks.run(trained, *arguments, "none")
-    again = two_ranks.run(trained, *arguments, "full")
-    for a, b in zip(again, kept, strict=True):
-        assert difference(a, b) < 1e-12
+    for kept, *again in two_ranks.run(trained_each, arguments, ("none", 1, 2, "full")):
+        assert max(difference(found, kept) for found in again) < 1e-12
 
 
 def test_masks_differ_between_layers_and_steps() -> None:
@@ -208,29 +212,36 @@ def test_a_forward_outside_a_step_recomputes_as_often_as_its_backward_runs() -> 
 # --- memory
 
 
-def step_kept_bytes(layers: int, recompute: str) -> tuple[float, float]:
-    """What a forward keeps for backward, and what is priced to cross from layer to layer."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", 1, 2, 3, "full")
+
+
+def step_kept_bytes(layers: int, recompute: Recompute) -> tuple[float, StageTable]:
+    """What a forward keeps for backward, and what is priced."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(seq_len=16, layers=layers, heads=4, width=32))
     batch = (torch.randint(256, (4, 16)), torch.randint(256, (4, 16)))
     plan, graph = planned((model, batch, loss_fn), {"dp": 1}, "ddp", 1, NO_PIPELINE)
-    plan = replace(plan, recompute=recompute)  # type: ignore[arg-type]
+    plan = replace(plan, recompute=recompute)
     compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan)
     compiled.step(*batch)
     runner: Runner = compiled._ready[True][0].bound._runner  # type: ignore[union-attr]
     runner.begin()
     kept = kept_bytes(lambda: runner.run(batch), runner.leaves)
-    links = [HARDWARE.link(plan.mesh, 0)]
-    pricer = Pricer(graph, plan, sizes=Sizes(plan.mesh), hardware=HARDWARE, links=links)
-    return kept, pricer.boundary_bytes()
+    return kept, stage_table(graph, plan, HARDWARE)
 
 
-def test_layers_keep_what_enters_them() -> None:
-    (two, _), (four, boundary) = step_kept_bytes(2, "full"), step_kept_bytes(4, "full")
-    assert boundary == 4 * 16 * 32 * 4  # batch, positions, width, float32
-    assert (four - two) / 2 == pytest.approx(boundary, rel=0.01)
-    (everything, _), (less, _) = step_kept_bytes(4, "none"), step_kept_bytes(2, "none")
-    assert (everything - less) / 2 > 10 * boundary
+def test_what_is_kept_is_what_is_priced() -> None:
+    """Every block that runs again saves the same, and keeps what enters it."""
+    kept = []
+    for recompute in RECOMPUTES:
+        found, table = step_kept_bytes(4, recompute)
+        assert found == pytest.approx(table.saved_bytes[0, -1], rel=0.01)
+        kept.append(found)
+    boundary = 4 * 16 * 32 * 4  # batch, positions, width, float32
+    saved = [a - b for a, b in itertools.pairwise(kept)]
+    assert saved == pytest.approx([saved[0]] * 4, rel=0.01) and saved[0] > 10 * boundary
+    fewer, _ = step_kept_bytes(2, "full")
+    assert (kept[-1] - fewer) / 2 == pytest.approx(boundary, rel=0.01)
 
 
 # --- collectives

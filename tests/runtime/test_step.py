@@ -88,22 +88,6 @@ def test_a_rank_may_give_its_own_part(two_ranks: Ranks, micro_batches: int) -> N
     assert parts == pytest.approx(whole, rel=1e-12)
 
 
-def wrong_shape() -> str:
-    made, (x, y) = compile_mlp("ddp", micro_batches=2)
-    made.step(x, y)
-    try:
-        made.step(x[:3], y[:3])
-    except autopar.StepError as error:
-        return str(error)
-    return "no error"
-
-
-def test_another_shape_is_named(two_ranks: Ranks) -> None:
-    message = equal_on_all(two_ranks.run(wrong_shape))
-    assert "Input 'x' has shape [3, 8]" in message
-    assert "global shape [8, 8] or this rank's part of it, [4, 8] (2 micro-batches)" in message
-
-
 def indivisible_batch() -> str:
     made, (x, y) = compile_mlp("ddp", micro_batches=3)
     try:

@@ -34,7 +34,8 @@ def table(
         moment[i, j] = max((transient or zeros)[i:j])
     return StageTable(
         starts=tuple(f"op{i}" for i in range(n)),
-        runs_again=False,
+        recompute="none",
+        repeating=(True,) * n,
         forward_seconds=_sums(forward),
         backward_seconds=_sums(zeros if backward is None else backward),
         weight_seconds=_sums(zeros),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from autopar.cost_model.flow import Flow
 from autopar.errors import SearchError
 from autopar.ir import Graph
 from autopar.search import search_with_cost
@@ -43,7 +46,15 @@ def chain_of_views() -> Graph:
     return b.graph()
 
 
-GRAPHS = {"one layer": one_layer, "residual": residual, "chain of views": chain_of_views}
+def whole_result() -> Graph:
+    """Its result is asked for whole, on every rank."""
+    return replace(chain_of_views(), whole_outputs=True)
+
+
+GRAPHS = {
+    "one layer": one_layer, "residual": residual, "chain of views": chain_of_views,
+    "whole result": whole_result,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -54,6 +65,15 @@ def test_the_optimum_is_that_of_brute_force(name: str, micro_batches: int) -> No
     found = search_with_cost(graph, {"x": 2}, hardware=TOY, micro_batches=micro_batches)
     assert found.cost.seconds == pytest.approx(best, rel=1e-9)
     assert found.gap == 0.0
+
+
+def test_a_result_that_is_delivered_whole_is_paid_for() -> None:
+    graph, whole = chain_of_views(), whole_result()
+    free = {str(plan): cost for plan, cost in priced_plans(graph, 2, 1)}
+    for plan, cost in priced_plans(whole, 2, 1):
+        dear = cost.seconds > free[str(plan)].seconds
+        layout = Flow(graph, plan).produced[graph.outputs[0]]
+        assert dear == (layout[0].kind == "S"), plan
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -1,0 +1,93 @@
+"""A mixed-precision policy at capture: the model is called with cast parameters and inputs, and the casts of
+parameters are then taken out of the graph, whose placeholders stand for the cast copies.
+
+The runtime makes those copies once a step, before anything is gathered (`autopar.runtime.parameters`).
+Buffers keep their format, and so do the weights of batch normalization, whose kernels want them in that
+of its statistics, as in FSDP's `MixedPrecision(_module_classes_to_ignore=...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from autopar.ir import MixedPrecision
+
+aten = torch.ops.aten
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch.dtype of a format that a policy names."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def call_cast(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: MixedPrecision
+) -> Any:
+    """Calls a model as one device would run it under a policy; gradients reach the original parameters."""
+    dtype = dtype_of(policy.param_dtype)
+    parameters = {name: p.to(dtype) for name, p in cast_parameters(model)}
+    args, kwargs = _cast((args, kwargs), dtype)
+    result = torch.func.functional_call(model, parameters, args, kwargs)
+    return result if policy.output_dtype is None else _cast(result, dtype_of(policy.output_dtype))
+
+
+def cast_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a policy casts, tied ones under the first of their names."""
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        for parameter in module.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and id(parameter) not in kept:
+            yield name, parameter
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
+    )
+
+
+def absorb_casts(
+    module: fx.GraphModule, parameters: Mapping[str, str], policy: MixedPrecision
+) -> dict[str, torch.dtype]:
+    """p, _to_copy(p, dtype=bfloat16) -> p of bfloat16, for parameters that are used in no other way.
+
+    Args:
+        parameters: placeholder name -> name of the parameter.
+
+    Returns:
+        The name of each such parameter -> the format it is stored in.
+    """
+    dtype, stored = dtype_of(policy.param_dtype), {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if node.name not in parameters or not _is_only_cast(node, dtype):
+            continue
+        for user in list(node.users):
+            user.replace_all_uses_with(node)
+            module.graph.erase_node(user)
+        node.meta["val"] = torch.empty_like(value, dtype=dtype).requires_grad_(value.requires_grad)
+        stored[parameters[node.name]] = value.dtype
+    module.recompile()
+    return stored
+
+
+def _is_only_cast(node: fx.Node, dtype: torch.dtype) -> bool:
+    users = [user for user in node.users if not _is_assertion(user)]
+    return bool(users) and all(
+        user.target is aten._to_copy.default and user.kwargs.get("dtype") is dtype for user in users
+    )
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    return node.target is aten._assert_tensor_metadata.default

@@ -1,0 +1,74 @@
+"""The number formats of a training step, as data: what a parameter is at rest, in use, and on its way back.
+
+A parameter stays in its own format between steps, which is what the optimizer updates and a checkpoint
+holds. A step casts it once, before anything is gathered; ops and gathers see the cast copy. Gradients are
+added up and reduced in the format `reduce_dtype`, and land in `.grad` in the parameter's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.errors import AutoparError
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+FORMATS = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """A policy; the names are those of `torch.distributed.fsdp.MixedPrecisionPolicy`.
+
+    Formats are given as `torch.dtype` or by name (`"bfloat16"`, `"bf16"`), and kept as names.
+
+    Attributes:
+        param_dtype: of floating-point parameters in use and of the model's floating-point inputs.
+        reduce_dtype: in which gradients are added up over micro-batches and ranks; None for each
+            parameter's own format at rest.
+        output_dtype: to which the model's floating-point results are cast, before the loss function
+            sees them; None leaves them.
+
+    Raises AutoparError for a format that is none of `FORMATS`.
+    """
+
+    param_dtype: str
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            given = getattr(self, field)
+            if given is not None or field == "param_dtype":
+                object.__setattr__(self, field, _format(given, field))
+
+    def __str__(self) -> str:
+        """`bfloat16 reduce=float32`, the inverse of `parse`."""
+        named = (("reduce", self.reduce_dtype), ("output", self.output_dtype))
+        return " ".join([self.param_dtype, *(f"{k}={v}" for k, v in named if v is not None)])
+
+    @classmethod
+    def parse(cls, text: str) -> MixedPrecision:
+        """Reads `bf16` or `bfloat16 reduce=float32 output=float32`. Raises AutoparError."""
+        first, *rest = text.split() or [""]
+        given = dict(word.partition("=")[::2] for word in rest)
+        if unknown := [key for key in given if key not in ("reduce", "output")]:
+            raise AutoparError(
+                f"Cannot read {unknown[0]!r} in the precision {text!r}; write bf16, or bf16 "
+                "reduce=float32 output=float32."
+            )
+        return cls(first, given.get("reduce"), given.get("output"))
+
+    @classmethod
+    def of(cls, given: MixedPrecision | str | None) -> MixedPrecision | None:
+        """A policy as `compile` takes it."""
+        return cls.parse(given) if isinstance(given, str) else given
+
+
+def _format(given: object, field: str) -> str:
+    name = str(given).removeprefix("torch.")
+    name = _SHORT.get(name, name)
+    if name not in FORMATS:
+        raise AutoparError(
+            f"The {field} of a precision is one of {', '.join(FORMATS)}, not {given!r}."
+        )
+    return name

@@ -1,0 +1,68 @@
+"""Grouped products: rows sorted into groups, each group times a matrix of its own.
+
+`grouped_mm(rows, weights, ends)` multiplies rows `ends[e - 1]` to `ends[e]` with `weights[e]`. As `ends` counts
+rows from the first of all, rows and groups stay whole; what splits a mixture of experts along them is the
+op that `autopar.experts` makes of the whole layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.rules.notation import spec_of
+from autopar.rules.spec import Call, Dim, RuleDoesNotApply, Spec, plain
+
+# The op itself, and the one that transformers runs where a compiler or a device has none.
+PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
+
+_ROWS = {
+    (2, 3): "r! k, e! k j, e! -> r! j | sum k | linear 0 1",  # forward, and the gradient of rows
+    (2, 2): "k r!, r! j, e! -> e! k j | linear 0 1",  # the gradient of weights
+    (3, 2): "e! i k, k r!, e! -> i r! | sum k | linear 0 1",
+    (3, 3): "e i k, e k j -> e i j | sum k | linear 0 1",  # groups of one size: a batched product
+}
+
+
+def product_of_rows(call: Call) -> Spec:
+    """One group after the other, where every row may go to any: `r k, e k j -> r j | sum k`.
+
+    A row meets one of the `e` matrices, so that the FLOPs are those of a single product.
+    """
+    spec = spec_of("r k, e! k j, e! -> r j | sum k | linear 0 1", call)
+    rows, width = call.operands[0].shape
+    return replace(spec, flops=2 * rows * width * call.results[0].shape[1])
+
+
+def grouped(call: Call) -> Spec:
+    """_grouped_mm in its four forms. With scales or a bias it has no rule."""
+    ranks = (call.operands[0].ndim, call.operands[1].ndim)
+    has_ends = ranks != (3, 3)
+    if len(call.operands) != 2 + has_ends or ranks not in _ROWS:
+        raise RuleDoesNotApply("a bias, or groups given in another way")
+    spec = spec_of(_ROWS[ranks], call)
+    # k of (2, 2) is a free letter: what is summed there are the rows of a group.
+    groups = spec.sizes.get("e", 1) if has_ends else 1
+    return replace(spec, flops=2 * spec.points // groups)
+
+
+def histogram(call: Call) -> Spec:
+    """histc, bincount with all its bins given: counts of the parts add up."""
+    given = call.arguments
+    if "bins" in given and not given["min"] < given["max"]:
+        raise RuleDoesNotApply("bins between the smallest and the largest element")
+    if "bins" not in given or len(call.operands) > 1:
+        raise RuleDoesNotApply("as many bins as the largest element says, or weights")
+    letters, sizes = plain(call.operands[0].shape)
+    count = call.results[0].numel()
+    bins: Dim = ("bins",) if count > 1 else ()
+    return Spec(
+        (letters,), ((bins,),), sizes | dict.fromkeys(bins, count), sums=frozenset(sizes),
+        whole=frozenset(bins), flops=call.operands[0].numel(),
+    )  # fmt: skip
+
+
+RULES: dict[str, Callable[[Call], Spec]] = {
+    **dict.fromkeys(PRODUCTS, grouped),
+    "aten.histc": histogram,
+}

@@ -1,0 +1,83 @@
+"""What every rank says of a call, gathered through the store of the process group.
+
+Ranks compare what they were given where it is new to them, and so at times when another rank may be in the
+middle of a step. A collective would then wait for it, or meet one of that step and mix the two up; through
+the store those who wait can say whom they wait for.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from autopar import _torch
+from autopar.errors import StepError
+
+log = logging.getLogger("autopar")
+
+_PATIENCE_SECONDS = 30.0  # before those who wait say so
+
+
+class Comparison:
+    """Gathers texts of all ranks, time after time.
+
+    Args:
+        timeout_seconds: how long a rank waits for the others; None for as long as the process group does.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._name = ""
+        self._times = 0
+
+    def gather(self, text: str, why: str) -> list[str]:
+        """The texts of all ranks, by rank; `why` says for people what is compared.
+
+        Raises StepError, naming the ranks that are missing, when the time is over.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return [text]
+        if not self._name:
+            self._name = _new_name()
+        store = dist.PrefixStore(self._name, _torch.default_store())
+        self._times += 1
+        keys = [f"{self._times}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], text)
+        self._wait(store, keys, why)
+        # Whoever is here has been given all texts of the time before.
+        store.delete_key(f"{self._times - 1}/{dist.get_rank()}")
+        return [store.get(key).decode() for key in keys]
+
+    def _wait(self, store: dist.Store, keys: list[str], why: str) -> None:
+        limit = self._timeout_seconds or _torch.store_seconds(_torch.default_store())
+        patience = min(_PATIENCE_SECONDS, limit)
+        missing = _missing(store, keys, patience)
+        if missing and patience < limit:
+            log.warning("%s Waiting for ranks %s since %g s.", why, missing, patience)
+            missing = _missing(store, keys, limit - patience)
+        if missing:
+            raise StepError(
+                f"{why} Ranks {missing} did not come within {limit:g} s: they were given a shape that they "
+                "know, or have no batch left, or died. Give all ranks batches of the same shapes, and as "
+                "many (DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True))."
+            )
+
+
+def _new_name() -> str:
+    """A name that no other comparison has; all ranks come here for the first time together."""
+    name = [""]
+    if dist.get_rank() == 0:
+        name = [f"autopar/comparison/{_torch.default_store().add('autopar/comparisons', 1)}"]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
+
+
+def _missing(store: dist.Store, keys: list[str], seconds: float) -> list[int]:
+    """The ranks whose keys are not there when the time is over."""
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:  # what a store raises for a wait that took too long
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []

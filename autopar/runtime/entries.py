@@ -1,0 +1,170 @@
+"""Gradients of parameters that are no leaves of ours: added up over ranks inside the user's backward.
+
+[Note: a backward that does not wait] A parameter that all ranks hold whole, and use for different parts of the
+work, has as gradient the sum of theirs. Autograd derives one collective per parameter, and waits for each. Here a
+parameter passes two nodes of autograd's graph on its way in:
+
+    parameter -> _Finish, one for all -> _Start, one for each group of parameters -> uses
+
+In backward a group's `_Start` starts one collective for all gradients of the group, and `_Finish` waits for
+those of all groups. Autograd runs what was made last first: a `_Start` is made right before the first use of its
+group, and so runs as soon as its gradients are complete; `_Finish` is made before all else, and so runs
+after the rest of the backward. Whoever asks (`.grad`, hooks, `torch.autograd.grad`, other uses of the
+parameter) sees the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.passes.group_gathers import Chain, find_entries, group_gathers
+from autopar.runtime.gather import route_of
+from autopar.runtime.parameters import overlapping_bytes
+from autopar.runtime.transfer import Route, Transfer, signature, transposed, travel
+from autopar.runtime.world import World
+
+
+class Entries:
+    """The parameters of one graph of which only the gradients move."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._entering: list[int] = []
+        self._backward: _Backward | None = None
+
+    def install(
+        self, module: fx.GraphModule, parameters: Sequence[Tensor], bucket_bytes: int
+    ) -> None:
+        """Finds and groups them; the collectives of the graph still name mesh axes."""
+        chains = find_entries(module, len(parameters))
+        self._entering = sorted({chain.parameter for chain in chains})
+        routes = {
+            chain: route_of(chain, tuple(parameters[chain.parameter].shape), self.world.mesh)
+            for chain in chains
+        }
+
+        def key(chain: Chain) -> object:
+            parameter = parameters[chain.parameter]
+            there, back = signature(routes[chain]), signature(transposed(routes[chain]))
+            return there, back, parameter.dtype
+
+        def size_bytes(chain: Chain) -> int:
+            return (
+                torch.Size(routes[chain][-1].after).numel()
+                * parameters[chain.parameter].element_size()
+            )
+
+        def make(group: list[Chain]) -> nn.Module:
+            places = [self._entering.index(chain.parameter) for chain in group]
+            return _Entry(self, places, [routes[chain] for chain in group])
+
+        group_gathers(
+            module, chains, key=key, size_bytes=size_bytes, make=make, name="entry",
+            bucket_bytes=overlapping_bytes(sum(map(size_bytes, chains)), bucket_bytes),
+        )  # fmt: skip
+
+    def open(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The leaves as the graph takes them; called before each run of it."""
+        entered = list(leaves)
+        self._backward = None
+        if self._entering and torch.is_grad_enabled():
+            self._backward = _Backward()
+            found = _Finish.apply(self._backward, *(leaves[i] for i in self._entering))
+            for i, x in zip(self._entering, found, strict=True):
+                entered[i] = x
+        return entered
+
+    def enter(self, entry: _Entry, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """A group at its first use."""
+        if self._backward is None:
+            return _kept_local(entry, leaves)
+        return _Start.apply(self._backward, entry, *leaves)
+
+
+class _Entry(nn.Module):
+    """A group of parameters: their places among those that enter, and the ways that they take."""
+
+    def __init__(self, owner: Entries, places: list[int], routes: list[Route]) -> None:
+        super().__init__()
+        self._owner, self.places, self.routes = owner, places, routes
+
+    @property
+    def world(self) -> World:
+        """Where its gradients move."""
+        return self._owner.world
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return self._owner.enter(self, leaves)
+
+
+class _Backward:
+    """What is under way in the backward of one run of the graph."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[list[int], Transfer]] = []
+
+    def start(self, places: list[int], routes: list[Route], x: list[Tensor], world: World) -> None:
+        """Starts to move the gradients of these places."""
+        # A transfer may write into what it is given, and autograd may give this to others, too.
+        given = [x[0].clone()] if len(x) == 1 else x
+        self._under_way.append((places, Transfer(routes, given, world)))
+
+    def finish(self, totals: list[Tensor | None]) -> None:
+        """Waits, and adds what arrives."""
+        arriving, self._under_way = self._under_way, []
+        for places, transfer in arriving:
+            for place, gradient in zip(places, transfer.wait(), strict=True):
+                before = totals[place]
+                totals[place] = gradient if before is None else before + gradient
+
+
+def _kept_local(entry: _Entry, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The way in, which takes no communication."""
+    found = Transfer(entry.routes, leaves, entry.world).wait()
+    return tuple(y.view_as(y) for y in found)
+
+
+class _Finish(torch.autograd.Function):
+    """Parameters as they are; in backward the end of what every `_Start` began."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: _Backward, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.backward_of = backward
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        totals = list(grads)
+        ctx.backward_of.finish(totals)
+        return None, *totals
+
+
+class _Start(torch.autograd.Function):
+    """A group's way in; in backward the gradients' departure, all in one collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backward: _Backward, entry: _Entry, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.backward_of, ctx.entry = backward, entry
+        ctx.set_materialize_grads(False)
+        return _kept_local(entry, leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        entry: _Entry = ctx.entry
+        present = [i for i, gradient in enumerate(grads) if gradient is not None]
+        routes = [transposed(entry.routes[i]) for i in present]
+        given = [gradient for gradient in grads if gradient is not None]
+        result: list[Tensor | None] = [None] * len(grads)
+        if torch.is_grad_enabled():  # of this backward a derivative will be taken
+            for i, hops, gradient in zip(present, routes, given, strict=True):
+                result[i] = travel(gradient, hops, entry.world)
+        elif given:
+            ctx.backward_of.start([entry.places[i] for i in present], routes, given, entry.world)
+        return None, None, *result

@@ -1,0 +1,180 @@
+"""What is done with one architecture of the zoo: built, captured, six plans compared with one device."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import zoo_diffusers
+import zoo_small
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from zoo_rows import BEYOND, PASSED, PLANS, RANDOM, SEARCHED, WIDE, Row
+from zoo_small import Small
+
+from autopar.cost_model import find_hardware
+from autopar.errors import CaptureError
+from autopar.ir import Mesh, Plan
+from autopar.planning import make_plan
+from autopar.random_plan import random_plan
+from autopar.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, Subject, tolerance
+
+WITHOUT_STAGES = tuple(plan for plan in PLANS if plan != "pp=2")
+
+
+def make(name: str, *, masked: bool = False) -> Small:
+    """The small model of that name, of whichever package it is."""
+    if name.startswith(zoo_diffusers.PREFIX):
+        return zoo_diffusers.make(name)
+    return zoo_small.make(name, masked=masked)
+
+
+def examine(name: str, progress: Callable[[Row], None]) -> Row:
+    """Builds, captures and compares one architecture; `progress` is told of every step."""
+    row = Row(name)
+    try:
+        small = make(name)
+        _describe(row, small)
+    except Exception as error:
+        row.stopped = one_line(error)
+        return row
+    row.stage = "capture"
+    progress(row)
+    subject = _captured(small, row)
+    if subject is None:
+        return row
+    for plan in PLANS:
+        row.stage = plan
+        progress(row)
+        row.plans[plan] = _outcome(subject, plan, row)
+        if row.plans[plan].startswith(BEYOND):
+            row.plans[plan] = _second_look(small, plan) or row.plans[plan]
+    if all(outcome.startswith(BEYOND) for outcome in row.plans.values()):
+        row.differs = _differs(small)
+    row.stage = "done"
+    return row
+
+
+def _describe(row: Row, small: Small) -> None:
+    row.model, row.kind, row.parameters = small.description, small.kind, small.parameters
+    row.dtype = str(next(small.step.model.parameters()).dtype).removeprefix("torch.")
+    row.note = small.left_out
+
+
+def _captured(small: Small, row: Row) -> Subject | None:
+    """None where it cannot be, with the reason in the row.
+
+    A model that fills in a mask only where it is not traced is given one.
+    """
+    try:
+        return Subject.of(small.step, small.args)
+    except CaptureError as error:
+        row.stopped = one_line(error)
+    except Exception as error:  # whatever fails after export is autopar's: it counts as captured
+        row.plans, row.stage = {"analysis": one_line(error)}, "done"
+        return None
+    if "NoneType" not in row.stopped:
+        return None
+    try:
+        masked = make(row.name, masked=True)
+        subject = Subject.of(masked.step, masked.args)
+    except (ValueError, CaptureError):  # the first reason stands
+        return None
+    _describe(row, masked)
+    row.stopped, row.note = "", "only with an attention mask among its inputs"
+    return subject
+
+
+def _outcome(subject: Subject, name: str, row: Row) -> str:
+    try:
+        report = subject.compare(_plan(subject, name))
+    except Exception as error:
+        return one_line(error)
+    errors = (report.loss_error, report.worst_gradient_error, report.buffer_error)
+    row.worst = max(row.worst, max(errors) / report.tolerance)
+    if report.passed:
+        return PASSED
+    return (
+        f"{BEYOND}: loss error {report.loss_error:.1e}, gradient error "
+        f"{report.worst_gradient_error:.1e} at {report.worst_parameter}, buffer error {report.buffer_error:.1e}"
+    )
+
+
+class Widening(TorchFunctionMode):
+    """float64 wherever a model's code asks for float32: what is left of an error is no rounding."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        wide = [torch.float64 if a is torch.float32 else a for a in args]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
+def _second_look(small: Small, plan: str) -> str:
+    """The outcome without float32, "" where that is not better or cannot be."""
+    ordinary = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of what a model's code makes without a dtype
+    try:
+        with Widening():
+            subject = Subject.of(small.step, small.args)
+            outcome = _outcome(subject, plan, Row(""))
+    except Exception:  # an op that takes no float64: the first outcome stands
+        return ""
+    finally:
+        torch.set_default_dtype(ordinary)
+    return WIDE if outcome == PASSED and tolerance(subject.prepared) == TOLERANCE_FLOAT64 else ""
+
+
+def _differs(small: Small) -> str:
+    """How torch.export's own program, which autopar has not touched, differs from the model; "" if it does not.
+
+    A model may ask whether it is exported, and then compute something else. The plans are then held to the
+    program instead, but for those with stages, which go by the model's blocks.
+    """
+    program = torch.export.export(small.step, small.args, strict=False).module()
+    eager, exported = small.step(*small.args).item(), program(*small.args).item()
+    error = abs(exported - eager) / abs(eager)
+    if error <= TOLERANCE_FLOAT32:
+        return ""
+    return (
+        f"torch.export's own program has the loss {exported:.6f}, the model run eagerly {eager:.6f} "
+        f"({error:.0e} apart); with that program {_agreeing(program, small)} of {len(WITHOUT_STAGES)} plans agree"
+    )
+
+
+def _agreeing(program: nn.Module, small: Small) -> int:
+    subject = Subject.of(program, small.args)
+    return sum(_outcome(subject, plan, Row("")) == PASSED for plan in WITHOUT_STAGES)
+
+
+def _plan(subject: Subject, name: str) -> Plan:
+    prepared = subject.prepared
+    if name == RANDOM:
+        graph, fingerprint = prepared.analysis.graph, prepared.captured.fingerprint
+        return random_plan(graph, Mesh.of({"a": 2}), seed=0, fingerprint=fingerprint)
+    mesh, recipe, micro_batches = SEARCHED[name]
+    return make_plan(
+        prepared, mesh, hardware=find_hardware("cpu-gloo"), recipe=recipe,
+        memory_bytes=sys.maxsize, micro_batches=micro_batches,
+    )  # fmt: skip
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first lines of an error, with the place of one that is not meant for people."""
+    words = " ".join(str(error).split())
+    if isinstance(error, CaptureError):
+        return words[:800]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f" ({Path(frame.filename).name}:{frame.lineno})"
+    return f"{type(error).__name__}: {words[:240]}{place}"

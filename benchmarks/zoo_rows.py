@@ -1,0 +1,132 @@
+"""What came of each architecture of the zoo: a line of JSON, with the code that gave it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# name -> (mesh, recipe, micro-batches)
+SEARCHED: Mapping[str, tuple[dict[str, int], str, int]] = {
+    "dp=2": ({"dp": 2}, "ddp", 1),
+    "tp=2": ({"tp": 2}, "tp", 1),
+    "dp=2 tp=2": ({"dp": 2, "tp": 2}, "dp:ddp,tp:tp", 1),
+    "zero3": ({"dp": 2}, "zero3", 1),
+    "pp=2": ({"pp": 2}, "auto", 4),
+}
+RANDOM = "random"
+PLANS = (*SEARCHED, RANDOM)
+SPLIT_BY_BACKEND = ("dp=2", "tp=2")
+PASSED = "passed"
+BEYOND = "beyond the tolerance"
+WIDE = "passed with float64 in place of float32"
+
+
+@dataclass
+class Row:
+    """What came of one architecture.
+
+    Attributes:
+        name: its model type, or `diffusers:` and its class.
+        version: `code_version` of what examined it.
+        model: class and inputs.
+        kind: text, vision, audio.
+        dtype: of weights.
+        parameters: how many numbers.
+        stopped: why it was not built or captured, "" if it was.
+        differs: how torch.export's own program differs from the model, "" if it does not.
+        note: what was left out or added so that it runs.
+        stage: what was being done last: build, capture, a plan, or done.
+        plans: plan -> `passed` or why not.
+        backend: plan -> `passed` or why not, of what is not captured, through torch.compile on two ranks.
+        worst: the largest error of all plans relative to its tolerance.
+        seconds: of everything.
+    """
+
+    name: str
+    version: str = ""
+    model: str = ""
+    kind: str = ""
+    dtype: str = ""
+    parameters: int = 0
+    stopped: str = ""
+    differs: str = ""
+    note: str = ""
+    stage: str = "build"
+    plans: dict[str, str] = field(default_factory=dict)
+    backend: dict[str, str] = field(default_factory=dict)
+    worst: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def built(self) -> bool:
+        return bool(self.model)
+
+    @property
+    def captured(self) -> bool:
+        return not (self.stopped or self.differs) and self.stage not in ("build", "capture")
+
+    @property
+    def passed(self) -> bool:
+        return self.captured and all(self.plans.get(plan) in (PASSED, WIDE) for plan in PLANS)
+
+    @property
+    def run_by_backend(self) -> bool:
+        return bool(self.backend) and all(x.startswith(PASSED) for x in self.backend.values())
+
+
+def code_version() -> str:
+    """A hash of autopar, of what examines, and of the versions of torch, transformers and diffusers."""
+    digest = hashlib.sha256()
+    packages = [ROOT / name for name in ("autopar", "passes", "cost_model")]
+    files = [path for package in packages for path in package.rglob("*.py")]
+    files += [
+        p for p in (ROOT / "benchmarks").glob("zoo*.py") if p.name not in ("zoo.py", "zoo_page.py")
+    ]
+    for path in sorted(files):
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    digest.update(str(packages_used()).encode())
+    return digest.hexdigest()[:12]
+
+
+def packages_used() -> dict[str, str]:
+    """Package -> its version, of those that are installed."""
+    found = {}
+    for name in ("torch", "transformers", "diffusers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(row: Row, path: Path) -> None:
+    """In one move, so that a process ended while it writes leaves the row before."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(asdict(row)))
+    beside.replace(path)
+
+
+def append(row: Row, path: Path) -> None:
+    with path.open("a") as lines:
+        lines.write(json.dumps(asdict(row)) + "\n")
+
+
+def read(path: Path, version: str | None = None) -> dict[str, Row]:
+    """The rows so far, of one version of the code or of any; of one examined twice the last counts.
+
+    A line that an interrupted run left half is passed over, and with it its architecture.
+    """
+    rows = [_row(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {row.name: row for row in rows if row is not None and version in (None, row.version)}
+
+
+def _row(line: str) -> Row | None:
+    try:
+        return Row(**json.loads(line))
+    except json.JSONDecodeError:
+        return None

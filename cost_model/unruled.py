@@ -1,0 +1,58 @@
+"""What it costs that ops without a rule run whole on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost_model.collectives import conversion_seconds
+from autopar.cost_model.compute import op_seconds
+from autopar.cost_model.flow import Flow
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.sizes import Sizes
+from autopar.ir import Graph, Plan
+
+
+@dataclass(frozen=True)
+class Unruled:
+    """The ops of one kind that have no rule.
+
+    Attributes:
+        kind: `aten.histc`.
+        count: how many calls of it there are.
+        seconds: of a step, forward and backward: the ops, as long as it takes to read their operands and
+            write their results, and the conversions that make their operands whole. A guess: nobody has
+            said how much such an op computes.
+        gathered_bytes: of a step, what a rank receives of those operands in forward.
+    """
+
+    kind: str
+    count: int
+    seconds: float
+    gathered_bytes: int
+
+
+def unruled(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[Unruled, ...]:
+    """By kind, in the order of the alphabet; a conversion is told to every op that asks for it."""
+    sizes, flow = Sizes(plan.mesh), Flow(graph, plan)
+    found: dict[str, Unruled] = {}
+    for op in graph.ops:
+        if op.has_rule or not op.operands:
+            continue
+        seconds = op_seconds(
+            op, plan.ops[op.name], graph.tensors, sizes=sizes, hardware=hardware
+        ).total
+        gathered = 0
+        for name, layout in zip(op.operands, flow.operands[op.name], strict=True):
+            tensor, source = graph.tensors[name], flow.produced[name]
+            seconds += conversion_seconds(
+                tensor, source, layout, sizes=sizes, hardware=hardware
+            ).total
+            gathered += max(0, sizes.bytes(tensor, layout) - sizes.bytes(tensor, source))
+        count = graph.stands_for.get(op.name, 1)
+        times = plan.micro_batches * count
+        before = found.get(op.kind, Unruled(op.kind, 0, 0.0, 0))
+        found[op.kind] = Unruled(
+            op.kind, before.count + count, before.seconds + times * seconds,
+            before.gathered_bytes + times * gathered,
+        )  # fmt: skip
+    return tuple(found[kind] for kind in sorted(found))

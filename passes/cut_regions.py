@@ -1,0 +1,99 @@
+"""Runs of plain ops -> calls of submodules, which can be compiled; what a compiler must not see stays.
+
+    k = randint(); a = f(w0, x); g = gather(w1); b = h(g, a, k)
+                ->   k = randint(); a = region_0(w0, x)[0]; g = gather(w1); b = region_1(g, a, k)[0]
+
+A region ends where a Python object is called (a gather of parameters, a block that runs again, a sum that
+is waited for) and where a block does, so that gradients come back block by block and equal blocks become
+equal regions. An op that draws stays outside: the numbers it takes from the generator are then those it
+would take uncompiled, in the same order. It moves up before the region that it would cut in two, unless it
+takes something from that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.passes.retarget import draws
+
+Make = Callable[[fx.GraphModule], torch.nn.Module]
+
+
+def cut_regions(module: fx.GraphModule, make: Make) -> fx.GraphModule:
+    """The same graph with a submodule in place of every region.
+
+    Args:
+        module: calls may have the number of their block in `meta["block"]`.
+        make: gets the graph of a region, a function of all that enters it to the tuple of what leaves it,
+            and returns the module that is called in its place. Regions that do the same have the same code.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    numbers = itertools.count()
+    for group in _groups(list(module.graph.nodes)):
+        if len(group) > 1:
+            name = f"region_{next(numbers)}"
+            inputs, results = _edges(group)
+            module.add_submodule(name, make(_extract(group, inputs, results)))
+            call = graph.call_module(name, tuple(copies[n] for n in inputs))
+            for i, node in enumerate(results):
+                copies[node] = graph.call_function(operator.getitem, (call, i))
+                copies[node].meta = dict(node.meta)
+        else:
+            for node in group:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
+def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Regions, and between them single nodes that belong to none."""
+    region: dict[fx.Node, None] = {}
+    block: Any = None
+    for node in nodes:
+        own = node.meta.get("block", block)
+        uses_region = any(n in region for n in node.all_input_nodes)
+        # One of several results belongs where they are made.
+        joins = _is_plain(node) and (uses_region or node.target is not operator.getitem)
+        ends = own != block if joins else uses_region or not _moves_up(node)
+        if region and ends:
+            yield list(region)
+            region = {}
+        if joins:
+            region[node], block = None, own
+        else:
+            yield [node]
+
+
+def _is_plain(node: fx.Node) -> bool:
+    is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return node.op == "call_function" and is_op and not draws(node)
+
+
+def _moves_up(node: fx.Node) -> bool:
+    return draws(node) or node.target is operator.getitem
+
+
+def _edges(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What enters a region, in the order of its use, and what leaves it."""
+    own = set(region)
+    entering = dict.fromkeys(n for c in region for n in c.all_input_nodes if n not in own)
+    return list(entering), [c for c in region if not own.issuperset(c.users)]
+
+
+def _extract(
+    region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """The graph of a region, with names that say nothing of where it stood."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(f"x{len(copies)}")
+    for node in region:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"x{len(copies)}")
+    graph.output(tuple(copies[n] for n in results))
+    return fx.GraphModule(torch.nn.Module(), graph)

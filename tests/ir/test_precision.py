@@ -1,0 +1,47 @@
+import dataclasses
+
+import pytest
+import torch
+
+from autopar.errors import AutoparError, PlanError
+from autopar.ir import MixedPrecision, Plan
+from tests.ir.test_plan import PLAN, TEXT
+
+POLICY = MixedPrecision(torch.bfloat16, "fp32")  # type: ignore[arg-type]
+
+
+def test_formats_have_one_name():
+    assert MixedPrecision("bf16", torch.float32) == POLICY
+    assert (POLICY.param_dtype, POLICY.reduce_dtype, POLICY.output_dtype) == (
+        "bfloat16",
+        "float32",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", [MixedPrecision("bf16"), POLICY, MixedPrecision("fp16", "fp32", "fp32")]
+)
+def test_text_and_back(policy):
+    assert MixedPrecision.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize("text", ["", "int8", "bf16 reduce=int8", "bf16 width=float32"])
+def test_what_is_no_policy(text):
+    with pytest.raises(AutoparError):
+        MixedPrecision.parse(text)
+
+
+def test_a_plan_carries_it():
+    plan = dataclasses.replace(PLAN, precision=POLICY)
+    head, tail = TEXT.split("micro-batches 2\n")
+    assert str(plan) == f"{head}micro-batches 2\nprecision bfloat16 reduce=float32\n{tail}"
+    assert Plan.parse(str(plan)) == plan
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "precision" not in PLAN.to_json()
+
+
+def test_a_damaged_policy_is_named():
+    document = dataclasses.replace(PLAN, precision=POLICY).to_json()
+    with pytest.raises(PlanError, match="one of bfloat16, float16, float32, float64, not 'int8'"):
+        Plan.from_json({**document, "precision": "int8"})

@@ -1,0 +1,65 @@
+"""scaled_dot_product_attention with every mask, over batch, heads, groups of heads and queries."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from proof import labels_of, prove
+
+KIND = "aten.scaled_dot_product_attention"
+BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 4, 4, 6, 8
+ALL = {"-", "b1", "b0", "q"}
+GROUPED = ALL | {"group"}
+
+
+def rand(*shape):
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
+
+
+def qkv(kv_heads=HEADS, queries=QUERIES, keys=KEYS):
+    shapes = (HEADS, queries), (kv_heads, keys), (kv_heads, keys)
+    return tuple(rand(BATCH, heads, length, WIDTH) for heads, length in shapes)
+
+
+def attend(*tensors, **how):
+    return F.scaled_dot_product_attention(*tensors, **how)
+
+
+MASKS = {
+    "all": (BATCH, HEADS, QUERIES, KEYS),
+    "of the batch": (BATCH, 1, QUERIES, KEYS),
+    "of the heads": (HEADS, QUERIES, KEYS),
+    "one": (QUERIES, KEYS),
+    "of the keys": (BATCH, 1, 1, KEYS),
+}
+
+
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_masks(shape, kv_heads):
+    def hidden(*tensors):
+        return attend(*tensors, enable_gqa=kv_heads < HEADS)
+
+    visible = rand(*shape) > -0.5
+    visible[..., 0] = True  # no query sees nothing
+    for mask in (visible, rand(*shape)):
+        tensors = *qkv(kv_heads), mask
+        expected = GROUPED if kv_heads < HEADS else ALL
+        assert prove(hidden, *tensors, kind=KIND) == len(expected) + 1  # and the same everywhere
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("keys", [QUERIES, KEYS])
+def test_causal(kv_heads, keys):
+    def causal(*tensors):
+        return attend(*tensors, is_causal=True, scale=0.3, enable_gqa=kv_heads < HEADS)
+
+    tensors = qkv(kv_heads, keys=keys)
+    offered = labels_of(causal, *tensors, kind=KIND)
+    assert offered == (GROUPED if kv_heads == 2 else ALL)
+    assert prove(causal, *tensors, kind=KIND) == len(offered) + 1
+
+
+def test_no_mask_and_a_scale():
+    assert prove(lambda *t: attend(*t, scale=0.5), *qkv(), kind=KIND) == len(ALL) + 1

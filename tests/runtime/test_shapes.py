@@ -1,0 +1,254 @@
+"""Batches of several shapes: an uneven last one, other lengths, whole or as each rank's part."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.runtime import module as runtime_module
+from tests.runtime.ranks import Ranks, equal_on_all
+from tests.staged import plan_for
+
+pytestmark = pytest.mark.multiprocess
+
+Shape = tuple[int, int]
+Batch = Sequence[Tensor]
+
+
+class Reader(nn.Module):
+    """Tokens of any length, a table of positions, and layers that take a mask or none."""
+
+    def __init__(self, width: int = 8, vocabulary: int = 16, layers: int = 1) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x if mask is None else x * mask[..., None])
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), targets)
+
+
+def reader(layers: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    return Reader(layers=layers).double()
+
+
+def tokens(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 16, shape, generator=generator)
+    return x, x.roll(1, 1)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x
+
+
+def rows(x: Tensor) -> Tensor:
+    """This rank's half of the rows."""
+    return x.chunk(2)[dist.get_rank()]
+
+
+def distance(
+    made: autopar.CompiledModule, reference: nn.Module, batch: Batch, *mask: Tensor,
+    part: Callable[[Tensor], Tensor] = whole,
+) -> float:  # fmt: skip
+    """The largest difference of the loss and of any gradient from those of one device."""
+    for each in (made, reference):
+        each.zero_grad()
+    expected = cross_entropy(reference(batch[0], *mask), batch[1])
+    expected.backward()
+    given = (batch[0], *mask, batch[1])
+    worst = (made.step(*map(part, given)) - expected).abs().item()
+    expected_of = dict(reference.named_parameters())
+    for name, parameter in made.named_parameters():
+        g = parameter.grad
+        found = g.full_tensor() if isinstance(g, DTensor) else g
+        worst = max(worst, (found - expected_of[name].grad).abs().max().item())  # type: ignore[operator, union-attr]
+    return worst
+
+
+Found = tuple[float, list[str], int]
+
+
+def several(
+    shapes: Sequence[Shape], settings: dict[str, Any], part: Callable[[Tensor], Tensor] = whole
+) -> Found:
+    """The worst distance over batches of these shapes, what was warned of, and how many programs were made.
+
+    The first batch is whole, the others are given as `part` has them.
+    """
+    settings = dict(settings)
+    stages = settings.pop("stages", None)
+    layers = 2 if stages else 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if stages:
+            settings["plan"] = plan_for(reader(layers), tokens(shapes[0]), cross_entropy, *stages)
+        made = autopar.compile(reader(layers), loss_fn=cross_entropy, **settings)
+        worst = [
+            distance(made, reader(layers), tokens(shape, i), part=part if i else whole)
+            for i, shape in enumerate(shapes)
+        ]
+    return max(worst), [str(w.message) for w in caught], len(made._ready[True])
+
+
+def all_of(tasks: Sequence[tuple[Any, ...]]) -> list[Found]:
+    return [several(*task) for task in tasks]
+
+
+DP, TP = {"dp": 2}, {"tp": 2}
+UNEVEN: list[Shape] = [(8, 8), (3, 8), (8, 4), (8, 8)]
+TASKS: dict[str, tuple[Any, ...]] = {
+    "ddp": (UNEVEN, {"mesh": DP, "recipe": "ddp"}),
+    "zero3": ([(8, 8), (3, 8), (6, 8)], {"mesh": DP, "recipe": "zero3", "micro_batches": 2}),
+    "tp+sp": ([(8, 8), (8, 4), (3, 5)], {"mesh": TP, "recipe": "tp+sp"}),
+    "parts": ([(8, 8), (6, 8), (8, 4)], {"mesh": DP, "recipe": "zero1", "micro_batches": 2}, rows),
+    "1f1b": ([(8, 8), (6, 4), (1, 8)], {"stages": ("1f1b", 2, 4)}),
+}
+
+
+def test_other_shapes_give_what_one_device_gives(two_ranks: Ranks) -> None:
+    results = two_ranks.run(all_of, list(TASKS.values()))
+    for found in results:
+        assert all(worst < 1e-12 for worst, _, _ in found), found
+    first = dict(zip(TASKS, results[0], strict=True))
+    made = {name: len(set(task[0])) for name, task in TASKS.items()}
+    assert {name: count for name, (_, _, count) in first.items()} == made
+    for name, words in {
+        "ddp": "dp=2 does not divide batch of size 3 (embedding). It has a plan of its own, where dp=2 splits",
+        "zero3": "to the number of 3, not 2",
+        "1f1b": "can be cut into 1 micro-batch, which the schedule 1f1b does not take; it is run by gpipe",
+    }.items():
+        assert any(words in said for said in first[name][1]), first[name]
+    assert not first["parts"][1][1:], "parts go on as they were"
+
+
+def test_stages_on_a_mesh_of_their_own(four_ranks: Ranks) -> None:
+    stages = ("1f1b", 2, 4, {"dp": 2}, "zero1")
+    for worst, _, count in four_ranks.run(several, [(16, 4), (12, 4)], {"stages": stages}):
+        assert worst < 1e-12
+        assert count == 2
+
+
+# --- whole, or part
+
+
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits, targets) * targets.numel()
+
+
+def halves() -> list[float]:
+    """Losses of a sum over a whole batch of half the rows, which has the shape of a part, and of parts of it."""
+    made = autopar.compile(reader(), loss_fn=summed, mesh=DP, recipe="ddp")
+    small, large = tokens((4, 8), 1), tokens((8, 8), 2)
+    losses = [made.step(*tokens((8, 8))), made.step(*small), made.step(*map(rows, large))]
+    losses += [made.step(*small), made.step(*map(rows, large)), made.step(*large)]
+    model = reader()
+    expected = [summed(model(x), y) for x, y in (tokens((8, 8)), small, large, small, large, large)]
+    return [(a - b).abs().item() for a, b in zip(losses, expected, strict=True)]
+
+
+def coming_and_going() -> float:
+    """The worst distance with a mask, without, and with None in its place, whole and as parts."""
+    made = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="zero3")
+    mask = torch.rand(8, 8, generator=torch.Generator().manual_seed(1)).double()
+    batch, reference = tokens((8, 8)), reader()
+    found = [distance(made, reference, batch), distance(made, reference, batch, mask)]
+    found += [distance(made, reference, batch, part=rows)]
+    less = [x[:6] for x in (*batch, mask)]
+    found.append(distance(made, reference, less[:2], less[2], part=rows))
+    loss, keyword = made.step(*batch, mask=None), made.step(*map(rows, batch), mask=rows(mask))
+    found.append((loss - cross_entropy(reference(batch[0]), batch[1])).abs().item())
+    found.append((keyword - cross_entropy(reference(batch[0], mask), batch[1])).abs().item())
+    return max(found)
+
+
+def judged() -> tuple[list[float], float]:
+    return halves(), coming_and_going()
+
+
+def test_a_shape_is_that_of_a_whole_or_of_a_part(two_ranks: Ranks) -> None:
+    for differences, worst in two_ranks.run(judged):
+        assert max(differences) < 1e-9
+        assert worst < 1e-12
+
+
+# --- what ranks say to each other
+
+
+def disagreeing() -> tuple[str, str, list[str]]:
+    """What is said of other shapes on one rank, of a rank that does not come, and of parts to begin with."""
+    rank, said = dist.get_rank(), []
+    made = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
+    made.step(*tokens((8, 8)))
+    with pytest.raises(autopar.StepError) as shapes:
+        made.step(*tokens((5 + rank, 8)))
+    alone = runtime_module.Comparison(timeout_seconds=1.0)
+    assert alone.gather(str(rank), "Why.") == ["0", "1"]
+    begin = time.monotonic()
+    if rank == 0:
+        with pytest.raises(autopar.StepError) as missing:
+            alone.gather("", "Why.")
+        said.append(str(missing.value))
+        assert time.monotonic() - begin < 30
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fresh = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
+        fresh.step(*tokens((4, 8), seed=rank))
+    return str(shapes.value), "".join(said), [str(w.message) for w in caught]
+
+
+def test_ranks_that_disagree_are_named(two_ranks: Ranks) -> None:
+    (first, missing, caught), (second, _, _) = two_ranks.run(disagreeing)
+    assert first == second
+    assert "rank 0 [5, 8], [5, 8]; rank 1 [6, 8], [6, 8]" in first
+    assert "DistributedSampler(..., drop_last=True)" in first
+    assert missing.startswith("Why. Ranks [1] did not come within 1 s")
+    assert any("gave different values" in each and "example_inputs=" in each for each in caught)
+
+
+def bounded() -> tuple[int, list[str], float, bool]:
+    """With room for two programs: how many are kept, what is said, the distance, and that planning is alike."""
+    kept, runtime_module.KEPT_PROGRAMS = runtime_module.KEPT_PROGRAMS, 2
+    try:
+        made = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shapes = [(2, 2), (2, 3), (2, 2), (2, 4), (2, 2)]
+            found = [distance(made, reader(), tokens(shape)) for shape in shapes]
+        ready = made._ready[True]
+        plans = {str(sorted(r.bound.program.plan.ops.items())) for r in ready}
+        last = ready[-1].shapes[0] == (2, 2)
+    finally:
+        runtime_module.KEPT_PROGRAMS = kept
+    return len(ready), [str(w.message) for w in caught], max(found), last and len(plans) == 1
+
+
+def test_programs_are_bounded_and_planned_once(two_ranks: Ranks) -> None:
+    count, said, worst, alike = equal_on_all(
+        [
+            (n, [text for text in s if "shapes so far" not in text], w, a)
+            for n, s, w, a in two_ranks.run(bounded)
+        ]
+    )
+    assert (count, said, alike) == (2, [], True)
+    assert worst < 1e-12

@@ -1,0 +1,88 @@
+"""What is said of a plan: sizes that an axis does not divide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.cost_model import find_hardware
+from autopar.planning import make_plan, prepare_step
+from autopar.verify import Subject
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Speaker(nn.Module):
+    """A language model whose head is the table of its words."""
+
+    def __init__(self, vocabulary: int, heads: int) -> None:
+        super().__init__()
+        width = 8 * heads
+        self.words = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(*(Attention(width, heads) for _ in range(2)))
+        self.mlp = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        y = self.mlp(self.layers(self.words(tokens))) @ self.words.weight.T
+        return F.cross_entropy(y.flatten(0, 1), targets.flatten())
+
+
+def speaker(vocabulary: int, heads: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(vocabulary, (4, 8))
+    return Speaker(vocabulary, heads).double(), (tokens, tokens.roll(1, 1))
+
+
+def said(vocabulary: int, heads: int, recipe: str) -> list[str]:
+    prepared = prepare_step(*speaker(vocabulary, heads))
+    plan = make_plan(prepared, {"tp": 2}, hardware=find_hardware("h100"), recipe=recipe)
+    return [note for note in plan.notes if "does not divide" in note]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lies", "instead"),
+    [
+        ("auto", "whole", "nothing"),
+        ("tp", "as S(1)", "words.weight[1]"),
+        ("tp+sp", "as S(1)", "words.weight[1]"),
+    ],
+)
+def test_what_no_axis_divides_is_said_with_what_would(recipe: str, lies: str, instead: str) -> None:
+    words, heads = said(97, 3, recipe)
+    assert words.startswith(
+        f"tp=2 does not divide words.weight[0] of size 97: along it lie words.weight {lies}, and the ops "
+        f"that could split it split {instead}"
+    )
+    assert words.endswith("; padded to 98 (resize_token_embeddings(98)) it would be split")
+    assert "layers.*.query.weight[0].0 of size 3 (heads of attention)" in heads
+    assert f"layers.*.query.weight {lies}" in heads
+    assert heads.endswith("; 4 would be split")
+
+
+def test_what_is_divided_or_not_wanted_is_not_said() -> None:
+    assert said(98, 4, "auto") == said(97, 3, "zero3") == []
+    assert len(said(98, 3, "tp")) == len(said(97, 4, "tp")) == 1
+
+
+@pytest.mark.parametrize("recipe", ["tp", "tp+sp"])
+def test_another_dim_is_split_and_nothing_is_wrong(recipe: str) -> None:
+    subject = Subject.of(*speaker(97, 3))
+    plan = make_plan(subject.prepared, {"tp": 2}, hardware=find_hardware("h100"), recipe=recipe)
+    assert plan.ops["linear_8"] != ("-",), "the columns of the mlp"
+    report = subject.compare(plan)
+    assert report.passed, report

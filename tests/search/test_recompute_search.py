@@ -1,0 +1,183 @@
+"""Blocks that run again as memory has it: the fewest that fit, priced as their tables say."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT, GPTConfig, loss_fn
+
+from autopar.cost_model import find_hardware
+from autopar.errors import PlanError, SearchError
+from autopar.ir import Graph, Pipeline, Plan
+from autopar.ir.recompute import Recompute, blocks_again
+from autopar.planning import StageWishes, make_plan, prepare_step
+from autopar.search.balance import balance_of
+from autopar.search.blocks import repeating_parts
+from autopar.search.pipeline import PipelineFound, search_pipeline, seconds_of_one_stage
+from autopar.search.stage_costs import StageTables
+from tests.search.stacked import Sizes, residual
+from tests.search.test_stage_costs import ROW, SIZES, WORLD, table, unsplit
+from tests.search.toy import TOY
+
+LAYERS = 6
+WIDE = residual(LAYERS, Sizes(batch=64, width=16, hidden=256, vocab=16))
+
+
+def found(ranks: int, graph: Graph = WIDE, **options: Any) -> PipelineFound:
+    settings = {"schedule": "1f1b", "captured_micro_batches": 4, "micro_batches": 4, **options}
+    return search_pipeline(graph, {"pp": ranks}, hardware=TOY, **settings)
+
+
+def fullest(each: PipelineFound) -> float:
+    return max(each.best.balance.rank_bytes)
+
+
+def count(recompute: Recompute) -> int:
+    return blocks_again(recompute, LAYERS)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_memory_is_never_slower_and_never_more_blocks(ranks: int) -> None:
+    none, full = (found(ranks, recompute=how) for how in ("none", "full"))
+    low, high = int(fullest(full)), int(fullest(none)) + 1
+    bounds = [low + 1 + (high - low) * part // 12 for part in range(13)]
+    all_of_them = [found(ranks, memory_bytes=bound) for bound in bounds]
+    for each, bound in zip(all_of_them, bounds, strict=True):
+        assert fullest(each) <= bound
+    for less, more in itertools.pairwise(all_of_them):
+        assert more.best.seconds <= less.best.seconds * (1 + 1e-9)
+        assert count(more.plan.recompute) <= count(less.plan.recompute)
+    blocks = {each.plan.recompute for each in all_of_them}
+    assert "none" in blocks and len(blocks) >= 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_fewer_blocks_fit(ranks: int) -> None:
+    """With any cuts, of the same layouts."""
+    fixed = {how: found(ranks, recompute=how) for how in ("none", 1, 2, 3, 4, 5, "full")}
+    for how in (1, 2):
+        bound = int(fullest(fixed[how])) + 1
+        best = found(ranks, memory_bytes=bound)
+        assert best.plan.recompute == how
+        fewer = [each for name, each in fixed.items() if count(name) < how]
+        assert all(fullest(each) > bound for each in fewer)
+        assert best.best.seconds == pytest.approx(fixed[how].best.seconds)
+
+
+def test_notes_say_what_running_again_saves_and_takes() -> None:
+    none, some = found(1, recompute="none"), found(1, recompute=2)
+    saved = fullest(none) - fullest(some)
+    slower = 1e3 * (some.best.seconds - none.best.seconds)
+    assert saved > 0 and slower > 0
+    (note,) = [n for n in some.plan.notes if n.startswith("recompute ")]
+    assert note.startswith(f"recompute 2 blocks: {saved / 1e3:.3f} kB less on the fullest rank")
+    assert f"for {slower:.3f} ms more a step" in note
+    assert not [n for n in none.plan.notes if n.startswith("recompute ")]
+
+
+def test_a_part_of_the_memory_for_activations() -> None:
+    """The fewest blocks that leave every stage at most that part of what can be saved."""
+    tables = StageTables(WIDE, unsplit(WIDE), TOY, world=WORLD)
+    least, most = (tables.at(how).saved_bytes[0, -1] for how in ("full", "none"))
+    for part in (0.9, 0.5, 0.2):
+        chosen = count(found(1, recompute=part).plan.recompute)
+        kept = [tables.at(k or "none").saved_bytes[0, -1] for k in (chosen - 1, chosen)]
+        assert kept[0] > least + part * (most - least) >= kept[1]
+    for wrong in (0.0, 1.0, 1.5):
+        with pytest.raises(PlanError, match=r"between 0 and 1, such as 0.5"):
+            found(1, recompute=wrong)
+    with pytest.raises(PlanError, match="a whole number of blocks such as 3, not -1"):
+        found(1, recompute=-1)
+
+
+def test_all_blocks_of_every_stage_are_full() -> None:
+    assert found(2, recompute=LAYERS).plan.recompute == "full"
+    assert found(1, recompute=LAYERS - 1).plan.recompute == LAYERS - 1
+
+
+def test_nothing_fits_at_all() -> None:
+    with pytest.raises(SearchError, match="too much"):
+        found(1, memory_bytes=1000)
+
+
+# --- tables
+
+
+def test_the_first_blocks_of_every_stage_run_again() -> None:
+    """By hand: of a layer that runs again what enters it, and of the others their input and middle too."""
+    graph = residual(4)
+    plain, again = (table(graph, replace(unsplit(graph), recompute=how)) for how in ("none", 2))
+    layer, stream = ROW * (SIZES.width + SIZES.hidden), ROW * SIZES.width
+    assert again.saved_bytes[1, 5] == 2 * stream + 2 * layer + stream  # and what leaves
+    assert again.saved_bytes[3, 5] == 3 * stream  # a stage that begins later has its own first two
+    assert again.transient_bytes[1, 5] == 0  # the last two have given back more than runs again
+    assert again.transient_bytes[1, 3] == layer
+    for i, j in ((1, 5), (0, 6), (2, 4), (3, 4)):
+        ends = min(j, max(i, 1) + 2)
+        extra = plain.forward_seconds[max(i, 1), ends]
+        assert again.backward_seconds[i, j] == pytest.approx(plain.backward_seconds[i, j] + extra)
+
+
+def test_none_and_full_are_ends_of_one_scale() -> None:
+    tables = StageTables(WIDE, unsplit(WIDE), TOY, world=WORLD)
+    for name in ("saved_bytes", "backward_seconds", "transient_bytes"):
+        full = getattr(tables.at("full"), name)
+        assert (getattr(tables.at(LAYERS), name) == full).all(), name
+    held = [
+        balance_of(tables.at(k or "none"), found(1).best.setting.shape, ()).rank_bytes[0]
+        for k in range(LAYERS)
+    ]
+    assert held == sorted(held, reverse=True) and len(set(held)) == LAYERS
+
+
+def test_a_block_that_is_cut_counts_in_both_stages() -> None:
+    graph = residual(3)
+    cut = replace(unsplit(graph), pipeline=Pipeline(2, "gpipe", ("relu_2",)), recompute=1)
+    parts, again = repeating_parts(graph, cut)
+    assert [part.block for part in parts] == [0, 1, 1, 2, 3, 4]
+    assert again == {1, 2}  # of the first layer what each of the stages has
+
+
+# --- plans without stages
+
+
+def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
+    """Where parameters may be sharded too, the faster of both."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(seq_len=32, layers=4, heads=4, width=32))
+    batch = (torch.randint(256, (8, 32)), torch.randint(256, (8, 32)))
+    prepared = prepare_step(model, batch, loss_fn=loss_fn)
+    graph, hardware = prepared.analysis.graph, find_hardware("cpu-gloo")
+
+    def plan_of(mesh: dict[str, int], **options: Any) -> Plan:
+        wishes = StageWishes(recompute=options.pop("recompute", None))
+        return make_plan(prepared, mesh, hardware=hardware, stages=wishes, **options)
+
+    def seconds(plan: Plan) -> float:
+        return seconds_of_one_stage(graph, plan, hardware)
+
+    for mesh in ({"dp": 1}, {"dp": 2}):
+        free = plan_of(mesh, recipe="ddp")
+        assert free.recompute == "none"
+        tables = StageTables(graph, free, hardware, world=free.mesh)
+        held = {}
+        for how in ("none", 1, 2, 3):
+            at = tables.at(how)
+            held[how] = (at.saved_bytes + at.kept_bytes + at.transient_bytes)[0, -1]
+        tight = plan_of(mesh, recipe="ddp", memory_bytes=int(held[2]) + 1)
+        assert tight.recompute == 2 and tight.pipeline is None
+        assert tight.ops == free.ops and Plan.parse(str(tight)) == tight
+        assert any("of every stage run again in backward" in note for note in tight.notes)
+    sharding = plan_of({"dp": 2}, memory_bytes=int(held[2]) + 1)
+    assert seconds(sharding) <= seconds(tight)
+    with pytest.raises(SearchError, match="Nor does it with blocks run again"):
+        plan_of({"dp": 1}, memory_bytes=10_000)
+    with pytest.raises(SearchError, match="No plan for the mesh dp=1 fits"):
+        plan_of({"dp": 1}, recompute="none", memory_bytes=int(held[2]))
