@@ -16,11 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef
+
+# What a fake tensor answers to an op that has to read values.
+DependsOnValues = DataDependentOutputException
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -136,10 +136,12 @@ def compile(
     CaptureError, RecipeError or SearchError where no plan can be made.
     """
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    stages = StageWishes(schedule, chunks, recompute)
+    _refuse_other_wishes(loaded, stages)
     planner = _Planner(
         loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
         memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
-        device=_device(model, mesh, device), stages=StageWishes(schedule, chunks, recompute),
+        device=_device(model, mesh, device), stages=stages,
         precision=policy_of(precision, loaded),
     )  # fmt: skip
     settings = Settings(
@@ -163,6 +165,23 @@ def _micro_batches(asked: int | None, plan: Plan | None) -> int | None:
         f"The plan was made for {plan.micro_batches} micro-batches, and compile was given "
         f"micro_batches={asked}; leave it out, or make another plan."
     )
+
+
+def _refuse_other_wishes(plan: Plan | None, wishes: StageWishes) -> None:
+    if plan is None:
+        return
+    pipeline = plan.pipeline
+    found = {
+        "schedule": None if pipeline is None else pipeline.schedule,
+        "chunks": None if pipeline is None else pipeline.chunks,
+        "recompute": plan.recompute,
+    }
+    for name, asked in asdict(wishes).items():
+        if asked not in (None, found[name]):
+            raise AutoparError(
+                f"The plan has {name}={found[name]!r}, and compile was given {name}={asked!r}; leave it "
+                "out, or make another plan."
+            )
 
 
 def _device(

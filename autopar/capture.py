@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,14 +89,23 @@ class Captured:
         Devices are left out, so that a plan made of a model on the meta device fits the real one.
         """
         digest = hashlib.sha256()
-        for node in self.module.graph.nodes:
-            kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
-            digest.update(f"{node.op} {node.target} {node.args} {kwargs}".encode())
-            digest.update(repr([(tuple(t.shape), t.dtype) for t in _tensors(node)]).encode())
+        for line in _lines(self.module.graph):
+            digest.update(line.encode())
         digest.update(repr(sorted(self.parameters.items())).encode())
         if self.precision is not None:
             digest.update(str(self.precision).encode())
         return digest.hexdigest()[:16]
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    """What every node computes; after one that stands for a graph of its own (joined experts), that graph."""
+    for node in graph.nodes:
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
+        yield f"{node.op} {node.target} {node.args} {kwargs}"
+        yield repr([(tuple(t.shape), t.dtype) for t in _tensors(node)])
+        body = getattr(node.target, "body", None)
+        if isinstance(body, fx.GraphModule):
+            yield from _lines(body.graph)
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

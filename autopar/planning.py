@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.capture import Captured, LossFunction, capture_forward, capture_step
 from autopar.cost_model import Hardware
-from autopar.errors import AutoparError, MeshError, SearchError, StepError
+from autopar.errors import AutoparError, MeshError, PlanError, SearchError, StepError
 from autopar.factors import Analysis, analyze
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -148,7 +148,8 @@ def make_plan(
         captured_micro_batches: how many of the captured batch make a step; by default `micro_batches`.
         stages: what is asked of a pipeline and of recomputation.
 
-    Raises MeshError, RecipeError or SearchError where none can be.
+    Raises MeshError, RecipeError or SearchError where none can be, and PlanError for recomputation where
+    no block can run again.
     """
     graph = prepared.analysis.graph
     settings: dict[str, Any] = {
@@ -168,11 +169,21 @@ def make_plan(
     stages.refuse_schedule(mesh)
     check_wish(stages.recompute)
     settings |= {"micro_batches": micro_batches or 1, "fixed_storage": fixed_storage}
+    if fixed_storage is None:
+        _refuse_no_blocks(graph, stages.recompute)
     if stages.recompute == "none" or fixed_storage is not None or not has_blocks(graph):
         return _finished(search(graph, mesh, **settings), graph)
     if stages.recompute is None:
         return _finished(_that_fits(graph, mesh, settings, outer), graph)
     return _finished(_recomputing(graph, mesh, outer), graph)
+
+
+def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
+    if recompute not in (None, "none") and not has_blocks(graph):
+        raise PlanError(
+            f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "
+            "none takes a parameter, or layers were left out of the graph. Leave recompute out."
+        )
 
 
 def _finished(plan: Plan, graph: Graph) -> Plan:

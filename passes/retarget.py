@@ -43,4 +43,6 @@ def draws(node: fx.Node) -> bool:
     ):
         return False
     arguments = bound_arguments(node)
+    if arguments.get("train") is False:  # a layer that drops in training alone
+        return False
     return bool(arguments.get("dropout_p", arguments.get("dropout", True)))

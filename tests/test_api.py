@@ -129,6 +129,25 @@ def test_micro_batches_of_a_plan() -> None:
         compiled(plan=plan, micro_batches=4)
 
 
+def test_wishes_of_another_plan_are_refused() -> None:
+    plan = compiled().plan
+    assert compiled(plan=plan, recompute="none").plan == plan
+    with pytest.raises(autopar.AutoparError, match=r"has recompute='none', .* given recompute=2"):
+        compiled(plan=plan, recompute=2)
+    with pytest.raises(autopar.AutoparError, match=r"has schedule=None, .* given schedule='1f1b'"):
+        compiled(plan=plan, schedule="1f1b")
+
+
+def test_training_follows_inference_mode() -> None:
+    for run in (lambda made: made(batch()[0]), lambda made: made.step(*batch())):
+        made = autopar.compile(MLP().double(), loss_fn=mean_square)
+        with torch.inference_mode():
+            run(made)
+        made.step(*batch())
+        torch.optim.SGD(made.parameters(), lr=0.1).step()
+        assert not any(p.is_inference() for p in made.parameters())
+
+
 def test_no_loss_function() -> None:
     made = autopar.compile(MLP().double())
     with pytest.raises(autopar.StepError, match="Pass loss_fn"):
@@ -169,5 +188,5 @@ def test_the_public_names_are_these() -> None:
     assert sorted(autopar.__all__) == [
         "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError",
         "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-        "VerifyReport", "compile", "explain", "register_rule", "verify",
+        "VerifyReport", "compile", "explain", "register_rule", "shard_", "verify",
     ]  # fmt: skip

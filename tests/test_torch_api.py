@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -276,3 +277,8 @@ def test_the_store_of_the_default_group_is_found(group):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=7))
     assert _torch.store_seconds(store) == 7
+
+
+def test_an_op_that_has_to_read_values_says_so_of_a_fake_tensor():
+    with FakeTensorMode(), pytest.raises(_torch.DependsOnValues):
+        torch.equal(torch.zeros(2), torch.zeros(2))

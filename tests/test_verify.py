@@ -181,3 +181,36 @@ def test_memory_read_by_strides_is_that_of_the_trace() -> None:
     batch = (torch.randn(4, 8, 8).double(), torch.randn(4, 8).double())
     report = proof(Chunked().double(), batch)
     assert report.passed, report
+
+
+class Spectrum(nn.Module):
+    """istft looks whether the window is zero anywhere, which an example without values cannot say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 32)
+        self.register_buffer("window", torch.hann_window(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.stft(self.linear(x), 8, 4, window=self.window, return_complex=True)
+        return torch.istft(spectrum, 8, 4, window=self.window).square().mean()
+
+
+class Recurrent(nn.Module):
+    """An LSTM that drops between its layers in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 4, 2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)[0].square().mean()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"), [(Spectrum(), torch.ones(4, 8)), (Recurrent().eval(), torch.ones(3, 4, 4))]
+)
+def test_what_looks_random_or_unreadable_is_proved(model: nn.Module, batch: Tensor) -> None:
+    report = autopar.verify(model.double(), (batch.double(),), mesh=DP, plan="random")
+    assert report.passed and report.tolerance == TOLERANCE_FLOAT64, report

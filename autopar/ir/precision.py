@@ -59,9 +59,11 @@ class MixedPrecision:
         return cls(first, given.get("reduce"), given.get("output"))
 
     @classmethod
-    def of(cls, given: MixedPrecision | str | None) -> MixedPrecision | None:
-        """A policy as `compile` takes it."""
-        return cls.parse(given) if isinstance(given, str) else given
+    def of(cls, given: object) -> MixedPrecision | None:
+        """A policy as `compile` takes it, or a bare `torch.dtype`. Raises AutoparError for anything else."""
+        if given is None or isinstance(given, cls):
+            return given
+        return cls.parse(str(given))
 
 
 def _format(given: object, field: str) -> str:

@@ -26,7 +26,15 @@ from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.passes.retarget import is_collective
 from autopar.runtime.collectives import result_shape
 from autopar.runtime.parameters import overlapping_bytes
-from autopar.runtime.transfer import Hop, Route, Transfer, cast, signature, transposed
+from autopar.runtime.transfer import (
+    Hop,
+    Route,
+    Transfer,
+    cast,
+    signature,
+    transposed,
+    travel,
+)
 from autopar.runtime.world import World
 
 _MOST_UNDER_WAY = 2  # reductions in flight; each keeps the full gradients of a group
@@ -158,10 +166,11 @@ class Gathers:
 
     def _pack(self, x: Tensor) -> Tensor | _Handle:
         _, call, position = self._saved.get(x.untyped_storage()._cdata, (None, None, 0))
-        if call is None:
+        if call is None or x.is_conj() or x.is_neg():  # of which strides do not tell all
             return x
         call.is_saved = True
-        return _Handle(call, position, tuple(x.shape), x.stride(), int(x.storage_offset()))
+        offset = int(x.storage_offset())
+        return _Handle(call, position, x.dtype, tuple(x.shape), x.stride(), offset)
 
     # --- blocks that run again
 
@@ -289,6 +298,7 @@ class _Handle:
 
     call: _Call
     position: int
+    dtype: torch.dtype  # a complex view of a real parameter has another
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -299,7 +309,8 @@ def _unpack(saved: Tensor | _Handle) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     full = saved.call.restore(saved.position)
-    return full.as_strided(saved.shape, saved.stride, saved.offset)
+    view = full.new_empty(0, dtype=saved.dtype)
+    return view.set_(full.untyped_storage(), saved.offset, saved.shape, saved.stride)
 
 
 class _Gather(torch.autograd.Function):
@@ -320,7 +331,11 @@ class _Gather(torch.autograd.Function):
             return (None,) * (len(grads) + 1)
         present = [i for i, g in enumerate(grads) if g is not None]
         routes = [transposed(call.group.routes[i]) for i in present]
-        reduced = Transfer(routes, [g for g in grads if g is not None], call.owner.world).wait()
+        given, world = [g for g in grads if g is not None], call.owner.world
+        if torch.is_grad_enabled():  # of this backward a derivative will be taken
+            reduced = [travel(g, hops, world) for g, hops in zip(given, routes, strict=True)]
+        else:
+            reduced = Transfer(routes, given, world).wait()
         result: list[Tensor | None] = [None] * len(grads)
         for i, gradient in zip(present, reduced, strict=True):
             result[i] = gradient

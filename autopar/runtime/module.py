@@ -170,6 +170,14 @@ def _words(shapes: Sequence[Sequence[int]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
+@contextlib.contextmanager
+def _lasting() -> Iterator[None]:
+    """Inside it inference mode is off: tensors that are made in it can take no part in training later."""
+    is_grad_enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+        yield
+
+
 def _release(ready: dict[bool, list[_Ready]]) -> None:
     """Lets go of bound programs before the interpreter ends, and of what they hold of process groups:
     groups that outlive Python abort the process when their threads are torn down.
@@ -362,18 +370,19 @@ class CompiledModule(nn.Module):
         """Captures, plans and binds a program for arguments of global shapes."""
         start = time.perf_counter()
         model = self._original
-        if is_step and self._micro_batches is None:
-            with self._stand_ins(arguments, 1) as (args, kwargs):
-                self._micro_batches = self._planner.micro_batches(model, args, kwargs)
-        count = self._count(arguments) if is_step else 1
-        with self._stand_ins(arguments, count) as (args, kwargs):
-            programs = self._planner.program(
-                model, args, kwargs, micro_batches=count, is_step=is_step, fixed=self._fixed
-            )
-        if self._store is None:
-            warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
-            self._place(programs)
-        ready = _Ready(self._bind(programs, count), self._state(), count)
+        with _lasting():
+            if is_step and self._micro_batches is None:
+                with self._stand_ins(arguments, 1) as (args, kwargs):
+                    self._micro_batches = self._planner.micro_batches(model, args, kwargs)
+            count = self._count(arguments) if is_step else 1
+            with self._stand_ins(arguments, count) as (args, kwargs):
+                programs = self._planner.program(
+                    model, args, kwargs, micro_batches=count, is_step=is_step, fixed=self._fixed
+                )
+            if self._store is None:
+                warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
+                self._place(programs)
+            ready = _Ready(self._bind(programs, count), self._state(), count)
         self._keep(ready, arguments, time.perf_counter() - start)
         return ready
 

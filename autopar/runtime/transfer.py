@@ -249,7 +249,7 @@ def _start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> _
 def _join(rows: Tensor, hop: Hop) -> Tensor:
     """One row per rank -> the shards concatenated along the hop's dim."""
     shards = rows.unflatten(1, hop.viewed) if hop.viewed else rows.view(hop.size)
-    return shards.movedim(0, hop.dims[0]).reshape(hop.result)
+    return shards.movedim(0, hop.dims[0]).reshape(hop.result).contiguous()
 
 
 def _start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -> _Started:

@@ -111,11 +111,12 @@ def test_a_refused_architecture_shows_its_remedy_and_what_the_backend_made_of_it
     assert package not in page
 
 
-def test_an_error_is_of_the_worst_gradient_and_infinite_where_one_is_missing() -> None:
+def test_an_error_is_of_the_worst_gradient_and_one_that_is_missing_counts_as_zeros() -> None:
     expected = {"": torch.tensor(2.0), "a": torch.tensor([1.0, 4.0]), "b": torch.tensor([1e-12])}
     found = {"": torch.tensor(2.0), "a": torch.tensor([1.0, 4.4]), "b": torch.tensor([2e-12])}
-    assert backend_error(found, expected) == pytest.approx(0.1)  # of b's 4e-12 / 5.7e-5 less
-    assert backend_error({"": expected[""]}, expected) == float("inf")
+    assert backend_error(found, expected) == pytest.approx(0.1)  # of b: 1e-12 beside 4 * 1.4e-5
+    assert backend_error({"": expected[""]}, expected) == 1.0  # no gradient of a
+    assert backend_error({**expected, "unused": torch.zeros(3)}, expected) == 0.0
 
 
 def test_time_is_bounded_and_says_where() -> None:

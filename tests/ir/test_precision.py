@@ -32,6 +32,12 @@ def test_what_is_no_policy(text):
         MixedPrecision.parse(text)
 
 
+def test_a_dtype_is_a_policy_and_a_number_is_none():
+    assert MixedPrecision.of(torch.bfloat16) == MixedPrecision("bf16")
+    with pytest.raises(AutoparError, match="not '3'"):
+        MixedPrecision.of(3)
+
+
 def test_a_plan_carries_it():
     plan = dataclasses.replace(PLAN, precision=POLICY)
     head, tail = TEXT.split("micro-batches 2\n")

@@ -43,11 +43,13 @@ def test_heads_and_ffn_are_split_along_tp(name, recipe):
     )
     on_tp = {name: how.storage[1] for name, how in plan.parameters.items()}
     columns = [n for n in on_tp if n.endswith(COLUMNS) and name not in WITHOUT_HEADS]
-    columns += [n for n in on_tp if n.endswith(("mlp.up.weight", "mlp.gate.weight", "mlp.up"))]
-    rows = [n for n in on_tp if n.endswith("mlp.down.weight")]
+    columns += [n for n in on_tp if n.endswith(("mlp.up.weight", "mlp.gate.weight"))]
+    rows = [n for n in on_tp if n.endswith(("mlp.down.weight", "mlp.down"))]
     assert len(columns) >= 3
     assert {str(on_tp[n]) for n in columns} == {"S(0)"}
     assert {str(on_tp[n]) for n in rows} <= {"S(1)"}
+    of_experts = [n for n in on_tp if n.endswith(("mlp.up", "mlp.gate"))]  # experts, hidden, ffn
+    assert {str(on_tp[n]) for n in of_experts} <= {"S(2)"}
 
 
 def test_experts_cost_what_the_tokens_visit():

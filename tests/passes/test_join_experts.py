@@ -66,3 +66,24 @@ def test_however_it_is_spelled_it_is_one_call(ends, back):
 )
 def test_what_is_no_mixture_is_left_alone(layer):
     assert kinds(layer) == (0, 1)
+
+
+def test_the_fingerprint_sees_what_experts_do():
+    class Gated(Layer):
+        def __init__(self, gate):
+            super().__init__(histogram, written)
+            self.gate = gate
+
+        def forward(self, x, chosen):
+            ordered, order = chosen.reshape(-1).sort()
+            y = F.grouped_mm(x[order // 2], self.weight, offs=self.ends(ordered))
+            return self.gate(y)[self.back(order)]
+
+    def fingerprint(gate):
+        batch = (torch.zeros(6, 8).bfloat16(), torch.zeros(6, 2).long())
+        captured = capture_forward(Gated(gate), batch, {})
+        clean_up(captured.module)
+        assert any(str(n.target) == "autopar.experts" for n in captured.module.graph.nodes)
+        return captured.fingerprint
+
+    assert fingerprint(F.silu) == fingerprint(F.silu) != fingerprint(F.gelu)

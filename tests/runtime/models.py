@@ -23,16 +23,20 @@ class MLP(nn.Module):
 
 
 class Normed(nn.Module):
-    """A linear map between batch norms: it has buffers that training changes."""
+    """A map between batch norms: it has buffers that training changes.
+
+    Nothing is added right before a batch norm, which would take it away again: the gradient of such a bias is
+    rounding, and Adam makes steps of it.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first = nn.BatchNorm1d(width)
-        self.linear = nn.Linear(width, width)
+        self.linear = nn.Linear(width, width, bias=False)
         self.second = nn.BatchNorm1d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.linear(self.first(x)))
+        return self.second(self.linear(self.first(x).tanh()))
 
 
 class Tied(nn.Module):

@@ -172,6 +172,41 @@ def tied(compile: Compile) -> Result:
 
 
 @_script
+def gradient_penalty(compile: Compile) -> Result:
+    """The gradients themselves have one: of parameters, and of an input."""
+    model, x = _Broken().double(), torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    compiled, parameters = compile(model), list(model.parameters())
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(2):
+            loss = torch.tanh(compiled(x)[0]).square().mean()
+            *gradients, to_input = torch.autograd.grad(loss, [*parameters, x], create_graph=True)
+            sum(g.square().sum() for g in gradients).backward(retain_graph=True)  # type: ignore[union-attr]
+            yield loss + to_input.square().sum()
+
+    return _train(parameters, losses())
+
+
+class _Filter(nn.Module):
+    """A complex weight that is stored as real numbers, as those of filters of frequencies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(8, 6), nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.view_as_complex(self.weight)
+        return torch.view_as_real(torch.fft.fft(self.first(x)) * weight * weight.conj())
+
+
+@_script
+def complex_weight(compile: Compile) -> Result:
+    model, x = _Filter().double(), torch.randn(4, 8, dtype=torch.float64)
+    compiled = compile(model)
+    return _train(model.parameters(), (compiled(x).square().mean() for _ in range(2)))
+
+
+@_script
 def no_module(compile: Compile) -> Result:
     weight = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     count, x = torch.zeros(()), torch.randn(4, 8, dtype=torch.float64)

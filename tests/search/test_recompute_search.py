@@ -14,7 +14,7 @@ from autopar.cost_model import find_hardware
 from autopar.errors import PlanError, SearchError
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, blocks_again
-from autopar.planning import StageWishes, make_plan, prepare_step
+from autopar.planning import StageWishes, make_plan, prepare_forward, prepare_step
 from autopar.search.balance import balance_of
 from autopar.search.blocks import repeating_parts
 from autopar.search.pipeline import PipelineFound, search_pipeline, seconds_of_one_stage
@@ -95,6 +95,12 @@ def test_a_part_of_the_memory_for_activations() -> None:
             found(1, recompute=wrong)
     with pytest.raises(PlanError, match="a whole number of blocks such as 3, not -1"):
         found(1, recompute=-1)
+
+
+def test_recomputation_of_nothing_is_refused() -> None:
+    prepared = prepare_forward(torch.nn.Flatten(), (torch.ones(4, 2, 2),))
+    with pytest.raises(PlanError, match="recompute='full' was asked for, and nothing can run"):
+        make_plan(prepared, {"dp": 2}, hardware=TOY, stages=StageWishes(recompute="full"))
 
 
 def test_all_blocks_of_every_stage_are_full() -> None:
