@@ -33,7 +33,7 @@ from autopar import _torch
 from autopar.api import _BUCKET_BYTES, agreed, check_world, join_process_group, world_size
 from autopar.capture import Captured, capture_forward
 from autopar.cost_model import Hardware
-from autopar.errors import AutoparError, CaptureError, MeshError
+from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.factors import analyze
 from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
 from autopar.lifting import Lifted, View, argument_names, lift
@@ -47,7 +47,7 @@ from autopar.runtime.entries import Entries
 from autopar.runtime.gather import Gathers
 from autopar.runtime.world import World
 from autopar.search import RecipeLike
-from autopar.search.recipes import format_recipe, resolve
+from autopar.search.recipes import format_recipe, resolve, split_recipe
 from autopar.sharding import (
     check_alike,
     device_of,
@@ -105,6 +105,11 @@ class Options:
             raise MeshError(
                 f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
                 f"{mesh}; leave the option out, or shard over the same."
+            )
+        if split_recipe(self.recipe)[0]:
+            raise RecipeError(
+                f"The recipe {self.recipe!r} is one of pipeline stages, and those need the whole step: use "
+                "autopar.compile and its `step`, or another recipe."
             )
         check_world(mesh)
         resolve(self.recipe, mesh)

@@ -209,10 +209,16 @@ def run_with_loss(
 
 def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:
     output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
-    values = [n.meta["val"] for n in output[len(captured.mutated) :]]
+    made = output[len(captured.mutated) :]
+    values = [n.meta["val"] for n in made if n is not None]
     shapes = [list(v.shape) for v in values if isinstance(v, Tensor)]
-    if len(shapes) == 1 and len(values) == 1 and values[0].numel() == 1:
+    if len(shapes) == 1 and len(made) == 1 and values[0].numel() == 1:
         return
+    if loss_fn is None and not shapes:
+        raise StepError(
+            "`step` needs a loss, and the model returned None as its loss: give it what it computes one "
+            "from, such as labels=..., or pass loss_fn=... to autopar.compile."
+        )
     if loss_fn is None:
         raise StepError(
             f"`step` needs a loss: the model returns tensors of shapes {shapes}, not one scalar, and "

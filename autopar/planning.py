@@ -53,6 +53,9 @@ class StageWishes:
     chunks: int | None = None
     recompute: RecomputeWish | None = None
 
+    def __post_init__(self) -> None:
+        check_wish(self.recompute)
+
     def refuse_schedule(self, mesh: Mesh) -> None:
         """Raises MeshError if a schedule is asked for on a mesh without stages."""
         if self.schedule is not None or self.chunks is not None:
@@ -167,7 +170,6 @@ def make_plan(
     if PIPELINE_AXIS in mesh.names:
         return _finished(search_pipeline(graph, mesh, **outer).plan, graph)
     stages.refuse_schedule(mesh)
-    check_wish(stages.recompute)
     settings |= {"micro_batches": micro_batches or 1, "fixed_storage": fixed_storage}
     if fixed_storage is None:
         _refuse_no_blocks(graph, stages.recompute)

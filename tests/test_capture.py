@@ -121,6 +121,20 @@ def test_no_loss_function():
         capture_step(nn.Linear(4, 4), (torch.zeros(2, 4),), {}, None)
 
 
+def test_a_loss_of_none_is_named():
+    class Labelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(4, 4)
+
+        def forward(self, x, labels=None):
+            y = self.map(x)
+            return {"loss": None if labels is None else (y - labels).sum(), "y": y}
+
+    with pytest.raises(StepError, match=r"returned None as its loss: .* labels=\.\.\."):
+        capture_step(Labelled(), (torch.randn(2, 4),), {}, None)
+
+
 def test_a_loss_that_is_no_scalar():
     with pytest.raises(
         StepError, match=r"returns tensors of shapes \[\[2, 4\]\]; `step` needs one scalar"

@@ -193,7 +193,8 @@ class Gathers:
         routes = [transposed(call.group.routes[i]) for i in present]
         while len(self._under_way) >= _MOST_UNDER_WAY:
             self._land(*self._under_way.pop(0))
-        transfer = Transfer(routes, [g for g in gradients if g is not None], self.world)
+        given = _owned([g for g in gradients if g is not None], routes)
+        transfer = Transfer(routes, given, self.world)
         self._under_way.append(([call.group.members[i] for i in present], transfer))
 
     @torch.no_grad()
@@ -335,11 +336,19 @@ class _Gather(torch.autograd.Function):
         if torch.is_grad_enabled():  # of this backward a derivative will be taken
             reduced = [travel(g, hops, world) for g, hops in zip(given, routes, strict=True)]
         else:
-            reduced = Transfer(routes, given, world).wait()
+            reduced = Transfer(routes, _owned(given, routes), world).wait()
         result: list[Tensor | None] = [None] * len(grads)
         for i, gradient in zip(present, reduced, strict=True):
             result[i] = gradient
         return None, *result
+
+
+def _owned(gradients: Sequence[Tensor], routes: Sequence[Route]) -> list[Tensor]:
+    """Gradients to work on: autograd may give the same tensor to others, and an all_reduce is done in place."""
+    return [
+        g.clone() if hops and hops[0].name == "all_reduce" else g
+        for g, hops in zip(gradients, routes, strict=True)
+    ]
 
 
 def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:

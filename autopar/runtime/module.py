@@ -405,9 +405,9 @@ class CompiledModule(nn.Module):
 
     def _warn_of_shapes(self) -> None:
         warnings.warn(
-            f"Batches of {self._captures + 1} shapes so far: each new one is captured and planned, which "
-            f"took {self._capture_seconds:.1f} s, and programs are kept for {KEPT_PROGRAMS}, beyond which "
-            "they are made again and again. Pad to few lengths (pad_to_multiple_of=64 of transformers' "
+            f"{self._captures + 1} programs so far, one for each shape of a batch and mode of the model: those "
+            f"after the first took {self._capture_seconds:.1f} s to capture and plan, and {KEPT_PROGRAMS} are "
+            "kept. Pad to few lengths (pad_to_multiple_of=64 of transformers' "
             "collators, or buckets), and drop a last, smaller batch (drop_last=True).",
             stacklevel=5,
         )

@@ -104,6 +104,7 @@ def test_ranks_with_other_parameters_are_refused(two_ranks: Ranks) -> None:
         ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, and 1 run here"),
         ({"mesh": {"pp": 1}}, MeshError, "pipeline stages need the whole step"),
         ({"recipe": "zero9"}, RecipeError, "There is no recipe 'zero9'"),
+        ({"recipe": "1f1b"}, RecipeError, "'1f1b' is one of pipeline stages"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], error: type, sentence: str) -> None:

@@ -246,7 +246,7 @@ def bounded() -> tuple[int, list[str], float, bool]:
 def test_programs_are_bounded_and_planned_once(two_ranks: Ranks) -> None:
     count, said, worst, alike = equal_on_all(
         [
-            (n, [text for text in s if "shapes so far" not in text], w, a)
+            (n, [text for text in s if "programs so far" not in text], w, a)
             for n, s, w, a in two_ranks.run(bounded)
         ]
     )
