@@ -30,7 +30,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.api import _BUCKET_BYTES, agreed, check_world, join_process_group, world_size
 from autopar.capture import Captured, capture_forward
 from autopar.cost_model import Hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
@@ -40,6 +39,7 @@ from autopar.lifting import Lifted, View, argument_names, lift
 from autopar.passes import bind_groups, clean_up, partition, verify_graph
 from autopar.passes.retarget import draws, is_collective
 from autopar.planning import Prepared, make_plan
+from autopar.processes import BUCKET_BYTES, agreed, check_world, join_process_group, world_size
 from autopar.program import check_plan
 from autopar.recomputation import mark_blocks
 from autopar.runtime.compiled import Executor, ExecutorName
@@ -371,9 +371,9 @@ class _Split:
         self._changed = [lifted.buffers[name] for _, name in sorted(captured.mutated.items())]
         sources = _Shards([examples[i] for i in self._parameters])
         self._gathers = Gathers(sources, world, frozenset())
-        self._gathers.install(local, world.mesh, _BUCKET_BYTES)
+        self._gathers.install(local, world.mesh, BUCKET_BYTES)
         self._entries = Entries(world)
-        self._entries.install(local, [each.local for each in sources.kept], _BUCKET_BYTES)
+        self._entries.install(local, [each.local for each in sources.kept], BUCKET_BYTES)
         bind_groups(local, world.group_names)
         verify_graph(local, after="binding to process groups")
         is_random = any(draws(node) for node in local.graph.nodes)

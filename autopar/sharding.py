@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar import _torch
-from autopar.api import agreed, check_world, join_process_group, make_world, world_size
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S
 from autopar.ir.layout import split_count
 from autopar.planning import make_plan, prepare_forward, split_example
+from autopar.processes import agreed, check_world, join_process_group, make_world, world_size
 from autopar.runtime.adoption import Adoption
 from autopar.runtime.parameters import placements
 from autopar.runtime.simulate import shard

@@ -76,7 +76,7 @@ class Programs:
 
 
 class Planner(Protocol):
-    """Makes programs and knows the mesh they run on (implemented by autopar.api)."""
+    """Makes programs and knows the mesh they run on (implemented by autopar.planner)."""
 
     def micro_batches(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

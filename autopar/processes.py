@@ -1,0 +1,82 @@
+"""The processes of a run: the default process group, the mesh over it, and what its ranks agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar import errors
+from autopar.errors import AutoparError, MeshError
+from autopar.ir import (
+    PIPELINE_AXIS,
+    Mesh,
+    Plan,
+)
+from autopar.runtime.world import World
+
+BUCKET_BYTES = (
+    25 * 2**20
+)  # that one collective carries about, as in torch's DistributedDataParallel
+
+
+def join_process_group(device: torch.device) -> None:
+    """Under torchrun, makes the default process group if there is none yet."""
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    if launched and not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+
+
+def world_size() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raises MeshError with both numbers unless the mesh has as many ranks as run."""
+    if mesh.size != world_size():
+        raise MeshError(
+            f"The mesh {mesh} has {mesh.size} ranks, and {world_size()} run here. Start as many with "
+            f"torchrun --nproc-per-node {mesh.size}, or give a mesh of {world_size()}."
+        )
+
+
+def make_world(
+    mesh: Mesh,
+    device: torch.device,
+    device_mesh: DeviceMesh | None,
+    timeout_seconds: float | None = None,
+) -> World:
+    """The process groups of the mesh; a single rank without a default group needs none."""
+    known = device_mesh is not None and device_mesh.mesh_dim_names == mesh.names
+    if not known and dist.is_initialized():
+        device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.names)
+    if PIPELINE_AXIS in mesh.names:
+        assert device_mesh is not None, "check_world has found the ranks of the mesh"
+        return World.with_pipeline(mesh, device, device_mesh, timeout_seconds)
+    return World(mesh, device, device_mesh)
+
+
+def agreed(make: Callable[[], Plan]) -> Plan:
+    """The plan that the first rank makes, on every rank. Its error, too, is raised on every rank."""
+    if world_size() == 1:
+        return make()
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [json.dumps(make().to_json())]
+        except AutoparError as error:
+            made = [(type(error).__name__, str(error))]
+    dist.broadcast_object_list(made, src=0)
+    if isinstance(made[0], str):
+        return Plan.from_json(json.loads(made[0]))
+    raise _error_of(*made[0])
+
+
+def _error_of(name: str, text: str) -> AutoparError:
+    return getattr(errors, name)(text)
