@@ -58,9 +58,9 @@ class Bounds:
 
 
 class Examination:
-    """One architecture under way: examined in a process, then, if it cannot be captured, run on two ranks."""
+    """One architecture under way: examined in a process, then, if it is to be, run on two ranks."""
 
-    def __init__(self, name: str, bounds: Bounds, folder: Path, *, backend: bool) -> None:
+    def __init__(self, name: str, bounds: Bounds, folder: Path, *, backend: str) -> None:
         self.name, self.bounds, self.folder, self.backend = name, bounds, folder, backend
         self._scratch, self._log = folder / "row.json", folder / "log"
         self._log.touch()  # a process may be ended before it says a word
@@ -76,9 +76,7 @@ class Examination:
         self._seconds += self._task.elapsed_seconds
         row = self._read()
         row.seconds = self._seconds
-        if self._on_ranks or not self.backend or not row.built or row.captured:
-            return row
-        if not (row.stopped or row.differs):
+        if self._on_ranks or not self._goes_through_the_backend(row):
             return row
         self._row, self._on_ranks = row, True
         ranks = [
@@ -87,6 +85,10 @@ class Examination:
         ]
         self._task = self._start(ranks)
         return None
+
+    def _goes_through_the_backend(self, row: Row) -> bool:
+        refused = bool(row.stopped or row.differs)
+        return row.built and {"none": False, "refused": refused, "all": True}[self.backend]
 
     def _start(self, works: Sequence[partial[None]]) -> Task:
         quiet = [partial(_quietly, work, self._log) for work in works]
@@ -123,7 +125,7 @@ def _examine(name: str, scratch: Path) -> None:
     write(examine(name, partial(write, path=scratch)), scratch)
 
 
-def examined(names: Sequence[str], bounds: Bounds, *, jobs: int, backend: bool) -> Iterator[Row]:
+def examined(names: Sequence[str], bounds: Bounds, *, jobs: int, backend: str) -> Iterator[Row]:
     """The rows of architectures, `jobs` at a time, in the order in which they are done."""
     waiting, running = list(reversed(names)), list[Examination]()
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
@@ -152,14 +154,17 @@ def examined(names: Sequence[str], bounds: Bounds, *, jobs: int, backend: bool) 
 )
 @click.option("--jobs", default=1, help="How many at a time.")
 @click.option(
-    "--backend/--no-backend", default=True, help="Run what is not captured through torch.compile."
+    "--backend",
+    type=click.Choice(["refused", "all", "none"]),
+    default="refused",
+    help="What runs through torch.compile on two ranks: what is not captured, all, nothing.",
 )
 @click.option("--seconds", default=120.0, help="Bound on the time of one architecture.")
 @click.option("--memory-gb", default=8.0, help="Bound on the memory of one process.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the page there.")
 @click.option("--note", default="", help="What the page says of this run.")
 def main(
-    results: Path, only: str, count: int, again: bool, any_version: bool, jobs: int, backend: bool,
+    results: Path, only: str, count: int, again: bool, any_version: bool, jobs: int, backend: str,
     seconds: float, memory_gb: float, path: Path | None, note: str,
 ) -> None:  # fmt: skip
     """Print a line per architecture; exit 1 if under 85 % of those captured pass."""

@@ -33,7 +33,7 @@ configuration (no download), captured, and compared with the eager model on one 
 simulated: loss, every gradient, every updated buffer. Five plans are searched with a recipe (ddp, tp, ddp x tp, zero3,
 stages with four micro-batches), one is drawn at random on an axis of two. What cannot be captured is run by
 `torch.compile(backend="autopar")` on two processes over Gloo, split along `dp` and along `tp`, and loss and every
-gradient are compared with the eager ones."""
+gradient are compared with the eager ones; `--backend all` does so with what can be captured, too."""
 
 WORST = """\
 `worst` is the largest error relative to its tolerance (1e-9 in float64, 2e-5 where any part of
@@ -56,6 +56,7 @@ def markdown(rows: Sequence[Row], known: int, note: str = "") -> str:
     lines = [
         "# The zoo", "", INTRODUCTION, "", *_making(rows, known, note), "", *_summary(rows), "", WORST, "",
         "## Captured", "", *_captured(rows), "", "## Failures", "", *_failures(rows), "",
+        "## Captured, and run by the backend too", "", *_both(rows), "",
         "## Not captured", "", *_refused(rows), "", "## Not built", "", *_unbuilt(rows), "",
         "## Built with less, or more", "", *_notes(rows), "",
     ]  # fmt: skip
@@ -102,6 +103,10 @@ def _summary(rows: Sequence[Row]) -> Iterator[str]:
     }
     yield f"- passed by plan: {', '.join(f'{plan} {count}' for plan, count in counts.items())}"
     yield f"- not captured, but run by the backend with parity: {len(by_backend)} of {len(refused)}"
+    both = [row for row in captured if row.backend]
+    if both:
+        by_both = sum(row.run_by_backend for row in both)
+        yield f"- captured, and run by the backend with parity too: {by_both} of {len(both)} that were tried"
 
 
 def _captured(rows: Sequence[Row]) -> Iterator[str]:
@@ -151,6 +156,18 @@ def _refused(rows: Sequence[Row]) -> Iterator[str]:
     yield from (
         f"**{row.name}**: {EXPLAINED[row.name]}" for row in refused if row.name in EXPLAINED
     )
+
+
+def _both(rows: Sequence[Row]) -> Iterator[str]:
+    """What was captured and run by the backend too, with the number of graphs and the worst error."""
+    both = sorted((row for row in rows if row.captured and row.backend), key=lambda r: r.name)
+    if not both:
+        yield "None in this run: `--backend all` runs what is captured too."
+        return
+    yield f"| architecture | {' | '.join(SPLIT_BY_BACKEND)} |"
+    yield "|" + "---|" * (len(SPLIT_BY_BACKEND) + 1)
+    for row in both:
+        yield f"| {row.name} | {' | '.join(_by_backend(row, plan) for plan in SPLIT_BY_BACKEND)} |"
 
 
 def _by_backend(row: Row, plan: str) -> str:

@@ -27,6 +27,19 @@ def test_unify_gives_up_where_neither_divides():
     assert not unify([Atom(2), Atom(3)], [Atom(3), Atom(2)])
 
 
+def test_a_dim_without_elements_stays_apart():
+    class Rotated(nn.Module):
+        """Position is told to the first 8 of 8 columns, and not to the other none."""
+
+        def forward(self, x):
+            turned, rest = torch.split(x, [8, 0], -1)
+            return torch.cat([-turned, rest], -1).sum()
+
+    graph = analyzed(Rotated(), torch.zeros(4, 8))
+    joined = next(op for op in graph.ops if op.name.startswith("cat"))
+    assert graph.tensors[joined.results[0]].dims == ((4,), (8,))
+
+
 def analyzed(model, *args):
     captured = capture_step(model, args, {}, None)
     clean_up(captured.module)

@@ -111,6 +111,14 @@ def test_a_refused_architecture_shows_its_remedy_and_what_the_backend_made_of_it
     assert package not in page
 
 
+def test_what_is_captured_and_run_by_the_backend_has_a_table_of_its_own() -> None:
+    passed = "passed, 2 graphs, error 6e-16"
+    row = Row("gpt2", stage="done", backend={"dp=2": passed, "tp=2": passed})
+    page = markdown([row, Row("bert", stage="done")], 605)
+    assert "| gpt2 | yes, 2 graphs, error 6e-16 | yes, 2 graphs, error 6e-16 |" in page
+    assert "captured, and run by the backend with parity too: 1 of 1 that were tried" in page
+
+
 def test_an_error_is_of_the_worst_gradient_and_one_that_is_missing_counts_as_zeros() -> None:
     expected = {"": torch.tensor(2.0), "a": torch.tensor([1.0, 4.0]), "b": torch.tensor([1e-12])}
     found = {"": torch.tensor(2.0), "a": torch.tensor([1.0, 4.4]), "b": torch.tensor([2e-12])}
@@ -120,7 +128,7 @@ def test_an_error_is_of_the_worst_gradient_and_one_that_is_missing_counts_as_zer
 
 
 def test_time_is_bounded_and_says_where() -> None:
-    rows = list(examined(["vit"], Bounds(0.0, 8 * 10**9), jobs=1, backend=False))
+    rows = list(examined(["vit"], Bounds(0.0, 8 * 10**9), jobs=1, backend="none"))
     assert [row.stopped for row in rows] == ["build took over 0 s"] and not rows[0].captured
 
 
