@@ -22,7 +22,7 @@ demo: $(STAMP)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 1
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 test: lint  ## lint, then run the tests that are not slow
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -31,7 +31,7 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/mypy examples
 
 slow: $(STAMP)  ## run the slow tests too: whole zoo, all recipes
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 bench: $(STAMP)  ## run the benchmarks, one after the other
 	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do \

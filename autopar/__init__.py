@@ -21,6 +21,7 @@ from autopar.errors import (
     SearchError,
     StepError,
 )
+from autopar.forms import register_form
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, Plan
 from autopar.rules.registered import register_rule
 from autopar.runtime.module import CompiledModule
@@ -31,7 +32,7 @@ __all__ = [
     "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "MixedPrecision",
     "ParameterPlan",
     "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError", "VerifyReport", "compile",
-    "explain", "register_rule", "shard_", "verify",
+    "explain", "register_form", "register_rule", "shard_", "verify",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -111,11 +112,13 @@ def compile(
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     stages = StageWishes(schedule, chunks, recompute)
     _refuse_other_wishes(loaded, stages)
+    policy = policy_of(precision, loaded)
+    _warn_of_scaling(policy)
     planner = Planner(
         loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
         memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
         device=_device(model, mesh, device), stages=stages,
-        precision=policy_of(precision, loaded),
+        precision=policy,
     )  # fmt: skip
     settings = Settings(
         micro_batches=_micro_batches(micro_batches, loaded), device=planner.device, device_mesh=planner.device_mesh(),
@@ -138,6 +141,16 @@ def _micro_batches(asked: int | None, plan: Plan | None) -> int | None:
         f"The plan was made for {plan.micro_batches} micro-batches, and compile was given "
         f"micro_batches={asked}; leave it out, or make another plan."
     )
+
+
+def _warn_of_scaling(precision: MixedPrecision | None) -> None:
+    if precision and "float16" in (precision.param_dtype, precision.reduce_dtype):
+        warnings.warn(
+            f"precision={str(precision)!r}: gradients below 6e-8 are zero in float16, and `step` does not scale "
+            "the loss. Let loss_fn multiply it by a scale of torch.amp.GradScaler, as docs/precision.md "
+            "shows, or take bf16.",
+            stacklevel=3,
+        )
 
 
 def _refuse_other_wishes(plan: Plan | None, wishes: StageWishes) -> None:

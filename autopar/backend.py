@@ -88,7 +88,7 @@ class Options:
         if unknown:
             raise AutoparError(
                 f"The backend autopar has no option {unknown[0]!r}; it takes "
-                f"{', '.join(cls.__dataclass_fields__)}."
+                f"{', '.join(cls.__dataclass_fields__)}. Other settings are those of autopar.compile."
             )
         return cls(**options)
 
@@ -145,13 +145,32 @@ def _refuse_distributed(
 ) -> None:
     placeholders = module.graph.find_nodes(op="placeholder")
     for node, name, x in zip(placeholders, names, arguments, strict=True):
-        if isinstance(x, DTensor) and any(
-            user.target is not whole_parameter for user in node.users
-        ):
+        if isinstance(x, DTensor) and not _is_read_whole(node):
             raise AutoparError(
                 f"{name} is a DTensor of placements {x.placements}, and the backend takes plain tensors "
                 "and the parameters that autopar.shard_ has cut."
             )
+
+
+def _is_read_whole(node: fx.Node) -> bool:
+    """Whether all that uses an argument is `whole_parameter`, also in the bodies that it is passed to."""
+    return all(
+        user.target is whole_parameter or (inside and all(map(_is_read_whole, inside)))
+        for user in node.users
+        for inside in [_arguments_of_bodies(user, node)]
+    )
+
+
+def _arguments_of_bodies(call: fx.Node, given: fx.Node) -> list[fx.Node]:
+    """What `given` is in the graphs that a call, such as that of a checkpointed block, takes and runs."""
+    bodies = [x for x in call.args if isinstance(x, fx.Node) and x.op == "get_attr"]
+    found = []
+    for body in (getattr(call.graph.owning_module, str(x.target)) for x in bodies):
+        if isinstance(body, fx.GraphModule):
+            operands = [x for x in call.args if x not in bodies]
+            pairs = zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
+            found += [inner for inner, outer in pairs if outer is given]
+    return found
 
 
 # --- one graph of dynamo

@@ -12,7 +12,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from autopar import _torch
 from autopar.casts import absorb_casts, call_cast, dtype_of
 from autopar.errors import CaptureError, StepError
 from autopar.forgotten import watching
+from autopar.forms import capturable
 from autopar.ir import MixedPrecision
 
 aten = torch.ops.aten
@@ -55,6 +56,7 @@ class Captured:
         stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
         differentiable: placeholders of inputs that take a gradient.
         whole_outputs: whether the results are to be whole on every rank.
+        forms: a line for every class of modules that was captured in another form (`autopar.forms`).
     """
 
     module: fx.GraphModule
@@ -74,6 +76,7 @@ class Captured:
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
     differentiable: frozenset[str] = frozenset()
     whole_outputs: bool = False
+    forms: tuple[str, ...] = ()
 
     def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
         """The format in which the gradient of a parameter, used in the format `used`, is added up."""
@@ -237,8 +240,9 @@ def _capture(
     args, kwargs = pytree.tree_map(
         lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
     )
-    exported = _export(wrapper, args, kwargs)
-    return _describe(exported, wrapper, args, kwargs, is_step)
+    with capturable(wrapper, wrapper, args, kwargs) as forms:
+        exported = _export(wrapper, args, kwargs)
+    return replace(_describe(exported, wrapper, args, kwargs, is_step), forms=forms)
 
 
 def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import Restorer, empty_like, read_state, ties
@@ -54,7 +55,8 @@ def save_checkpoint(
 
     Args:
         path: a folder for this checkpoint alone.
-        model: a compiled module that has its plan, or any module.
+        model: a compiled module that has its plan, or any module; of what `torch.compile` gave, the
+            module inside.
         optimizer: of the model's parameters.
         extra: small values to have back from `load_checkpoint`: numbers, text, lists, dicts, tensors
             (`step=7, scheduler=scheduler.state_dict()`). Those of the first rank are kept.
@@ -63,7 +65,7 @@ def save_checkpoint(
     reason; PlanError for a compiled module without a plan; PeerError if another rank died or hangs.
     """
     folder = Path(path).resolve()
-    partial = _beside(folder, "partial")
+    partial, model = _beside(folder, "partial"), _torch.uncompiled(model)
     ranks = Together(f"Saving {folder}")
     tensors, notes = ranks.each(lambda: _collect(model, optimizer, extra))
     ranks.first_alone(lambda: _clear(folder, partial))
@@ -89,7 +91,7 @@ def load_checkpoint(
     naming what differs; PlanError for a compiled module without a plan; PeerError if another rank
     died or hangs.
     """
-    ranks = Together(f"Loading {path}")
+    ranks, model = Together(f"Loading {path}"), _torch.uncompiled(model)
     loading = ranks.each(lambda: _Loading.begin(Path(path).resolve(), model, optimizer))
     _refuse_unknown(ranks.everyones(loading.unknown()), path)
     reader = dcp.HuggingFaceStorageReader(str(loading.folder))

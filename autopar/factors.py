@@ -26,6 +26,7 @@ from autopar.ir import (
     UNSPLIT,
     VARIED,
     Choice,
+    Collective,
     Factor,
     Graph,
     Leaf,
@@ -87,6 +88,10 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
             (a if large is x else b).append(rest)
         else:
             return False
+    if any(
+        atom.size == 0 for atom in (*a, *b)
+    ):  # a dim without elements, which some rule takes for one
+        return False
     assert not a and not b, "unify needs lists of the same total size"
     return True
 
@@ -318,7 +323,16 @@ class _Analyzer:
             has_rule=self.with_rule[node.name],
             work=works(spec, lambda letter: self._leaves(node.name, letter)),
             hidden=hidden,
+            collectives=tuple(self._collectives(node.name, spec)),
         )
+
+    def _collectives(self, node: str, spec: Spec) -> Iterable[Collective]:
+        for each in spec.collectives:
+            over = (leaf for letter in each.over for leaf in self._leaves(node, letter))
+            yield Collective(
+                frozenset(leaf.label for leaf in over), each.forward, each.backward, each.itemsize_bytes,
+                tuple(leaf for letter in each.letters for leaf in self._leaves(node, letter)),
+            )  # fmt: skip
 
     def _leaves(self, node: str, letter: str) -> tuple[Leaf, ...]:
         atom = self.letters[node][letter]
@@ -382,6 +396,7 @@ class _Analyzer:
             ),
             leaf.size,
             self.factor_names[id(leaf)],
+            spec.stretch.get(letter, 1.0),
         )
 
 

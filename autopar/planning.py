@@ -32,8 +32,8 @@ from autopar.ir import (
 from autopar.ir.recompute import RecomputeWish, check_wish
 from autopar.passes import clean_up
 from autopar.search import RecipeLike, search
-from autopar.search.blocks import has_blocks
-from autopar.search.notes import undivided_lines
+from autopar.search.blocks import count_repeating, has_blocks
+from autopar.search.notes import format_count, undivided_lines
 from autopar.search.pipeline import search_pipeline, search_pipeline_mesh, seconds_of_one_stage
 from autopar.search.search import search_with_cost
 
@@ -151,8 +151,8 @@ def make_plan(
         captured_micro_batches: how many of the captured batch make a step; by default `micro_batches`.
         stages: what is asked of a pipeline and of recomputation.
 
-    Raises MeshError, RecipeError or SearchError where none can be, and PlanError for recomputation where
-    no block can run again.
+    Raises MeshError, RecipeError or SearchError where none can be, and PlanError for recomputation of
+    more blocks than can run again.
     """
     graph = prepared.analysis.graph
     settings: dict[str, Any] = {
@@ -163,6 +163,8 @@ def make_plan(
         **settings, "hardware": _issuing(hardware), **asdict(stages), "micro_batches": micro_batches,
         "captured_micro_batches": captured_micro_batches or micro_batches or 1,
     }  # fmt: skip
+    if fixed_storage is None:
+        _refuse_more_blocks(graph, stages.recompute)
     if mesh is None:
         assert world_size is not None and not fixed_storage, "a searched mesh needs a world size"
         return _finished(search_pipeline_mesh(graph, world_size, **outer).plan, graph)
@@ -185,6 +187,17 @@ def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
         raise PlanError(
             f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "
             "none takes a parameter, or layers were left out of the graph. Leave recompute out."
+        )
+
+
+def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
+    if not isinstance(recompute, int) or not has_blocks(graph):
+        return
+    count = count_repeating(graph)
+    if recompute > count:
+        raise PlanError(
+            f"recompute={recompute} was asked for, and the model has {format_count(count, 'block')} that can "
+            f"run again: ask for {count} of every stage at most, or for 'full', which is all of them."
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -208,18 +208,35 @@ def _replace(
             key = (type(module), tuple(own))
             classes[key] = classes.get(key) or _reading_whole(*key)
             module.__class__ = classes[key]
+            module.register_load_state_dict_pre_hook(_cut_whole)
 
 
 @torch.no_grad()
-def _sharded(parameter: nn.Parameter, layout: Layout, world: World) -> nn.Parameter:
+def _sharded(parameter: Tensor, layout: Layout, world: World) -> nn.Parameter:
     if world.device_mesh is None:
-        return parameter
+        return cast(nn.Parameter, parameter)
     # A DTensor cuts a dim, whatever its factors: into the same chunks.
     layout = tuple(S(state.dim) if state.kind == "S" else R for state in layout)
     dims = tuple((size,) for size in parameter.shape)
     own = shard(parameter, dims, layout, world.mesh, world.rank).contiguous().clone()
     stored = _torch.dtensor(own, world.device_mesh, placements(layout), tuple(parameter.shape))
     return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+
+
+def _cut_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Cuts the whole parameters of a state dict as those of the module lie, before they are loaded.
+
+    So `load_state_dict` takes what one device saved, and with `assign=True`, too, leaves shards.
+    """
+    named: Mapping[str, Tensor | None] = module._parameters
+    for name, own in named.items():
+        given = state_dict.get(prefix + name)
+        if not isinstance(own, DTensor) or not isinstance(given, Tensor):
+            continue
+        if not isinstance(given, DTensor) and given.shape == own.shape:
+            mesh, dims = mesh_of(own), tuple((size,) for size in own.shape)
+            layout, world = layout_of(own, dims, mesh), world_of(mesh, own.device)
+            state_dict[prefix + name] = _sharded(given.to(own.device), layout, world)
 
 
 def _reading_whole(kind: type, names: tuple[str, ...]) -> type:

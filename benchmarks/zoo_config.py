@@ -2,9 +2,9 @@
 
 `shrink` names the sizes that make a model small and leaves all else to the configuration class: two layers,
 hidden size 64, ids below 128, images of `(3, 32, 32)`. What the names of sizes do not tell is how they hang
-together, so there are four degrees: where a small configuration does not hold together, a trimmed one shortens
-the lists with an entry for each layer too, a shallow one keeps the widths of the default and has two layers, and
-an own one is the default as it is.
+together, so there are five degrees: where a small configuration does not hold together, a trimmed one shortens
+the lists with an entry for each layer too, a shallow one keeps the widths of the default and has two layers, an
+own one is the default as it is, and a filled one is a trimmed one with the sizes that the default leaves open.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from zoo_models import VOCAB, without_dropout
+from zoo_overrides import OVERRIDES, Entries
 
 IMAGE, MEL, CLASSES, LAYERS = 32, 16, 2, 2
 FIRST_WORD, FIRST_SPECIAL = 10, 64  # ids of words lie between these two, special ones above
-SMALL, TRIMMED, SHALLOW, OWN = DEGREES = ("small", "trimmed", "shallow", "own")
-NARROW = (SMALL, TRIMMED)
+SMALL, TRIMMED, SHALLOW, OWN, FILLED = DEGREES = ("small", "trimmed", "shallow", "own", "filled")
+NARROW = (SMALL, TRIMMED, FILLED)
 
 # (what a name is, the size it may have at most); the first that matches counts. What repeats:
 REPEATS: tuple[tuple[str, int], ...] = (
@@ -60,6 +61,11 @@ WIDE: tuple[tuple[str, int], ...] = (
     (r"window_size|num_conv_pos_embeddings", 4),
     (r"conv_depthwise_kernel_size|conv_kernel_size", 5),
 )  # fmt: skip
+# What a default leaves open, and the model needs:
+OPEN: Mapping[str, int] = {
+    "vocab_size": VOCAB, "pad_token_id": 0, "num_key_value_heads": 2, "head_dim": 16,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "sliding_window": 8,
+}  # fmt: skip
 WIDTHS = re.compile(r"hidden_sizes|embed_dims?|.*channels|.*hidden_sizes|conv_dim|tdnn_dim|key_dim")
 ONES = re.compile(r"depths|stage_numb_of_layers|stage_num_blocks|num_block_repeats|.*_per_stack")
 OFF = ("mask_time_prob", "mask_feature_prob", "layerdrop", "apply_spec_augment", "use_cache",
@@ -73,29 +79,6 @@ RESNET: Mapping[str, Any] = {
     "depths": [1, 1, 1, 1], "layer_type": "basic",
 }  # fmt: skip
 
-SHALLOW_SWIN: Mapping[str, Any] = {
-    "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 4, "out_indices": [2],
-}  # fmt: skip
-
-# What the names do not tell.
-OVERRIDES: Mapping[str, Mapping[str, Any]] = {
-    # a window is no wider than the grid of its stage
-    **{key: SHALLOW_SWIN for key in ("swin", "swinv2", "donut-swin")},
-    "mobilebert": {"intra_bottleneck_size": 64},
-    "xmod": {"default_language": "en_XX"},
-    **{
-        key: {
-            "prediction_length": 4,
-            "context_length": 8,
-            "lags_sequence": [1, 2],
-            "num_time_features": 1,
-        }
-        for key in ("autoformer", "informer", "time_series_transformer")
-    },
-    "longt5": {"local_radius": 4, "global_block_size": 4},
-}
-
-
 # Attention that has as many key as query heads, whatever its configuration says.
 UNGROUPED = ("esmc", "nemotron3_diarization_audio", "nemotron3_5_transcribe_asr_audio")
 
@@ -104,8 +87,16 @@ def shrink(name: str, degree: str = SMALL) -> Any:
     """The configuration of one architecture. Raises what its class does where sizes do not fit."""
     default = CONFIG_MAPPING[name]()
     changes = _changes(default, degree, {})
-    changes.update(OVERRIDES.get(name, {}))
-    return without_dropout(type(default)(**changes))
+    return without_dropout(type(default)(**_merged(changes, OVERRIDES.get(name, {}))))
+
+
+def _merged(changes: Entries, others: Entries) -> dict[str, Any]:
+    """`changes` with `others` in their place, part by part."""
+    merged = dict(changes)
+    for key, value in others.items():
+        parts = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if parts else value
+    return merged
 
 
 def _changes(config: PreTrainedConfig, degree: str, ids: dict[int, int]) -> dict[str, Any]:
@@ -125,6 +116,8 @@ def _entry(key: str, value: Any, config: PreTrainedConfig, degree: str, ids: dic
         return type(value)(0)
     if degree == OWN:
         return None
+    if value is None and degree == FILLED:
+        return OPEN.get(key)
     if key == "rope_parameters" and "rope_theta" in (value or {}) and degree in NARROW:
         return {**value, "mrope_section": _sections(value.get("partial_rotary_factor", 1.0))}
     if key == "per_layer_config" and value:
@@ -161,7 +154,11 @@ def _layers(
 def _size(key: str, value: Any, config: PreTrainedConfig, degree: str, ids: dict[int, int]) -> Any:
     if key == "out_indices" and hasattr(config, "depths"):
         return list(value)  # stages that the whole takes of a backbone
-    if degree == TRIMMED and isinstance(value, (list, tuple)) and len(value) == _depth(config):
+    if (
+        degree in (TRIMMED, FILLED)
+        and isinstance(value, (list, tuple))
+        and len(value) == _depth(config)
+    ):
         return (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]  # one of each kind
     if SPECIAL.fullmatch(key):
         return _small_ids(value, ids)
@@ -181,7 +178,7 @@ def _depth(config: PreTrainedConfig) -> int:
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:
-    every = hasattr(config, "kv_lora_rank") or config.model_type in UNGROUPED
+    every = "kv_lora_rank" in config.to_dict() or config.model_type in UNGROUPED
     return 4 if every else 2
 
 

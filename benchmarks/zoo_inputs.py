@@ -60,7 +60,10 @@ def _mel(config: Any) -> list[Tensor]:
              "input_dim", "n_mels", "input_size")  # fmt: skip
     bins = next((size for key in names if (size := setting(config, key, 0))), MEL)
     frames = 2 * setting(config, "max_source_positions", FRAMES // 2)
+    side = setting(config, "spec_size", 0)  # of the picture that a spectrogram is folded into
+    folded = [torch.randn(BATCH, 1, side * side // bins, bins)] if side else []
     return [
+        *folded,
         torch.randn(BATCH, bins, frames),
         torch.randn(BATCH, FRAMES, bins),
         torch.randn(BATCH, FRAMES, 2 * bins),
@@ -126,6 +129,21 @@ def _places(config: Any) -> list[Tensor]:
     return [torch.stack([place % GRID, place // GRID], -1).repeat(BATCH, 1, 1)]
 
 
+def _prompt(config: Any) -> list[Tensor]:
+    """Another image, of shape `(batch, channels, height, width)`."""
+    return [torch.randn(BATCH, setting(config, "num_channels", 3), IMAGE, IMAGE)]
+
+
+def _image_places(config: Any) -> list[Tensor]:
+    """Which words stand for the image: as many as it has latents, of shape `(batch, sequence)`."""
+    return [(torch.arange(SEQ) < setting(config, "latent_query_num", 0)).repeat(BATCH, 1)]
+
+
+def _task(config: Any) -> list[Tensor]:
+    """The ids of the words of a task, as numbers, of shape `(batch, words)`."""
+    return [torch.rand(BATCH, setting(config, "task_seq_len", SEQ))]
+
+
 def _ones(*shape: int, dtype: torch.dtype = torch.long) -> Draw:
     return lambda config: [torch.ones(shape, dtype=dtype)]
 
@@ -162,6 +180,12 @@ DRAWS: Mapping[str, Draw] = {
     "spatial_shapes": lambda c: [torch.tensor([[GRID, GRID]] * BATCH)],
     "pixel_attention_mask": _ones(BATCH, GRID * GRID),
     "pixel_position_ids": _places,
+    "inputs": _words,
+    "prompt_pixel_values": _prompt,
+    "prompt_masks": _prompt,
+    "task_inputs": _task,
+    "image_embeds_position_mask": _image_places,
+    "image_attention_mask": _ones(BATCH, SEQ, 2),
 }
 ALWAYS = ("bbox", "visual_feats", "visual_pos")  # given wherever forward takes them
 MODALITIES = ("input_ids", "pixel_values", "input_features", "input_values")

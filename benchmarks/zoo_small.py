@@ -39,13 +39,20 @@ class Step(nn.Module):
         super().__init__()
         self.model = model
         self.inputs = inputs
+        self.finite: tuple[int, ...] = ()  # the outputs that count
 
     def outputs(self, *args: Tensor) -> Any:
         return self.model(**dict(zip(self.inputs, args, strict=True)))
 
     def draw_targets(self, *args: Tensor) -> None:
-        """A target for every output, the same for all rows of a batch."""
-        for i, value in enumerate(_floating(self.outputs(*args))):
+        """A target for every finite output, the same for all rows of a batch.
+
+        Logits of what is masked are minus infinity.
+        """
+        found = _floating(self.outputs(*args))
+        self.finite = tuple(i for i, value in enumerate(found) if value.isfinite().all())
+        for i in self.finite:
+            value = found[i]
             rows = value.shape[0] if value.ndim else 1
             shape = value.shape[1:] if rows == BATCH else value.shape
             self.register_buffer(f"target{i}", torch.randn(shape, dtype=value.dtype))
@@ -56,8 +63,8 @@ class Step(nn.Module):
             return output["loss"]
         values = _floating(output)
         losses = [
-            (v - getattr(self, f"target{i}")).square().mean().to(torch.float64)
-            for i, v in enumerate(values)
+            (values[i] - getattr(self, f"target{i}")).square().mean().to(torch.float64)
+            for i in self.finite
         ]
         return torch.stack(losses).sum()
 
@@ -187,6 +194,9 @@ def _built(model_class: Any, config: Any, dtype: torch.dtype, seed: int) -> nn.M
     torch.manual_seed(seed)
     model = model_class(config).to(dtype)
     perturb_constants(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # whose probability is not in the configuration
+            module.p = 0.0
     return model.train()
 
 
@@ -226,6 +236,8 @@ def _classes(config: Any) -> Iterator[tuple[type, bool]]:
             break
     if type(config) in modeling_auto.MODEL_MAPPING:
         yield _one(modeling_auto.MODEL_MAPPING[type(config)]), False
+    if type(config) in modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING:
+        yield _one(modeling_auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING[type(config)]), False
 
 
 def _one(found: Any) -> type:

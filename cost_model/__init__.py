@@ -14,7 +14,12 @@ from autopar.cost_model.catalogue import (
     find_hardware,
 )
 from autopar.cost_model.cluster import Cluster, find_cluster
-from autopar.cost_model.collectives import Seconds, collective_seconds, conversion_seconds
+from autopar.cost_model.collectives import (
+    Seconds,
+    collective_seconds,
+    conversion_seconds,
+    own_seconds,
+)
 from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.hardware import Hardware, Source
 from autopar.cost_model.hardware_toml import read_hardware, save_hardware
@@ -28,6 +33,6 @@ __all__ = [
     "A100", "CPU_GLOO", "Cluster", "Cost", "H100", "HARDWARE", "Hardware", "Link",
     "ParameterBytes", "SavedTensors", "Seconds", "Sizes", "Source", "axis_link", "canonical_gpu",
     "collective_seconds", "conversion_seconds", "find_cluster", "find_hardware", "keeps",
-    "op_seconds", "parameter_bytes", "per_step_seconds", "price", "read_hardware",
+    "op_seconds", "own_seconds", "parameter_bytes", "per_step_seconds", "price", "read_hardware",
     "save_hardware", "Unruled", "unruled", "use_seconds",
 ]  # fmt: skip

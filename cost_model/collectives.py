@@ -21,13 +21,13 @@ An unknown name is an error, never zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Layout, Step, Tensor, steps
+from autopar.ir import Labels, Layout, Op, Step, Tensor, steps
 
 
 class Seconds(NamedTuple):
@@ -179,6 +179,35 @@ def conversion_seconds(
                 bucketed,
             )  # fmt: skip
         before = after
+    return Seconds(forward, backward)
+
+
+def own_collectives(
+    op: Op, labels: Labels, sizes: Sizes
+) -> Iterator[tuple[int, str, str, Quantity, Quantity]]:
+    """What the parts of `op` send each other inside it, of every collective: the axis, its name in
+    forward and in backward ("" for none), and the bytes that a rank holds before and after the forward.
+    """
+    for each in op.collectives:
+        before = each.itemsize_bytes * sizes.extent(each.leaves, labels)
+        for axis, label in enumerate(labels):
+            if label in each.labels:
+                grown = sizes.axis(axis) if each.forward == "all_gather" else 1
+                yield axis, each.forward, each.backward, before, before * grown
+
+
+def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> Seconds:
+    """Seconds of the collectives that `op` runs itself; conversions of its operands are not among them."""
+    forward = backward = 0.0
+    for axis, name, back, before, after in own_collectives(op, labels, sizes):
+        link, ranks = hardware.link(sizes.mesh, axis), sizes.axis(axis)
+        forward += collective_seconds(
+            name, before_bytes=before, after_bytes=after, ranks=ranks, link=link, hardware=hardware
+        )
+        if back:
+            backward += collective_seconds(
+                back, before_bytes=after, after_bytes=before, ranks=ranks, link=link, hardware=hardware
+            )  # fmt: skip
     return Seconds(forward, backward)
 
 

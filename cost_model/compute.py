@@ -3,7 +3,8 @@
     product      launch + max(flops / (peak * efficiency(rows, columns, inner)), bytes / bandwidth)
     other        launch + max(flops / peak, bytes / bandwidth)
 
-`flops` and `bytes` are what the rank itself computes, reads and writes. The backward of a matrix
+`flops` and `bytes` are what the rank itself computes, reads and writes, all parts alike; where a split op
+computes more than its share (`Choice.stretch`), flops are those of the slowest part. The backward of a matrix
 product is two products of the same size, one per operand that needs a gradient; the backward of any
 other op reads and writes about what its forward did (Kaplan et al. 2020, section 2.1: 2N forward
 and 4N backward).
@@ -13,6 +14,7 @@ The formulas work on numbers and on symbols alike, see `autopar.cost_model.arith
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -85,7 +87,8 @@ def _arithmetic_seconds(
     op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes, hardware: Hardware
 ) -> Quantity:
     peak = hardware.flops_per_second(itemsize_bytes(op, tensors))
-    return sum(
+    stretch = math.prod(op.choice(label).stretch for label in {*labels})
+    return stretch * sum(
         sizes.flops(op, work, labels) / (peak * efficiency(op, work, labels, sizes, hardware))
         for work in works(op)
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.cost_model.arith import Quantity, larger, smaller
-from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
+from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, own_collectives
 from autopar.cost_model.compute import OpPrice, inner_tensors, memory_seconds
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
@@ -166,6 +166,7 @@ class Pricer:
         """What a step does."""
         for op in self.graph.ops:
             yield from self._compute(op)
+            yield from self._own_collectives(op)
         yield from self._conversions()
         for name in self.graph.parameters:
             yield from self._between_steps(name)
@@ -214,6 +215,22 @@ class Pricer:
                 yield Item(
                     name, op.kind, COMPUTE, phase, region, count * part.passes,  # type: ignore[arg-type]
                     part.seconds, part.traffic_bytes, part.flops, kernels, of=op.name,
+                )  # fmt: skip
+
+    def _own_collectives(self, op: Op) -> Iterator[Item]:
+        """What the parts of an op send each other inside it."""
+        region, count = self._place(op.name, op.module)
+        title = f"inside {_leaf(op.module)} {op.kind.removeprefix('aten.')}".replace("  ", " ")
+        for axis, forward, backward, before, after in own_collectives(
+            op, self.plan.ops[op.name], self.sizes
+        ):
+            yield self._item(
+                title, forward, axis, "forward", region, count, before, after, "activation", of=op.name
+            )  # fmt: skip
+            if backward:
+                yield self._item(
+                    title, backward, axis, "backward", region, count, after, before, "activation",
+                    of=op.name,
                 )  # fmt: skip
 
     # --- conversions

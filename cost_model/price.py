@@ -1,6 +1,6 @@
 """The price of a whole plan, node by node: the oracle that the search must agree with.
 
-    seconds of a step = micro-batches * (every op + every conversion in the graph)
+    seconds of a step = micro-batches * (every op, its own collectives, every conversion in the graph)
                         + every parameter's way from storage to use and its gradient's way back
 
 Nothing overlaps with anything here. The graph is captured at the size of one micro-batch. A value
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.cost_model.collectives import Seconds, communicates, conversion_seconds
+from autopar.cost_model.collectives import Seconds, communicates, conversion_seconds, own_seconds
 from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware
@@ -34,7 +34,8 @@ class Cost:
 
     Attributes:
         compute_seconds: ops, forward and backward.
-        conversion_seconds: conversions of activations and their gradients.
+        conversion_seconds: conversions of activations and their gradients, and what the parts of an op
+            send each other inside it.
         parameter_seconds: conversions of parameters and their gradients.
         parameter_bytes, gradient_bytes, optimizer_bytes, saved_bytes, buffer_bytes: see
             `autopar.cost_model.memory`.
@@ -72,7 +73,7 @@ def price(graph: Graph, plan: Plan, hardware: Hardware) -> Cost:
     ]
     return Cost(
         compute_seconds=plan.micro_batches * pricer.compute_seconds(),
-        conversion_seconds=plan.micro_batches * in_graph.activations,
+        conversion_seconds=plan.micro_batches * (in_graph.activations + pricer.own_seconds()),
         parameter_seconds=plan.micro_batches * in_graph.parameters
         + sum(
             graph.stands_for.get(name, 1) * pricer.per_step_seconds(name)
@@ -144,6 +145,15 @@ class _Pricer:
                 self.graph.tensors,
                 sizes=self.sizes,
                 hardware=self.hardware,
+            ).total
+            for op in self.graph.ops
+        )
+
+    def own_seconds(self) -> float:
+        return sum(
+            self.count(op.name)
+            * own_seconds(
+                op, self.plan.ops[op.name], sizes=self.sizes, hardware=self.hardware
             ).total
             for op in self.graph.ops
         )

@@ -18,7 +18,7 @@ from torch import fx, nn
 from autopar.passes.retarget import is_collective
 
 _RESHAPE = torch.ops.aten.reshape.default
-_MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def find_entries(module: fx.GraphModule, parameters: int) -> list[Chain]:
 
     def only_back(chain: Chain) -> bool:
         calls = [node for node in chain.nodes if is_collective(node)]
-        moves_there = any(_name(node) in _MOVING for node in calls)
-        return not moves_there and any(node.args[4] in _MOVING for node in calls)
+        moves_there = any(_name(node) in MOVING for node in calls)
+        return not moves_there and any(node.args[4] in MOVING for node in calls)
 
     return _by_first_use(module, parameters, only_back)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -193,8 +194,12 @@ def _run(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     kwargs = {k: torch.device("cpu") if k == "device" else v for k, v in kwargs.items()}
     assert callable(node.target), node.target
-    found: Tensor = node.target(*args, **kwargs)
-    return found
+    if node.target is not aten.histc.default:
+        return node.target(*args, **kwargs)
+    # A graph that is traced for a GPU or without a device counts integers, which the CPU does not.
+    x, *bins = cast(tuple[Any, ...], args)
+    found: Tensor = aten.histc.default(x.double(), *bins, **kwargs)
+    return found.to(x.dtype)
 
 
 def _replace(graph: fx.Graph, layer: _Layer) -> None:

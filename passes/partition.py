@@ -27,6 +27,8 @@ from autopar.ir import (
     operand_layouts,
     result_layouts,
 )
+from autopar.passes.group_gathers import MOVING
+from autopar.passes.retarget import is_collective
 from autopar.rules.spec import tensor_operands
 from autopar.runtime import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 
@@ -173,9 +175,19 @@ class _LocalCall:
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self._owner.call(target, args, kwargs)
+        assert self._is_stated(new), f"the rule of {self.node.format_node()} states no {new}"
         kept = ("nn_module_stack", "stack_trace")
         new.meta |= {key: self.node.meta[key] for key in kept if key in self.node.meta}
         return new
+
+    def _is_stated(self, new: fx.Node) -> bool:
+        """Whether the rule says that the op sends this: a collective that nobody states has no price."""
+        name = new.target._schema.name.split("::")[1] if is_collective(new) else ""  # type: ignore[union-attr]
+        if name not in MOVING:
+            return True
+        axis = self._owner.mesh.names.index(new.args[3])
+        own = self._owner.analysis.graph.by_name[self.node.name].collectives
+        return any(name == each.forward and self._labels[axis] in each.labels for each in own)
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]

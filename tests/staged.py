@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import copy
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -43,6 +45,33 @@ def with_stages(
     return replace(plan, pipeline=pipeline)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step to capture; two are equal whose captures are."""
+
+    key: Hashable
+    model: nn.Module = field(compare=False)
+    batch: Sequence[Any] = field(compare=False)
+    loss_fn: Any = field(compare=False)
+
+
+@functools.cache
+def _prepared(step: _Step) -> Prepared:
+    # A copy: a capture leaves weak references on what it saw.
+    return prepare_step(copy.deepcopy(step.model), step.batch, loss_fn=step.loss_fn)
+
+
+def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepared:
+    """The analyzed step, captured once in a process for all models of this text, parameters and shapes.
+
+    For plans alone: were two models wrongly taken for one, `compile` would refuse the plan by its fingerprint.
+    """
+    named = [*model.named_parameters(), *model.named_buffers(), *enumerate(batch)]
+    kinds = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in named)
+    key = (type(model), repr(model), model.training, loss_fn, kinds)
+    return _prepared(_Step(key, model, batch, loss_fn))
+
+
 def plan_for(
     model: nn.Module,
     batch: Sequence[Any],
@@ -55,6 +84,6 @@ def plan_for(
 ) -> Plan:
     """A plan for a global batch, cut between blocks."""
     part = tuple(x[: len(x) // micro_batches] for x in batch)
-    prepared = prepare_step(model, part, loss_fn=loss_fn)
+    prepared = prepared_once(model, part, loss_fn)
     pipeline = pipeline_of(prepared.analysis.graph, schedule, ranks)
     return with_stages(prepared, pipeline, micro_batches, mesh, recipe)

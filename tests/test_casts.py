@@ -108,6 +108,25 @@ def test_a_plan_brings_its_policy_and_refuses_another():
         autopar.compile(nn.Linear(8, 8), loss_fn=loss_fn, plan=made.plan, precision="fp16")
 
 
+def small(result: torch.Tensor, target: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (result.float() - target).square().mean() * 1e-8 * scale
+
+
+def test_a_scale_keeps_gradients_of_float16():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 8), torch.randn(4, 8), torch.randn(4, 8)
+    expected = torch.autograd.grad(small(model(x), y, torch.tensor(1.0)), model.weight)[0]
+    with pytest.warns(UserWarning, match="below 6e-8 are zero in float16"):
+        model = autopar.compile(model, loss_fn=small, precision="fp16")
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    model.step(x, y, torch.tensor(1.0))
+    assert not model.weight.grad.any()
+    model.weight.grad = None
+    model.step(x, y, scaler.scale(torch.tensor(1.0)))
+    scaler.unscale_(optimizer)
+    assert torch.allclose(model.weight.grad, expected, rtol=0.05, atol=1e-12)
+
+
 def test_a_gradient_accumulates_in_the_format_that_its_leaf_names():
     """What the runtime builds on: `Tensor.grad_dtype`."""
     leaf = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)

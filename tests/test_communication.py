@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.cost_model.items import COMPUTE
 
 RANKS, BATCH, SEQ, WIDTH, INNER = 4, 8, 16, 32, 64
 FLOAT = 4  # bytes
@@ -146,3 +147,87 @@ def test_sequence_parallel_scatters_and_gathers_instead():
         "all_gather": 4 * STREAM, "reduce_scatter": 4 * STREAM, "all_reduce": 2 * NORM + SCALAR,
     }  # fmt: skip
     assert found.number == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 2}
+
+
+# --- collectives inside an op, against what the explanation says that they send
+
+VOCABULARY, CHANNELS = 64, 24
+TOKENS = BATCH * SEQ * FLOAT  # one number for every token
+MOMENTS = 2 * CHANNELS * FLOAT  # mean and variance of every channel
+
+
+class Head(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, VOCABULARY, bias=False)
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv1d(SEQ, CHANNELS, 3, padding=1), nn.BatchNorm1d(CHANNELS))
+
+
+def likelihood(y, target, weight=None):
+    return F.cross_entropy(y.flatten(0, 1), target.flatten(), weight)
+
+
+def weighted(y, target):
+    return likelihood(y, target, torch.arange(1.0, VOCABULARY + 1))
+
+
+def of_a_step(model, batch, loss, mesh, pins):
+    """What a step sends, counted and priced, and by axis and title what ops send inside themselves."""
+    compiled = autopar.compile(model, example_inputs=batch, loss_fn=loss, mesh=mesh, pins=pins)
+    compiled.step(*batch)
+    compiled.zero_grad()
+    with Counted() as counted:
+        compiled.step(*batch)
+    explained, priced, inside = compiled.explain(), Counter(), {}
+    for item in explained.step.items:
+        if item.resource != COMPUTE:
+            larger = item.traffic_bytes * item.ranks / (item.ranks - 1)
+            priced[item.kind] += item.count * larger / (2 if item.kind == "all_reduce" else 1)
+    for axis in explained.traffic.parts:
+        inside |= {(axis.name[-1], p.name): p.value for p in axis.parts if " inside " in p.name}
+    return counted.bytes, priced, inside
+
+
+LOSSES = {
+    # every rank's largest logit of every token, and the sum of exponentials
+    "four": ({"x": 4}, "n1@x", likelihood, {("x", "all_gather"): 3 * TOKENS, ("x", "all_reduce"): 1.5 * TOKENS}),
+    # half of the tokens on a rank, and along their axis the number of those that count, of 8 bytes
+    "two": (
+        {"a": 2, "x": 2}, "n0.0@a n1@x", likelihood,
+        {("x", "all_gather"): TOKENS / 2, ("x", "all_reduce"): TOKENS / 2, ("a", "all_reduce"): 8},
+    ),
+    # with class weights the sum runs again in backward, and the sum of the weights is one over classes too
+    "weights": (
+        {"x": 4}, "n1@x", weighted,
+        {("x", "all_gather"): 3 * TOKENS, ("x", "all_reduce"): 2 * 1.5 * TOKENS + 1.5 * SCALAR},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_over_split_classes_sends_what_it_is_priced_for(case):
+    mesh, labels, loss, expected = LOSSES[case]
+    batch = torch.randn(BATCH, SEQ, WIDTH), torch.randint(VOCABULARY, (BATCH, SEQ))
+    counted, priced, inside = of_a_step(Head(), batch, loss, mesh, {"cross_entropy*": labels})
+    assert priced == counted
+    assert inside == {
+        (a, f"{kind} inside cross_entropy_loss"): n for (a, kind), n in expected.items()
+    }
+
+
+@pytest.mark.parametrize("axes", [{"x": 4}, {"a": 2, "x": 2}])
+def test_batch_statistics_send_what_they_are_priced_for(axes):
+    labels = " ".join(f"d0@{axis}" for axis in axes)
+    counted, priced, inside = of_a_step(
+        Normed(), (torch.randn(BATCH, SEQ, WIDTH),), loss_fn, axes, {"*batch_norm*": labels}
+    )
+    assert priced == counted
+    # in forward all have the moments of all, in backward all add up the gradients of theirs
+    titles = (
+        f"{kind} inside _native_batch_norm_legit_functional"
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    assert inside == {(a, title): (n - 1) * MOMENTS for title in titles for a, n in axes.items()}

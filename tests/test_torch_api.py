@@ -135,6 +135,33 @@ def test_a_backend_compiles_a_graph_for_arguments_like_these(backend):
     )
 
 
+def test_a_missing_compiler_is_told(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    assert "no-such-compiler" in _torch.missing_cpp_compiler()
+
+
+def test_complex_numbers_inside_a_graph_are_seen():
+    module = torch.fx.symbolic_trace(lambda x: torch.view_as_real(torch.fft.fft(x)))
+    assert _torch.computes_complex(module, (torch.ones(4),))
+    assert not _torch.computes_complex(
+        torch.fx.symbolic_trace(lambda x: x.tanh()), (torch.ones(4),)
+    )
+
+
+def test_a_second_derivative_is_noticed():
+    module, x = torch.fx.symbolic_trace(lambda x: (x.exp(),)), torch.ones(2, requires_grad=True)
+    run, seen = _torch.compile_graph(module, (x,), "aot_eager"), []
+    results = run(x)
+    _torch.on_second_derivative(results, lambda *_: seen.append(1))
+    (gradient,) = torch.autograd.grad(results[0].sum(), x, create_graph=True)
+    assert not seen
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.sum().backward()
+    assert seen
+
+
 def test_aot_autograd_traces_functional_tensors():
     seen = []
 
@@ -254,6 +281,11 @@ def test_calls_on_fake_tensors_compute_shapes_alone_and_keep_aliases():
     assert _torch.storage_reference(fake).cdata == _torch.storage_reference(view).cdata
 
 
+def test_what_torch_compile_gave_has_the_module_inside():
+    model = nn.Linear(2, 2)
+    assert _torch.uncompiled(torch.compile(model)) is model is _torch.uncompiled(model)
+
+
 def test_dynamo_says_where_the_arguments_of_a_graph_come_from():
     sources = []
 
@@ -282,3 +314,9 @@ def test_the_store_of_the_default_group_is_found(group):
 def test_an_op_that_has_to_read_values_says_so_of_a_fake_tensor():
     with FakeTensorMode(), pytest.raises(_torch.DependsOnValues):
         torch.equal(torch.zeros(2), torch.zeros(2))
+
+
+def test_code_runs_as_if_it_were_compiled():
+    with _torch.as_if_compiling():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()

@@ -6,6 +6,7 @@ from autopar.ir.graph import (
     UNSPLIT,
     VARIED,
     Choice,
+    Collective,
     Factor,
     Graph,
     Labels,
@@ -43,8 +44,9 @@ from autopar.ir.precision import MixedPrecision
 
 __all__ = [
     "PARTIAL", "PIPELINE_AXIS", "SCHEDULES", "UNSPLIT", "VARIED", "WHOLE",
-    "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh", "MixedPrecision", "Op",
-    "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "Step", "Tensor", "V", "Work",
+    "Choice", "Collective", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh",
+    "MixedPrecision", "Op", "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "Step",
+    "Tensor", "V", "Work",
     "calls", "divides", "find_stacks", "format_layout", "is_legal", "local_elements", "local_factors",
     "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps",
     "walk", "with_pipeline", "without_pipeline",

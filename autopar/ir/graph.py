@@ -96,6 +96,7 @@ class Choice:
         results: the state each tensor result is then in.
         size: size of the factor that is split; the axis size must divide it. 0 where nothing is split.
         factor: the name of that factor in the whole graph, "" where nothing is split.
+        stretch: arithmetic of the slowest part, as a multiple of its share of the op's.
     """
 
     label: str
@@ -103,6 +104,7 @@ class Choice:
     results: tuple[State, ...]
     size: int = 0
     factor: str = ""
+    stretch: float = 1.0
 
     @property
     def splits(self) -> bool:
@@ -153,6 +155,25 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """A collective of an op's own, which its parts run among themselves.
+
+    Attributes:
+        labels: along every axis on which the op has one of these there is one such collective.
+        forward: its name, as in `autopar.ir.conversion`.
+        backward: the same of what runs on the gradient, "" where nothing is sent.
+        itemsize_bytes: bytes of what the message has for one point of its leaves.
+        leaves: of the message that a rank puts in.
+    """
+
+    labels: frozenset[str]
+    forward: str
+    backward: str
+    itemsize_bytes: int
+    leaves: tuple[Leaf, ...] = ()
+
+
+@dataclass(frozen=True)
 class Op:
     """A node of the graph.
 
@@ -169,6 +190,7 @@ class Op:
         module: path of the module it came from, "" at the top.
         has_rule: False for an op without a rule, which therefore runs replicated.
         work: its floating-point operations by loop nest; they add up to `flops`.
+        collectives: what its parts send each other inside it, by the choices that need it.
     """
 
     name: str
@@ -183,6 +205,7 @@ class Op:
     has_rule: bool = True
     work: tuple[Work, ...] = ()
     hidden: tuple[str, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists."""

@@ -50,11 +50,16 @@ class MixedPrecision:
     def parse(cls, text: str) -> MixedPrecision:
         """Reads `bf16` or `bfloat16 reduce=float32 output=float32`. Raises AutoparError."""
         first, *rest = text.split() or [""]
-        given = dict(word.partition("=")[::2] for word in rest)
+        words = [word.partition("=")[::2] for word in rest]
+        given = dict(words)
         if unknown := [key for key in given if key not in ("reduce", "output")]:
             raise AutoparError(
                 f"Cannot read {unknown[0]!r} in the precision {text!r}; write bf16, or bf16 "
                 "reduce=float32 output=float32."
+            )
+        if len(given) < len(words):
+            raise AutoparError(
+                f"The precision {text!r} names a field twice; write bf16 reduce=float32 output=float32."
             )
         return cls(first, given.get("reduce"), given.get("output"))
 

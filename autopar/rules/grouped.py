@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.rules.notation import spec_of
-from autopar.rules.spec import Call, Dim, RuleDoesNotApply, Spec, plain
+from autopar.rules.spec import Call, Dim, Letters, RuleDoesNotApply, Spec, plain
 
 # The op itself, and the one that transformers runs where a compiler or a device has none.
 PRODUCTS = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
@@ -24,6 +24,9 @@ _ROWS = {
 }
 
 
+_ROW_BYTES = 16
+
+
 def product_of_rows(call: Call) -> Spec:
     """One group after the other, where every row may go to any: `r k, e k j -> r j | sum k`.
 
@@ -31,7 +34,8 @@ def product_of_rows(call: Call) -> Spec:
     """
     spec = spec_of("r k, e! k j, e! -> r j | sum k | linear 0 1", call)
     rows, width = call.operands[0].shape
-    return replace(spec, flops=2 * rows * width * call.results[0].shape[1])
+    spec = replace(spec, flops=2 * rows * width * call.results[0].shape[1])
+    return _aligned(spec, call)
 
 
 def grouped(call: Call) -> Spec:
@@ -43,7 +47,44 @@ def grouped(call: Call) -> Spec:
     spec = spec_of(_ROWS[ranks], call)
     # k of (2, 2) is a free letter: what is summed there are the rows of a group.
     groups = spec.sizes.get("e", 1) if has_ends else 1
-    return replace(spec, flops=2 * spec.points // groups)
+    spec = replace(spec, flops=2 * spec.points // groups)
+    return _aligned(spec, call)
+
+
+def _aligned(spec: Spec, call: Call) -> Spec:
+    """Letters along which a matrix lies in memory, with 16 bytes of them apart and whole: `k -> (k, k_row!)`.
+
+    ATen's kernels want every row of a matrix to begin at a multiple of 16 bytes (`check_valid_strides`).
+    """
+    unit = _ROW_BYTES // call.operands[0].element_size()
+    if "transformers" in str(call.node.target) or unit < 2:
+        return spec
+    tensors = zip([*call.operands, *call.results], [*spec.operands, *spec.results], strict=True)
+    widths = {
+        x
+        for t, dims in tensors
+        for s, dim in zip(t.stride(), dims, strict=True)
+        for x in dim
+        if s == 1
+    }
+    wide = [
+        x for x in spec.sizes if x in widths and spec.splittable(x) and not spec.sizes[x] % unit
+    ]
+    split = {x: (x, f"{x}_row") if spec.sizes[x] > unit else (f"{x}_row",) for x in wide}
+
+    def apart(letters: Letters) -> Letters:
+        return tuple(tuple(y for x in dim for y in split.get(x, (x,))) for dim in letters)
+
+    sizes = {x: size // unit if x in split else size for x, size in spec.sizes.items()}
+    minor = {split[x][-1]: unit for x in wide}
+    return replace(
+        spec,
+        operands=tuple(map(apart, spec.operands)),
+        results=tuple(map(apart, spec.results)),
+        sizes={x: size for x, size in sizes.items() if x not in split or size > 1} | minor,
+        sums=frozenset(y for x in spec.sums for y in split.get(x, (x,))),
+        whole=spec.whole | minor.keys(),
+    )
 
 
 def histogram(call: Call) -> Spec:

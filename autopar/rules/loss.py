@@ -26,6 +26,7 @@ from autopar.rules.index import shifted, zeroed
 from autopar.rules.notation import line
 from autopar.rules.spec import (
     Call,
+    Collective,
     Local,
     RuleDoesNotApply,
     Spec,
@@ -57,12 +58,13 @@ def _over_tokens(call: Call, *, flops: int, normalizes: bool) -> Spec:
     letters, sizes = plain(x.shape, "n")
     channel, tokens = letters[1], (letters[0], *letters[2:])
     reduced = call["reduction"] in (MEAN, SUM)
+    localizer = _Localizer(call, tokens, channel, normalizes)
     targets = letters if target.ndim == x.ndim else tokens
     every_token = frozenset(letter for dim in tokens for letter in dim) if reduced else frozenset()
     return Spec(
         (letters, targets, (channel,))[: len(call.operands)], (() if reduced else tokens,), sizes,
         sums=every_token | frozenset(channel), contiguous=frozenset(channel), flops=flops,
-        localize=_Localizer(call, tokens, channel, normalizes),
+        collectives=localizer.collectives(call), localize=localizer,
     )  # fmt: skip
 
 
@@ -79,6 +81,22 @@ class _Localizer:
         self.classes, self.rows, self.ndim = x.shape[1], x.numel() // x.shape[1], x.ndim
         self.tokens, self.channel = [letter for dim in tokens for letter in dim], channel
         self.has_probabilities, self.normalizes = target.ndim == x.ndim, normalizes
+
+    def collectives(self, call: Call) -> tuple[Collective, ...]:
+        """What `_log_sum_exp` and `_divided` send: of every token two numbers, and a count."""
+        x, weight, tokens = call.operands[0], call["weight"], frozenset(self.tokens)
+        found, size = [], x.element_size()
+        if self.normalizes:
+            shares = not self.has_probabilities and weight is None
+            backward = "all_reduce" if 0 in call.wanted and not shares else ""
+            for forward, back in (("all_gather", ""), ("all_reduce", backward)):
+                over = frozenset(self.channel)
+                found.append(Collective(over, forward, back, tuple(self.tokens), size))
+        if self.reduction == MEAN and not self.has_probabilities:
+            over = tokens if weight is None else tokens | {*self.channel}
+            count = torch.int64.itemsize if weight is None else size
+            found.append(Collective(over, "all_reduce", "", (), count))
+        return tuple(each for each in found if each.over)
 
     def __call__(self, local: Local) -> fx.Node:
         classes, tokens = (

@@ -15,6 +15,7 @@ from autopar.rules.notation import line, spec_of
 from autopar.rules.shape import along
 from autopar.rules.spec import (
     Call,
+    Collective,
     Dim,
     Letters,
     Local,
@@ -61,20 +62,30 @@ def batch_norm(call: Call) -> Spec:
         return spec
     if "aten._native_batch_norm_legit" not in str(call.node.target):
         return replace(spec, whole=others)  # its statistics change in place
-    return replace(spec, agreed=others, localize=_BatchNorm(call, sorted(others)))
+    localizer = _BatchNorm(call, sorted(others))
+    return replace(
+        spec, agreed=others, collectives=localizer.collectives(call, letters[1]), localize=localizer
+    )
 
 
 class _BatchNorm:
     """Training over split batch or space: ranks share mean and variance of every channel.
 
     The parts are of one size, so that the variance of all is the mean of their variances and the variance
-    of their means (torch.nn.SyncBatchNorm gathers the same). `x * scale + shift` keeps nothing but x.
+    of their means (torch.nn.SyncBatchNorm gathers the same), one mesh axis after the other.
+    `x * scale + shift` keeps nothing but x.
     """
 
     def __init__(self, call: Call, letters: Sequence[str]) -> None:
         x = call.operands[0]
         self.letters, self.ndim, self.count = letters, x.ndim, x.numel() // x.shape[1]
         self.widens = x.dtype in (torch.float16, torch.bfloat16)
+
+    def collectives(self, call: Call, channel: Dim) -> tuple[Collective, ...]:
+        """Mean and variance of every channel, which `_moments` gathers."""
+        size = torch.float32.itemsize if self.widens else call.operands[0].element_size()
+        backward = "reduce_scatter" if 0 in call.wanted else ""
+        return (Collective(frozenset(self.letters), "all_gather", backward, channel, 2 * size),)
 
     def __call__(self, local: Local) -> fx.Node | tuple[fx.Node, ...]:
         axes = [axis for letter in self.letters for axis in local.axes(letter)]
@@ -107,17 +118,18 @@ class _BatchNorm:
         emit = local.emit
         space = [0, *range(2, self.ndim)]
         own = emit(aten.var_mean.correction, x, space, correction=0)
-        pair = [emit(operator.getitem, own, i) for i in (1, 0)]
-        parts = emit(aten.stack.default, [emit(aten.stack.default, pair)])
+        mean, variance = (emit(operator.getitem, own, i) for i in (1, 0))
         for name, size in axes:
+            parts = emit(aten.stack.default, [emit(aten.stack.default, [mean, variance])])
             parts = emit(
                 torch.ops.autopar.all_gather.default, parts, [0], size, name, "reduce_scatter"
             )
-        means, variances = (emit(aten.select.int, parts, 1, i) for i in (0, 1))
-        between = emit(aten.var_mean.correction, means, [0], correction=0)
-        within = emit(aten.mean.dim, variances, [0])
-        variance = emit(aten.add.Tensor, within, emit(operator.getitem, between, 0))
-        return emit(operator.getitem, between, 1), variance
+            means, variances = (emit(aten.select.int, parts, 1, i) for i in (0, 1))
+            between = emit(aten.var_mean.correction, means, [0], correction=0)
+            within = emit(aten.mean.dim, variances, [0])
+            mean = emit(operator.getitem, between, 1)
+            variance = emit(aten.add.Tensor, within, emit(operator.getitem, between, 0))
+        return mean, variance
 
     def _running(
         self, local: Local, given: dict[str, Any], mean: fx.Node, variance: fx.Node
@@ -209,7 +221,20 @@ def attention(call: Call) -> Spec:
     spec = replace(spec, flops=flops, nests=nests)
     if not call["is_causal"]:
         return spec
-    return replace(spec, contiguous=frozenset("q"), localize=_attend_causally)
+    return replace(spec, contiguous=frozenset("q"), stretch={"q": _of_the_square(call)},
+                   localize=_attend_causally)  # fmt: skip
+
+
+def _of_the_square(call: Call) -> float:
+    """All scores for each that the unsplit kernel computes, which leaves out keys behind the query's own.
+
+    Of q queries query i, from 0, sees the smaller of i + 1 and k of the k keys: (k + 1) / 2 on average where
+    q = k. A part is given its mask, and computes every score of its rows: no rank waits for the last one's.
+    """
+    queries, keys = call.operands[0].shape[-2], call.operands[1].shape[-2]
+    short = min(queries, keys)
+    seen = short * (short + 1) // 2 + (queries - short) * keys
+    return queries * keys / seen
 
 
 def _attend_causally(local: Local) -> fx.Node:

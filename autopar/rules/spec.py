@@ -72,6 +72,24 @@ class Hidden(NamedTuple):
     times: int = 1
 
 
+class Collective(NamedTuple):
+    """A collective of an op's own: what its parts send each other while it runs.
+
+    Attributes:
+        over: along every mesh axis that splits one of these letters there is one such collective.
+        forward: its name, as in `autopar.ir.conversion`.
+        backward: the same of what runs on the gradient, "" where nothing is sent.
+        letters: of the message that a rank puts in; splitting one of them cuts the message.
+        itemsize_bytes: bytes of what the message has for one point of its letters.
+    """
+
+    over: frozenset[str]
+    forward: str
+    backward: str
+    letters: tuple[str, ...]
+    itemsize_bytes: int
+
+
 class Kept(NamedTuple):
     """What an op keeps for backward: positions of operands and of results, and what is neither."""
 
@@ -92,6 +110,7 @@ class Spec:
         whole: letters that cannot be split.
         agreed: letters over whose parts the op itself comes to one result, by collectives of its own:
             results that lack such a letter are in V.
+        collectives: of the op's own, where letters are split: every one that `localize` emits.
         contiguous: letters of which only the most significant factor can be split, because the op
             counts positions from the first that a rank holds.
         additive: positions of operands that are added to the result, and so must be in P when a
@@ -104,6 +123,7 @@ class Spec:
         is_view: whether the results lie in the memory of the first operand.
         normalized: letters the op normalizes over.
         experts: letters that count the experts of a mixture.
+        stretch: letters whose parts compute more than their share of the whole op -> by which factor.
         localize: runs the op on local shards.
     """
 
@@ -113,6 +133,7 @@ class Spec:
     sums: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     agreed: frozenset[str] = frozenset()
+    collectives: tuple[Collective, ...] = ()
     contiguous: frozenset[str] = frozenset()
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
@@ -122,6 +143,7 @@ class Spec:
     is_view: bool = False
     normalized: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
+    stretch: Mapping[str, float] = field(default_factory=dict)
     localize: Localizer = field(default=run_as_is, compare=False)
 
     @property

@@ -17,7 +17,9 @@ the eager executor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -45,39 +47,106 @@ class Executor:
             known = ", ".join(map(repr, get_args(ExecutorName)))
             raise AutoparError(f"There is no executor {name!r}; executor is one of {known}.")
         self.name = name
-        self._regions: dict[str, Region] = {}  # by code
+        # By code and kind of arguments; what no region uses any more goes with the last program that had it.
+        self._runs: weakref.WeakValueDictionary[Any, _Run] = weakref.WeakValueDictionary()
 
     @property
     def compiles(self) -> bool:
         """Whether the ops of a region share one node of autograd's graph."""
         return self.name != "eager"
 
+    @property
+    def compiled(self) -> int:
+        """How many compiled graphs the programs that are kept use."""
+        return len(self._runs)
+
     def ready(self, module: fx.GraphModule) -> fx.GraphModule:
         """The graph, with every region compiled at its first run."""
-        return cut_regions(module, self._compiled) if self.compiles else module
+        return cut_regions(module, self._region) if self.compiles else module
 
-    def _compiled(self, region: fx.GraphModule) -> nn.Module:
-        return self._regions.setdefault(region.code, Region(region, self.name))
+    def _region(self, graph: fx.GraphModule) -> nn.Module:
+        return Region(graph, self.name, self._runs)
 
 
 class Region(nn.Module):
     """A graph that is compiled at the first call of each kind of arguments.
 
     Dynamo, which traces Python, has no part in it: a region is a graph already, whose shapes are numbers.
+
+    Args:
+        graph: of the region.
+        backend: of torch.compile.
+        shared: what regions of the same code have compiled, which this one adds to.
+
+    Raises AutoparError at a call if Inductor is to compile for the CPU and finds no C++ compiler, and in
+    a derivative of a gradient.
     """
 
-    def __init__(self, graph: fx.GraphModule, backend: str) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, backend: str, shared: MutableMapping[Any, _Run]
+    ) -> None:
         super().__init__()
-        self._graph, self._backend = graph, backend
-        self._runs: dict[Any, Callable[..., Sequence[Tensor]]] = {}
+        self._graph, self._backend, self._shared = graph, backend, shared
+        self._runs: dict[Any, _Run] = {}
 
     def forward(self, *arguments: Tensor) -> Sequence[Tensor]:
-        key = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *map(_kind, arguments))
-        if key not in self._runs:
-            self._runs[key] = _torch.compile_graph(self._graph, arguments, self._backend)
-        return self._runs[key](*arguments)
+        kind = (*_modes(arguments), *map(_kind, arguments))
+        run = self._runs.get(kind)
+        if run is None:
+            run = self._runs[kind] = self._found((self._graph.code, kind), arguments)
+        results = run.call(*arguments)
+        _torch.on_second_derivative(results, _refuse_second_derivative)
+        return results
+
+    def _found(self, key: Any, arguments: Sequence[Tensor]) -> _Run:
+        run = self._shared.get(key)
+        if run is None:
+            backend = self._backend_for(arguments)
+            run = self._shared[key] = _Run(_torch.compile_graph(self._graph, arguments, backend))
+        return run
+
+    def _backend_for(self, arguments: Sequence[Tensor]) -> str:
+        # Inductor makes no code for complex numbers, and gives the memory of their sums to others too early.
+        if self._backend == "inductor" and _torch.computes_complex(self._graph, arguments):
+            return "aot_eager"
+        if self._backend == "inductor":
+            _check_compiler(arguments)
+        return self._backend
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What a region was compiled to, for one kind of arguments."""
+
+    call: Callable[..., Sequence[Tensor]]
 
 
 def _kind(x: Tensor) -> Any:
     """What compiled code depends on."""
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+
+
+def _modes(arguments: Sequence[Tensor]) -> Iterator[Any]:
+    """What it depends on besides: what is traced is other ops where autograd is off, or autocast on."""
+    yield torch.is_grad_enabled()
+    yield torch.is_inference_mode_enabled()
+    for kind in sorted({x.device.type for x in arguments}):
+        yield torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+def _check_compiler(arguments: Sequence[Tensor]) -> None:
+    on_cpu = any(x.device.type == "cpu" for x in arguments)
+    problem = _torch.missing_cpp_compiler() if on_cpu else ""
+    if problem:
+        raise AutoparError(
+            f"The executor 'inductor' needs a C++ compiler for what runs on the CPU. PyTorch says: {problem}. "
+            "Install g++ or clang++, name a compiler in the environment variable CXX, or use the executor "
+            "'aot_eager' or 'eager'."
+        )
+
+
+def _refuse_second_derivative(*_: Any) -> None:
+    raise AutoparError(
+        "A derivative is taken of a gradient (a backward with create_graph=True, and another through it), "
+        "and of compiled regions there is none: use executor='eager'."
+    )

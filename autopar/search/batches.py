@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar.errors import SearchError
-from autopar.ir import Choice, Graph, Leaf, Op, Plan, Tensor, Work, divides, is_legal
+from autopar.ir import Choice, Collective, Graph, Leaf, Op, Plan, Tensor, Work, divides, is_legal
 
 
 def captured_batch(graph: Graph) -> int:
@@ -72,7 +72,14 @@ def _op(op: Op, sizes: Mapping[str, int]) -> Op:
     choices = tuple(_choice(choice, sizes) for choice in op.choices)
     works = tuple(_work(work, sizes) for work in op.work)
     flops = round(sum(work.flops for work in works)) if works else op.flops
-    return dataclasses.replace(op, choices=choices, work=works, flops=flops)
+    collectives = tuple(_collective(each, sizes) for each in op.collectives)
+    return dataclasses.replace(
+        op, choices=choices, work=works, flops=flops, collectives=collectives
+    )
+
+
+def _collective(collective: Collective, sizes: Mapping[str, int]) -> Collective:
+    return dataclasses.replace(collective, leaves=_leaves(collective.leaves, sizes))
 
 
 def _choice(choice: Choice, sizes: Mapping[str, int]) -> Choice:
@@ -81,10 +88,11 @@ def _choice(choice: Choice, sizes: Mapping[str, int]) -> Choice:
 
 
 def _work(work: Work, sizes: Mapping[str, int]) -> Work:
-    def leaves(group: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
-        return tuple(leaf._replace(size=sizes.get(leaf.factor, leaf.size)) for leaf in group)
-
     return Work(
-        work.coefficient, leaves(work.rows), leaves(work.columns), leaves(work.inner),
-        leaves(work.batch),
-    )  # fmt: skip
+        work.coefficient,
+        *(_leaves(group, sizes) for group in (work.rows, work.columns, work.inner, work.batch)),
+    )
+
+
+def _leaves(group: tuple[Leaf, ...], sizes: Mapping[str, int]) -> tuple[Leaf, ...]:
+    return tuple(leaf._replace(size=sizes.get(leaf.factor, leaf.size)) for leaf in group)

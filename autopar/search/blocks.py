@@ -93,6 +93,11 @@ def find_parts(graph: Graph, starts: Iterable[str]) -> tuple[Part, ...]:
     return tuple(found)
 
 
+def count_repeating(graph: Graph) -> int:
+    """How many blocks of a model may run again in backward, in all its stages together."""
+    return sum(part.may_repeat for part in find_parts(graph, block_starts(graph)))
+
+
 def end_of_repeats(parts: Sequence[Part], begin: int, recompute: Recompute) -> int:
     """Up to which part a stage that begins with `begin` runs again what may, wherever it ends.
 

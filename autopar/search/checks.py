@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.errors import MeshError, SearchError
-from autopar.ir import Graph, Mesh, Plan
-from autopar.search.recipes import ChoiceFilter, Recipe
+from autopar.ir import Choice, Graph, Mesh, Plan
+from autopar.search.recipes import ChoiceFilter, Recipe, Which, is_batch
 
 
 def check_axes(graph: Graph, mesh: Mesh) -> None:
@@ -42,16 +42,27 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
         recipe = recipes[position]
         if recipe.may is None or size == 1:
             continue
-        if not any(op.choice(plan.ops[op.name][position]).splits for op in graph.ops):
+        split = (op.choice(plan.ops[op.name][position]) for op in graph.ops)
+        if not any(choice.splits and _is_own(graph, recipe, choice) for choice in split):
             raise SearchError(
                 f"The recipe {recipe.name} splits nothing along {axis}={size}: it splits "
                 f"{_splittable(graph, recipe)}, beside what the other axes split."
             )
 
 
+def _own(recipe: Recipe) -> tuple[Which, ...]:
+    """What a recipe is asked for: not the batch, which is split beside it."""
+    return tuple(kind for kind in recipe.may or () if kind is not is_batch)
+
+
+def _is_own(graph: Graph, recipe: Recipe, choice: Choice) -> bool:
+    own, factor = _own(recipe), graph.factors.get(choice.factor)
+    return not own or (factor is not None and any(kind(factor.roles) for kind in own))
+
+
 def _splittable(graph: Graph, recipe: Recipe) -> str:
     choices = ChoiceFilter(graph, recipe)
-    kinds = (*(recipe.may or ()), *recipe.must, *recipe.products_must)
+    kinds = _own(recipe) or (*recipe.must, *recipe.products_must)
     sizes = {
         (choice.factor, choice.size)
         for op in graph.ops

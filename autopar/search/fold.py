@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost_model import SavedTensors, keeps
-from autopar.ir import Graph, Op, Tensor
+from autopar.ir import Collective, Graph, Op, Tensor
 
 MIN_BLOCK = 8  # ops; below it a "block" would be one linear and its activation
 _CANDIDATE_PERIODS = 64
@@ -159,13 +159,20 @@ def _signature(op: Op, graph: Graph) -> Hashable:
         op.kind,
         tuple((t.dims, t.formats, t.needs_grad) for t in tensors),
         tuple(
-            (c.label, c.operands, c.results, c.size, _roles(c.factor, graph)) for c in op.choices
+            (c.label, c.operands, c.results, c.size, c.stretch, _roles(c.factor, graph))
+            for c in op.choices
         ),
         tuple(t.name in op.saved for t in tensors),
         leaves,
         op.flops,
         op.is_view,
+        tuple(_nameless(each) for each in op.collectives),
     )
+
+
+def _nameless(collective: Collective) -> Hashable:
+    leaves = tuple(leaf._replace(factor="") for leaf in collective.leaves)
+    return replace(collective, leaves=leaves)
 
 
 def _roles(factor: str, graph: Graph) -> frozenset[str]:

@@ -21,6 +21,7 @@ from autopar.cost_model import (
     Sizes,
     conversion_seconds,
     op_seconds,
+    own_seconds,
     use_seconds,
 )
 from autopar.errors import RecipeError
@@ -159,11 +160,12 @@ class Problem:
         return self._layouts[key]
 
     def op_seconds(self, index: int, labels: Labels) -> float:
-        """Seconds per step of all members of a class."""
+        """Seconds per step of all members of a class, with what they send inside themselves."""
         key = (index, labels)
         if key not in self._op_seconds:
             op, tensors = self.ops[index], self.graph.tensors
             one = op_seconds(op, labels, tensors, sizes=self.sizes, hardware=self.hardware).total
+            one += own_seconds(op, labels, sizes=self.sizes, hardware=self.hardware).total
             self._op_seconds[key] = one * self._counts[index] * self.micro_batches
         return self._op_seconds[key]
 

@@ -54,7 +54,8 @@ class Recipe:
     Attributes:
         name: as users write it. may: kinds of factors that ops may split; None for any. must:
         kinds of factors that every op able to split one must split one of. products_must: the same
-        for contractions with a parameter alone, and before `must`. stages: ZeRO stages that a
+        for contractions with a parameter alone, and before `must`. stacks_must: the same for ops that
+        stack parameters along a factor of `products_must` which none of them has. stages: ZeRO stages that a
         parameter may have; 3 includes parameters stored as they are used. gathers: whether a
         parameter stored split may be used in another layout. meaning: for people.
     """
@@ -64,6 +65,7 @@ class Recipe:
     may: tuple[Which, ...] | None = None
     must: tuple[Which, ...] = ()
     products_must: tuple[Which, ...] = ()
+    stacks_must: tuple[Which, ...] = ()
     stages: tuple[int, ...] = (0, 1, 2, 3)
     gathers: bool = True
 
@@ -84,7 +86,7 @@ _ROWS = (
     ),
     Recipe(
         "ep", "experts of a mixture split, the batch everywhere else",
-        (is_expert, is_batch), (is_batch,), (is_expert,), stages=(0, 3), gathers=False,
+        (is_expert, is_batch), (is_batch,), (is_expert,), (is_model,), stages=(0, 3), gathers=False,
     ),
 )  # fmt: skip
 
@@ -217,8 +219,8 @@ class ChoiceFilter:
         recipe = self.recipe
         if recipe.may is None:
             return list(legal)
-        forced = self._splitting(op, legal, recipe.products_must) if self._is_product(op) else []
-        if forced:
+        kinds = recipe.products_must if self._is_product(op) else ()
+        if forced := self._splitting(op, legal, kinds or self._of_stack(op)):
             return forced
         free = self._splitting(op, legal, recipe.may)
         forced = self._splitting(op, legal, recipe.must)
@@ -237,6 +239,23 @@ class ChoiceFilter:
         """Roles of the factor that `choice` splits."""
         factor = self._graph.factors.get(choice.factor)
         return factor.roles if factor else frozenset()
+
+    def _of_stack(self, op: Op) -> tuple[Which, ...]:
+        """What must be split where `op` stacks experts that are parameters of their own.
+
+        No part of one counts experts, so that each lies split along its width; stacked, all are exchanged for
+        whole matrices of fewer experts (an all-to-all).
+        """
+        if not self.recipe.stacks_must or not self._from_parameters.issuperset(op.operands):
+            return ()
+        before, after = (self._factors(names) for names in (op.operands, op.results))
+        roles = [self._graph.factors[name].roles for name in after - before]
+        found = any(kind(each) for kind in self.recipe.products_must for each in roles)
+        return self.recipe.stacks_must if found else ()
+
+    def _factors(self, names: Iterable[str]) -> set[str]:
+        tensors = (self._graph.tensors[name] for name in names)
+        return {f for tensor in tensors for dim in tensor.factors for f in dim if f}
 
     def _is_product(self, op: Op) -> bool:
         """Whether `op` sums over a dim of a matrix that comes from a parameter (or looks it up)."""

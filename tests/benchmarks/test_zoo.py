@@ -19,13 +19,13 @@ sys.path.insert(
 
 from zoo import Bounds, architectures, examined, main
 from zoo_backend import _error as backend_error
-from zoo_config import SHALLOW, TRIMMED, shrink
+from zoo_config import FILLED, SHALLOW, TRIMMED, shrink
 from zoo_diffusers import NAMES, installed
 from zoo_diffusers import make as make_diffusion_block
 from zoo_inputs import NoImage, image_and_words
 from zoo_page import markdown
 from zoo_rows import PASSED, PLANS, Row, append, code_version, read
-from zoo_small import make
+from zoo_small import Step, make
 
 
 def test_a_text_family_keeps_grouped_heads() -> None:
@@ -55,8 +55,35 @@ def test_a_shallow_configuration_keeps_its_widths() -> None:
 
 
 def test_a_trimmed_one_has_a_kind_of_each_layer() -> None:
-    config = shrink("zamba", TRIMMED)  # mostly linear attention, one in six of both
-    assert config.num_hidden_layers == 2 and config.layer_types == ["linear_attention", "hybrid"]
+    config = shrink("qwen3_next", TRIMMED)  # mostly linear attention, one in four of all
+    assert config.num_hidden_layers == 2
+    assert config.layer_types == ["linear_attention", "full_attention"]
+
+
+def test_a_filled_one_has_the_sizes_that_the_default_leaves_open() -> None:
+    assert shrink("dots1").n_routed_experts is None
+    config = shrink("dots1", FILLED)
+    assert (config.n_routed_experts, config.n_shared_experts, config.num_experts_per_tok) == (
+        4,
+        1,
+        2,
+    )
+
+
+def test_an_entry_of_a_part_leaves_the_others_of_that_part_small() -> None:
+    config = shrink("dbrx")
+    assert config.attn_config.rope_theta == 10000.0 and config.attn_config.kv_n_heads == 2
+    assert config.ffn_config.hidden_size == config.d_model == 64
+
+
+def test_an_output_with_infinities_does_not_count() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.masked_fill(x > 0, -torch.inf), 2 * x
+
+    step, x = Step(Masked(), ("x",)), torch.randn(4, 3, requires_grad=True)
+    step.draw_targets(x)
+    assert step.finite == (1,) and step(x).isfinite()
 
 
 def test_an_image_that_no_model_takes_is_told() -> None:

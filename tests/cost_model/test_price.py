@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.cost_model import (
     Hardware,
@@ -14,11 +16,26 @@ from autopar.cost_model import (
     collective_seconds,
     conversion_seconds,
     op_seconds,
+    own_seconds,
     parameter_bytes,
     price,
 )  # fmt: skip
-from autopar.ir import Mesh, P, ParameterPlan, Plan, R, S, Tensor, V
+from autopar.ir import (
+    Choice,
+    Collective,
+    Leaf,
+    Mesh,
+    Op,
+    P,
+    ParameterPlan,
+    Plan,
+    R,
+    S,
+    Tensor,
+    V,
+)
 from autopar.ir.conversion import TRANSITIONS
+from autopar.planning import prepare_forward
 from tests.search.graphs import Builder, mlp
 
 MACHINE = Hardware(
@@ -128,6 +145,58 @@ def test_a_matrix_product_by_hand() -> None:
     # an addition of a million elements: 4 MB in, 2 MB out, bound by memory, backward as forward
     scale = op_seconds(graph.ops[0], ("-",), graph.tensors, sizes=sizes, hardware=MACHINE)
     assert scale == pytest.approx((4.002e-4, 4.002e-4))
+
+
+def test_parts_of_causal_attention_compute_every_score_of_their_rows() -> None:
+    """4 queries and 4 keys: 1 + 2 + 3 + 4 = 10 scores of the whole, 2 rows of 4 for either half of the queries.
+
+    Efficiencies count the square of 16 scores, masked or not, so that a half takes 8 / 10 of the whole; over
+    two axes 4 / 10. Of 8 queries the last five see all of 4 keys: 6 + 5 * 4 = 26 scores, and a half has 16.
+    """
+
+    def shares(queries: int) -> list[float]:
+        tensors = torch.rand(8, 2, queries, 64), torch.rand(8, 2, 4, 64), torch.rand(8, 2, 4, 64)
+        (op,) = (graph := prepare_forward(_Causal(), tensors).analysis.graph).ops
+        quick = dataclasses.replace(MACHINE, memory_bytes_per_second=1e20)
+        sizes = Sizes(Mesh.of({"x": 2, "y": 2}))
+        split = next(c.label for c in op.choices if c.stretch > 1)
+        found = [
+            op_seconds(op, labels, graph.tensors, sizes=sizes, hardware=quick).forward
+            for labels in (("-", "-"), ("-", "b0"), ("-", split), (split, split))
+        ]
+        return [each / found[0] for each in found[1:]]
+
+    assert shares(4) == pytest.approx([0.5, 8 / 10, 4 / 10])
+    assert shares(8) == pytest.approx([0.5, 16 / 26, 8 / 26])
+
+
+class _Causal(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_collectives_inside_an_op_by_hand() -> None:
+    """1000 tokens of 4 bytes on each of 4 ranks: a gather of 16 kB and a sum of 4 kB, at 1 GB/s, 1 us a hop."""
+    tokens = (Leaf("n", "tokens", 1000),)
+    own = tuple(
+        Collective(frozenset("c"), name, back, 4, tokens)
+        for name, back in (("all_gather", ""), ("all_reduce", "all_reduce"))
+    )
+    choices = tuple(Choice(label, (), (), int(label != "-")) for label in "-nc")
+    op, sizes = (
+        Op("loss", "loss", (), (), choices, collectives=own),
+        Sizes(Mesh.of({"x": 4, "y": 2})),
+    )
+
+    def cost(*labels: str) -> tuple[float, float]:
+        return own_seconds(op, labels, sizes=sizes, hardware=MACHINE)
+
+    reduced = 2 * (3e-6 + 0.75 * 4e-6)
+    assert cost("c", "-") == pytest.approx((3e-6 + 0.75 * 16e-6 + reduced, reduced))
+    # half of the tokens on a rank: messages of half the size, with all of the latency
+    halved = 2 * (3e-6 + 0.75 * 2e-6)
+    assert cost("c", "n") == pytest.approx((3e-6 + 0.75 * 8e-6 + halved, halved))
+    assert cost("-", "n") == (0.0, 0.0)
 
 
 def test_views_are_free_and_what_needs_no_gradient_has_no_backward() -> None:

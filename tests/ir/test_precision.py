@@ -26,9 +26,17 @@ def test_text_and_back(policy):
     assert MixedPrecision.parse(str(policy)) == policy
 
 
-@pytest.mark.parametrize("text", ["", "int8", "bf16 reduce=int8", "bf16 width=float32"])
+@pytest.mark.parametrize(
+    "text", ["", "int8", "bf16 reduce=int8", "bf16 width=float32", "bf16 fp16"]
+)
 def test_what_is_no_policy(text):
     with pytest.raises(AutoparError):
+        MixedPrecision.parse(text)
+
+
+@pytest.mark.parametrize("text", ["bf16 reduce=fp16 reduce=fp32", "bf16 output=fp32 output=fp32"])
+def test_a_field_is_named_once(text):
+    with pytest.raises(AutoparError, match="names a field twice"):
         MixedPrecision.parse(text)
 
 

@@ -55,6 +55,18 @@ def test_however_it_is_spelled_it_is_one_call(ends, back):
     assert kinds(Layer(ends, back)) == (1, 0)
 
 
+def counted(ordered):
+    return torch.histc(ordered.int(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+
+
+def test_integers_are_counted_as_on_a_gpu():
+    with torch.device("meta"):
+        layer, x = Layer(counted, torch.argsort), torch.empty(6, 8, dtype=torch.bfloat16)
+        captured = capture_forward(layer, (x, torch.empty(6, 2, dtype=torch.int64)), {})
+    clean_up(captured.module)
+    assert any(str(n.target) == "autopar.experts" for n in captured.module.graph.nodes)
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ from torch import nn
 import autopar
 from autopar.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import mean_square
-from tests.runtime.ranks import join
+from tests.runtime.ranks import CONTEXT, join
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,9 +79,8 @@ def test_the_others_end_with_an_error(
 
 def run_all(target: Callable[..., None], folder: Path, *args: object) -> None:
     """Runs all ranks, of which the one in the middle has an accident and the others find out in time."""
-    context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=target, args=(rank, str(folder), *args)) for rank in range(RANKS)
+        CONTEXT.Process(target=target, args=(rank, str(folder), *args)) for rank in range(RANKS)
     ]
     try:
         for process in processes:

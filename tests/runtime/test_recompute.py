@@ -17,7 +17,7 @@ import autopar
 from autopar.cost_model import find_hardware
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute
-from autopar.planning import make_plan, prepare_step
+from autopar.planning import make_plan
 from autopar.runtime.executor import Runner
 from autopar.search.blocks import block_starts
 from autopar.search.stage_costs import StageTable, stage_table
@@ -25,6 +25,7 @@ from benchmarks.saved_activations import kept_bytes
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
+from tests.staged import prepared_once
 from tests.test_communication import Counted
 
 HARDWARE = find_hardware("cpu-gloo")
@@ -65,9 +66,9 @@ def planned(
     made: Made, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int]
 ) -> tuple[Plan, Graph]:
     """A plan without recomputation; `pipeline` is a schedule ("" for none) and its number of stages."""
-    model, batch, loss = copy.deepcopy(made)  # a capture leaves weak references on what it saw
+    model, batch, loss = made
     part = tuple(x[: len(x) // micro_batches] for x in batch)
-    prepared = prepare_step(model, part, loss_fn=loss)
+    prepared = prepared_once(model, part, loss)
     plan = make_plan(prepared, mesh, hardware=HARDWARE, recipe=recipe, micro_batches=micro_batches)
     schedule, stages = pipeline
     if schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,16 @@ def _numel(x: Any) -> int:
     return x.to_local().numel() if isinstance(x, DTensor) else x.numel()
 
 
+def _loaded(model: nn.Module, trained: dict[str, Any]) -> Iterator[bool]:
+    """Whether whole parameters, as one device saves them, are cut where they are loaded."""
+    for assign in (False, True):
+        whole = {name: x + 1 + assign for name, x in trained.items()}
+        placements = [x.placements for x in model.parameters()]
+        model.load_state_dict(whole, assign=assign)
+        yield [x.placements for x in model.parameters()] == placements
+        yield all(torch.equal(x, whole[name]) for name, x in full_state(model).items())
+
+
 def _in_shards(folder: str) -> dict[str, Any]:
     """An optimizer made before, what is held between steps, and a checkpoint that is loaded whole."""
     torch.compiler.reset()
@@ -103,18 +113,19 @@ def _in_shards(folder: str) -> dict[str, Any]:
     parameters = dict(model.named_parameters())
     gradients = {n: x.grad for n, x in parameters.items() if x.grad is not None}
     state = [x for each in optimizer.state.values() for x in each.values() if x.dim()]
-    autopar.checkpoint.save_checkpoint(folder, model, optimizer)
+    autopar.checkpoint.save_checkpoint(folder, compiled, optimizer)  # by the names of the model
     plain, _ = _model()
     autopar.checkpoint.load_checkpoint(folder, plain)
     with torch.no_grad():
         x = torch.ones(2, 4, dtype=torch.float64)
         same = torch.allclose(model(x), plain(x), atol=1e-12)  # uncompiled, too
+    trained = full_state(model)
     return {
-        "losses": losses, "state": full_state(model),
+        "losses": losses, "state": trained, "loaded": [*_loaded(model, trained)],
         "placements": {name: x.placements for name, x in parameters.items()},
         "held": sum(map(_numel, parameters.values())), "moments": sum(map(_numel, state)),
         "gradients": {name: (g.placements, _numel(g)) for name, g in gradients.items()},
-        "plain": same and torch.equal(full_state(model)["odd"], plain.odd),
+        "plain": same and torch.equal(trained["odd"], plain.odd),
     }  # fmt: skip
 
 
@@ -131,7 +142,7 @@ def test_only_shards_are_held_between_steps(two_ranks: Ranks, tmp_path: Path) ->
         assert found["held"] == (16 + 8) // 2 + 3
         assert found["moments"] == 2 * (16 // 2 + 3)  # of what is trained
         assert found["gradients"] == {"up.weight": ((Shard(0),), 8), "odd": ((Replicate(),), 3)}
-        assert found["plain"]
+        assert found["plain"] and found["loaded"] == [True] * 4
 
 
 class _Residual(nn.Module):

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.capture import run_with_loss
-from autopar.planning import prepare_step
 from autopar.random_plan import random_plan
 from tests.runtime.models import Batch, make
+from tests.staged import prepared_once
 
 Step = Callable[..., Tensor]
 
@@ -85,7 +85,7 @@ def randomly(name: str, mesh: dict[str, int], seed: int) -> tuple[dict[str, Any]
 def _random_plan(name: str, mesh: dict[str, int], seed: int, *, micro_batches: int) -> autopar.Plan:
     model, batch, loss_fn = make(name)
     part = tuple(x[: len(x) // micro_batches] for x in batch)
-    prepared = prepare_step(model, part, loss_fn=loss_fn)  # type: ignore[arg-type]
+    prepared = prepared_once(model, part, loss_fn)
     return random_plan(
         prepared.analysis.graph,
         autopar.Mesh.of(mesh),

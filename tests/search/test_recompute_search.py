@@ -103,6 +103,22 @@ def test_recomputation_of_nothing_is_refused() -> None:
         make_plan(prepared, {"dp": 2}, hardware=TOY, stages=StageWishes(recompute="full"))
 
 
+def test_more_blocks_than_there_are_are_refused() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    prepared = prepare_forward(model, (torch.ones(4, 4),))
+
+    def recompute(count: int, mesh: dict[str, int]) -> Recompute:
+        wish = StageWishes(recompute=count)
+        return make_plan(prepared, mesh, hardware=TOY, stages=wish).recompute
+
+    assert recompute(2, {"dp": 2}) == 2 and recompute(3, {"dp": 2}) == "full"
+    for mesh in ({"dp": 2}, {"pp": 2}):
+        with pytest.raises(
+            PlanError, match=r"recompute=4 .* has 3 blocks that can run again: ask for 3"
+        ):
+            recompute(4, mesh)
+
+
 def test_all_blocks_of_every_stage_are_full() -> None:
     assert found(2, recompute=LAYERS).plan.recompute == "full"
     assert found(1, recompute=LAYERS - 1).plan.recompute == LAYERS - 1

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.cost_model import H100, price
 from autopar.errors import MeshError, SearchError
@@ -26,6 +28,8 @@ from autopar.ir import (
     operand_layouts,
     result_layouts,
 )  # fmt: skip
+from autopar.planning import make_plan, prepare_step
+from autopar.program import build_program
 from autopar.search import search, search_mesh, search_with_cost
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY
@@ -106,8 +110,9 @@ def test_the_same_input_gives_the_same_bytes() -> None:
 
 def test_the_seed_of_hashes_changes_nothing() -> None:
     program = (
-        "from tests.search.test_search import SMALL, TOY, llama, search\n"
-        "print(search(llama(SMALL), {'x': 2, 'y': 2}, hardware=TOY, memory_bytes=300_000))"
+        "from tests.search.test_search import SMALL, TOY, captured_program, llama, search\n"
+        "print(search(llama(SMALL), {'x': 2, 'y': 2}, hardware=TOY, memory_bytes=300_000))\n"
+        "print(captured_program())"
     )
     texts = {
         subprocess.run(
@@ -116,7 +121,17 @@ def test_the_seed_of_hashes_changes_nothing() -> None:
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip
-    assert len(texts) == 1 and "note" in texts.pop()
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "note" in text and "reduce_scatter" in text
+
+
+def captured_program() -> str:
+    """The plan of a captured model and one rank's program: ranks, each of which makes them, must agree."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    prepared = prepare_step(model, (torch.ones(4, 8),), loss_fn=torch.mean)
+    plan = make_plan(prepared, {"dp": 2, "tp": 2}, hardware=TOY, recipe="dp:zero3,tp:tp+sp")
+    return f"{plan}\n{build_program(prepared.captured, prepared.analysis, plan).module.code}"
 
 
 def test_meshes_in_either_order_give_the_same_plans() -> None:

@@ -1,0 +1,115 @@
+"""Forms of the mixtures of experts of `transformers` that loop over the experts which rows went to.
+
+Such experts are modules of their own, of separate parameters. Their form stacks these in the graph and calls the
+grouped form that `transformers` has for all its other mixtures (`ALL_EXPERTS_FUNCTIONS["grouped_mm"]`),
+which `autopar.passes.join_experts` makes one op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _grouped(
+    module: Any, rows: Tensor, ids: Tensor, shares: Tensor, up: str, down: str, **more: Any
+) -> Tensor:
+    """Experts `down(dropout(act(up(x))))`, those of `ids` for each row, weighted and added up.
+
+    Args:
+        module: a ModuleDict `expert_0`, `expert_1` ...
+        rows: of shape (t, d).
+        ids, shares: of shape (t, k).
+        up, down: names of the two nn.Linear of an expert.
+        more: settings of the grouped form.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    experts = [module[f"expert_{i}"] for i in range(module.num_experts)]
+    ups, downs = ([getattr(expert, name) for expert in experts] for name in (up, down))
+    has_bias = ups[0].bias is not None
+    stacked = {
+        "up_proj": torch.stack([x.weight for x in ups]),
+        "down_proj": torch.stack([x.weight for x in downs]),
+    }
+    if has_bias:
+        stacked |= {"up_proj_bias": torch.stack([x.bias for x in ups])}
+        stacked |= {"down_proj_bias": torch.stack([x.bias for x in downs])}
+    settings: dict[str, Any] = {"has_post_expert_norm": False, **more}
+    layer = SimpleNamespace(
+        num_experts=module.num_experts, has_gate=False, has_bias=has_bias, is_transposed=False,
+        _is_expert_parallel=False, act_fn=lambda x: experts[0].dropout(experts[0].act(x)), **stacked, **settings,
+    )  # fmt: skip
+    found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](layer, rows, ids, shares)
+    return found
+
+
+def switch_experts(module: Any, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """SwitchTransformersExperts: `chosen` of shape (t, 1, e) is one-hot, and zero for a row beyond the capacity."""
+    taken = chosen.sum(-1)
+    return _grouped(module, rows, chosen.argmax(-1), shares * taken, "wi", "wo")
+
+
+def nllb_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """NllbMoeExperts: each of the k entries of a row in `ids`, of shape (t, k), names an expert.
+
+    It is called with the mask of its router, k being the number of experts: entries are 0 and 1, and so are
+    the experts that transformers 5.23 runs.
+    """
+    scale = 1.0 if module.training else 1 - module.moe_token_dropout
+    dropped = {
+        "has_post_expert_norm": True,
+        "post_expert_norm": lambda y: module.token_dropout(y) * scale,
+    }
+    return _grouped(module, rows, ids, shares, "fc1", "fc2", **dropped)
+
+
+def casting_router(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """A router that casts its classifier for good: here its parameters are cast where they are used."""
+    with _cast_where_used(module.classifier):
+        return type(module).forward(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _cast_where_used(linear: nn.Linear) -> Iterator[None]:
+    def forward(x: Tensor) -> Tensor:
+        bias = None if linear.bias is None else linear.bias.to(x.dtype)
+        return F.linear(x, linear.weight.to(x.dtype), bias)
+
+    vars(linear).update(to=lambda dtype: linear, forward=forward)
+    try:
+        yield
+    finally:
+        for name in ("to", "forward"):
+            del vars(linear)[name]
+
+
+def masked_stack(
+    module: Any, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any
+) -> Any:
+    """SwitchTransformersStack fills in a mask of ones only where it is not traced."""
+    states = kwargs.get("inputs_embeds")
+    first = input_ids if states is None else states
+    if attention_mask is None and first is not None and kwargs.get("past_key_values") is None:
+        attention_mask = torch.ones(first.shape[:2], device=first.device)
+    return type(module).forward(module, input_ids, attention_mask, **kwargs)
+
+
+_SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformers"
+_NLLB = "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoe"
+
+ROWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        f"{_SWITCH}Experts": switch_experts,
+        f"{_SWITCH}Top1Router": casting_router,
+        f"{_SWITCH}Stack": masked_stack,
+        f"{_NLLB}Experts": nllb_experts,
+        f"{_NLLB}Top2Router": casting_router,
+    }
+)
