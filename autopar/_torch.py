@@ -155,6 +155,26 @@ def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> N
         node.register_hook(in_backward)
 
 
+def call_with(
+    model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls a model with other tensors in place of parameters and buffers, under every name that these have.
+
+    It is `torch.func.functional_call`, which leaves its tensors in a module that has two names (2.13): it swaps
+    them in twice, and takes the first for the module's own.
+    """
+    every = (model.named_parameters, model.named_buffers)
+    own = {name: x for named in every for name, x in named(remove_duplicate=False)}
+    given = {id(own[name]): x for name, x in tensors.items()}
+    once = {
+        f"{prefix}.{name}".lstrip("."): given[id(x)]
+        for prefix, module in model.named_modules()
+        for name, x in itertools.chain(module._parameters.items(), module._buffers.items())
+        if id(x) in given
+    }
+    return torch.func.functional_call(model, once, args, dict(kwargs), tie_weights=False)
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile` was given, whose names have no prefix; any other as it is."""
     return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model

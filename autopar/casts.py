@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from autopar import _torch
 from autopar.ir import MixedPrecision
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def call_cast(
     dtype = dtype_of(policy.param_dtype)
     parameters = {name: p.to(dtype) for name, p in cast_parameters(model)}
     args, kwargs = _cast((args, kwargs), dtype)
-    result = torch.func.functional_call(model, parameters, args, kwargs)
+    result = _torch.call_with(model, parameters, args, kwargs)
     return result if policy.output_dtype is None else _cast(result, dtype_of(policy.output_dtype))
 
 

@@ -75,10 +75,9 @@ def capturable(
     """
     found = {name: module for name, module in model.named_modules() if _has_form(module)}
     if found:
-        proved = _has_values(model, args, kwargs) and _prove(
-            lambda: run(*args, **kwargs), model, found
-        )
-        lines = _lines(found, proved)
+        has_values = _has_values(model, args, kwargs)
+        proved = _prove(lambda: run(*args, **kwargs), model, found) if has_values else []
+        lines = tuple(_lines(found, proved))
         for line in lines:
             log.info("%s", line)
     with _forwards({module: _form_of(module) for module in found.values()}):
@@ -98,19 +97,20 @@ def _has_form(module: nn.Module) -> bool:
     return _name(type(module)) in FORMS and "forward" not in vars(module)
 
 
-def _lines(found: Mapping[str, nn.Module], proved: bool) -> tuple[str, ...]:
-    names: dict[str, list[str]] = {}
+def _lines(found: Mapping[str, nn.Module], proved: Sequence[nn.Module]) -> Iterator[str]:
+    names: dict[tuple[str, bool], list[str]] = {}
     for name, module in found.items():
-        names.setdefault(type(module).__qualname__, []).append(name.removeprefix("model."))
-    how = (
-        "on the captured inputs"
-        if proved
-        else "not here, where its tensors have no values (autopar.verify proves it)"
-    )
-    return tuple(
-        f"{kind} was captured in a form without control flow on values, proved {how}: {', '.join(where)}"
-        for kind, where in names.items()
-    )
+        key = type(module).__qualname__, module in proved
+        names.setdefault(key, []).append(name.removeprefix("model."))
+    for (kind, is_proved), where in names.items():
+        how = (
+            "on the captured inputs"
+            if is_proved
+            else "not here, where it is not called with values (autopar.verify calls it so)"
+        )
+        yield (
+            f"{kind} was captured in a form without control flow on values, proved {how}: {', '.join(where)}"
+        )
 
 
 @contextlib.contextmanager
@@ -141,8 +141,10 @@ def _has_value(x: Tensor) -> bool:
 # --- proof
 
 
-def _prove(run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Module]) -> bool:
-    """Runs the model, every module with a form as itself and as its form; whether there were values to compare."""
+def _prove(
+    run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Module]
+) -> list[nn.Module]:
+    """Runs the model, every module with a form as itself and as its form; gives those that were compared."""
     names = {module: name.removeprefix("model.") for name, module in found.items()}
     compared: list[nn.Module] = []
     running: list[nn.Module] = []
@@ -157,22 +159,24 @@ def _prove(run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Modu
             compared.append(running.pop())
         return type(module).forward(module, *args, **kwargs)
 
-    held = {name: x.detach().clone() for name, x in model.named_buffers()}
-    held |= {name: x.detach() for name, x in model.named_parameters()}
+    held = {name: x.detach().clone() for name, x in _state(model)}
     with (
         torch.random.fork_rng(_devices(model), device_type=_device_type(model)),
         torch.no_grad(),
         _forwards(dict.fromkeys(found.values(), both)),
     ):
         # What the forward changes in place (statistics, casts of a parameter) is a copy's.
-        torch.func.functional_call(
-            _Called(model, run), {f"model.{n}": x for n, x in held.items()}, ()
-        )
-    return bool(compared)
+        _torch.call_with(_Called(model, run), {f"model.{n}": x for n, x in held.items()}, (), {})
+    return compared
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 class _Called(nn.Module):
-    """A function that calls a module, as a module: what functional_call can swap parameters of."""
+    """A function that calls a module, as a module: what `call_with` can swap parameters of."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -193,7 +197,7 @@ def _devices(model: nn.Module) -> list[torch.device]:
 def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
     """Raises CaptureError unless the form computes what the module does."""
     form = _form_of(module)
-    claim = f"The form {form.__name__} of {type(module).__qualname__} ({name}) does not hold"
+    claim = f"The form {getattr(form, "__name__", form)} of {type(module).__qualname__} ({name}) does not hold"
     with _without_dropout(module):
         want = _outcome(type(module).forward, module, args, kwargs)
         try:
@@ -215,10 +219,8 @@ def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
 
 def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     """Results, then gradients of parameters and floating inputs, in the formats that these have."""
-    held = {
-        name: x.detach().requires_grad_(x.is_floating_point())
-        for name, x in module.named_parameters()
-    }
+    held = {name: _leaf(x) for name, x in module.named_parameters()}
+    buffers = {f"model.{name}": x.detach().clone() for name, x in module.named_buffers()}
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [_leaf(x) for x in leaves]
     called = _Called(module, lambda *args, **kwargs: run(module, *args, **kwargs))
@@ -228,8 +230,8 @@ def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tenso
     ):
         # A clone: what is changed in place may not be a leaf.
         own, named = pytree.tree_unflatten(pytree.tree_map_only(Tensor, torch.clone, leaves), spec)
-        parameters = {f"model.{n}": x for n, x in held.items()}
-        result = torch.func.functional_call(called, parameters, own, named)
+        parameters = {f"model.{n}": torch.clone(x) for n, x in held.items()}
+        result = _torch.call_with(called, parameters | buffers, own, named)
     results = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor)]
     wanted = [x for x in (*held.values(), *leaves) if isinstance(x, Tensor) and x.requires_grad]
     return [*(y.detach() for y in results), *_gradients(results, wanted)]
@@ -241,7 +243,9 @@ def _leaf(x: Any) -> Any:
 
 def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
     ends = [y for y in results if y.requires_grad]
-    if not ends or not wanted:
+    if not ends:  # no row went to what has parameters
+        return tuple(map(torch.zeros_like, wanted))
+    if not wanted:
         return ()
     return torch.autograd.grad(
         ends, wanted, [weights(y) for y in ends], allow_unused=True, materialize_grads=True

@@ -305,7 +305,7 @@ def test_of_many_operands(name: str) -> None:
     op, tensors = MANY[name]
     taking = differentiable(op, tensors)
     assert taking
-    for count in range(len(taking)):
+    for count in {0, len(taking) - 1}:  # every operand takes a gradient, and each of them alone
         for frozen in itertools.combinations(taking, count):
             agree(op, tensors, frozenset(frozen))
 

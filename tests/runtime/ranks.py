@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# A rank that compiles does so itself, rather than start processes for it.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Forks of one server that has imported what ranks import and has run nothing: a process started anew spends
 # three seconds on imports alone. They hash alike, and unlike the process that tests them.

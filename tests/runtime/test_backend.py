@@ -36,7 +36,10 @@ def test_on_two_ranks(two_ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["loss_inside", "llama", "graph_break"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("loss_inside", "graph_break"))],
+)
 def test_on_four_ranks(four_ranks: Ranks, name: str) -> None:
     options = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "ddp", "tp": "tp"}}
     _expect(four_ranks.run(scripts.run_compiled, name, options), name)

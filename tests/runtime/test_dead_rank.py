@@ -61,8 +61,11 @@ def work(
 
 @pytest.mark.parametrize(
     ("recipe", "accident", "timeout_seconds"),
-    [("ddp", die, 60), ("zero3", die, 60), ("ddp", hang, 3)],
-    ids=["ddp", "zero3", "hang"],
+    [
+        pytest.param("ddp", die, 60, id="ddp", marks=pytest.mark.slow),
+        pytest.param("zero3", die, 60, id="zero3"),
+        pytest.param("ddp", hang, 3, id="hang"),
+    ],
 )
 def test_the_others_end_with_an_error(
     tmp_path: Path, recipe: str, accident: Callable[[], None], timeout_seconds: float

@@ -83,9 +83,9 @@ def test_every_schedule(two_ranks: Ranks, schedule: str) -> None:
     ("schedule", "mesh", "recipe"),
     [
         ("1f1b", {"dp": 2}, "zero1"),
-        ("interleaved", {"dp": 2}, "zero2"),
+        pytest.param("interleaved", {"dp": 2}, "zero2", marks=pytest.mark.slow),
         ("zb", {"dp": 2}, "zero3"),
-        ("zbv", {"tp": 2}, "tp"),
+        pytest.param("zbv", {"tp": 2}, "tp", marks=pytest.mark.slow),
         ("dualpipev", {"tp": 2}, "tp+sp"),
     ],
 )

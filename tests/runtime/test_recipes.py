@@ -11,7 +11,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "auto"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+# Two micro-batches do all that one does, and add up.
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_axis(two_ranks: Ranks, recipe: str, micro_batches: int) -> None:
     expected = single("gpt")
     results = two_ranks.run(compiled, "gpt", {"dp": 2}, recipe, micro_batches)
@@ -23,9 +24,9 @@ def test_one_axis(two_ranks: Ranks, recipe: str, micro_batches: int) -> None:
     [
         {"dp": "zero3", "tp": "tp+sp"},
         {"dp": "zero1", "tp": "tp"},
-        {"dp": "ddp", "tp": "zero3"},
+        pytest.param({"dp": "ddp", "tp": "zero3"}, marks=pytest.mark.slow),
         {"dp": "zero3", "tp": "zero3"},
-        {"dp": "zero2", "tp": "zero2"},
+        pytest.param({"dp": "zero2", "tp": "zero2"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
