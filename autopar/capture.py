@@ -240,7 +240,16 @@ def _capture(
     args, kwargs = pytree.tree_map(
         lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
     )
-    with capturable(wrapper, wrapper, args, kwargs) as forms:
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return wrapper(*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise _explained(error, wrapper) from error
+
+    with capturable(run, wrapper, args, kwargs) as forms:
         exported = _export(wrapper, args, kwargs)
     return replace(_describe(exported, wrapper, args, kwargs, is_step), forms=forms)
 

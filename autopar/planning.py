@@ -167,19 +167,19 @@ def make_plan(
         _refuse_more_blocks(graph, stages.recompute)
     if mesh is None:
         assert world_size is not None and not fixed_storage, "a searched mesh needs a world size"
-        return _finished(search_pipeline_mesh(graph, world_size, **outer).plan, graph)
+        return _finished(search_pipeline_mesh(graph, world_size, **outer).plan, prepared)
     mesh = Mesh.of(mesh)
     if PIPELINE_AXIS in mesh.names:
-        return _finished(search_pipeline(graph, mesh, **outer).plan, graph)
+        return _finished(search_pipeline(graph, mesh, **outer).plan, prepared)
     stages.refuse_schedule(mesh)
     settings |= {"micro_batches": micro_batches or 1, "fixed_storage": fixed_storage}
     if fixed_storage is None:
         _refuse_no_blocks(graph, stages.recompute)
     if stages.recompute == "none" or fixed_storage is not None or not has_blocks(graph):
-        return _finished(search(graph, mesh, **settings), graph)
+        return _finished(search(graph, mesh, **settings), prepared)
     if stages.recompute is None:
-        return _finished(_that_fits(graph, mesh, settings, outer), graph)
-    return _finished(_recomputing(graph, mesh, outer), graph)
+        return _finished(_that_fits(graph, mesh, settings, outer), prepared)
+    return _finished(_recomputing(graph, mesh, outer), prepared)
 
 
 def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
@@ -201,9 +201,11 @@ def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
         )
 
 
-def _finished(plan: Plan, graph: Graph) -> Plan:
+def _finished(plan: Plan, prepared: Prepared) -> Plan:
+    graph = prepared.analysis.graph
     plan = take_parts(plan, graph)
-    return replace(plan, notes=(*plan.notes, *undivided_lines(graph, plan)))
+    said = (*plan.notes, *undivided_lines(graph, plan), *prepared.captured.forms)
+    return replace(plan, notes=said)
 
 
 def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | None:

@@ -1,6 +1,8 @@
 """Modules captured in another form: proved, undone afterwards, and split like what was written so."""
 
+import functools
 import logging
+from importlib import import_module
 
 import pytest
 import torch
@@ -78,6 +80,7 @@ def test_switch_transformers_drops_tokens_and_splits_experts():
     )
     layers = [op for op in subject.prepared.analysis.graph.ops if op.kind == "autopar.experts"]
     assert [plan.ops[op.name] for op in layers] == [("t.0", "e")] * 2
+    assert any("SwitchTransformersExperts was captured in a form" in note for note in plan.notes)
     found = stored(plan, axis=1)
     assert len(found) == 16 and {state.kind for state in found.values()} == {"S"}
     report = subject.compare(plan)
@@ -91,6 +94,47 @@ def test_nllb_equals_one_device_with_experts_split():
         in_float64(model), batch, mesh={"dp": 2, "ep": 2}, recipe="dp:ddp,ep:ep"
     )
     assert max(report.loss_error, report.worst_gradient_error) < 1e-9, report
+
+
+class Routed(nn.Module):
+    """Rows of width 16, of shape (1, 12, 16), go to the best two of their experts."""
+
+    def __init__(self, experts, count):
+        super().__init__()
+        self.experts, self.router = experts, nn.Linear(16, count)
+
+    def forward(self, x):
+        rows = x.view(-1, 16)
+        shares, ids = self.router(rows).softmax(-1).topk(2)
+        return self.experts(x if self.experts.of_three_dims else rows, ids, shares).square().mean()
+
+
+LOOPING = {
+    "Dbrx": ("dbrx", "FFNConfig", {"ffn_hidden_size": 24, "moe_num_experts": 4}),
+    "LongcatFlash": (
+        "longcat_flash", "Config",
+        {"expert_ffn_hidden_size": 24, "n_routed_experts": 4, "zero_expert_num": 1},
+    ),
+    "Step3p7": ("step3p7", "TextConfig", {"num_local_experts": 4, "moe_intermediate_size": 24}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPING)
+def test_experts_in_a_loop_are_one_op_and_split(name):
+    folder, config, sizes = LOOPING[name]
+    package = f"transformers.models.{folder}"
+    settings = getattr(import_module(f"{package}.configuration_{folder}"), f"{name}{config}")
+    module = getattr(import_module(f"{package}.modeling_{folder}"), f"{name}Experts")
+    torch.manual_seed(0)
+    experts = module(settings(hidden_size=16, **sizes))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    experts.of_three_dims = name == "Dbrx"
+    model = Routed(experts, 4 + sizes.get("zero_expert_num", 0)).double()
+    report = autopar.verify(model, torch.randn(1, 12, 16).double(), mesh={"ep": 2}, recipe="ep")
+    assert max(report.loss_error, report.worst_gradient_error) < 1e-9, (
+        report
+    )  # ep refuses what has no experts
 
 
 def test_a_captured_model_is_as_it_was(caplog):
@@ -155,6 +199,69 @@ def test_a_user_gives_a_form_in_one_line(forms):
         capture_step(model, (x,), {}, None)
     autopar.register_form(Hits, masked)
     assert autopar.verify(model, (x,), mesh={"dp": 2}, recipe="ddp").worst_gradient_error < 1e-9
+
+
+class Changing(Hits):
+    """Changes a parameter and a buffer where it is run."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("runs", torch.ones(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        self.runs += 1
+        return super().forward(x) * self.runs
+
+
+def changed(module, x):
+    y = x @ (module.up.weight / 2).T + module.up.bias
+    return torch.where(x.sum(-1, keepdim=True) > 0, y, 0.0) * (module.runs + 1)
+
+
+class Twice(nn.Module):
+    """One module under two names."""
+
+    def __init__(self, hits):
+        super().__init__()
+        self.first = self.second = hits
+
+    def forward(self, x):
+        return self.second(self.first(x)).square().mean()
+
+
+def test_the_proof_of_a_form_runs_on_copies_and_knows_modules_of_two_names(forms):
+    autopar.register_form(Hits, masked)
+    report = autopar.verify(Twice(Hits()).double(), (torch.randn(8, 4).double(),), mesh={"dp": 2})
+    assert report.worst_gradient_error < 1e-9
+    model = Twice(Changing())
+    autopar.register_form(Changing, functools.partial(changed))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    assert "proved on" in capture_step(model, (torch.randn(8, 4),), {}, None).forms[0]
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(isinstance(x, nn.Parameter) for x in model.parameters())
+
+
+def test_no_row_for_a_form_is_a_gradient_of_zeros_and_a_module_not_called_is_not_proved(forms):
+    autopar.register_form(Hits, masked)
+    (line,) = capture_step(Model(), (-torch.ones(8, 4),), {}, None).forms
+    assert "proved on the captured inputs" in line
+    model = Model()
+    model.spare = Hits()
+    lines = capture_step(model, (torch.randn(8, 4),), {}, None).forms
+    assert lines[0].endswith(": hits") and "not called" in lines[1] and lines[1].endswith(": spare")
+
+
+def test_a_form_is_proved_under_autocast_and_errors_of_the_model_are_its_own(forms):
+    def early(module, x):  # rounds elsewhere
+        return torch.where(x.sum(-1, keepdim=True) > 0, module.up(x / 3) * 3 - 2 * module.up.bias, 0.0)
+
+    autopar.register_form(Hits, early)
+    with torch.autocast("cpu", torch.bfloat16):
+        capture_step(Model(), (torch.randn(8, 4),), {}, None)
+    with pytest.raises(CaptureError, match="cannot be multiplied"):
+        capture_step(Model(), (torch.randn(8, 5),), {}, None)
 
 
 @pytest.mark.parametrize(

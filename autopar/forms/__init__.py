@@ -197,7 +197,7 @@ def _devices(model: nn.Module) -> list[torch.device]:
 def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
     """Raises CaptureError unless the form computes what the module does."""
     form = _form_of(module)
-    claim = f"The form {getattr(form, "__name__", form)} of {type(module).__qualname__} ({name}) does not hold"
+    claim = f"The form {getattr(form, '__name__', form)} of {type(module).__qualname__} ({name}) does not hold"
     with _without_dropout(module):
         want = _outcome(type(module).forward, module, args, kwargs)
         try:
@@ -219,7 +219,7 @@ def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
 
 def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     """Results, then gradients of parameters and floating inputs, in the formats that these have."""
-    held = {name: _leaf(x) for name, x in module.named_parameters()}
+    held = {name: _leaf(x.detach().clone()) for name, x in module.named_parameters()}
     buffers = {f"model.{name}": x.detach().clone() for name, x in module.named_buffers()}
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [_leaf(x) for x in leaves]
@@ -230,7 +230,7 @@ def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tenso
     ):
         # A clone: what is changed in place may not be a leaf.
         own, named = pytree.tree_unflatten(pytree.tree_map_only(Tensor, torch.clone, leaves), spec)
-        parameters = {f"model.{n}": torch.clone(x) for n, x in held.items()}
+        parameters = {f"model.{n}": x for n, x in held.items()}
         result = _torch.call_with(called, parameters | buffers, own, named)
     results = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor)]
     wanted = [x for x in (*held.values(), *leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -265,5 +265,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 
 
 def _tolerance(tensors: Sequence[Tensor]) -> float:
+    if any(torch.is_autocast_enabled(x.device.type) for x in tensors):
+        return _HALF_TOLERANCE
     floating = {x.dtype for x in tensors if x.is_floating_point()}
     return max((_TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in floating), default=0.0)

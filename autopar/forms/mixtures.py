@@ -1,8 +1,8 @@
 """Forms of the mixtures of experts of `transformers` that loop over the experts which rows went to.
 
-Such experts are modules of their own, of separate parameters. Their form stacks these in the graph and calls the
-grouped form that `transformers` has for all its other mixtures (`ALL_EXPERTS_FUNCTIONS["grouped_mm"]`),
-which `autopar.passes.join_experts` makes one op.
+They call the grouped form that `transformers` has for all its other mixtures (`ALL_EXPERTS_FUNCTIONS["grouped_mm"]`),
+which `autopar.passes.join_experts` makes one op. Where experts are modules of their own, of separate
+parameters, these are stacked in the graph.
 """
 
 from __future__ import annotations
@@ -17,20 +17,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def _grouped(
-    module: Any, rows: Tensor, ids: Tensor, shares: Tensor, up: str, down: str, **more: Any
-) -> Tensor:
-    """Experts `down(dropout(act(up(x))))`, those of `ids` for each row, weighted and added up.
+def _grouped(rows: Tensor, ids: Tensor, shares: Tensor, **layer: Any) -> Tensor:
+    """The grouped form of `transformers`, of the experts of `ids` for each row, weighted and added up.
 
     Args:
-        module: a ModuleDict `expert_0`, `expert_1` ...
         rows: of shape (t, d).
         ids, shares: of shape (t, k).
-        up, down: names of the two nn.Linear of an expert.
-        more: settings of the grouped form.
+        layer: what the form reads of a module of experts beyond what it does by default.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    usual = {
+        "has_bias": False, "is_transposed": False, "has_post_expert_norm": False, "_is_expert_parallel": False,
+    }  # fmt: skip
+    experts = SimpleNamespace(**{**usual, **layer})
+    found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, rows, ids, shares)
+    return found
+
+
+def _modules(
+    module: Any, rows: Tensor, ids: Tensor, shares: Tensor, up: str, down: str, **more: Any
+) -> Tensor:
+    """Experts `down(dropout(act(up(x))))` that are modules.
+
+    Args:
+        module: a ModuleDict `expert_0`, `expert_1` ...
+        up, down: names of the two nn.Linear of an expert.
+        more: settings of the grouped form.
+    """
     experts = [module[f"expert_{i}"] for i in range(module.num_experts)]
     ups, downs = ([getattr(expert, name) for expert in experts] for name in (up, down))
     has_bias = ups[0].bias is not None
@@ -41,19 +55,24 @@ def _grouped(
     if has_bias:
         stacked |= {"up_proj_bias": torch.stack([x.bias for x in ups])}
         stacked |= {"down_proj_bias": torch.stack([x.bias for x in downs])}
-    settings: dict[str, Any] = {"has_post_expert_norm": False, **more}
-    layer = SimpleNamespace(
-        num_experts=module.num_experts, has_gate=False, has_bias=has_bias, is_transposed=False,
-        _is_expert_parallel=False, act_fn=lambda x: experts[0].dropout(experts[0].act(x)), **stacked, **settings,
+    return _grouped(
+        rows, ids, shares, num_experts=module.num_experts, has_gate=False, has_bias=has_bias,
+        act_fn=lambda x: experts[0].dropout(experts[0].act(x)), **stacked, **more,
     )  # fmt: skip
-    found: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](layer, rows, ids, shares)
-    return found
+
+
+def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gate(both: Tensor) -> Tensor:
+        first, second = both.chunk(2, dim=-1)
+        return act(first) * second
+
+    return gate
 
 
 def switch_experts(module: Any, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """SwitchTransformersExperts: `chosen` of shape (t, 1, e) is one-hot, and zero for a row beyond the capacity."""
     taken = chosen.sum(-1)
-    return _grouped(module, rows, chosen.argmax(-1), shares * taken, "wi", "wo")
+    return _modules(module, rows, chosen.argmax(-1), shares * taken, "wi", "wo")
 
 
 def nllb_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
@@ -67,7 +86,43 @@ def nllb_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tens
         "has_post_expert_norm": True,
         "post_expert_norm": lambda y: module.token_dropout(y) * scale,
     }
-    return _grouped(module, rows, ids, shares, "fc1", "fc2", **dropped)
+    return _modules(module, rows, ids, shares, "fc1", "fc2", **dropped)
+
+
+def dbrx_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """DbrxExperts: matrices of all experts below one another; `rows` of shape (b, s, d) or (t, d)."""
+    experts = module.num_experts
+    apart = (experts, module.ffn_hidden_size, module.hidden_size)
+    w1, v1, w2 = (x.view(apart) for x in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
+    found = _grouped(
+        rows.reshape(-1, module.hidden_size), ids, shares, num_experts=experts, has_gate=True,
+        gate_up_proj=torch.cat([w1, v1], 1), down_proj=w2.transpose(1, 2),
+        _apply_gate=_gated(module.mlp.activation_fn),
+    )  # fmt: skip
+    return found.view(rows.shape[0], -1, module.hidden_size)
+
+
+def step_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """Step3p7Experts, which clamps what its gate takes."""
+    return _grouped(
+        rows, ids, shares, num_experts=module.num_experts, has_gate=True,
+        gate_up_proj=module.gate_up_proj, down_proj=module.down_proj, _apply_gate=module._apply_gate,
+    )  # fmt: skip
+
+
+def longcat_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """LongcatFlashExperts: the last `zero_expert_num` of them give a row back as it is."""
+    experts = module.num_routed_experts
+    computed = ids < experts
+    given_back = rows * (shares * ~computed).sum(-1, keepdim=True).to(rows.dtype)
+    if experts == 0:
+        return given_back
+    found = _grouped(
+        rows, ids.clamp(max=experts - 1), shares * computed, num_experts=experts, has_gate=True,
+        gate_up_proj=module.gate_up_proj[:experts], down_proj=module.down_proj,
+        _apply_gate=_gated(module.act_fn),
+    )  # fmt: skip
+    return found + given_back
 
 
 def casting_router(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +156,9 @@ def masked_stack(
     return type(module).forward(module, input_ids, attention_mask, **kwargs)
 
 
-_SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformers"
-_NLLB = "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoe"
+_MODELS = "transformers.models"
+_SWITCH = f"{_MODELS}.switch_transformers.modeling_switch_transformers.SwitchTransformers"
+_NLLB = f"{_MODELS}.nllb_moe.modeling_nllb_moe.NllbMoe"
 
 ROWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -111,5 +167,8 @@ ROWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         f"{_SWITCH}Stack": masked_stack,
         f"{_NLLB}Experts": nllb_experts,
         f"{_NLLB}Top2Router": casting_router,
+        f"{_MODELS}.dbrx.modeling_dbrx.DbrxExperts": dbrx_experts,
+        f"{_MODELS}.step3p7.modeling_step3p7.Step3p7Experts": step_experts,
+        f"{_MODELS}.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": longcat_experts,
     }
 )
