@@ -156,7 +156,10 @@ def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> N
 
 
 def call_with(
-    model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Calls a model with other tensors in place of parameters and buffers, under every name that these have.
 

@@ -148,7 +148,8 @@ def _refuse_distributed(
         if isinstance(x, DTensor) and not _is_read_whole(node):
             raise AutoparError(
                 f"{name} is a DTensor of placements {x.placements}, and the backend takes plain tensors "
-                "and the parameters that autopar.shard_ has cut."
+                "and the parameters that autopar.shard_ has cut, read by the model or a checkpointed block "
+                "(not by the branches of torch.cond: read them before it)."
             )
 
 
@@ -168,8 +169,9 @@ def _arguments_of_bodies(call: fx.Node, given: fx.Node) -> list[fx.Node]:
     for body in (getattr(call.graph.owning_module, str(x.target)) for x in bodies):
         if isinstance(body, fx.GraphModule):
             operands = [x for x in call.args if x not in bodies]
-            pairs = zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
-            found += [inner for inner, outer in pairs if outer is given]
+            inner = body.graph.find_nodes(op="placeholder")
+            if len(inner) == len(operands):  # not those of torch.cond, which takes no DTensor
+                found += [x for x, outer in zip(inner, operands, strict=True) if outer is given]
     return found
 
 

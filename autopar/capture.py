@@ -403,6 +403,7 @@ def _describe(
         raise CaptureError("The model changes one of its inputs in place; clone it first.")
     _refuse_changed_parameters(mutated, set(named.values()))
     _refuse_numbers_from_tensors(module)
+    _refuse_bodies(module)
     paths = _leaf_names(wrapper, args, kwargs)
     return Captured(
         module=module,
@@ -448,6 +449,18 @@ def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
                 f"{node.target} makes a {made} of a tensor's value",
                 "Keep it a tensor (no .item(); index with torch.index_select, and mask with torch.where "
                 "instead of x[mask])",
+            )
+
+
+def _refuse_bodies(module: fx.GraphModule) -> None:
+    """Ops that run graphs (torch.cond, a scan) have no rule."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, node.target, None), fx.GraphModule):
+            call = next(iter(node.users))
+            raise _uncaptured(
+                _traced_line(call),
+                f"{call.target} runs graphs inside the graph",
+                "Compute what its branches compute, and choose with torch.where",
             )
 
 

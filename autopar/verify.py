@@ -217,7 +217,8 @@ class Subject:
         whole = build_program(self.prepared.captured, self.prepared.analysis, plan)
         rehearsal = Rehearsal(
             whole, cut_stages(whole, self.prepared.analysis.graph), micro_batches=count,
-            parameters=dict(self.model.named_parameters()), buffers=dict(self.model.named_buffers(remove_duplicate=False)),
+            parameters=dict(self.model.named_parameters()),
+            buffers=dict(self.model.named_buffers(remove_duplicate=False)),
         )  # fmt: skip
         rehearsal.run(actions_of(plan), lambda i: self._inputs(whole, i))
         return self._report(whole, rehearsal)

@@ -322,3 +322,12 @@ def test_what_is_added_in_place_to_the_result_of_a_no_grad_region_has_a_gradient
 
     report = verify(Model().double(), (torch.randn(2, 4).double(),), mesh={"x": 2}, recipe="ddp")
     assert report.passed and report.parameters == 1, report
+
+
+def test_graphs_inside_the_graph_are_refused():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).mean()
+
+    with pytest.raises(CaptureError, match="cond runs graphs inside the graph"):
+        capture_step(Branches(), (torch.ones(4),), {}, None)

@@ -167,7 +167,7 @@ class Hits(nn.Module):
         rows = (x.sum(-1) > 0).nonzero().squeeze(-1)
         y = torch.zeros_like(x)
         if len(rows):
-            y = y.index_add(0, rows, self.up(x[rows]))
+            y = y.index_add(0, rows, self.up(x[rows]).to(y.dtype))
         return y
 
 
@@ -216,7 +216,8 @@ class Changing(Hits):
 
 
 def changed(module, x):
-    y = x @ (module.up.weight / 2).T + module.up.bias
+    half = module.up.weight - module.up.weight.detach() / 2
+    y = x @ half.T + module.up.bias
     return torch.where(x.sum(-1, keepdim=True) > 0, y, 0.0) * (module.runs + 1)
 
 
@@ -255,7 +256,9 @@ def test_no_row_for_a_form_is_a_gradient_of_zeros_and_a_module_not_called_is_not
 
 def test_a_form_is_proved_under_autocast_and_errors_of_the_model_are_its_own(forms):
     def early(module, x):  # rounds elsewhere
-        return torch.where(x.sum(-1, keepdim=True) > 0, module.up(x / 3) * 3 - 2 * module.up.bias, 0.0)
+        return torch.where(
+            x.sum(-1, keepdim=True) > 0, module.up(x / 3) * 3 - 2 * module.up.bias, 0.0
+        )
 
     autopar.register_form(Hits, early)
     with torch.autocast("cpu", torch.bfloat16):

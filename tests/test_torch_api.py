@@ -320,3 +320,22 @@ def test_code_runs_as_if_it_were_compiled():
     with _torch.as_if_compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
+
+
+def test_call_with_swaps_what_has_two_names_and_swaps_it_back():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = torch.nn.Linear(2, 2)
+            self.third = torch.nn.Linear(2, 2)
+            self.third.weight = self.first.weight
+
+        def forward(self, x):
+            return self.third(self.second(self.first(x)))
+
+    model, x = Twice(), torch.ones(1, 2)
+    own = [id(p) for p in model.parameters()]
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not _torch.call_with(model, zeros, (x,), {}).any()
+    assert [id(p) for p in model.parameters()] == own
+    assert model.third.weight is model.first.weight

@@ -78,9 +78,12 @@ def _rank(group: str) -> int:
 
 
 def _on_bytes(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Runs a kernel that only moves data; backends know no bool."""
+    """Runs a kernel that only moves data; backends know no bool.
+
+    Converted, not seen as bytes: Inductor's C++ (torch 2.13) cannot look values up through such a view.
+    """
     if x.dtype is torch.bool:
-        return kernel(x.view(torch.uint8)).view(torch.bool)
+        return kernel(x.to(torch.uint8)).to(torch.bool)
     return kernel(x)
 
 
