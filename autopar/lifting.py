@@ -66,7 +66,7 @@ class Lifted:
 
     Attributes:
         module: its forward takes the inputs, and returns the results that are no views and no numbers.
-        parameters: name -> position of the argument, for those that take a gradient or are sharded.
+        parameters: name -> position of the argument, for those that are not changed in place.
         buffers: name -> position, for buffers of modules and arguments that are changed in place.
         inputs: positions of all other tensors, in the order of the forward.
         differentiable: positions of the inputs that take a gradient.
@@ -124,7 +124,7 @@ def lift(
     parameters = [
         i
         for i in tensors
-        if i in sharded or (i in takes_gradient and isinstance(arguments[i], nn.Parameter))
+        if i in sharded or (isinstance(arguments[i], nn.Parameter) and i not in changed)
     ]
     # All of a module's: what batch_norm does to its statistics leaves no trace on fake tensors.
     state = [i for i in _buffers(module) if i in tensors and i not in takes_gradient]

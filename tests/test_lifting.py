@@ -41,6 +41,14 @@ def test_parameters_and_buffers_have_the_names_of_the_model() -> None:
     assert torch.equal(own["0.weight"], model[0].weight)
 
 
+def test_parameters_are_parameters_where_nothing_takes_a_gradient() -> None:
+    """A recipe splits factors of parameters: an evaluation is split as training is."""
+    with torch.no_grad():
+        lifted, _ = _lifted(nn.Linear(4, 4), torch.ones(2, 4))
+    assert list(lifted.parameters) == ["weight", "bias"]
+    assert not any(x.requires_grad for x in lifted.module.parameters())
+
+
 def test_a_result_that_is_a_view_of_an_argument_is_made_of_it() -> None:
     x = torch.arange(6.0, requires_grad=True)
     lifted, _ = _lifted(lambda x: (x.view(2, 3)[:, 1:], x.detach(), x.sum()), x)

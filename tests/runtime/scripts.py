@@ -207,6 +207,22 @@ def complex_weight(compile: Compile) -> Result:
 
 
 @_script
+def masked(compile: Compile) -> Result:
+    """A mask of the batch is gathered and looked up, as in the models of transformers."""
+    linear = nn.Linear(8, 8).double()
+    x, mask = torch.randn(4, 6, 8, dtype=torch.float64), torch.ones(4, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    rows, keys = torch.arange(4)[:, None, None], torch.arange(6)[None, None, :]
+
+    @compile
+    def loss(x: Tensor, mask: Tensor) -> Tensor:
+        seen = (keys <= keys.mT) & mask.bool()[rows, keys]
+        return (linear(x).sum(-1)[:, None, :] * seen).square().mean()
+
+    return _train(linear.parameters(), (loss(x, mask) for _ in range(2)))
+
+
+@_script
 def no_module(compile: Compile) -> Result:
     weight = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     count, x = torch.zeros(()), torch.randn(4, 8, dtype=torch.float64)

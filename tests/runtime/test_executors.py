@@ -177,8 +177,9 @@ def test_the_backend_compiles_what_it_splits(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.multiprocess
-def test_inductor_leaves_complex_numbers_to_eager_kernels(two_ranks: Ranks) -> None:
-    expect(two_ranks.run(split, ["complex_weight"], "inductor"), ["complex_weight"])
+def test_inductor_takes_masks_and_leaves_complex_numbers_to_eager_kernels(two_ranks: Ranks) -> None:
+    names = ["complex_weight", "masked"]
+    expect(two_ranks.run(split, names, "inductor"), names)
 
 
 @pytest.mark.slow
