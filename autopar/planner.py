@@ -44,7 +44,7 @@ from autopar.runtime.world import World, set_timeout
 from autopar.schedules import check_micro_batches, takes, unbounded
 from autopar.search import RecipeLike
 from autopar.search.notes import axis_lines, format_count
-from autopar.search.recipes import split_recipe
+from autopar.search.recipes import format_recipe, split_recipe
 from autopar.stages import cut_stages, cuts_where_parameters_lie
 
 log = logging.getLogger("autopar")
@@ -74,6 +74,7 @@ class Planner:
         self.device, self._stages, self._precision = device, stages, precision
         self._loss_fn, self._plan = loss_fn, plan
         self._recipe, self._pins, self._memory_bytes = recipe, pins, memory_bytes
+        format_recipe(recipe)  # there is no first batch to wait for until a name is found wrong
         self._hardware, self._assumed = hardware_of(hardware, device)
         self._timeout_seconds = timeout_seconds
         self._device_mesh = mesh if isinstance(mesh, DeviceMesh) else None

@@ -294,6 +294,8 @@ def _that_fits(
         try:
             return _recomputing(graph, mesh, outer)
         except SearchError as other:
+            if str(other) == str(error):
+                raise error from None
             raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
     if not found.is_tight:
         return found.plan

@@ -148,6 +148,11 @@ def test_training_follows_inference_mode() -> None:
         assert not any(p.is_inference() for p in made.parameters())
 
 
+def test_a_recipe_that_there_is_not_is_told_at_once() -> None:
+    with pytest.raises(autopar.RecipeError, match="There is no recipe 'zero4'"):
+        autopar.compile(MLP(), recipe="zero4")
+
+
 def test_no_loss_function() -> None:
     made = autopar.compile(MLP().double())
     with pytest.raises(autopar.StepError, match="Pass loss_fn"):
