@@ -324,6 +324,25 @@ def test_what_is_added_in_place_to_the_result_of_a_no_grad_region_has_a_gradient
     assert report.passed and report.parameters == 1, report
 
 
+def test_what_a_no_grad_region_gives_back_as_it_is_keeps_its_gradient():
+    class Model(nn.Module):
+        """As in the indexers of sparse attention: export shares the cast with what comes later."""
+
+        def __init__(self):
+            super().__init__()
+            self.up, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.up(x)
+            with torch.no_grad():
+                chosen = self.gate(x.to(self.gate.weight.dtype)).topk(2).indices
+            gate = self.gate(x.to(self.gate.weight.dtype))
+            return (gate * x).gather(-1, chosen).sum()
+
+    report = verify(Model().double(), (torch.randn(2, 4).double(),), mesh={"x": 2}, recipe="ddp")
+    assert report.passed and report.parameters == 4, report
+
+
 def test_graphs_inside_the_graph_are_refused():
     class Branches(nn.Module):
         def forward(self, x):
