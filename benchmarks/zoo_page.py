@@ -48,6 +48,11 @@ EXPLAINED = {
     "`torch.export` and `torch.compile` it keeps the mask (`masking_utils._ignore_causal_mask_sdpa` asks "
     "`torch.compiler.is_exporting`): attention is causal. With `token_type_ids`, as its processor gives them, both "
     "make the same mask. `autopar.verify` reports the difference.",
+    "clap": "PyTorch 2.13 itself: `batch_norm` of (4, 64, 64, 1) on the CPU gives a wrong gradient where its input is "
+    "contiguous and the gradient of its output is transposed, as it is behind a gathered input in this plan and behind "
+    "`x.transpose(1, 3).contiguous()` in eager code (finite differences tell which is right).",
+    "yoso": "Its `torch.autograd.Function` has a backward that is not the derivative of its forward. A captured "
+    "graph keeps the forward alone, and the capture warns of it.",
 }
 
 
@@ -136,6 +141,8 @@ def _failures(rows: Sequence[Row]) -> list[str]:
         lines += [
             f"- **{row.name}**, {', '.join(plans)}: {_plain(why)}" for why, plans in reasons.items()
         ]
+        if reasons and row.name in EXPLAINED:
+            lines.append(f"  {EXPLAINED[row.name]}")
     return lines or ["None."]
 
 
