@@ -140,6 +140,10 @@ class Transfer:
         self._world = world
         self._stages = [list(stage) for stage in zip(*moving, strict=True)]
         self._tensors = list(tensors)
+        # The last hop of a route may be one that moves nothing, and has a shape all the same.
+        self._shapes = [
+            hops[-1].after if hops else x.shape for hops, x in zip(routes, tensors, strict=True)
+        ]
         self._started: _Started | None = None
         self._advance()
 
@@ -149,7 +153,7 @@ class Transfer:
             started, self._started = self._started, None
             self._arrive(started.hops, started.wait())
             self._advance()
-        return self._tensors
+        return [x.reshape(shape) for x, shape in zip(self._tensors, self._shapes, strict=True)]
 
     def _advance(self) -> None:
         """Runs local hops up to the next collective, and starts that."""

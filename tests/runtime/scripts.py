@@ -223,6 +223,21 @@ def masked(compile: Compile) -> Result:
 
 
 @_script
+def reshaped(compile: Compile) -> Result:
+    """A parameter is reshaped before ranks use it for their parts, as attention sinks are."""
+    linear, sinks = nn.Linear(8, 8).double(), nn.Parameter(torch.randn(4, dtype=torch.float64))
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+
+    @compile
+    def loss(x: Tensor) -> Tensor:
+        q = linear(x).view(4, 6, 4, 2).transpose(1, 2)
+        own = sinks.reshape(1, -1, 1, 1).expand(4, -1, 6, -1)
+        return (torch.cat([q @ q.mT, own], -1).softmax(-1)[..., :-1] @ q).square().mean()
+
+    return _train([*linear.parameters(), sinks], (loss(x) for _ in range(2)))
+
+
+@_script
 def no_module(compile: Compile) -> Result:
     weight = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     count, x = torch.zeros(()), torch.randn(4, 8, dtype=torch.float64)

@@ -21,7 +21,7 @@ from tests.runtime.training import difference
 
 EQUAL = [
     "loss_outside", "loss_inside", "llama", "batch_norm", "graph_break", "other_batches", "inference",
-    "dropout_off", "tied", "masked", "no_module", "custom_backward", "checkpointed",
+    "dropout_off", "tied", "masked", "reshaped", "no_module", "custom_backward", "checkpointed",
     "in_place", "autocast",
 ]  # fmt: skip
 # float32 in its norms and its loss; bfloat16
