@@ -51,7 +51,7 @@ EXPLAINED = {
     "clap": "PyTorch 2.13 itself: `batch_norm` of (4, 64, 64, 1) on the CPU gives a wrong gradient where its input is "
     "contiguous and the gradient of its output is transposed, as it is behind a gathered input in this plan and behind "
     "`x.transpose(1, 3).contiguous()` in eager code (finite differences tell which is right).",
-    "d_fine": "So small, it is chaotic: batch norm over maps of 1 x 1. One intermediate map, changed by 1e-14 of itself "
+    "d_fine": "So small, it is chaotic: batch norm over maps of 1 x 1. One of its maps, changed by 1e-14 of itself "
     "in eager code, changes what comes six layers later by 1e-1; each of its graphs gives what it does eagerly on the "
     "same inputs, to 2e-11.",
     "yoso": "Its `torch.autograd.Function` has a backward that is not the derivative of its forward. A captured "
