@@ -258,7 +258,7 @@ def storage_reference(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())
 
 
-def user_line(error: BaseException) -> str:
+def user_line(error: BaseException) -> str | None:
     """The innermost line of a traceback (or of the trace that export attached) outside torch and autopar."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = (
@@ -272,7 +272,7 @@ def user_line(error: BaseException) -> str:
     if outside:
         frame = outside[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return "a line that torch.export does not name"
+    return None
 
 
 class _StandInStage:

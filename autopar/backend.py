@@ -45,6 +45,7 @@ from autopar.recomputation import mark_blocks
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.entries import Entries
 from autopar.runtime.gather import Gathers
+from autopar.runtime.module import KEPT_PROGRAMS
 from autopar.runtime.world import World
 from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve, split_recipe
@@ -179,7 +180,10 @@ def _arguments_of_bodies(call: fx.Node, given: fx.Node) -> list[fx.Node]:
 
 
 class _SplitGraph:
-    """What dynamo calls in place of a graph: plans at the first call of each set of shapes."""
+    """What dynamo calls in place of a graph: plans at the first call of each set of shapes.
+
+    [Note: programs are kept] in autopar/runtime/module.py.
+    """
 
     def __init__(
         self, module: fx.GraphModule, names: Sequence[str], options: Options, world: World
@@ -191,10 +195,14 @@ class _SplitGraph:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         key = tuple(map(_kind, arguments))
-        if key not in self._runs:
+        run = self._runs.pop(key, None)
+        if run is None:
             check_alike(self._world, dict(zip(self._names, arguments, strict=True)))
-            self._runs[key] = self._made(arguments)
-        return self._runs[key](arguments)
+            run = self._made(arguments)
+        self._runs[key] = run  # last: what was used longest ago is let go first
+        if len(self._runs) > KEPT_PROGRAMS:
+            del self._runs[next(iter(self._runs))]
+        return run(arguments)
 
     def _made(self, arguments: Sequence[Any]) -> Run:
         start = time.perf_counter()

@@ -362,8 +362,22 @@ def _explained(error: Exception, wrapper: nn.Module) -> CaptureError:
     """An error that names the line of the model and the remedy."""
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
-    line = _torch.user_line(error)
+    line = _torch.user_line(error) or _module_named_in(reason, wrapper)
     return _uncaptured(line, reason, _remedy(error, line, wrapper))
+
+
+def _module_named_in(reason: str, wrapper: nn.Module) -> str:
+    """Where the forward of the module is whose path an error says, where it has no line of a model."""
+    modules = dict(wrapper.named_modules())
+    for path in re.findall(r"[\w.]+\.\w+", reason):
+        module = modules.get(path.rpartition(".")[0])
+        if module is not None and module is not wrapper:
+            code = inspect.unwrap(type(module).forward).__code__
+            return (
+                f"{code.co_filename}:{code.co_firstlineno}, in the forward of {type(module).__name__} "
+                f"({path.rpartition('.')[0].removeprefix('model.')}) or of what it calls"
+            )
+    return "a line that torch.export does not name"
 
 
 def _expert_remedy(wrapper: nn.Module) -> str:
@@ -391,6 +405,11 @@ def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
         return (
             "Give the optional inputs that are None here, such as attention_mask: some models fill them in "
             "only where they are not traced"
+        )
+    if "fake tensor in the exported program constant" in str(error):
+        return (
+            "Read x.detach() where this forward reads x.data, which no graph follows, and change parameters after "
+            "optimizer.step()"
         )
     if isinstance(error, TypeError):
         return "Call it with the arguments that the model's forward takes"

@@ -1,3 +1,5 @@
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,6 +171,28 @@ def test_rows_picked_by_a_mask_name_line_and_remedy():
     assert "test_capture.py:" in message and "so many as only a run tells" in message
     assert "mask with torch.where instead of x[mask]" in message
     assert 'torch.compile(model, backend="autopar")' in message
+
+
+def test_data_of_a_parameter_names_the_module_that_reads_it():
+    class Clipped(nn.Linear):
+        def forward(self, x):  # export names no line of it
+            self.weight.data.clamp_(-1, 1)
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.clipped = Clipped(4, 4)
+
+        def forward(self, x):
+            return self.clipped(x).sum()
+
+    line = inspect.getsourcelines(Clipped.forward)[1]
+    with pytest.raises(CaptureError) as error:
+        capture_step(Model(), (torch.ones(2, 4),), {}, None)
+    message = str(error.value)
+    assert f"test_capture.py:{line}, in the forward of Clipped (clipped) or of what it" in message
+    assert "Read x.detach() where this forward reads x.data" in message
 
 
 def test_an_input_that_is_missing_only_in_a_trace_has_its_remedy():

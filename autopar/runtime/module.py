@@ -396,7 +396,8 @@ class CompiledModule(nn.Module):
         if program.is_step and self._first_step is None:
             self._first_step = program
         kept.append(ready)
-        log.info("Captured for the shapes %s in %.1f s.", _words(ready.shapes), seconds)
+        if world.rank == 0:
+            log.info("Captured for the shapes %s in %.1f s.", _words(ready.shapes), seconds)
         self._captures += another
         self._capture_seconds += seconds * another
         if another and self._captures + 1 in (_MANY_SHAPES, KEPT_PROGRAMS + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from autopar import backend
 from autopar.errors import AutoparError, MeshError, RecipeError
+from autopar.runtime.module import KEPT_PROGRAMS
 from tests.runtime import scripts
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference
@@ -57,15 +59,15 @@ def test_masks_are_the_same_on_all_ranks_and_from_one_seed(two_ranks: Ranks) -> 
     assert all(8 <= kept <= 56 for kept in first["kept"])
 
 
-def _told(name: str, options: dict[str, Any]) -> list[str]:
-    """What a script logs on this rank."""
+def _told(run: Callable[..., Any], *args: Any) -> list[str]:
+    """What the backend logs on this rank."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     backend.log.addHandler(handler)
     backend.log.setLevel(logging.INFO)
     try:
-        scripts.run_compiled(name, options)
+        run(*args)
     finally:
         backend.log.removeHandler(handler)
         backend.log.setLevel(logging.NOTSET)
@@ -74,15 +76,30 @@ def _told(name: str, options: dict[str, Any]) -> list[str]:
 
 @pytest.mark.multiprocess
 def test_what_was_split_is_logged(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(_told, "other_batches", {"recipe": "ddp"})
+    first, second = two_ranks.run(_told, scripts.run_compiled, "other_batches", {"recipe": "ddp"})
     assert "dp splits batch in" in first[0] and "all_reduce" not in first[0]
     assert any("gives way for a graph" in line and "batch of size 3" in line for line in first)
     assert not second
 
 
+def _many_lengths() -> None:
+    model = torch.compile(
+        nn.Linear(2, 2, bias=False), backend="autopar", dynamic=True, options={"recipe": "ddp"}
+    )
+    lengths = range(4, 4 + 2 * KEPT_PROGRAMS, 2)
+    for length in [*lengths, lengths[0], 2, lengths[0], lengths[1]]:
+        model(torch.ones(length, 2))
+
+
+@pytest.mark.multiprocess
+def test_the_plan_used_longest_ago_makes_room_for_another(two_ranks: Ranks) -> None:
+    told, _ = two_ranks.run(_told, _many_lengths)
+    assert sum("planned in" in line for line in told) == KEPT_PROGRAMS + 2
+
+
 @pytest.mark.multiprocess
 def test_what_cannot_be_captured_runs_whole_and_is_named(two_ranks: Ranks) -> None:
-    first, _ = two_ranks.run(_told, "custom_backward", {})
+    first, _ = two_ranks.run(_told, scripts.run_compiled, "custom_backward", {})
     assert "runs whole on every rank: It applies a torch.autograd.Function" in first[0]
     assert re.search(r"where: .*scripts\.py:\d+ in .*Straight\.apply\(model\(x\)\)", first[0])
 
