@@ -26,7 +26,7 @@ from autopar.candidates import (
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Precision
+from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step, Term
 from autopar.cost_model.symbols import factor_symbols
@@ -202,7 +202,7 @@ class Question:
         own = "batch" in graph.factors and self.model.own_batch
         self.progress("searching the layouts of every recipe")
         return Space(
-            graph, self.cluster, self._global_batch(graph), precision_of(graph), self.software,
+            graph, self.cluster, self._global_batch(graph), training_state_of(graph), self.software,
             stages=self.wishes.depths,
             recomputes=again,
             pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
@@ -271,7 +271,7 @@ class Question:
         plan = replace(plan, recompute=setting.recompute)
         run = Run(
             setting.micro_batches, setting.stages, recompute=setting.recompute,
-            precision=precision_of(graph),
+            training_state=training_state_of(graph),
         )  # fmt: skip
         return replace(self._advice(graph, plan, run), setting=setting)
 
@@ -305,7 +305,7 @@ class Question:
             pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
             stages=self._stage_wishes,
         )  # fmt: skip
-        found = self._advice(graph, plan, run_of(plan, precision_of(graph)))
+        found = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
         return replace(found, candidates=(_row(found, f"{mesh} {plan.recipe}", "", ""),))
 
     @property
@@ -358,7 +358,7 @@ class Question:
             own = self._search_stages(mesh, rows // m, m, only)
         _, graph = self._captured_rows(rows // m)
         plan = take_parts(own.plan, graph)
-        answer = self._advice(graph, plan, run_of(plan, precision_of(graph)))
+        answer = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
         others = tuple(self._other(each, graph, rows, answer) for each in found.others[:_OTHERS])
         chosen = _row(answer, str(best), _idle(answer.simulation), "")
         return replace(answer, candidates=(chosen, *others))
@@ -379,7 +379,7 @@ class Question:
             graph, mesh, hardware=self.cluster.hardware, recipe=self.wishes.recipe,
             micro_batches=count, captured_micro_batches=count or 1, memory_bytes=self.bound_bytes,
             pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
-            fingerprint=prepared.captured.fingerprint, precision=precision_of(graph),
+            fingerprint=prepared.captured.fingerprint, training_state=training_state_of(graph),
             software=self.software, **stages,
         )  # fmt: skip
 
@@ -398,7 +398,9 @@ class Question:
         """Another setting as a row of the comparison."""
         plan = other.plan
         sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
-        step = SimulatedStep(sized, plan, self.cluster.hardware, precision_of(graph), self.software)
+        step = SimulatedStep(
+            sized, plan, self.cluster.hardware, training_state_of(graph), self.software
+        )
         memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
         return Candidate(
             str(other.setting), other.seconds, memory, step.traffic_bytes,
@@ -572,7 +574,7 @@ def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:
     return replace(prepared, analysis=replace(prepared.analysis, graph=graph))
 
 
-def precision_of(graph: Graph) -> Precision:
+def training_state_of(graph: Graph) -> TrainingState:
     """How parameters of this number format are usually trained: 16-bit ones with float32 masters."""
     tensors = (graph.tensors[name] for name in graph.parameters.values())
     sizes = [t.at_rest.itemsize_bytes for t in tensors if t.needs_grad]

@@ -19,7 +19,7 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.compute import memory_seconds
-from autopar.cost_model.items import COMPUTE, Precision, Pricer
+from autopar.cost_model.items import COMPUTE, Pricer, TrainingState
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Stage, Step, Term, total
@@ -131,7 +131,7 @@ class Space:
         graph: the captured model, at any batch.
         cluster: where.
         batch: sequences of a step on all ranks.
-        precision, software: see `autopar.cost_model`.
+        training_state, software: see `autopar.cost_model`.
         stages: pipeline depths to try.
         tensor_sizes: sizes of tp to try; None for all that divide the ranks.
         recomputes: whether layers may be run again.
@@ -142,7 +142,7 @@ class Space:
     graph: Graph
     cluster: Cluster
     batch: int
-    precision: Precision
+    training_state: TrainingState
     software: Software = AUTOPAR
     stages: tuple[int, ...] = (1,)
     tensor_sizes: tuple[int, ...] | None = None
@@ -303,10 +303,18 @@ class Space:
         )
         sizes = _ManySizes(plan.mesh, {"batch": at.batch}, (1.0 * at.dp, 1.0 * at.tp))
         pricer = Pricer(
-            self.graph, plan, sizes=sizes, hardware=hardware, links=links, precision=self.precision
+            self.graph,
+            plan,
+            sizes=sizes,
+            hardware=hardware,
+            links=links,
+            training_state=self.training_state,
         )
         run = Run(
-            1.0 * at.micro_batches, 1.0 * at.stages, recompute=recompute, precision=self.precision
+            1.0 * at.micro_batches,
+            1.0 * at.stages,
+            recompute=recompute,
+            training_state=self.training_state,
         )
         boundary = hardware.axis_link(
             at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp

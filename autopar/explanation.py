@@ -17,7 +17,7 @@ from autopar.cost_model.breakdown import Breakdown, Candidate, Event, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.compute import backward_passes, is_product
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import FULL, Precision
+from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
 from autopar.cost_model.symbols import (
@@ -71,11 +71,13 @@ class Solution:
     expression: sympy.Expr | None
 
 
-def run_of(plan: Plan, precision: Precision = FULL) -> Run:
+def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
     """How a plan runs a step."""
     stages = plan.pipeline.ranks if plan.pipeline else 1
     chunks = plan.pipeline.chunks if plan.pipeline else 1
-    return Run(plan.micro_batches, stages, chunks, recompute=plan.recompute, precision=precision)
+    return Run(
+        plan.micro_batches, stages, chunks, recompute=plan.recompute, training_state=training_state
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Explanation:
     def expressions(self) -> Expressions:
         """Items and holdings over symbols."""
         return self.built or Expressions.of(
-            self.graph, self.plan, self.cluster.hardware, precision=self.run.precision
+            self.graph, self.plan, self.cluster.hardware, training_state=self.run.training_state
         )
 
     @cached_property
@@ -135,7 +137,7 @@ class Explanation:
         if self.plan.pipeline is None:
             return None
         return SimulatedStep(
-            self.graph, self.plan, self.cluster.hardware, self.run.precision, self.software
+            self.graph, self.plan, self.cluster.hardware, self.run.training_state, self.software
         )
 
     @property
@@ -439,7 +441,7 @@ class Explanation:
             found = search_pipeline(
                 self.graph, self.plan.world_mesh, **settings,
                 captured_micro_batches=self.plan.micro_batches, recompute=self.plan.recompute,
-                precision=self.run.precision, software=self.software,
+                training_state=self.run.training_state, software=self.software,
             )  # fmt: skip
             plan = found.plan
         cluster = replace(self.cluster, hardware=hardware)

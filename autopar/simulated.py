@@ -20,7 +20,7 @@ import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Unit
 from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.items import COMPUTE, FULL, Item, Precision, Pricer
+from autopar.cost_model.items import COMPUTE, FULL, Item, Pricer, TrainingState
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step, total
@@ -48,13 +48,13 @@ class SimulatedStep:
         graph: the captured model with all its layers, at the size of one micro-batch.
         plan: its choices, with the cuts.
         hardware: what the stages are priced for.
-        precision, software: see `autopar.cost_model`.
+        training_state, software: see `autopar.cost_model`.
     """
 
     graph: Graph
     plan: Plan
     hardware: Hardware
-    precision: Precision = FULL
+    training_state: TrainingState = FULL
     software: Software = AUTOPAR
 
     @property
@@ -73,7 +73,7 @@ class SimulatedStep:
     @cached_property
     def _table(self) -> StageTable:
         return stage_table(
-            self.graph, self.plan, self.hardware, starts=self._starts, precision=self.precision,
+            self.graph, self.plan, self.hardware, starts=self._starts, training_state=self.training_state,
             software=self.software,
         )  # fmt: skip
 
@@ -337,7 +337,7 @@ class SimulatedStep:
         links = [hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
         return Pricer(
             self.graph, self.plan, sizes=Sizes(mesh), hardware=hardware, links=links,
-            precision=self.precision,
+            training_state=self.training_state,
         )  # fmt: skip
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import numpy as np
 
-from autopar.advice import Question, precision_of
+from autopar.advice import Question, training_state_of
 from autopar.cost_model.cluster import find_cluster
 from autopar.cost_model.step import Run, total
 from autopar.explanation import Explanation
@@ -36,7 +36,7 @@ def main(target: str, repeat: int) -> None:
     )  # fmt: skip
 
     def explain() -> Explanation:
-        run = Run(micro_batches=4, precision=precision_of(graph))
+        run = Run(micro_batches=4, training_state=training_state_of(graph))
         return Explanation(graph, plan, cluster, run)
 
     def build() -> Explanation:

@@ -92,7 +92,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Precision:
+class TrainingState:
     """Bytes per element of what training keeps beside a parameter of the captured graph.
 
     Where a graph was captured under a mixed-precision policy, its tensors tell (`Tensor.at_rest`,
@@ -112,13 +112,13 @@ class Precision:
     fresh_gradient_bytes: int = 0
 
 
-FULL = Precision()
+FULL = TrainingState()
 # Micikevicius et al. 2018, section 3.1, as Megatron-LM and ZeRO (section 3.1) count it: 2 + 2 + 12.
-MIXED = Precision(gradient_bytes=2, master_bytes=4, moment_bytes=8)
+MIXED = TrainingState(gradient_bytes=2, master_bytes=4, moment_bytes=8)
 # The same with gradients accumulated in float32 (nanotron, Megatron-Core): 2 + 4 + 12.
-MIXED_FLOAT32_GRADIENTS = Precision(gradient_bytes=4, master_bytes=4, moment_bytes=8)
+MIXED_FLOAT32_GRADIENTS = TrainingState(gradient_bytes=4, master_bytes=4, moment_bytes=8)
 # nanotron adds the gradient of a micro-batch, in bfloat16, to the sum, and lets none of them go.
-MIXED_BOTH_GRADIENTS = Precision(4, 4, 8, fresh_gradient_bytes=2)
+MIXED_BOTH_GRADIENTS = TrainingState(4, 4, 8, fresh_gradient_bytes=2)
 
 
 class Pricer:
@@ -131,7 +131,7 @@ class Pricer:
         hardware: figures or symbols.
         links: of every mesh axis, figures or symbols.
         layers: number of layers of every stack, by path, where it is not the graph's own: a symbol.
-        precision: of what training keeps beside parameters.
+        training_state: of what training keeps beside parameters.
         fused: whether chains of element-wise ops are one kernel, as a compiler makes them.
         regathers: whether an activation that is gathered for an op is kept in shards, and gathered
             again in backward (Korthikanti et al. 2022, section 4.2.2).
@@ -147,14 +147,14 @@ class Pricer:
         hardware: Hardware,
         links: Sequence[Link],
         layers: Mapping[str, Quantity] | None = None,
-        precision: Precision = FULL,
+        training_state: TrainingState = FULL,
         fused: bool = False,
         regathers: bool = False,
         bucket_bytes: float = BUCKET_BYTES,
     ) -> None:
         self.regathers, self.bucket_bytes = regathers, bucket_bytes
         self.graph, self.plan, self.sizes = graph, plan, sizes
-        self.hardware, self.links, self.precision = hardware, tuple(links), precision
+        self.hardware, self.links, self.training_state = hardware, tuple(links), training_state
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
         self.flow = Flow(graph, plan)
         self.inner = inner_tensors(graph) if fused else frozenset()
@@ -294,7 +294,7 @@ class Pricer:
 
     def _gradient_scale(self, tensor: Tensor) -> float:
         """Bytes of a parameter's gradient for each of its own."""
-        given = self.precision.gradient_bytes
+        given = self.training_state.gradient_bytes
         return tensor.gradient_scale if given is None else given / tensor.itemsize_bytes
 
     def _cast(
@@ -362,16 +362,20 @@ class Pricer:
         yield Holding(title, "parameters", region, held, name)
         if not tensor.needs_grad:
             return
-        size, precision = tensor.at_rest.itemsize_bytes, self.precision
-        moments = 2 * size if precision.moment_bytes is None else precision.moment_bytes
+        size, training_state = tensor.at_rest.itemsize_bytes, self.training_state
+        moments = 2 * size if training_state.moment_bytes is None else training_state.moment_bytes
         accumulated = how.storage if how.reduce == "micro_batch" else how.resident
         gradient = self._gradient_scale(tensor) + (
-            precision.fresh_gradient_bytes / tensor.itemsize_bytes
+            training_state.fresh_gradient_bytes / tensor.itemsize_bytes
         )
         summed = gradient * count * self.sizes.bytes(tensor, accumulated)
         yield Holding(title, "gradients", region, summed, name)
         yield Holding(
-            title, "optimizer", region, (precision.master_bytes + moments) / size * stored, name
+            title,
+            "optimizer",
+            region,
+            (training_state.master_bytes + moments) / size * stored,
+            name,
         )
 
     def _gathered(self) -> Iterator[Holding]:

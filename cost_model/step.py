@@ -27,7 +27,7 @@ from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Precision, Region
+from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Region, TrainingState
 from autopar.cost_model.software import Software
 from autopar.ir.recompute import Recompute
 
@@ -47,7 +47,7 @@ class Run:
         chunks: of layers per stage, interleaved.
         recompute: how many layers of each chunk keep only what crosses from layer to layer, and run
             forward again in backward.
-        precision: of what training keeps beside parameters.
+        training_state: of what training keeps beside parameters.
     """
 
     micro_batches: Quantity = 1
@@ -55,7 +55,7 @@ class Run:
     chunks: Quantity = 1
     cuts: Cuts | None = None
     recompute: Recompute | Quantity = "none"
-    precision: Precision = FULL
+    training_state: TrainingState = FULL
 
     def again(self, layers: Quantity) -> Quantity:
         """How many of a stage's `layers` run again in backward."""

@@ -14,7 +14,7 @@ from sympy.printing.numpy import NumPyPrinter
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import FULL, Holding, Item, Precision, Pricer
+from autopar.cost_model.items import FULL, Holding, Item, Pricer, TrainingState
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.ir import Graph, Plan
 
@@ -137,7 +137,7 @@ class Expressions:
         hardware: Hardware,
         *,
         factors: Mapping[str, sympy.Symbol] | None = None,
-        precision: Precision = FULL,
+        training_state: TrainingState = FULL,
         fused: bool = False,
         regathers: bool = False,
         bucket_bytes: float = BUCKET_BYTES,
@@ -150,7 +150,7 @@ class Expressions:
         axes = axis_symbols(plan.mesh.names, taken)
         pricer = Pricer(
             graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
-            links=link_symbols(plan.mesh.names), layers=layers, precision=precision,
+            links=link_symbols(plan.mesh.names), layers=layers, training_state=training_state,
             fused=fused, regathers=regathers, bucket_bytes=bucket_bytes,
         )  # fmt: skip
         for position, axis in enumerate(plan.mesh.names):

@@ -68,7 +68,7 @@ def test_arrays_agree_with_the_expressions(space, priced):
     for each in priced[:: len(priced) // 5]:
         s = each.setting
         plan = space.plan(s.data, s.tensor)
-        run = Run(recompute=s.recompute, precision=space.precision)
+        run = Run(recompute=s.recompute, training_state=space.training_state)
         e = Explanation(space.graph, plan, space.cluster, run, space.software)
         hardware = space.cluster.hardware
         mesh = Mesh((("pp", s.stages), ("dp", s.dp), ("tp", s.tp)))
@@ -134,7 +134,7 @@ def test_the_comparison_ends_with_what_more_memory_would_buy(priced):
 
 def test_where_time_goes_of_one_step(space):
     plan = space.plan("zero3", "tp")
-    run = Run(precision=space.precision)
+    run = Run(training_state=space.training_state)
     step = Explanation(space.graph, plan, space.cluster, run).step
     causes = where_time_goes(step)
     assert sum(map(float, causes.values())) == pytest.approx(float(step.seconds()))

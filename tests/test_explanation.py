@@ -33,7 +33,7 @@ def explanation(recipe: str, run: Run | None = None, batch: int = 8) -> Explanat
 
 @pytest.fixture(scope="module")
 def zero1() -> Explanation:
-    return explanation("dp:zero1,tp:tp", Run(micro_batches=4, precision=MIXED))
+    return explanation("dp:zero1,tp:tp", Run(micro_batches=4, training_state=MIXED))
 
 
 def parameters(e: Explanation) -> int:

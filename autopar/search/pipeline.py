@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from autopar.cost_model import Hardware
-from autopar.cost_model.items import FULL, Precision
+from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
 from autopar.event_simulation import Simulation, simulate
@@ -162,7 +162,7 @@ def search_pipeline(
     memory_bytes: int | None = None,
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
-    precision: Precision = FULL,
+    training_state: TrainingState = FULL,
     software: Software = AUTOPAR,
 ) -> PipelineFound:
     """Finds the fastest plan with pipeline stages that fits into memory.
@@ -179,7 +179,7 @@ def search_pipeline(
         recompute: how many blocks of every stage run again in backward, or the part of the memory for
             activations that may be kept (`autopar.ir.recompute`); None for the fewest that fit.
         pins, memory_bytes, fingerprint, fixed_storage: as in `search`.
-        precision, software: see `autopar.cost_model`.
+        training_state, software: see `autopar.cost_model`.
 
     Raises MeshError for a mesh without `pp`, RecipeError for a recipe, pin or schedule that cannot hold,
     PlanError for micro-batches that the schedule refuses, SearchError with more stages than blocks and
@@ -198,7 +198,7 @@ def search_pipeline(
             "recipe": wanted.inside, "pins": pins, "fixed_storage": fixed_storage,
             "fingerprint": fingerprint,
         },
-        {"precision": precision, "software": software},
+        {"training_state": training_state, "software": software},
     )  # fmt: skip
     found = outer.run()
     plan = replace(found.plan, recipe=format_recipe(recipe))

@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.cost_model import Hardware, Link, Sizes, collective_seconds, keeps
 from autopar.cost_model.compute import is_product, memory_seconds
-from autopar.cost_model.items import COMPUTE, FULL, Item, Precision, Pricer
+from autopar.cost_model.items import COMPUTE, FULL, Item, Pricer, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step
 from autopar.event_simulation import StageCosts
@@ -119,7 +119,7 @@ def stage_table(
     *,
     starts: Sequence[str] | None = None,
     world: Mesh | None = None,
-    precision: Precision = FULL,
+    training_state: TrainingState = FULL,
     software: Software = AUTOPAR,
 ) -> StageTable:
     """Prices all stages of a plan.
@@ -130,10 +130,16 @@ def stage_table(
         hardware: what the prices are made of.
         starts: where blocks begin, the first op included; by default `block_starts(graph)`.
         world: the mesh of all ranks, for the links; by default `plan.world_mesh`.
-        precision, software: see `autopar.cost_model`.
+        training_state, software: see `autopar.cost_model`.
     """
     tables = StageTables(
-        graph, plan, hardware, starts=starts, world=world, precision=precision, software=software
+        graph,
+        plan,
+        hardware,
+        starts=starts,
+        world=world,
+        training_state=training_state,
+        software=software,
     )
     return tables.at(plan.recompute)
 
@@ -143,7 +149,7 @@ def costs_of_stages(
     plan: Plan,
     hardware: Hardware,
     *,
-    precision: Precision = FULL,
+    training_state: TrainingState = FULL,
     software: Software = AUTOPAR,
 ) -> tuple[StageCosts, ...]:
     """What the stages of a plan cost, wherever it is cut; one stage for a plan without a pipeline."""
@@ -151,7 +157,7 @@ def costs_of_stages(
     places = {op.name: i for i, op in enumerate(graph.ops)}
     starts = sorted({*block_starts(graph), *cuts}, key=places.__getitem__)
     table = stage_table(
-        graph, plan, hardware, starts=starts, precision=precision, software=software
+        graph, plan, hardware, starts=starts, training_state=training_state, software=software
     )
     return table.stages([starts.index(name) for name in cuts])
 
@@ -161,7 +167,7 @@ class StageTables:
 
     def __init__(
         self, graph: Graph, plan: Plan, hardware: Hardware, *, starts: Sequence[str] | None = None,
-        world: Mesh | None = None, precision: Precision = FULL, software: Software = AUTOPAR,
+        world: Mesh | None = None, training_state: TrainingState = FULL, software: Software = AUTOPAR,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.software = graph, plan, software
         self.hardware, self.world = software.on(hardware), world or plan.world_mesh
@@ -174,7 +180,7 @@ class StageTables:
         self.n = len(begins)
         self.uses = self._uses()
         self.pricer = Pricer(
-            graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, precision=precision,
+            graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, training_state=training_state,
             links=[self._link(axis) for axis in plan.mesh.names],
         )  # fmt: skip
         self.flow, self.sizes = self.pricer.flow, self.pricer.sizes

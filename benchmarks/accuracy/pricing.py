@@ -15,7 +15,7 @@ import torch
 from autopar.cost_model import Hardware, find_hardware
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_by_weight, cuts_of_equal_ends
-from autopar.cost_model.items import COMPUTE, Item, Precision
+from autopar.cost_model.items import COMPUTE, Item, TrainingState
 from autopar.cost_model.software import Software
 from autopar.cost_model.step import Run, Step, total
 from autopar.cost_model.symbols import (
@@ -62,7 +62,7 @@ class Shape:
 
     Attributes:
         family: of models.
-        zero_stage, sequence_parallel, precision: how it was sharded and kept.
+        zero_stage, sequence_parallel, training_state: how it was sharded and kept.
         balances: whether stages are cut by weight, the head included.
         fused: whether chains of element-wise ops are one kernel.
         regathers: whether gathered activations are kept in shards.
@@ -76,7 +76,7 @@ class Shape:
     family: Family
     zero_stage: int
     sequence_parallel: bool
-    precision: Precision
+    training_state: TrainingState
     balances: bool = False
     fused: bool = False
     regathers: bool = False
@@ -107,7 +107,7 @@ def expressions_of(shape: Shape) -> Expressions:
         memory_bytes=10**18,
     )  # fmt: skip
     found = Expressions.of(
-        graph, plan, hardware, factors=_names(graph), precision=shape.precision, fused=shape.fused,
+        graph, plan, hardware, factors=_names(graph), training_state=shape.training_state, fused=shape.fused,
         regathers=shape.regathers, bucket_bytes=shape.bucket_bytes / symbol("tp"),
     )  # fmt: skip
     if shape.accumulates_in_products:
@@ -201,7 +201,7 @@ def _step(
     found = expressions.at(**machine_values(expressions.machine, hardware), **values)
     run = Run(
         values["micro_batches"], values["stages"], values["chunks"], cuts,
-        "full" if recompute == "full" else "none", shape.precision,
+        "full" if recompute == "full" else "none", shape.training_state,
     )  # fmt: skip
     link = link_of(values, "pp")
     parts = values["tp"] if shape.scatters and not shape.sequence_parallel else 1

@@ -14,7 +14,7 @@ from autopar.cost_model.items import (
     MIXED,
     MIXED_BOTH_GRADIENTS,
     MIXED_FLOAT32_GRADIENTS,
-    Precision,
+    TrainingState,
 )
 from autopar.cost_model.software import Software, software_for
 from autopar.errors import AutoparError
@@ -24,7 +24,7 @@ from benchmarks.accuracy.rows import Row, Skip
 
 # PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
 # captured graph has them in bfloat16, so float32 masters stand for the stored ones.
-AUTOCAST = Precision(gradient_bytes=4, master_bytes=2, moment_bytes=8)
+AUTOCAST = TrainingState(gradient_bytes=4, master_bytes=2, moment_bytes=8)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Framework:
     Attributes:
         name: in the catalogue of fitted software.
         family: of models, a key of `autopar.models.FAMILIES`.
-        precision: of what training keeps beside parameters.
+        training_state: of what training keeps beside parameters.
         zero_stage: where a row has none.
         pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
         flash: whether attention keeps no weights.
@@ -48,7 +48,7 @@ class Framework:
 
     name: str
     family: str
-    precision: Precision
+    training_state: TrainingState
     zero_stage: int = 0
     pads_vocab: bool = False
     flash: bool = True
@@ -180,7 +180,7 @@ def shape_of(row: Row, framework: Framework) -> Shape:
     stage = framework.zero_stage if row.zero_stage is None else row.zero_stage
     return Shape(
         Family(description, grouped), stage,
-        row.sequence_parallel or (framework.sequence_parallel and row.tp > 1), framework.precision,
+        row.sequence_parallel or (framework.sequence_parallel and row.tp > 1), framework.training_state,
         framework.balances, framework.fused, framework.regathers, framework.bucket_bytes,
         framework.scatters, framework.accumulates_in_products,
     )  # fmt: skip

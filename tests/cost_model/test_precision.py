@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.cost_model import Sizes, conversion_seconds, find_hardware, parameter_bytes
-from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Precision, Pricer
+from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Pricer, TrainingState
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, R, S, Tensor, V
 from autopar.planning import make_plan, prepare_step
 from tests.cost_model.test_price import MACHINE
@@ -44,7 +44,7 @@ def test_gathers_in_the_format_of_use_and_reductions_in_their_own() -> None:
 
 
 def held(
-    dtype: torch.dtype, policy: MixedPrecision | None, precision: Precision
+    dtype: torch.dtype, policy: MixedPrecision | None, training_state: TrainingState
 ) -> dict[str, float]:
     """Bytes of a rank by kind, of an MLP under ZeRO-1, and of what its gradients' reductions send."""
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)).to(dtype)
@@ -54,7 +54,7 @@ def held(
     plan = make_plan(prepared, MESH, hardware=hardware, recipe="zero1")
     pricer = Pricer(
         prepared.analysis.graph, plan, sizes=Sizes(MESH), hardware=hardware,
-        links=[hardware.link(MESH, 0)], precision=precision,
+        links=[hardware.link(MESH, 0)], training_state=training_state,
     )  # fmt: skip
     found: dict[str, float] = {}
     for holding in pricer.holdings():
