@@ -207,7 +207,7 @@ class Pricer:
     def _compute(self, op: Op) -> Iterator[Item]:
         labels, tensors = self.plan.ops[op.name], self.graph.tensors
         region, count = self._place(op.name, op.module)
-        name = f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
+        name = _words(op)
         pricing = OpPrice.of(op, labels, tensors, self.sizes, self.hardware, self.inner)
         kernels = int(not self.inner.issuperset(op.results))
         for phase, part in (("forward", pricing.forward), ("backward", pricing.backward)):
@@ -220,7 +220,7 @@ class Pricer:
     def _own_collectives(self, op: Op) -> Iterator[Item]:
         """What the parts of an op send each other inside it."""
         region, count = self._place(op.name, op.module)
-        title = f"inside {_leaf(op.module)} {op.kind.removeprefix('aten.')}".replace("  ", " ")
+        title = f"inside {_words(op)}"
         for axis, forward, backward, before, after in own_collectives(
             op, self.plan.ops[op.name], self.sizes
         ):
@@ -409,7 +409,7 @@ class Pricer:
         for (root, at), op in seen.items():
             region, count = self._place(op.name, op.module)
             held = count * self.sizes.bytes(self.graph.tensors[root], at)
-            title = f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
+            title = _words(op)
             yield Holding(title, "saved activations", region, held, op.name)
 
     def _shards(self, name: str, layout: Layout) -> Layout:
@@ -434,7 +434,7 @@ class Pricer:
         """A tensor in a reader's words: the parameter's name, or what makes it."""
         if name in self.graph.producer:
             op = self.graph.producer[name]
-            return f"of {_leaf(op.module)} {op.kind.removeprefix('aten.')}"
+            return f"of {_words(op)}"
         return _numbers_out(self.modules.get(name, name))
 
 
@@ -475,6 +475,11 @@ def _regions(graph: Graph) -> dict[str, Region]:
 
 def _numbers_out(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
+
+
+def _words(op: Op) -> str:
+    """An op in a reader's words: `mlp linear`, or `sum` outside every module."""
+    return f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
 
 
 def _leaf(module: str) -> str:
