@@ -411,9 +411,20 @@ def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
             "Read x.detach() where this forward reads x.data, which no graph follows, and change parameters after "
             "optimizer.step()"
         )
+    shared = _shared_buffers(wrapper)
+    if isinstance(error, AssertionError) and shared:
+        return f"Keep under one name the buffer that {' and '.join(shared)} are, which forward may change"
     if isinstance(error, TypeError):
         return "Call it with the arguments that the model's forward takes"
     return "Write this line so that torch.export takes it"
+
+
+def _shared_buffers(wrapper: nn.Module) -> list[str]:
+    """The names of the first buffer that has several, as those of a module used under two names have."""
+    names: dict[int, list[str]] = {}
+    for name, buffer in wrapper.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name.removeprefix(_MODEL))
+    return next((found for found in names.values() if len(found) > 1), [])
 
 
 def _uncaptured(line: str, reason: str, remedy: str) -> CaptureError:

@@ -195,6 +195,22 @@ def test_data_of_a_parameter_names_the_module_that_reads_it():
     assert "Read x.detach() where this forward reads x.data" in message
 
 
+def test_a_buffer_under_two_names_that_forward_changes_is_named():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.second(self.first(x)).sum()
+
+    assert capture_step(Twice().eval(), (torch.ones(2, 4),), {}, None).buffers
+    with pytest.raises(
+        CaptureError, match=r"one name the buffer that first\.running_mean and second\.running_mean"
+    ):
+        capture_step(Twice(), (torch.ones(2, 4),), {}, None)
+
+
 def test_an_input_that_is_missing_only_in_a_trace_has_its_remedy():
     class Filling(nn.Module):
         def forward(self, x, mask=None):
