@@ -86,6 +86,7 @@ OVERRIDES: Mapping[str, Entries] = {
         "image_size": [64, 32], "pretrain_image_size": 32, "num_hidden_layers": 5,
         "merge_index": 0, "intermediate_hidden_state_indices": [1, 2, 3, 4],
     },
+    "blt": {"encoder_hash_byte_group_vocab": 64},
     "oneformer": {"is_training": False, "task_seq_len": 16},
     "vits": {"noise_scale": 0.0, "noise_scale_duration": 0.0, "upsample_initial_channel": 32},
     "fun_asr_nano": {

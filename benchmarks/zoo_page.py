@@ -54,8 +54,8 @@ EXPLAINED = {
     "d_fine": "So small, it is chaotic: batch norm over maps of 1 x 1. One of its maps, changed by 1e-14 of itself "
     "in eager code, changes what comes six layers later by 1e-1; each of its graphs gives what it does eagerly on the "
     "same inputs, to 2e-11.",
-    "oneformer": "Rounding of float32, in which this model insists to run: in eager code, parameters changed by 1e-7 of "
-    "themselves change these gradients by 5e-5 to 6e-5.",
+    "oneformer": "Rounding of float32: in eager code, parameters changed by 1e-7 of themselves change these gradients "
+    "by 5e-5 to 6e-5.",
     "autoformer": "Rounding of float32: in eager code, parameters changed by 1e-7 of themselves change these gradients "
     "by 8e-4 to 1e-3.",
     "udop": "Dynamo's own: torch.compile(backend='eager') fails so, too.",
