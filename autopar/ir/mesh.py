@@ -38,8 +38,17 @@ class Mesh:
                 raise MeshError(f"Axis {name!r} has size {size!r}; a size is a positive integer.")
 
     @classmethod
-    def of(cls, axes: Mesh | Mapping[str, int]) -> Mesh:
-        """Makes a mesh of a mapping from axis name to size; a mesh is returned as it is."""
+    def of(cls, axes: Mesh | Mapping[str, int] | str) -> Mesh:
+        """Makes a mesh of a mapping from axis name to size, or of its text; a mesh is returned as it is.
+
+        Raises MeshError for anything else.
+        """
+        if isinstance(axes, str):
+            return cls.parse(axes)
+        if not isinstance(axes, Mesh | Mapping):
+            raise MeshError(
+                f"A mesh names its axes, as in {{'dp': 2, 'tp': 4}}; {axes!r} does not."
+            )
         return axes if isinstance(axes, Mesh) else cls(tuple(axes.items()))
 
     @classmethod

@@ -157,6 +157,11 @@ def result_shape(name: str, shape: Sequence[int], dims: Sequence[int], size: int
     return result
 
 
+# [Note: backward inside forward] A model that calls torch.autograd.grad in its forward (a gradient penalty, a
+# physics-informed loss) runs backward while Dynamo watches the frame, which would compile the backward of a
+# collective as if it were the user's code.
+
+
 class _Transposed(torch.autograd.Function):
     """Runs a collective in forward and its transpose in backward."""
 
@@ -170,6 +175,7 @@ class _Transposed(torch.autograd.Function):
             return _torch.autopar_op(name)(x, dims, size, group, backward)
 
     @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         name, dims, size, group, backward = ctx.call
         return _torch.autopar_op(backward)(grad, dims[::-1], size, group, name), None

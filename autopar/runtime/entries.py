@@ -138,6 +138,7 @@ class _Finish(torch.autograd.Function):
         return tuple(x.view_as(x) for x in leaves)
 
     @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         totals = list(grads)
         ctx.backward_of.finish(totals)
@@ -156,6 +157,7 @@ class _Start(torch.autograd.Function):
         return _kept_local(entry, leaves)
 
     @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         entry: _Entry = ctx.entry
         present = [i for i, gradient in enumerate(grads) if gradient is not None]

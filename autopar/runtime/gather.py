@@ -324,6 +324,7 @@ class _Gather(torch.autograd.Function):
         return tuple(call.gather())
 
     @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         call.release()

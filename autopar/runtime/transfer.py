@@ -124,6 +124,7 @@ class _Travel(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @torch.compiler.disable  # [Note: backward inside forward]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return travel(grad, transposed(ctx.hops), ctx.world), None, None
 

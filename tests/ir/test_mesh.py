@@ -36,6 +36,12 @@ def test_bad_meshes_say_why(text, says):
         Mesh.parse(text)
 
 
+def test_a_mesh_is_made_of_a_mapping_or_its_text():
+    assert Mesh.of({"dp": 2, "tp": 3}) == Mesh.of("dp=2,tp=3") == Mesh.of(MESH) == MESH
+    with pytest.raises(MeshError, match=r"names its axes, as in .*; \(2,\) does not"):
+        Mesh.of((2,))
+
+
 def test_unknown_axis_is_named():
     with pytest.raises(MeshError, match="The mesh dp=2,tp=3 has no axis 'pp'"):
         MESH.index("pp")

@@ -238,6 +238,40 @@ def reshaped(compile: Compile) -> Result:
 
 
 @_script
+def queue(compile: Compile) -> Result:
+    """What a copy was read from is changed between forward and backward, as the queue of MoCo is."""
+    linear, held = nn.Linear(8, 6).double(), torch.randn(4, 6, dtype=torch.float64)
+    x = torch.randn(4, 8, dtype=torch.float64)
+
+    @compile
+    def logits(x: Tensor) -> Tensor:
+        return linear(x) @ held.t().clone()
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(2):
+            loss = logits(x).square().mean()
+            held[0] = 1
+            yield loss
+
+    return _train(linear.parameters(), losses())
+
+
+@_script
+def inner_gradient(compile: Compile) -> Result:
+    """The forward takes a gradient itself, as physics-informed losses do: the graph breaks there."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    points = torch.randn(4, 2, dtype=torch.float64)
+
+    @compile
+    def loss(points: Tensor) -> Tensor:
+        points = points.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+        return slope.square().mean()
+
+    return _train(model.parameters(), (loss(points) for _ in range(2)))
+
+
+@_script
 def no_module(compile: Compile) -> Result:
     weight = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     count, x = torch.zeros(()), torch.randn(4, 8, dtype=torch.float64)

@@ -24,7 +24,7 @@ from tests.runtime.training import difference
 EQUAL = [
     "loss_outside", "loss_inside", "llama", "batch_norm", "graph_break", "other_batches", "inference",
     "dropout_off", "tied", "masked", "reshaped", "no_module", "custom_backward", "checkpointed",
-    "in_place", "autocast",
+    "in_place", "autocast", "queue", "inner_gradient",
 ]  # fmt: skip
 # float32 in its norms and its loss; bfloat16
 BOUND = {"llama": 1e-5, "autocast": 3e-2}
@@ -124,6 +124,7 @@ def test_ranks_with_other_parameters_are_refused(two_ranks: Ranks) -> None:
         ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, and 1 run here"),
         ({"mesh": {"pp": 1}}, MeshError, "pipeline stages need the whole step"),
         ({"recipe": "zero9"}, RecipeError, "There is no recipe 'zero9'"),
+        ({"hardware": "h1000"}, AutoparError, "no GPU 'h1000' in the catalogue"),
         ({"recipe": "1f1b"}, RecipeError, "'1f1b' is one of pipeline stages"),
     ],
 )
