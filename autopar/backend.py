@@ -138,9 +138,7 @@ def autopar(
     join_process_group(device)
     stored = [mesh_of(x) for x in example_inputs if isinstance(x, DTensor)]
     axes = chosen.axes(stored[0] if stored else None)
-    hardware_of(
-        chosen.hardware, device
-    )  # one that there is not is refused here, not where a graph is planned
+    hardware_of(chosen.hardware, device)  # refuses what there is not: before a graph is planned
     return _SplitGraph(module, names, chosen, world_of(axes, device))
 
 
