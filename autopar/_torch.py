@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import logging
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -25,6 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 # What a fake tensor answers to an op that has to read values.
 DependsOnValues = DataDependentOutputException
+# The same of an op with the size of whose result it does.
+SizeDependsOnValues = DynamicOutputShapeException
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -50,6 +56,14 @@ def dtensor(
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def replicates_implicitly() -> bool:
+    """Whether DTensors now take plain tensors for replicated ones.
+
+    Inside `torch.distributed.tensor.experimental.implicit_replication` they do.
+    """
+    return DTensor._op_dispatcher._allow_implicit_replication
 
 
 def differentiable_local(parameter: Tensor) -> Tensor:
@@ -638,3 +652,62 @@ def as_if_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def without_value_checks() -> Iterator[None]:
+    """Inside, torch's own modules compute without looking at values, which a trace has none of.
+
+    Distributions do not validate their arguments, unless they are told to one by one; the layers of
+    `nn.Transformer` apply a mask that they are given, and do not find out whether it is the causal one.
+    """
+    from torch.distributions import Distribution
+    from torch.nn.modules import transformer
+
+    def is_causal(
+        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+    ) -> bool:
+        return is_causal is True
+
+    validates, detect = Distribution._validate_args, transformer._detect_is_causal_mask
+    Distribution.set_default_validate_args(False)
+    transformer._detect_is_causal_mask = is_causal
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(validates)
+        transformer._detect_is_causal_mask = detect
+
+
+def validates_distribution(error: BaseException) -> bool:
+    """Whether an error was raised where a distribution checks the values of its arguments."""
+    from torch.distributions import distribution
+
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename == distribution.__file__ for frame in frames)
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Inside, a failing `torch.export.export` only raises: it neither prints the graph so far nor logs the failure."""
+    from torch.export import _trace
+
+    def was_asked_for(record: logging.LogRecord) -> bool:  # by TORCH_LOGS
+        return record.levelno < logging.WARNING
+
+    names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    logs = list(map(logging.getLogger, names))
+    for log in logs:
+        log.addFilter(was_asked_for)
+    vars(_trace)["print"] = lambda *_, **__: None  # in front of the builtin, for that module alone
+    try:
+        yield
+    finally:
+        vars(_trace).pop("print", None)
+        for log in logs:
+            log.removeFilter(was_asked_for)
+
+
+def trace_recurrent_layers() -> None:
+    """Lets Dynamo trace frames with nn.RNN, nn.LSTM and nn.GRU, which else it runs as they are, and says nothing."""
+    torch._dynamo.config.allow_rnn = True

@@ -23,9 +23,12 @@ from torch.utils import _pytree as pytree
 from autopar import _torch
 from autopar.casts import absorb_casts, call_cast, dtype_of
 from autopar.errors import CaptureError, StepError
-from autopar.forgotten import watching
+from autopar.forgotten import OutsideLeaves, watching
 from autopar.forms import capturable
 from autopar.ir import MixedPrecision
+from autopar.statistics import write_statistics
+from autopar.strides import refuse_strides, say_elements
+from autopar.uncaptured import traced_line, uncaptured
 
 aten = torch.ops.aten
 
@@ -119,6 +122,8 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 class _WithLoss(nn.Module):
     """The model and its loss as one module that returns a scalar."""
 
+    loss_fn: LossFunction | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -129,7 +134,8 @@ class _WithLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
+        # Not a submodule: what a loss holds is no part of the model, and stays where it is.
+        self.__dict__["loss_fn"] = loss_fn
         self.precision = precision
         self.is_step = is_step
         self.training = model.training  # not train(): submodules keep their own modes
@@ -258,21 +264,27 @@ def _capture(
 def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with (
         _torch.custom_functions() as custom,
+        _torch.without_value_checks(),
+        _torch.quiet_export(),
         watching(wrapper) as forgotten,
+        OutsideLeaves(wrapper) as outside,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
         try:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
             keep_no_grad(exported.graph_module)
-            index_strided(exported.graph_module)
+            say_elements(exported.graph_module)
+            write_statistics(exported.graph_module)
             exported = exported.run_decompositions({})
+            refuse_strides(exported.graph_module)
         except CaptureError:
             raise
         except Exception as error:
             raise _explained(error, wrapper) from error
     if forgotten:
         raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}.")
+    _refuse_trained_constants(exported, list(outside.found.values()))
     if custom:
         warnings.warn(
             f"The model uses the torch.autograd.Functions {sorted(set(custom))}. The captured graph "
@@ -328,42 +340,14 @@ def _is_no_copy(node: fx.Node) -> bool:
     return kinds[0] == kinds[1] and True not in node.args[1:] and not node.kwargs.get("copy")
 
 
-def index_strided(module: fx.GraphModule) -> None:
-    """[Note: as_strided] It reads memory, and a rank's part, or a gathered whole, lies in memory in another way than
-    what was traced. So: as_strided(x, size, stride) -> elements of x in the order of memory, selected by an index.
-    """
-    for node in list(module.graph.find_nodes(op="call_function", target=aten.as_strided.default)):
-        x, size, stride = node.args[0], node.args[1], node.args[2]
-        value = x.meta["val"]
-        start = (node.args[3] if len(node.args) > 3 else None) or value.storage_offset()
-        first = start - value.storage_offset()
-        last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        order = sorted(range(value.ndim), key=lambda i: (-value.stride(i), i))
-        if not value.permute(order).is_contiguous() or first < 0 or last >= value.numel():
-            raise _uncaptured(
-                _traced_line(node),
-                "as_strided reads memory that is not its argument's own",
-                "Take it of a contiguous tensor, or write it with unfold",
-            )
-        with module.graph.inserting_before(node):
-            call = module.graph.call_function
-            positions = call(aten.arange.default, (value.numel(),), {"device": value.device})
-            index = call(aten.as_strided.default, (positions, size, stride, first))
-            inner = call(aten.reshape.default, (call(aten.permute.default, (x, order)), [-1]))
-            flat = call(aten.reshape.default, (index, [-1]))
-            chosen = call(aten.index_select.default, (inner, 0, flat))
-            result = call(aten.reshape.default, (chosen, size))
-        node.replace_all_uses_with(result)
-        module.graph.erase_node(node)
-    module.recompile()
-
-
 def _explained(error: Exception, wrapper: nn.Module) -> CaptureError:
     """An error that names the line of the model and the remedy."""
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
+    if isinstance(error, _torch.SizeDependsOnValues):  # says its name alone
+        reason += " has no kernel that export takes: the size of a result depends on values"
     line = _torch.user_line(error) or _module_named_in(reason, wrapper)
-    return _uncaptured(line, reason, _remedy(error, line, wrapper))
+    return uncaptured(line, reason, _remedy(error, line, wrapper))
 
 
 def _module_named_in(reason: str, wrapper: nn.Module) -> str:
@@ -394,7 +378,14 @@ def _expert_remedy(wrapper: nn.Module) -> str:
 
 
 def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
+    if isinstance(error, _torch.SizeDependsOnValues):
+        return (
+            "Compute this outside of what is captured, as a CTC loss of the model's result: "
+            'torch.compile(model, backend="autopar") takes the model alone'
+        )
     if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
+        if _torch.validates_distribution(error):
+            return "Make the distribution with validate_args=False: its checks read values"
         if "expert" in line:
             return _expert_remedy(wrapper)
         return (
@@ -414,9 +405,19 @@ def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
     shared = _shared_buffers(wrapper)
     if isinstance(error, AssertionError) and shared:
         return f"Keep under one name the buffer that {' and '.join(shared)} are, which forward may change"
-    if isinstance(error, TypeError):
+    if isinstance(error, TypeError) and f"{_forward_name(wrapper)}()" in str(error):
         return "Call it with the arguments that the model's forward takes"
+    if isinstance(error, TypeError) and "FakeTensor" in str(error):
+        return (
+            "Use no tensor as a Python number here. Packed sequences do: give the recurrent layer the padded "
+            "batch, and mask what is behind the lengths"
+        )
     return "Write this line so that torch.export takes it"
+
+
+def _forward_name(wrapper: nn.Module) -> str:
+    """How Python names the forward of the model where it is called with other arguments."""
+    return getattr(wrapper.model.forward, "__qualname__", "forward")  # type: ignore[union-attr]
 
 
 def _shared_buffers(wrapper: nn.Module) -> list[str]:
@@ -425,14 +426,6 @@ def _shared_buffers(wrapper: nn.Module) -> list[str]:
     for name, buffer in wrapper.named_buffers(remove_duplicate=False):
         names.setdefault(id(buffer), []).append(name.removeprefix(_MODEL))
     return next((found for found in names.values() if len(found) > 1), [])
-
-
-def _uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
-    return CaptureError(
-        f"The model cannot be captured as a graph.\n  where:  {line}\n  reason: {reason}\n"
-        f'  remedy: {remedy}. What export refuses, torch.compile(model, backend="autopar") '
-        "may run: it breaks the graph there, with parameters whole on every rank."
-    )
 
 
 def _describe(
@@ -483,13 +476,52 @@ def _describe(
     )
 
 
+def _refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
+    """What takes a gradient outside the model would get none, or a rank's part, see `OutsideLeaves`."""
+    trained = set(map(_torch.storage_reference, leaves))
+    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+    for spec in exported.graph_signature.input_specs:
+        constant = exported.constants.get(spec.target)
+        if not isinstance(constant, Tensor) or spec.arg.name not in nodes:
+            continue
+        if _torch.storage_reference(constant) in trained and _takes_gradient(nodes[spec.arg.name]):
+            raise CaptureError(
+                f"The loss or the model computes with a tensor of shape {list(constant.shape)} that takes a gradient "
+                "and is no parameter of the model: it would not be trained. Make one module that holds both and "
+                "whose forward returns the loss, and give that without loss_fn; or compute what is not to be trained "
+                "under torch.no_grad()."
+            )
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    """Whether a result of the graph is computed with `node`, no detach between."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            value = user.meta.get("val")
+            cut = isinstance(value, Tensor) and not (
+                value.is_floating_point() or value.is_complex()
+            )
+            if user not in seen and not cut and user.target is not aten.detach.default:
+                waiting.append(user)
+                seen.add(user)
+    return False
+
+
 def _refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
     changed = sorted({_plain_name(s.target) for s in mutated} & parameters)
     if changed:
-        raise CaptureError(
-            f"The forward changes the parameter {changed[0]} in place; do that outside, after "
-            "optimizer.step() (an embedding's max_norm is such a change)."
-        )
+        raise changed_in_place(changed[0])
+
+
+def changed_in_place(parameter: str) -> CaptureError:
+    """What is said of a forward that changes a parameter."""
+    return CaptureError(
+        f"The forward changes the parameter {parameter} in place; do that outside, after "
+        "optimizer.step() (an embedding's max_norm is such a change)."
+    )
 
 
 def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
@@ -497,8 +529,8 @@ def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function" and _is_unknown(node) and _is_read(node):
             made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
-            raise _uncaptured(
-                _traced_line(node),
+            raise uncaptured(
+                traced_line(node),
                 f"{node.target} makes a {made} of a tensor's value",
                 "Keep it a tensor (no .item(); index with torch.index_select, and mask with torch.where "
                 "instead of x[mask])",
@@ -510,22 +542,11 @@ def _refuse_bodies(module: fx.GraphModule) -> None:
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, node.target, None), fx.GraphModule):
             call = next(iter(node.users))
-            raise _uncaptured(
-                _traced_line(call),
+            raise uncaptured(
+                traced_line(call),
                 f"{call.target} runs graphs inside the graph",
                 "Compute what its branches compute, and choose with torch.where",
             )
-
-
-def _traced_line(node: fx.Node) -> str:
-    """The innermost forward that a node comes from: `file:line in function: code`."""
-    place = r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
-    found = list(re.finditer(place, str(node.meta.get("stack_trace", ""))))
-    return (
-        "{file}:{line} in {function}: {code}".format(**found[-1].groupdict())
-        if found
-        else str(node.target)
-    )
 
 
 def _is_unknown(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ can still be split apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -425,7 +425,10 @@ def module_path(node: fx.Node) -> str:
 
 
 def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor]]:
-    """Names by where a factor is first met: inputs (batch, seq), parameters, then anywhere."""
+    """Names by where a factor is first met: inputs (batch, seq), parameters, then anywhere.
+
+    The heads of a cache that is an input are heads of the model, and no dim of its own.
+    """
     names: dict[int, str] = {}
     taken: dict[str, Factor] = {}
     roles: dict[int, set[str]] = {}
@@ -441,10 +444,18 @@ def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor
         taken[unique] = Factor(unique, atom.size)
 
     captured = analyzer.captured
+    apart = {_batch_of_op(analyzer, node) for node in analyzer.specs}
+    batch, heads = _batch_of_inputs(analyzer, apart), _heads(analyzer, apart)
     for placeholder, name in captured.inputs.items():
         for dim, atoms in enumerate(analyzer.atoms[placeholder]):
-            for atom in leaves(atoms):
-                meet(atom, _input_name(name, dim), "batch" if dim == 0 else "input")
+            for atom in (x for x in leaves(atoms) if id(x) not in heads):
+                is_batch = batch.get(id(atom), dim == 0)
+                meet(atom, _input_name(name, dim, is_batch), "batch" if is_batch else "input")
+    for node, spec in analyzer.specs.items():
+        for joined, rows in spec.joins.items():
+            if all("batch" in roles.get(id(x), ()) for x in _atoms(analyzer, node, rows)):
+                for x in _atoms(analyzer, node, [joined]):
+                    meet(x, f"{node}.{joined}", "batch")
     for placeholder, name in captured.parameters.items():
         for dim, atoms in enumerate(analyzer.atoms[placeholder]):
             parts = leaves(atoms)
@@ -468,14 +479,80 @@ def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor
     return names, {n: Factor(n, f.size, by_name[n]) for n, f in taken.items()}
 
 
+def _batch_of_inputs(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> dict[int, bool]:
+    """Whether factors of inputs are the batch, where the ops say otherwise than that it is the leading dim.
+
+    In some layouts another dim is (torch.nn.LSTM and torch.nn.MultiheadAttention, unless `batch_first`). It is
+    the first dim over which samples meet in none of the ops that keep some `apart`; the leading dim if that is one.
+    """
+    matrices = {id(x) for name in analyzer.captured.parameters for x in _of(analyzer, name)}
+    found: dict[int, bool] = {}
+    for placeholder in analyzer.captured.inputs:
+        dims = [{id(x) for x in leaves(atoms)} for atoms in analyzer.atoms[placeholder]]
+        free = [dim for dim in dims if dim and not dim & matrices]
+        told = [each for each in apart if any(each & dim for dim in free)]
+        kept = [dim for dim in free if told and all(dim <= each for each in told)]
+        if kept and dims[0] and not any(dims[0] & dim for dim in kept):
+            found |= dict.fromkeys(dims[0], False) | dict.fromkeys(kept[0], True)
+    return found
+
+
+def _heads(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> set[int]:
+    """Columns of matrices by which products of activations are independent: the heads of attention."""
+    columns = {
+        id(x)
+        for node, spec in analyzer.specs.items()
+        if spec.sums
+        for x in _atoms(analyzer, node, _columns(analyzer, node, spec))
+    }
+    return {x for each in apart for x in each & columns}
+
+
+def _batch_of_op(analyzer: _Analyzer, node: str) -> frozenset[int]:
+    """Factors over which samples do not meet in an op: those its rule names, or of a product of activations."""
+    spec = analyzer.specs[node]
+    letters = set(spec.batch)
+    if spec.sums and _varies(analyzer, node, spec) == {True}:
+        letters |= _common(spec)
+    return frozenset(id(x) for x in _atoms(analyzer, node, letters))
+
+
+def _columns(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
+    """Letters of a product that its results have from what is made of parameters alone."""
+    of_model, of_inputs = (
+        {x for name, letters in zip(analyzer.taken[node], spec.operands, strict=True)
+         if (name in analyzer.of_inputs) is varies for dim in letters for x in dim}
+        for varies in (False, True)
+    )  # fmt: skip
+    return {x for letters in spec.results for dim in letters for x in dim} & of_model - of_inputs
+
+
+def _atoms(analyzer: _Analyzer, node: str, letters: Iterable[str]) -> list[Atom]:
+    return leaves(analyzer.letters[node][letter] for letter in sorted(letters))
+
+
+def _of(analyzer: _Analyzer, tensor: str) -> list[Atom]:
+    return leaves(atom for dim in analyzer.atoms[tensor] for atom in dim)
+
+
 def _counts_matrices(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
     """Letters of a batched product whose one factor is made of parameters alone: `e c d, e d f -> e c f`."""
     varies = {name in analyzer.of_inputs for name in analyzer.taken[node]}
-    if not spec.sums or varies != {True, False}:
-        return set()
+    return _common(spec) if spec.sums and varies == {True, False} else set()
+
+
+def _varies(analyzer: _Analyzer, node: str, spec: Spec) -> set[bool]:
+    """Whether what a product multiplies depends on inputs; what is added to it aside."""
+    factors = [x for i, x in enumerate(analyzer.taken[node]) if i not in spec.additive]
+    return {name in analyzer.of_inputs for name in factors} if len(factors) > 1 else set()
+
+
+def _common(spec: Spec) -> set[str]:
+    """Letters that every tensor of an op has."""
     tensors = [{x for dim in letters for x in dim} for letters in (*spec.operands, *spec.results)]
     return set.intersection(*tensors)
 
 
-def _input_name(name: str, dim: int) -> str:
-    return {0: "batch", 1: "seq"}.get(dim, f"{name}[{dim}]")
+def _input_name(name: str, dim: int, is_batch: bool) -> str:
+    """`seq` is the other of the first two dims."""
+    return "batch" if is_batch else "seq" if dim < 2 else f"{name}[{dim}]"

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 
 def _called_by_user(frame: FrameType | None) -> bool:
@@ -56,3 +58,24 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
     finally:
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+
+
+class OutsideLeaves(TorchFunctionMode):
+    """Collects the tensors that take a gradient and are no parameter of `model`, of all that torch computes with.
+
+    Export makes constants of them and forgets, of a parameter, that it takes a gradient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = set(map(id, model.parameters()))
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for x in pytree.tree_leaves((args, kwargs)):
+            taken = type(x) in (Tensor, nn.Parameter) and x.is_leaf and x.requires_grad
+            if taken and id(x) not in self._own:
+                self.found[id(x)] = x
+        return function(*args, **(kwargs or {}))

@@ -203,9 +203,26 @@ def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
 
 def _finished(plan: Plan, prepared: Prepared) -> Plan:
     graph = prepared.analysis.graph
+    if plan.micro_batches > 1:
+        _check_batch_first(graph, plan.micro_batches)
     plan = take_parts(plan, graph)
     said = (*plan.notes, *undivided_lines(graph, plan), *prepared.captured.forms)
     return replace(plan, notes=said)
+
+
+def _check_batch_first(graph: Graph, micro_batches: int) -> None:
+    """Micro-batches are parts of dim 0 of every input: PlanError where that is not the batch and another dim is."""
+    for name, tensor in graph.inputs.items():
+        first, *others = (
+            any("batch" in graph.factors[factor].roles for factor in factors)
+            for factors in graph.tensors[tensor].factors or ((),)
+        )
+        if any(others) and not first and graph.tensors[tensor].dims[0]:
+            raise PlanError(
+                f"{format_count(micro_batches, 'micro-batch')} are parts of dim 0 of every input, and the batch "
+                f"of {name} of shape {list(graph.tensors[tensor].shape)} is dim {others.index(True) + 1}: take "
+                "one (micro_batches=1), or put the samples into dim 0 (batch_first=True in torch.nn)."
+            )
 
 
 def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | None:

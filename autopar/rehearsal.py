@@ -61,7 +61,8 @@ class Rehearsal:
     Attributes:
         stored: parameter name -> the stored shard of every rank; gradients are left in `.grad`.
         losses: of every micro-batch, on the ranks of the last stage.
-        updates: buffer name -> its last new value on every rank.
+        buffers: buffer name -> its value on every rank.
+        updates: of the buffers that the program says it updates, the same.
     """
 
     def __init__(
@@ -77,7 +78,10 @@ class Rehearsal:
         self.stored: dict[str, Ranks] = {}
         self.losses: dict[int, Ranks] = {}
         self.updates: dict[str, Ranks] = {}
-        self._buffers = {s.name: [buffers[s.name]] * self.mesh.size for s in whole.buffers}
+        # Every rank has its own: an op may write to one without saying so.
+        self.buffers = {
+            s.name: [buffers[s.name].clone() for _ in range(self.mesh.size)] for s in whole.buffers
+        }
         self._residents: dict[str, Ranks] = {}
         self._leaves: dict[str, Ranks] = {}
         self._flights: dict[tuple[int, int], _Flight] = {}
@@ -119,12 +123,12 @@ class Rehearsal:
         program = self.stages[stage]
         received = self._receive(stage, micro_batch)
         arguments = [self._leaves[spec.name] for spec in program.parameters]
-        arguments += [self._buffers[spec.name] for spec in program.buffers]
+        arguments += [self.buffers[spec.name] for spec in program.buffers]
         arguments += [[constant] * self.mesh.size for constant in program.constants]
         arguments += [self._cut(spec, inputs[spec.name]) for spec in program.inputs]
         results = simulate.run(program, [*arguments, *received])
         for position, name in program.mutated.items():
-            self._buffers[name] = self.updates[name] = [x.detach() for x in results[position]]
+            self.buffers[name] = self.updates[name] = [x.detach() for x in results[position]]
         results = results[len(program.mutated) :]
         if program.is_step:
             self.losses[micro_batch] = [x.detach() for x in results[0]]

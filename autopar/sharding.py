@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar import _torch
+from autopar.capture import changed_in_place
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S
@@ -66,8 +67,9 @@ def shard_(
         The model. Buffers stay whole, and so does a parameter that no axis divides.
 
     Raises MeshError unless the mesh has as many ranks as run, RecipeError for a recipe that needs example
-    inputs and has none, CaptureError for a model that is sharded already or holds its parameters elsewhere
-    too, and AutoparError unless all ranks have the same parameters.
+    inputs and has none, CaptureError for a model that is sharded already, holds its parameters elsewhere
+    too or changes one in its forward (an embedding's max_norm), and AutoparError unless all ranks have the
+    same parameters.
     """
     named = dict(model.named_parameters())
     device = device_of(named.values())
@@ -112,6 +114,8 @@ def _refuse_held(model: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
             )
     known = {id(x): name for name, x in named.items()}
     for path, module in model.named_modules():
+        if (changed := _changed(module)) in known:
+            raise changed_in_place(known[changed])
         for attribute, value in vars(module).items():
             for x in value if isinstance(value, (list, tuple)) else [value]:
                 if id(x) in known:
@@ -120,6 +124,12 @@ def _refuse_held(model: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
                         f"its attribute {attribute!r} too, which would go on to use the whole one; "
                         "use autopar.compile, or a module that reads its parameters by name."
                     )
+
+
+def _changed(module: nn.Module) -> int | None:
+    """The id of the parameter that the module's forward changes in place."""
+    is_lookup = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return id(module.weight) if is_lookup and module.max_norm is not None else None
 
 
 # --- where a parameter lies

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from rich.text import Text
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import Captured, LossFunction, run_with_loss
@@ -29,10 +29,13 @@ from autopar.planning import (
 from autopar.program import Program, build_program
 from autopar.random_plan import random_plan
 from autopar.rehearsal import Rehearsal, actions_of
+from autopar.rules.spec import bound_arguments
+from autopar.rules.trial import dense
 from autopar.runtime import simulate
 from autopar.search import RecipeLike
 from autopar.search.notes import format_count
 from autopar.stages import cut_stages
+from autopar.uncaptured import traced_line
 
 TOLERANCE_FLOAT64 = 1e-9
 TOLERANCE_FLOAT32 = 2e-5  # where any part of the graph is of lower precision
@@ -61,10 +64,12 @@ class VerifyReport:
         worst_parameter: where that is.
         tolerance: what all errors must stay below.
         parameters: how many were compared.
-        buffer_error: of the buffers that the forward updates, relative to their largest entry, the worst
-            of all buffers and ranks; 0.0 if there are none.
+        buffer_error: of the buffers that the forward updates, on a single device or as captured, relative to
+            their largest entry, the worst of all buffers and ranks; 0.0 if there are none.
+        worst_buffer: where that is, "" if there are none.
         buffers: how many were compared.
         schedule: how micro-batches went through pipeline stages, "" without stages.
+        all_rounding: whether every gradient is too small to tell from the rounding of the loss.
     """
 
     mesh: Mesh
@@ -75,8 +80,10 @@ class VerifyReport:
     tolerance: float
     parameters: int
     buffer_error: float = 0.0
+    worst_buffer: str = ""
     buffers: int = 0
     schedule: str = ""
+    all_rounding: bool = False
 
     @property
     def passed(self) -> bool:
@@ -85,7 +92,10 @@ class VerifyReport:
         return all(error <= self.tolerance for error in errors)
 
     def __str__(self) -> str:
-        buffers = f"  buffers             {self.buffer_error:.1e} of {self.buffers} updated\n"
+        buffers = (
+            f"  buffers             {self.buffer_error:.1e} of {self.buffers} updated, "
+            f"at {self.worst_buffer}\n"
+        )
         return (
             f"{'PASSED' if self.passed else 'FAILED'}: {self.mesh}, recipe {self.recipe}, "
             f"{self.mesh.size} ranks simulated{', ' + self.schedule if self.schedule else ''}\n"
@@ -98,8 +108,15 @@ class VerifyReport:
 
     @property
     def _hint(self) -> str:
-        """What a failure in low precision may mean."""
-        if self.passed or self.tolerance == TOLERANCE_FLOAT64:
+        """What a failure may mean other than a wrong plan."""
+        if self.passed:
+            return ""
+        if self.all_rounding:
+            return (
+                "\n  No gradient is larger than the rounding of the loss: a loss that is the same for all parameters"
+                "\n  (of what was normalized, say) has gradients that are zero but for it, and proves nothing."
+            )
+        if self.tolerance == TOLERANCE_FLOAT64:
             return ""
         return (
             "\n  In float32 a gradient that is zero but for rounding (a bias before batch norm) differs in"
@@ -164,11 +181,13 @@ class Reference:
         loss: the mean over micro-batches.
         gradients: None for a parameter that the model does not use.
         buffers: after the forward.
+        changed: the names of those that the forward changed, one for each.
     """
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
+    changed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -250,6 +269,8 @@ class Subject:
         plan, reference = whole.plan, self.reference(rehearsal.count)
         errors = _gradient_errors(whole, rehearsal.stored, reference.gradients)
         worst = max(errors, key=lambda name: _nan_last(errors[name]), default="none")
+        buffers = _buffer_errors(self._updated(rehearsal), reference.buffers)
+        worst_buffer = max(buffers, key=lambda name: _nan_last(buffers[name]), default="")
         losses = torch.stack([torch.stack(ranks) for ranks in rehearsal.losses.values()]).mean(0)
         return VerifyReport(
             mesh=plan.world_mesh,
@@ -259,10 +280,25 @@ class Subject:
             worst_parameter=worst,
             tolerance=tolerance(self.prepared),
             parameters=len(errors),
-            buffer_error=_buffer_error(rehearsal.updates, reference.buffers),
-            buffers=len(rehearsal.updates),
+            buffer_error=buffers.get(worst_buffer, 0.0),
+            worst_buffer=worst_buffer,
+            buffers=len(buffers),
             schedule=_schedule_text(plan),
+            all_rounding=_is_all_rounding(reference, self.model),
         )
+
+    def _updated(self, rehearsal: Rehearsal) -> dict[str, simulate.Ranks]:
+        """The buffers that the program says it updates, and those that the model itself changes.
+
+        What the model changes and the program does not know of stays as it was, and fails.
+        """
+        found = dict(rehearsal.updates)
+        names = _names_of_buffers(self.model)
+        for name in self.reference(rehearsal.count).changed:
+            if found.keys().isdisjoint(names[name]):
+                held = next((n for n in names[name] if n in rehearsal.buffers), None)
+                found[name] = rehearsal.buffers[held] if held else [self.model.get_buffer(name)]
+        return found
 
 
 def _schedule_text(plan: Plan) -> str:
@@ -288,9 +324,19 @@ def _require_determinism(prepared: Prepared) -> None:
     random = [n for n in prepared.captured.module.graph.nodes if draws(n)]
     if random:
         raise AutoparError(
-            f"The model draws random numbers ({random[0].target}), and a plan draws others than a single "
-            "device: there is nothing to compare. Set its dropout to 0, or verify model.eval()."
+            f"The model draws random numbers ({random[0].target}, at {traced_line(random[0])}), and a plan draws "
+            f"others than a single device: there is nothing to compare. {_without_draws(random[0])}"
         )
+
+
+def _without_draws(node: fx.Node) -> str:
+    """How a model computes the same without the random numbers of an op."""
+    if "dropout" in str(node.target) or {"train", "training"} & bound_arguments(node).keys():
+        return "Set its dropout to 0, or verify model.eval()."
+    return (
+        "Give it the numbers, as an input or as FractionalMaxPool2d takes `_random_samples`; what draws in training "
+        "alone is proved by model.eval()."
+    )
 
 
 def tolerance(prepared: Prepared) -> float:
@@ -332,9 +378,27 @@ def _single_device(
         (loss / len(batches)).backward()
         losses.append(loss.detach())
     parameters = dict(copied.named_parameters())
-    gradients = {name: parameters[name].grad for name in captured.parameters.values()}
+    found = {name: parameters[name].grad for name in captured.parameters.values()}
+    gradients = {name: g if g is None else dense(g) for name, g in found.items()}
     buffers = dict(copied.named_buffers(remove_duplicate=False))
-    return Reference(torch.stack(losses).mean(0), gradients, buffers)
+    changed = tuple(n for n, x in model.named_buffers() if not _is_unchanged(x, buffers[n]))
+    return Reference(torch.stack(losses).mean(0), gradients, buffers, changed)
+
+
+def _is_unchanged(before: Tensor, after: Tensor) -> bool:
+    """Whether two tensors are the same bit by bit; a nan is itself."""
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        return False
+    bits = (dense(x).contiguous().reshape(-1).view(torch.uint8) for x in (before, after))
+    return torch.equal(*bits)
+
+
+def _names_of_buffers(model: nn.Module) -> dict[str, list[str]]:
+    """The first name of every buffer -> all that it has."""
+    names: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    return {found[0]: found for found in names.values()}
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -346,14 +410,16 @@ def _copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): x.detach().clone() for x in left})
 
 
-def _buffer_error(updates: Mapping[str, simulate.Ranks], expected: Mapping[str, Tensor]) -> float:
-    """The worst relative error of updated buffers on any rank."""
-    errors = []
+def _buffer_errors(
+    updates: Mapping[str, simulate.Ranks], expected: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The relative error of every updated buffer, the worst of all ranks."""
+    errors = {}
     for name, ranks in updates.items():
         floor = _BUFFER_FLOOR * _largest_of_module(name, updates, expected)
         scale = max(_largest(expected[name]), floor) or 1.0
-        errors += [_difference(x, expected[name]) / scale for x in ranks]
-    return max(errors, key=_nan_last, default=0.0)
+        errors[name] = max((_difference(x, expected[name]) for x in ranks), key=_nan_last) / scale
+    return errors
 
 
 def _largest_of_module(name: str, updates: Iterable[str], expected: Mapping[str, Tensor]) -> float:
@@ -375,6 +441,17 @@ def _difference(value: Tensor, expected: Tensor) -> float:
 def comparable(gradient: Tensor, largest: float) -> float:
     """What errors of a gradient are relative to: its largest entry, or a part of `largest`, that of all gradients."""
     return max(_largest(gradient), _FLOOR * largest)
+
+
+def _is_all_rounding(reference: Reference, model: nn.Module) -> bool:
+    """Whether no gradient times its parameter's largest entry is above 64 roundings of the loss.
+
+    No ground to compare more loosely: beside a large constant, a loss has such gradients that are right.
+    """
+    rounding = 64 * torch.finfo(reference.loss.dtype).eps * _largest(reference.loss)
+    parameters = dict(model.named_parameters())
+    found = [(g, parameters[n]) for n, g in reference.gradients.items() if g is not None]
+    return bool(found) and all(_largest(g) * _largest(x) <= rounding for g, x in found)
 
 
 def _gradient_errors(

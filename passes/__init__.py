@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
+from autopar.passes.densify_gradients import densify_gradients
 from autopar.passes.expand_copies import expand_copies
 from autopar.passes.fold_blocks import fold_blocks
 from autopar.passes.group_gathers import find_gathers, group_gathers
@@ -20,6 +21,7 @@ from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
 from autopar.passes.read_types import read_types
+from autopar.passes.real_scatters import real_scatters
 from autopar.passes.refresh_examples import refresh_examples
 from autopar.passes.remove_assertions import remove_assertions
 from autopar.passes.remove_clones import remove_clones
@@ -34,9 +36,11 @@ Pass = Callable[[fx.GraphModule], None]
 CLEANUP: tuple[Pass, ...] = (
     remove_assertions,  # they speak of global shapes and devices, and compute nothing
     expand_copies,  # a slice that is assigned to keeps its gradient
+    real_scatters,  # a slice of complex numbers that is assigned to has a gradient
     open_random_attention,  # its masks must differ between parts of the batch
     unreduce_losses,  # a sum of element-wise terms can be split along anything
     single_batch_norm,  # in evaluation it can be split along the batch, and has one result to say so of
+    densify_gradients,  # no collective takes a sparse one
     read_types,  # of a tensor that gives only its type, no part is needed
     reshape_views,  # a view's strides need not be those of the local tensor
     remove_clones,  # they differ between devices, and compute nothing

@@ -12,12 +12,16 @@ from torch import Tensor, fx
 
 from autopar._torch import DependsOnValues
 from autopar.rules.spec import tensor_operands
+from autopar.uncaptured import traced_line, uncaptured
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def refresh_examples(module: fx.GraphModule) -> None:
-    """Refreshes the example of every call of tensors, but of one that changes its shape or has to read values."""
+    """Refreshes the example of every call of tensors, but of one that changes its shape or has to read values.
+
+    Raises CaptureError for a call that cannot run, with its line.
+    """
     for node in module.graph.nodes:
         if node.op != "call_function" or not _is_tensors(node) or not _has_tensors(node):
             continue
@@ -26,6 +30,10 @@ def refresh_examples(module: fx.GraphModule) -> None:
             value = node.target(*args, **kwargs)
         except DependsOnValues:  # istft looks whether its window is zero anywhere
             continue
+        except Exception as error:  # such as an op that has no derivative for what it is given
+            raise uncaptured(
+                traced_line(node), f"{node.target}: {error}", "Write this line with other ops"
+            ) from error
         if node.target is _ATTENTION and value.device.type == "meta" and value.ndim == 4:
             value = value.transpose(1, 2).contiguous().transpose(1, 2)
         if _shapes(value) == _shapes(node.meta["val"]):

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Categorical, MixtureSameFamily, Normal
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from autopar.capture import capture_forward, capture_step, target_count
 from autopar.errors import CaptureError, StepError
@@ -211,6 +213,41 @@ def test_a_buffer_under_two_names_that_forward_changes_is_named():
         capture_step(Twice(), (torch.ones(2, 4),), {}, None)
 
 
+class Scaled(nn.Module):
+    """A loss with a tensor of its own."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, y, target):
+        return F.mse_loss(y * self.scale, target)
+
+
+def test_a_loss_with_a_trained_tensor_is_refused():
+    batch = (torch.ones(2, 4), torch.ones(2, 4))
+    loss = Scaled(nn.Parameter(torch.ones(4)))
+    leaf = torch.ones(4, requires_grad=True)
+    for loss_fn in (loss, lambda y, t: loss(y, t), lambda y, t: F.mse_loss(y * leaf, t)):
+        with pytest.raises(CaptureError, match=r"shape \[4\] that takes a gradient and is no par"):
+            capture_step(nn.Linear(4, 4), batch, {}, loss_fn)
+
+
+def test_a_loss_may_hold_tensors_that_are_not_trained():
+    batch = (torch.randn(2, 4), torch.tensor([0, 3]))
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 3, 4]))
+    assert verify(nn.Linear(4, 4), batch, loss_fn=weighted, mesh={"dp": 2}, recipe="ddp").passed
+    teacher = nn.Linear(4, 4)  # takes gradients, and gives none
+
+    def distilled(y, x):
+        with torch.no_grad():
+            target = teacher(x)
+        return F.mse_loss(y, target) + F.mse_loss(y, teacher(x).detach())
+
+    captured = capture_step(nn.Linear(4, 4), (batch[0], batch[0]), {}, distilled)
+    assert sorted(captured.parameters.values()) == ["bias", "weight"] and captured.constants
+
+
 def test_an_input_that_is_missing_only_in_a_trace_has_its_remedy():
     class Filling(nn.Module):
         def forward(self, x, mask=None):
@@ -234,15 +271,6 @@ def test_a_buffer_assigned_to_itself_is_not_forgotten():
             return (self.linear(x) * self.scale).sum()
 
     assert capture_step(Lazy(), (torch.ones(2, 4),), {}, None).buffers
-
-
-def test_strides_beyond_the_tensor_are_refused():
-    class Reaching(nn.Module):
-        def forward(self, x):
-            return x[:, 1:].as_strided((2, 4), (4, 1)).sum()
-
-    with pytest.raises(CaptureError, match="reads memory that is not its argument's own"):
-        capture_step(Reaching(), (torch.ones(2, 4),), {}, None)
 
 
 def test_a_custom_function_is_warned_of():
@@ -390,3 +418,84 @@ def test_graphs_inside_the_graph_are_refused():
 
     with pytest.raises(CaptureError, match="cond runs graphs inside the graph"):
         capture_step(Branches(), (torch.ones(4),), {}, None)
+
+
+class Mixture(nn.Module):
+    """The likelihood of a mixture of normals of which the model gives the parameters."""
+
+    def __init__(self, validate_args=None):
+        super().__init__()
+        self.parts = nn.Linear(4, 6)
+        self.validate_args = validate_args
+
+    def forward(self, x, y):
+        shares, means = self.parts(x).chunk(2, -1)
+        parts = Normal(means, torch.ones_like(means), validate_args=self.validate_args)
+        return -MixtureSameFamily(Categorical(logits=shares), parts).log_prob(y).mean()
+
+
+def test_distributions_are_captured_without_their_checks():
+    x = torch.randn(4, 4).double()
+    report = verify(Mixture().double(), (x, x[:, 0]), mesh={"dp": 2}, recipe="ddp")
+    assert report.passed and report.parameters == 2, report
+    with pytest.raises(CaptureError, match="Make the distribution with validate_args=False: its"):
+        capture_step(Mixture(validate_args=True), (x.float(), x[:, 0].float()), {}, None)
+
+
+def test_masks_of_transformers_are_applied_and_not_read():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(4, 2, 4, 0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+
+        def forward(self, x):
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+            return self.encoder(x, mask).sin().mean()
+
+    report = verify(
+        Masked().double(), (torch.randn(4, 3, 4).double(),), mesh={"dp": 2}, recipe="ddp"
+    )
+    assert report.passed and report.parameters == 12, report
+
+
+class Ctc(nn.Module):
+    def forward(self, x, y):
+        return F.ctc_loss(x.log_softmax(-1), y, (6, 6), (2, 2))
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(4, 4)
+
+    def forward(self, x, _):
+        return self.layer(pack_padded_sequence(x, [6, 5]))[0].data.sum()
+
+
+class Confused(nn.Module):
+    def forward(self, x, _):
+        return len(x.shape[0]) * x.sum()
+
+
+class Unary(nn.Module):
+    def forward(self, x):
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            Ctc(),
+            "has no kernel that export takes.*\n  remedy: Compute this outside of what is captured",
+        ),
+        (Packed(), "Packed sequences do: give the recurrent layer the padded batch"),
+        (Confused(), "object of type 'int' has no len.*\n  remedy: Write this line so that"),
+        (Unary(), "Call it with the arguments that the model's forward takes"),
+    ],
+)
+def test_remedies_are_of_what_failed(model, sentence, capfd):
+    with pytest.raises(CaptureError, match=sentence):
+        capture_step(model, (torch.randn(6, 2, 4), torch.tensor([[1, 2], [2, 3]])), {}, None)
+    assert not capfd.readouterr().err

@@ -1,5 +1,7 @@
 """Each torch API without a stability promise that autopar uses, alone: what breaks here broke in torch."""
 
+import contextlib
+import logging.handlers
 from datetime import timedelta
 
 import pytest
@@ -11,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from autopar import _torch
 from autopar.runtime.collectives import group_name
@@ -311,6 +314,12 @@ def test_the_store_of_the_default_group_is_found(group):
     assert _torch.store_seconds(store) == 7
 
 
+def test_plain_tensors_may_be_taken_for_replicated_ones():
+    with implicit_replication():
+        assert _torch.replicates_implicitly()
+    assert not _torch.replicates_implicitly()
+
+
 def test_an_op_that_has_to_read_values_says_so_of_a_fake_tensor():
     with FakeTensorMode(), pytest.raises(_torch.DependsOnValues):
         torch.equal(torch.zeros(2), torch.zeros(2))
@@ -339,3 +348,57 @@ def test_call_with_swaps_what_has_two_names_and_swaps_it_back():
     assert not _torch.call_with(model, zeros, (x,), {}).any()
     assert [id(p) for p in model.parameters()] == own
     assert model.third.weight is model.first.weight
+
+
+def test_an_op_whose_size_depends_on_values_says_so_of_a_fake_tensor():
+    with FakeTensorMode(), pytest.raises(_torch.SizeDependsOnValues):
+        torch.zeros(2).nonzero()
+
+
+def test_torchs_own_checks_of_values_are_off_inside_and_on_again():
+    normal, mask = torch.distributions.Normal, torch.nn.Transformer.generate_square_subsequent_mask
+    normal.set_default_validate_args(True)  # torch.compile has it off for the rest of a process
+    with _torch.without_value_checks():
+        assert torch.isnan(normal(0.0, -1.0).log_prob(torch.zeros(())))
+        assert not torch.nn.modules.transformer._detect_is_causal_mask(mask(3))
+        assert torch.nn.modules.transformer._detect_is_causal_mask(mask(3), is_causal=True)
+        with pytest.raises(ValueError, match="invalid values") as explicit:
+            normal(0.0, -1.0, validate_args=True)
+    with pytest.raises(ValueError, match="invalid values"):
+        normal(0.0, -1.0)
+    assert torch.nn.modules.transformer._detect_is_causal_mask(mask(3))
+    assert _torch.validates_distribution(explicit.value)
+    assert not _torch.validates_distribution(ValueError())
+
+
+def test_a_failing_export_prints_nothing(capfd):
+    class Branching(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if x.sum() > 0 else x
+
+    class Unlike(torch.nn.Module):
+        def forward(self, x):
+            return torch.cat([x, x[None]])
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler := logging.handlers.BufferingHandler(100))
+    for model, said in ((Branching(), "data-dependent"), (Unlike(), "of tensors must match")):
+        for quiet in (True, False):
+            telling = _torch.quiet_export() if quiet else contextlib.nullcontext()
+            with telling, pytest.raises(RuntimeError, match=said):
+                torch.export.export(model, (torch.ones(2),), strict=False)
+            assert bool(capfd.readouterr().err or handler.buffer) != quiet, model
+            handler.buffer.clear()
+    log.removeHandler(handler)
+
+
+def test_recurrent_layers_are_traced_by_dynamo():
+    graphs = []
+
+    def seen(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    _torch.trace_recurrent_layers()
+    torch.compile(torch.nn.LSTM(2, 2), backend=seen)(torch.ones(1, 1, 2))
+    assert any("lstm" in str(node.target) for graph in graphs for node in graph.graph.nodes)

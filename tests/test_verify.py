@@ -54,6 +54,27 @@ def test_a_wrong_buffer_on_one_rank_fails(monkeypatch: pytest.MonkeyPatch, rank:
     assert max(report.loss_error, report.worst_gradient_error) < report.tolerance
 
 
+class Counting(nn.Module):
+    """Counts its steps in a buffer, in a way that no trace sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.steps += 1
+        return self.inner(x)
+
+
+def test_an_update_that_is_not_captured_fails() -> None:
+    report = proof(Counting().double(), make("mlp")[1])
+    assert not report.passed
+    assert (report.buffer_error, report.worst_buffer) == (1.0, "steps")
+    assert "1.0e+00 of 1 updated, at steps" in str(report)
+
+
 def test_a_mean_of_mere_rounding_is_no_error() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
@@ -139,6 +160,17 @@ def test_a_small_gradient_must_still_be_right() -> None:
     assert comparable(torch.tensor([0.5]), 1.0) == 0.5
 
 
+def test_a_loss_that_no_parameter_moves_is_told() -> None:
+    report = proof(
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=0, elementwise_affine=False)).double(),
+        (torch.randn(8, 8).double(), torch.zeros(8, 8).double()),
+    )
+    assert report.all_rounding
+    failed = dataclasses.replace(report, worst_gradient_error=1.0)
+    assert "No gradient is larger than the rounding of the loss" in str(failed)
+    assert not proof(*make("mlp")[:2]).all_rounding
+
+
 def test_state_that_a_run_left_with_its_graph_is_no_obstacle() -> None:
     class Remembering(nn.Module):
         def __init__(self) -> None:
@@ -194,6 +226,20 @@ class Spectrum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.stft(self.linear(x), 8, 4, window=self.window, return_complex=True)
         return torch.istft(spectrum, 8, 4, window=self.window).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        (nn.Dropout(0.5), r"Set its dropout to 0, or verify model\.eval\(\)"),
+        (nn.RReLU(), r"aten\.rrelu.* Set its dropout"),
+        (nn.FractionalMaxPool2d(2, 2), r"aten\.rand.* Give it the numbers, .*`_random_samples`"),
+    ],
+)
+def test_what_draws_is_told_how_not_to(module: nn.Module, remedy: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), module)
+    with pytest.raises(autopar.AutoparError, match=remedy):
+        autopar.verify(model, torch.ones(2, 1, 4, 4), mesh=DP, loss_fn=Tensor.sum)
 
 
 class Recurrent(nn.Module):

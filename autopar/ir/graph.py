@@ -219,7 +219,8 @@ class Factor:
     Attributes:
         name: such as `batch`, `seq` or `mlp.up.out`.
         size: elements.
-        roles: among "batch" (leading dim of an input), "input" (any other dim of an input),
+        roles: among "batch" (leading dim of an input, or that which ops take for their samples, and rows
+            joined of it), "input" (any other dim of an input but the heads of attention),
             "parameter" (occurs in a parameter), "normalized" (some op normalizes over it) and "expert"
             (counts matrices of which a row meets some, as those of a mixture of experts).
     """

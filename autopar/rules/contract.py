@@ -40,15 +40,27 @@ def matmul(call: Call) -> Spec:
 
 
 def einsum(call: Call) -> Spec:
-    """einsum: its equation is a row already. Equations with an ellipsis have no rule."""
-    left, _, right = call["equation"].replace(" ", "").partition("->")
-    if not right or "." in left:
-        raise RuleDoesNotApply(call["equation"])
-    operands = left.split(",")
-    gone = sorted(set(left) - set(right) - {","})
-    text = f"{', '.join(' '.join(o) for o in operands)} -> {' '.join(right)}"
+    """einsum: its equation is a row already."""
+    operands, result = equation(call)
+    gone = sorted({x for names in operands for x in names} - set(result))
+    text = f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}"
     linear = " ".join(str(i) for i in range(len(operands)))
     return row(f"{text} | linear {linear}" + (f" | sum {' '.join(gone)}" if gone else ""))(call)
+
+
+def equation(call: Call) -> tuple[list[list[str]], list[str]]:
+    """The letters of every operand of an einsum, and of its result; `...` is `rest0` for the last dim and so on."""
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
+    if not arrow:  # what occurs once, in alphabetical order
+        right = "..." + "".join(sorted(x for x in set(left) - {",", "."} if left.count(x) == 1))
+    operands = zip(left.split(","), call.operands, strict=True)
+    return [_letters(text, x) for text, x in operands], _letters(right, call.results[0])
+
+
+def _letters(text: str, tensor: torch.Tensor) -> list[str]:
+    before, dots, after = text.partition("...")
+    count = tensor.ndim - len(before) - len(after) if dots else 0
+    return [*before, *(f"rest{d}" for d in reversed(range(count))), *after]
 
 
 def convolution(call: Call) -> Spec:
@@ -81,7 +93,7 @@ def convolution(call: Call) -> Spec:
         tuple(operands[: len(call.operands)]), ((*batch, *dims("go"), *spatial("y")),), sizes,
         sums=frozenset({"i"} & sizes.keys()), additive=frozenset(range(2, len(call.operands))),
         whole=frozenset(letter for letter in sizes if letter[0] in "xky"),
-        flops=flops, localize=_convolve_locally,
+        batch=frozenset(sizes) & {"n"}, flops=flops, localize=_convolve_locally,
     )  # fmt: skip
 
 

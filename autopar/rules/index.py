@@ -8,23 +8,25 @@ import torch
 from torch import fx
 
 from autopar.rules.notation import line
-from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, plain
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, plain, run_as_is
 
 aten = torch.ops.aten
 
 
 def embedding(call: Call) -> Spec:
     """`v d, b.. -> b.. d | sum v`: over a split vocabulary each rank looks up the rows it has."""
-    if call["scale_grad_by_freq"]:
-        raise RuleDoesNotApply("frequencies are those of the whole batch")
     weight, index = call.operands
     where, sizes = plain(index.shape, "b")
+    # Frequencies are those of the whole batch.
+    batch = frozenset(sizes) if call["scale_grad_by_freq"] else frozenset()
     sizes |= {n: int(s) for n, s in zip("vd", weight.shape, strict=True) if s > 1}
     rows, columns = ((n,) if n in sizes else () for n in "vd")
-    one = not index.ndim  # a mask of rows would give it a dim
+    # A mask of rows would give an index without dims one, and would count what it leaves out as row 0.
+    masks = index.ndim > 0 and not batch
     return Spec(
-        ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(() if one else rows),
-        whole=frozenset(rows if one else ()), contiguous=frozenset(rows), flops=call.results[0].numel(),
+        ((rows, columns), where), ((*where, columns),), sizes, sums=frozenset(rows if masks else ()),
+        whole=batch | frozenset(() if masks else rows), contiguous=frozenset(rows),
+        flops=call.results[0].numel(),
         localize=_look_up_locally,
     )  # fmt: skip
 
@@ -32,10 +34,8 @@ def embedding(call: Call) -> Spec:
 def _look_up_locally(local: Local) -> fx.Node:
     """Rows of other ranks are looked up as row 0 and zeroed, so that the results add up."""
     axes = local.axes("v")
-    if (
-        not axes
-    ):  # the flags behind padding_idx ask for sparse gradients, which collectives know not
-        return local.emit(aten.embedding.default, *local.args[:3])
+    if not axes:
+        return run_as_is(local)
     weight, index = local.args[:2]
     padding = local.args[2] if len(local.args) > 2 else -1
     here = shifted(local, index, axes, weight)

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from autopar.rules import shape
+from autopar.rules.contract import equation
 from autopar.rules.spec import Call, Hidden, Kept, Letters, Spec, flattens
 
 HALF = (torch.float16, torch.bfloat16)
@@ -117,6 +118,7 @@ ROWS: dict[str, str] = {
     **_rows("x0; x1", "conv1d conv2d conv3d convolution gather"),
     **_rows("x0..", "nll_loss_nd"),
     **_rows("x1..; y1..", "embedding_bag"),
+    **_rows("x0 for 2; x1 for 3; x2 for 0; x3 for 1; y0", "rnn_tanh_cell rnn_relu_cell"),
     **_rows("x1; x0 for 1", "kl_div"),
     **_rows("x0..; y1; y2", "native_layer_norm"),
 }  # fmt: skip
@@ -215,12 +217,11 @@ def _linear(call: Call, spec: Spec) -> Kept:
 
 def _einsum(call: Call, spec: Spec) -> Kept:
     """einsum of two: a batched product over the letters that go; of one: permutations and sums."""
-    left, _, out = call["equation"].replace(" ", "").partition("->")
-    names = left.split(",")
+    names, out = equation(call)
     if len(names) == 1:
         return Kept()
     gone = sorted((set(names[0]) & set(names[-1])) - set(out))
-    if len(names) > 2 or any(len(set(n)) < len(n) for n in names) or "." in left:
+    if len(names) > 2 or any(len(set(n)) < len(n) for n in names) or _broadcasts(names, call):
         return row("x0..")(call, spec)
     if not gone:
         return row("x1 for 0; x0 for 1")(call, spec)
@@ -238,6 +239,14 @@ def _einsum(call: Call, spec: Spec) -> Kept:
         else:
             hidden.append(Hidden(f"copy{i}", spec.operands[i], x.dtype))
     return Kept(tuple(operands), (), tuple(hidden))
+
+
+def _broadcasts(names: list[list[str]], call: Call) -> bool:
+    """Whether a letter has another size in one operand than in the other."""
+    left, right = (
+        dict(zip(n, x.shape, strict=True)) for n, x in zip(names, call.operands, strict=True)
+    )
+    return any(left[n] != right[n] for n in left.keys() & right.keys())
 
 
 # --- attention
@@ -364,6 +373,16 @@ def _recurrent(call: Call, spec: Spec) -> Kept:
     return Kept(tuple(range(len(call.operands))), (0,), (hidden,))
 
 
+def _cell(text: str, times: int) -> Rule:
+    """What a row says, and of every unit its gates and what they are multiplied with."""
+
+    def rule(call: Call, spec: Spec) -> Kept:
+        hidden = Hidden("gates", spec.results[0], call.operands[0].dtype, times)
+        return row(text)(call, spec)._replace(hidden=(hidden,))
+
+    return rule
+
+
 def _batch_norm(call: Call, spec: Spec) -> Kept:
     """batch_norm: all but the bias, and the statistics of every channel where it is training."""
     nodes = call.operand_nodes
@@ -425,6 +444,8 @@ FUNCTIONS: dict[str, Rule] = {
     },
     "aten.instance_norm": _instance_norm,
     **{f"aten.{name}": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "aten.lstm_cell": _cell("x0 for 3; x1 for 4; x2 for 0 1 3 4 5 6; x3 for 0; x4 for 1", 5),
+    "aten.gru_cell": _cell("x0 for 2; x1 for 3; x2 for 0; x3 for 1", 6),
     "aten.max_pool1d": _max_pool,
     "aten.max_pool3d": _max_pool,
     "aten.max_pool2d": _max_pool,

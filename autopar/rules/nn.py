@@ -169,14 +169,16 @@ def _norm_locally(local: Local) -> fx.Node:
 
 
 def instance_norm(call: Call) -> Spec:
-    """instance_norm: statistics of every sample and channel; running ones are of the whole batch."""
+    """instance_norm: statistics of every sample and channel, so that space is whole; given ones are of the channel.
+
+    Those that it would write are written beside it, see [Note: silent writes].
+    """
     letters, sizes = plain(call.operands[0].shape)
-    whole = {letter for dim in letters[2:] for letter in dim}
-    if call["running_mean"] is not None:
-        whole |= {*letters[0]}
+    space = frozenset(letter for dim in letters[2:] for letter in dim)
     channel = (letters[1],)
     return Spec((letters, *(channel,) * (len(call.operands) - 1)), (letters,), sizes,
-                whole=frozenset(whole), flops=8 * call.operands[0].numel())  # fmt: skip
+                whole=space if call["use_input_stats"] else frozenset(),
+                flops=8 * call.operands[0].numel())  # fmt: skip
 
 
 def parametric_relu(call: Call) -> Spec:
@@ -218,7 +220,8 @@ def attention(call: Call) -> Spec:
     if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         spec = _grouped(spec, query.shape[-3], key.shape[-3])
     nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
-    spec = replace(spec, flops=flops, nests=nests)
+    batch = frozenset(x for dim in spec.results[0][:-2] for x in dim)
+    spec = replace(spec, flops=flops, nests=nests, batch=batch)
     if not call["is_causal"]:
         return spec
     return replace(spec, contiguous=frozenset("q"), stretch={"q": _of_the_square(call)},

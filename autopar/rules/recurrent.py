@@ -1,11 +1,13 @@
-"""Recurrent layers, whole: lstm, gru, rnn. Samples of the batch do not meet; time and features stay whole."""
+"""Recurrent layers and their cells: lstm, gru, rnn. Samples of the batch do not meet; time and features stay whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from autopar.rules.notation import spec_of
 from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec
 
 
@@ -37,10 +39,22 @@ def recurrent(call: Call) -> Spec:
     matrices = sum(y.numel() for y in call.operands[len(where) :] if y.ndim == 2)
     return Spec(
         tuple(operands), tuple(results), sizes, whole=frozenset(sizes) - {"n"},
-        flops=2 * x.shape[0] * x.shape[1] * matrices,
+        batch=frozenset(sizes) & {"n"}, flops=2 * x.shape[0] * x.shape[1] * matrices,
     )  # fmt: skip
 
 
+def cell(call: Call) -> Spec:
+    """One step: `n i, n h, g i, g h, g, g -> n h`, where g are the rows of all gates; an lstm has cells beside h."""
+    states = ", ".join(["n h!"] * len(call.results))
+    spec = spec_of(f"n i!, {states}, g! i!, g! h!, g!, g! -> {states}", call)
+    x, weights = call.operands[0], call.operands[1 + len(call.results) :][:2]
+    batch = frozenset(spec.sizes) & {"n"}
+    return replace(spec, batch=batch, flops=2 * x.shape[0] * sum(w.numel() for w in weights))
+
+
+_KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
 RULES: dict[str, Callable[[Call], Spec]] = {
-    f"aten.{name}": recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    **{f"aten.{kind}": recurrent for kind in _KINDS},
+    **{f"aten.{kind}_cell": cell for kind in _KINDS},
 }

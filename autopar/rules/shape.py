@@ -184,10 +184,26 @@ def _dim(call: Call) -> tuple[int, ...]:
 
 
 def joined(call: Call) -> Spec:
-    """cat: the joined dim stays whole."""
+    """cat: the joined dim stays whole, but for rows (dim 0) of equal parts: `s, s -> n! s`, as `cut` has it.
+
+    Two views of a batch are then split alike. Along other dims nobody wants the parts of a feature.
+    """
     if any(t.ndim != call.results[0].ndim for t in call.operands):
         raise RuleDoesNotApply("cat of an empty tensor of shape (0,)")
-    return replace(along(_dim)(call), flops=call.results[0].numel())
+    sizes_along = {t.shape[0] for t in call.operands}
+    if _dim(call) != (0,) or len(sizes_along) != 1 or sizes_along == {1}:
+        spec, (dim,) = along(_dim)(call), _dim(call)
+        parts = [x for letters in spec.operands for x in letters[dim]]
+        joins = {x: tuple(parts) for x in spec.results[0][dim] if len(parts) == len(spec.operands)}
+        return replace(spec, joins=joins, flops=call.results[0].numel())
+    letters, sizes = plain(call.operands[0].shape)
+    count: Dim = ("n",) if len(call.operands) > 1 else ()
+    sizes |= dict.fromkeys(count, len(call.operands))
+    return Spec(
+        (letters,) * len(call.operands), (((*count, *letters[0]), *letters[1:]),), sizes,
+        whole=frozenset(count), linear=(frozenset(range(len(call.operands))),),
+        flops=call.results[0].numel(),
+    )  # fmt: skip
 
 
 def stacked(call: Call) -> Spec:
@@ -294,17 +310,20 @@ def padded(call: Call) -> Spec:
 
 
 def repeated(call: Call) -> Spec:
-    """repeat: repeated dims stay whole."""
+    """repeat: repeated dims stay whole, but for rows (dim 0): `s -> n! s`, as if they were joined."""
     lead = len(call["repeats"]) - call.operands[0].ndim
     result, sizes = plain(call.results[0].shape, "y")
     operand: list[Dim] = []
     names = list(result)
     for i, size in enumerate(call.operands[0].shape):
         again = call["repeats"][lead + i] != 1
-        letter = f"{'x' if again else 'd'}{i}"
+        rows = again and lead + i == 0 and size > 1
+        letter = f"{'x' if again and not rows else 'd'}{i}"
         operand.append((letter,) if size > 1 else ())
         sizes |= {letter: int(size)} if size > 1 else {}
-        names[lead + i] = names[lead + i] if again else operand[-1]
+        sizes |= {"y0": call["repeats"][0]} if rows else {}
+        times = names[lead + i] if again else ()
+        names[lead + i] = times if again and not rows else (*times, *operand[-1])
     used = {letter for dim in (*operand, *names) for letter in dim}
     sizes = {letter: size for letter, size in sizes.items() if letter in used}
     whole = frozenset(letter for letter in sizes if letter[0] in "xy")

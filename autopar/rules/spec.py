@@ -122,6 +122,8 @@ class Spec:
         kept: what autograd keeps for backward; `autopar.rules.kept` fills it in.
         is_view: whether the results lie in the memory of the first operand.
         normalized: letters the op normalizes over.
+        batch: letters over samples that do not meet in the op: N of torch's documentation.
+        joins: letters of results -> those of operands whose elements they line up.
         experts: letters that count the experts of a mixture.
         stretch: letters whose parts compute more than their share of the whole op -> by which factor.
         localize: runs the op on local shards.
@@ -142,6 +144,8 @@ class Spec:
     kept: Kept = field(default_factory=Kept)
     is_view: bool = False
     normalized: frozenset[str] = frozenset()
+    batch: frozenset[str] = frozenset()
+    joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     stretch: Mapping[str, float] = field(default_factory=dict)
     localize: Localizer = field(default=run_as_is, compare=False)

@@ -52,8 +52,15 @@ def fits_graph(plan: Plan, graph: Graph) -> bool:
 
 
 def _batch_factors(graph: Graph) -> list[str]:
-    """Names of the largest leading dims of inputs; a table of positions has another."""
-    named = {name: f.size for name, f in graph.factors.items() if "batch" in f.roles}
+    """Names of the largest batch dims of inputs; a table of positions has another."""
+    of_inputs = {
+        f for name in graph.inputs.values() for dim in graph.tensors[name].factors for f in dim
+    }
+    named = {
+        name: f.size
+        for name, f in graph.factors.items()
+        if "batch" in f.roles and name in of_inputs
+    }
     largest = max(named.values(), default=0)
     return [name for name, size in named.items() if size == largest]
 

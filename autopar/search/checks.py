@@ -20,10 +20,14 @@ def check_axes(graph: Graph, mesh: Mesh) -> None:
     }
     for axis, size in mesh.axes:
         if all(found % size for _, found in factors | stored):
+            closest = _closest(size, factors or stored)
+            remedy = (
+                f"The closest sizes in it are {closest}; choose a size that divides one of them."
+                if closest
+                else "None of its sizes is above 1."
+            )
             raise MeshError(
-                f"Axis {axis} has size {size}, which divides nothing in this model. The closest "
-                f"sizes in it are {_closest(size, factors or stored)}; choose a size that divides "
-                "one of them."
+                f"Axis {axis} has size {size}, which divides nothing in this model. {remedy}"
             )
 
 
@@ -33,7 +37,7 @@ def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
         if found > 1:
             by_size.setdefault(found, []).append(name)
     nearest = sorted(by_size, key=lambda found: (abs(math.log(found / size)), found))[:3]
-    return ", ".join(f"{found} ({by_size[found][0]})" for found in nearest) or "none above 1"
+    return ", ".join(f"{found} ({by_size[found][0]})" for found in nearest)
 
 
 def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
@@ -45,9 +49,33 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
         split = (op.choice(plan.ops[op.name][position]) for op in graph.ops)
         if not any(choice.splits and _is_own(graph, recipe, choice) for choice in split):
             raise SearchError(
-                f"The recipe {recipe.name} splits nothing along {axis}={size}: it splits "
-                f"{_splittable(graph, recipe)}, beside what the other axes split."
+                f"The recipe {recipe.name} splits nothing along {axis}={size}: "
+                f"{_splittable(graph, recipe)}"
+                + ("" if _own(recipe) else f" {_about_batch(graph, axis, size)}")
             )
+
+
+def _about_batch(graph: Graph, axis: str, size: int) -> str:
+    """Which dims are known as the batch, and what to change."""
+    found = [
+        f"dim {dim} of {name} (size {math.prod(graph.tensors[tensor].dims[dim])})"
+        for name, tensor in graph.inputs.items()
+        for dim, factors in enumerate(graph.tensors[tensor].factors)
+        if any(is_batch(graph.factors[factor].roles) for factor in factors)
+    ]
+    able = (
+        (op.name, c.label)
+        for op in graph.ops
+        for c in op.choices
+        if c.splits and c.size % size == 0
+    )
+    pin = next((f", with pins such as {{{name!r}: '{label}@{axis}'}}" for name, label in able), "")
+    return (
+        f"Here the batch is {', '.join(found[:4]) or 'no dim above size 1'}. It is dim 0 of an input, unless all ops "
+        "that know theirs (recurrent layers, attention, convolutions) have another dim for it. Put the samples into "
+        f"dim 0 (batch_first=True in torch.nn), in a number that {size} divides; or take the recipe 'auto', which "
+        f"may split any dim{pin}."
+    )
 
 
 def _own(recipe: Recipe) -> tuple[Which, ...]:
@@ -70,4 +98,6 @@ def _splittable(graph: Graph, recipe: Recipe) -> str:
         if choice.splits and any(kind(choices.roles(choice)) for kind in kinds)
     }
     listed = ", ".join(f"{name} of size {size}" for name, size in sorted(sizes)[:4])
-    return listed or "no factor of this model"
+    if listed:
+        return f"it splits {listed}, beside what the other axes split."
+    return f"it asks for {recipe.meaning!r}, and no op of this model can run like that."

@@ -58,7 +58,14 @@ from autopar.schedules import actions, waits_for_sends
 from autopar.search.balance import Balance, Shape, balance, balance_of, least_overfull
 from autopar.search.batches import captured_batch, fits_graph, with_batch
 from autopar.search.notes import format_bytes, format_count
-from autopar.search.recipes import NAIVE, RecipeLike, format_recipe, recipe_axes, split_recipe
+from autopar.search.recipes import (
+    NAIVE,
+    RecipeLike,
+    format_recipe,
+    is_open,
+    recipe_axes,
+    split_recipe,
+)
 from autopar.search.search import search, search_mesh
 from autopar.search.stage_costs import StageTable, StageTables
 
@@ -219,14 +226,19 @@ def search_pipeline_mesh(
         world_size: ranks of all stages. One stage is a pipeline of one rank.
         settings: as in `search_pipeline`.
 
+    Depths are open where nothing says otherwise. A schedule, or chunks, asks for several stages where there
+    are several ranks. A recipe that names none does not ask for stages: then there are some only where no
+    plan without them fits, and ranks enough for the recipe within a stage; `pp:auto,dp:ddp` leaves them open.
     A plan of one stage comes without a pipeline, if none was asked for by name.
     Raises SearchError with every depth's reason if none has a plan.
     """
     wanted, inside = split_recipe(recipe)
-    found, reasons = [], []
-    for depth in (d for d in range(1, world_size + 1) if world_size % d == 0):
-        if wanted and depth == 1 < world_size:
-            continue  # a schedule was asked for by name
+    found: list[PipelineFound] = []
+    reasons: list[str] = []
+    first, if_none_fits = _depths(world_size, recipe, settings)
+    for depth in (*first, *if_none_fits):
+        if found and depth in if_none_fits:
+            break
         try:
             mesh = _best_mesh(graph, depth, world_size // depth, hardware, inside, settings)
             own = settings if wanted or depth > 1 else _whole_batch(settings)
@@ -253,6 +265,19 @@ def seconds_of_one_stage(graph: Graph, plan: Plan, hardware: Hardware) -> float:
     table = StageTables(graph, plan, hardware, world=plan.mesh).at(plan.recompute)
     each = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1])
     return plan.micro_batches * each + float(table.once_seconds[0, -1]) + AUTOPAR.step_seconds
+
+
+def _depths(
+    world_size: int, recipe: RecipeLike, settings: Mapping[str, Any]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The depths to choose from, and those to choose from if none of the first has a plan."""
+    depths = _divisors(world_size)
+    schedule, inside = split_recipe(recipe)
+    if schedule or settings.get("schedule") or settings.get("chunks"):
+        return depths[1:] or depths, ()
+    if PIPELINE_AXIS in recipe_axes(recipe) or is_open(inside):
+        return depths, ()
+    return depths[:1], depths[1:-1]
 
 
 def _whole_batch(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A recipe says, for one mesh axis, which factors ops may split and which they mus
 parameters may be stored. It knows factors by their roles (`autopar.ir.Factor.roles`), never by
 name:
 
-    batch    the leading dim of an input
+    batch    the leading dim of an input, or that which its ops take for their samples
     model    a dim of a parameter that is no dim of an input, is not normalized and counts no experts:
              Megatron's columns and rows (heads, ffn), but not the residual stream
     seq      any other dim of an input
@@ -157,6 +157,12 @@ def format_recipe(recipe: RecipeLike) -> str:
         f"{axis}:{name if axis == PIPELINE_AXIS else _row(name).name}"
         for axis, name in named.items()
     )
+
+
+def is_open(recipe: RecipeLike) -> bool:
+    """Whether a recipe leaves everything on every axis to the search."""
+    named = _parse(recipe)
+    return set([named] if isinstance(named, str) else named.values()) <= {"auto"}
 
 
 def recipe_axes(recipe: RecipeLike) -> tuple[str, ...]:

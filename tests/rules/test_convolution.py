@@ -28,6 +28,16 @@ def test_batch_statistics(space):
     assert prove(norm, *tensors, kind=kind) >= 4
 
 
+def test_instance_norm_with_given_statistics_is_split_over_everything():
+    def norm(x, weight, bias, mean):
+        mean = mean.detach()
+        return F.instance_norm(x, mean, mean.exp(), weight, bias, use_input_stats=False)
+
+    tensors, kind = (rand(4, 6, 2), rand(6), rand(6), rand(6)), "aten.instance_norm"
+    assert labels_of(norm, *tensors, kind=kind) >= {"-", "d0", "d1", "d2"}
+    assert prove(norm, *tensors, kind=kind) >= 4
+
+
 def test_batch_statistics_that_nobody_keeps():
     kind = "aten._native_batch_norm_legit"
     for affine in (True, False):

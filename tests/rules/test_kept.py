@@ -177,7 +177,7 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
     "matmul of broadcast": (torch.matmul, (x(2, 3, 4, 6), x(2, 1, 6, 5))),
     "matmul by a vector": (torch.matmul, (x(2, 4, 6), x(6))),
     "einsum": (lambda a, b: torch.einsum("bqhe,bkhe->bhqk", a, b), (x(2, 4, 3, 6), x(2, 5, 3, 6))),
-    "einsum of matrices": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (x(4, 6), x(6, 5))),
+    "einsum of matrices": (lambda a, b: torch.einsum("...ij,jk", a, b), (x(2, 4, 6), x(6, 5))),
     "einsum outer": (lambda a, b: torch.einsum("i,j->ij", a, b), (x(4), x(6))),
     "einsum to a sum": (lambda a, b: torch.einsum("bnd,nd->b", a, b), (x(4, 3, 6), x(3, 6))),
     "conv1d": (F.conv1d, (x(2, 3, 8), x(4, 3, 3), x(4))),
@@ -248,12 +248,21 @@ MANY: dict[str, tuple[Callable[..., object], tuple[Tensor, ...]]] = {
         lambda a, w, b: F.instance_norm(a, weight=w, bias=b),
         (x(2, 4, 6), x(4), x(4)),
     ),
+    "instance_norm that is given": (
+        lambda a, m, v, w: F.instance_norm(a, m.detach(), v.detach(), w, use_input_stats=False),
+        (x(2, 4, 6), x(4), positive(4), x(4)),
+    ),
     "im2col": (lambda a: F.unfold(a, 2), (x(2, 3, 4, 4),)),
     "col2im": (lambda a: F.fold(a, (4, 4), 2), (x(2, 12, 9),)),
     "complex products": (
         lambda a, b: torch.view_as_real(torch.view_as_complex(a) * torch.view_as_complex(b)),
         (x(4, 6, 2), x(4, 6, 2)),
     ),
+    "lstm_cell": (
+        lambda a, h, c, *w: torch.lstm_cell(a, (h, c), *w),
+        (x(4, 6), x(4, 2), x(4, 2), x(8, 6), x(8, 2)),
+    ),
+    "gru_cell": (torch.gru_cell, (x(4, 6), x(4, 2), x(6, 6), x(6, 2))),
     "embedding_bag": (lambda w, i: F.embedding_bag(i, w), (x(9, 6), ids(9, 2, 4))),
     "masked_scatter": (
         lambda a, f, m: a.masked_scatter(m[..., None].expand_as(a), f),

@@ -28,6 +28,9 @@ SAMPLES = [
     ("aten.matmul", torch.matmul, rand(2, 4, 4, 6), rand(4, 6, 8)),
     ("aten.matmul", torch.matmul, rand(4, 6), rand(6)),
     ("aten.einsum", lambda a, b: torch.einsum("bik,jk->bij", a, b), rand(2, 4, 6), rand(8, 6)),
+    ("aten.einsum", lambda a, b: torch.einsum("...ij,...jk", a, b), rand(2, 1, 4, 6), rand(4, 6, 8)),
+    ("aten.einsum", lambda a, b: torch.einsum("...e,ef->f", a, b), rand(2, 4, 6), rand(6, 4)),
+    ("aten.einsum", lambda a, b: torch.einsum("iij,j->i", a, b), rand(4, 4, 6), rand(6)),
     ("aten.conv1d", F.conv1d, rand(2, 4, 8), rand(6, 4, 3), rand(6)),
     ("aten.conv2d", F.conv2d, rand(2, 4, 8, 8), rand(6, 4, 3, 3), rand(6)),
     ("aten.conv2d", lambda x, w, b: F.conv2d(x, w, b, groups=4), rand(2, 4, 8, 8), rand(8, 1, 3, 3), rand(8)),
@@ -37,6 +40,7 @@ SAMPLES = [
     ("aten.conv_transpose2d", lambda x, w: F.conv_transpose2d(x, w, groups=2), rand(2, 4, 4, 4), rand(4, 3, 2, 2)),
     ("aten.embedding", lambda w, i: F.embedding(i, w), rand(8, 6), ids(8, 2, 4)),
     ("aten.embedding", lambda w, i: F.embedding(i, w, padding_idx=3), rand(8, 6), ids(8, 2, 4)),
+    ("aten.embedding", lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), rand(8, 6), ids(4, 2, 4)),
     ("aten.layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), rand(2, 4, 6), rand(6), rand(6)),
     ("aten.group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), rand(2, 4, 6), rand(4), rand(4)),
     ("aten.scaled_dot_product_attention", F.scaled_dot_product_attention,
@@ -78,6 +82,7 @@ SAMPLES = [
     ("aten.slice", lambda x: torch.ops.aten.slice.Tensor(x, 1, 0, 4), rand(2, 4, 6)),
     ("aten.select", lambda x: x.select(1, 2), rand(2, 4, 6)),
     ("aten.cat", lambda x, y: torch.cat([x, y], 1), rand(2, 4), rand(2, 6)),
+    ("aten.cat", lambda x, y: torch.cat([x, y]), rand(4, 2), rand(4, 2)),
     ("aten.stack", lambda x, y: torch.stack([x, y], 1), rand(2, 4), rand(2, 4)),
     ("aten.split", lambda x: x.split(2, 1), rand(2, 6)),
     ("aten.split_with_sizes", lambda x: x.split([2, 4], 1), rand(2, 6)),
@@ -104,6 +109,10 @@ SAMPLES = [
      rand(3, 4, 6), rand(1, 4, 2), rand(8, 6), rand(8, 2)),
     ("aten.gru", lambda x, h, *w: torch.gru(x, h, w, True, 1, 0.0, True, True, True),
      rand(4, 3, 6), rand(2, 4, 2), *[rand(6, 6), rand(6, 2), rand(6), rand(6)] * 2),
+    ("aten.lstm_cell", lambda x, h, c, *w: torch.lstm_cell(x, (h, c), *w),
+     rand(4, 6), rand(4, 2), rand(4, 2) + 1, rand(8, 6), rand(8, 2)),
+    ("aten.gru_cell", torch.gru_cell, rand(4, 6), rand(4, 2), rand(6, 6), rand(6, 2), rand(6), rand(6)),
+    ("aten.rnn_tanh_cell", torch.rnn_tanh_cell, rand(4, 6), rand(4, 2), rand(2, 6), rand(2, 2), rand(2), rand(2)),
     ("aten.embedding_bag", lambda w, i: F.embedding_bag(i, w, mode="sum"), rand(8, 6), ids(8, 2, 4)),
     ("aten.masked_scatter", lambda x, f, m: x.masked_scatter(m[..., None].expand_as(x), f),
      rand(2, 4, 6), rand(3, 6), torch.tensor([[1, 0, 0, 1], [0, 1, 0, 0]], dtype=torch.bool)),
@@ -150,12 +159,6 @@ def test_gradients_pass_through_complex_numbers():
 
 
 UNCOVERED = [
-    (
-        "aten.embedding",
-        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
-        rand(8, 6),
-        ids(8, 2, 4),
-    ),
     ("aten.linear", F.linear, rand(3, 4, 6), rand(6)),
     ("aten.cross_entropy_loss", F.cross_entropy, rand(6), torch.tensor(2)),
 ]

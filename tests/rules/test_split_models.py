@@ -60,7 +60,7 @@ class ConvNet(nn.Module):
         self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
         self.group_norm = nn.GroupNorm(4, 8)
         self.grouped = nn.Conv2d(8, 16, 3, padding=1, groups=2, stride=2)
-        self.instance_norm = nn.InstanceNorm2d(16, affine=True)
+        self.instance_norm = nn.InstanceNorm2d(16, affine=True, track_running_stats=True)
         self.up = nn.ConvTranspose2d(16, 8, 2, stride=2, groups=2)
         self.slope = nn.PReLU(8)
         self.wide = nn.Conv2d(8, 16, 1)

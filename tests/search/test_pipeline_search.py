@@ -149,6 +149,27 @@ def test_depth_under_a_recipe_for_every_axis() -> None:
     assert best.plan.mesh.names == ("dp", "tp") and best.plan.world_mesh.size == 4
 
 
+def depth_under(recipe: str, **options: Any) -> int:
+    found = search_pipeline_mesh(GRAPH, 4, hardware=TOY, recipe=recipe, **options)
+    return 1 if found.plan.pipeline is None else found.plan.pipeline.ranks
+
+
+def test_a_recipe_that_names_no_schedule_asks_for_no_stages() -> None:
+    """Four stages would be faster, and leave one rank each, on which a recipe has no effect."""
+    assert depth_under("pp:auto,dp:zero3,tp:zero3") > 1
+    assert depth_under("zero3") == depth_under("dp:ddp") == 1
+    assert depth_under("auto", schedule="gpipe") > 1 and depth_under("auto", chunks=2) > 1
+
+
+def test_stages_beneath_a_recipe_where_nothing_fits_without() -> None:
+    whole = found({"pp": 1, "dp": 4}, recipe="ddp", recompute="none", micro_batches=1).best
+    tight = {"memory_bytes": int(0.6 * whole.balance.rank_bytes[0]), "recompute": "none"}
+    assert depth_under("ddp", **tight) == 2
+    with pytest.raises(SearchError, match="pp=2") as error:
+        depth_under("ddp", memory_bytes=10**5, recompute="none")
+    assert "pp=4" not in str(error.value)  # a stage of one rank splits no batch
+
+
 def test_one_stage_has_no_pipeline() -> None:
     plan = search_pipeline_mesh(GRAPH, 1, hardware=TOY, captured_micro_batches=2).plan
     assert plan.pipeline is None and plan.world_mesh.size == 1

@@ -267,6 +267,8 @@ def test_an_axis_that_divides_nothing_says_which_sizes_are_close() -> None:
         search(mlp(batch=8, width=16, hidden=32), {"x": 7}, hardware=TOY)
     assert "Axis x has size 7, which divides nothing in this model." in str(error.value)
     assert "8 (b), 16 (d)" in str(error.value)
+    with pytest.raises(MeshError, match=r"in this model\. None of its sizes is above 1\.$"):
+        search(mlp(batch=1, width=1, hidden=1), {"x": 2}, hardware=TOY)
 
 
 def test_a_recipe_that_splits_nothing_says_what_it_would_split() -> None:

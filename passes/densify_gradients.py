@@ -1,0 +1,26 @@
+"""embedding(w, i, sparse=True) -> embedding(w, i, sparse=False), and the same of embedding_bag and gather."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_FLAGS = ("sparse", "sparse_grad")  # as ATen's schemas call them
+
+
+def densify_gradients(module: fx.GraphModule) -> None:
+    """What is looked up gets a dense gradient: no collective takes a sparse one."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            for i, argument in enumerate(node.target._schema.arguments):
+                _clear(node, i, argument.name)
+    module.recompile()
+
+
+def _clear(node: fx.Node, position: int, name: str) -> None:
+    if name not in _FLAGS:
+        return
+    if node.kwargs.get(name) is True:
+        node.update_kwarg(name, False)
+    elif position < len(node.args) and node.args[position] is True:
+        node.update_arg(position, False)
