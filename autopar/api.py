@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -34,6 +33,7 @@ from autopar.processes import BUCKET_BYTES
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.module import CompiledModule, Outputs, Settings
+from autopar.runtime.together import warn_together
 from autopar.search import RecipeLike
 from autopar.search.batches import captured_batch, with_batch
 
@@ -113,13 +113,13 @@ def compile(
     stages = StageWishes(schedule, chunks, recompute)
     _refuse_other_wishes(loaded, stages)
     policy = policy_of(precision, loaded)
-    _warn_of_scaling(policy)
     planner = Planner(
         loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
         memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
         device=_device(model, mesh, device), stages=stages,
         precision=policy,
     )  # fmt: skip
+    _warn_of_scaling(policy)  # which rank this is, is known by now
     settings = Settings(
         micro_batches=_micro_batches(micro_batches, loaded), device=planner.device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, bucket_bytes=bucket_bytes,
@@ -145,7 +145,7 @@ def _micro_batches(asked: int | None, plan: Plan | None) -> int | None:
 
 def _warn_of_scaling(precision: MixedPrecision | None) -> None:
     if precision and "float16" in (precision.param_dtype, precision.reduce_dtype):
-        warnings.warn(
+        warn_together(
             f"precision={str(precision)!r}: gradients below 6e-8 are zero in float16, and `step` does not scale "
             "the loss. Let loss_fn multiply it by a scale of torch.amp.GradScaler, as docs/precision.md "
             "shows, or take bf16.",

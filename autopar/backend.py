@@ -61,6 +61,8 @@ from autopar.sharding import (
 )
 
 log = logging.getLogger("autopar")
+# Before Dynamo reads a frame, and so here, when torch.compile looks the backend up: `options` come with a graph.
+_torch.trace_recurrent_layers()
 Run = Callable[[Sequence[Any]], list[Any]]
 
 

@@ -4,6 +4,9 @@ A Parameter object cannot turn into a DTensor one (their slots differ), but the 
 swapped for another's. So `adopt` replaces every parameter at once by a replicated DTensor of the same
 values; when the plan is there, that object takes its shard, and whoever holds it (an optimizer made in
 between) holds the right one. Optimizers made even earlier are given the new objects at their next step.
+
+The model itself cannot compute any more, for torch does not mix DTensors with plain tensors. Methods that call
+it (`generate` of transformers) would fail somewhere within; a forward pre-hook says so first, and what to do.
 """
 
 from __future__ import annotations
@@ -11,14 +14,15 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from autopar import _torch
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, StepError
 
 # id of the old -> old, new; None for the new where the parameter now lies on other ranks
 Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
@@ -58,7 +62,27 @@ def adopt(model: nn.Module, device_mesh: DeviceMesh) -> Adoption:
                 successors[id(parameter)] = _replicated(parameter, device_mesh)
                 adoption.replace(parameter, successors[id(parameter)])
             module._parameters[name] = successors[id(parameter)]
+    model.register_forward_pre_hook(refuse_plain, with_kwargs=True, prepend=True)
     return adoption
+
+
+def refuse_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises StepError if a model of DTensors is called with plain tensors, as no captured program does.
+
+    A function of the module alone, so that a copy of the model, or one with other parameters in their place
+    (`torch.func.functional_call`, capture), is judged by its own.
+    """
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    is_plain = bool(given) and not any(isinstance(x, DTensor) for x in given)
+    if not is_plain or _torch.replicates_implicitly():
+        return
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise StepError(
+            f"The {type(model).__name__} that was compiled was called itself, with plain tensors, and its "
+            "parameters are DTensors, which torch does not mix. Call the compiled module, or its step. A "
+            "method that calls the model (generate) needs a plain copy with whole weights "
+            "(docs/checkpoints.md, whole weights), or a model under torch.compile(model, backend='autopar')."
+        )
 
 
 def _refuse_distributed(parameter: nn.Parameter, name: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import StepError
@@ -30,18 +31,23 @@ class Arguments:
         tensors: tensor leaves in pytree order.
         literals: leaf position -> value, for the other leaves.
         spec: the pytree of (args, kwargs); kwargs are ordered by name.
+        whole: numbers of the tensors that are whole for sure, as they came as DTensors.
     """
 
     tensors: tuple[Tensor, ...]
     literals: Mapping[int, Any]
     spec: pytree.TreeSpec
+    whole: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """DTensors, as `outputs="dtensor"` gives them, are gathered whole, in which all their ranks take part."""
         leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
-        return cls(tensors, literals, spec)
+        whole = frozenset(i for i, x in enumerate(given) if isinstance(x, DTensor))
+        tensors = tuple(x.full_tensor() if isinstance(x, DTensor) else x for x in given)
+        return cls(tensors, literals, spec, whole)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with other tensors in place."""
@@ -157,23 +163,26 @@ def shapes_of_parts(arguments: Arguments, known: Mapping[str, Shape]) -> tuple[S
     Args:
         known: path of an input -> into how many parts every dim of it was cut.
 
-    A tensor at a new place is taken to be cut along dim 0 as the others are, if it has as many rows.
+    A tensor at a new place is taken to be cut along dim 0 as the others are, if it has as many rows; one that
+    came as a DTensor is whole.
     """
     pairs = list(zip(arguments.paths, arguments.shapes, strict=True))
     by_rows = {
         shape[0]: known[path][0]
-        for path, shape in pairs
-        if shape and len(known.get(path, ())) == len(shape)
+        for number, (path, shape) in enumerate(pairs)
+        if shape and number not in arguments.whole and len(known.get(path, ())) == len(shape)
     }
 
-    def cut(path: str, shape: Shape) -> Shape:
+    def cut(number: int, path: str, shape: Shape) -> Shape:
+        if number in arguments.whole:
+            return (1,) * len(shape)
         if len(known.get(path, ())) == len(shape):
             return known[path] if shape else ()
         return (by_rows.get(shape[0], 1), *(1 for _ in shape[1:]))
 
     return tuple(
-        tuple(size * parts for size, parts in zip(shape, cut(path, shape), strict=True))
-        for path, shape in pairs
+        tuple(size * parts for size, parts in zip(shape, cut(number, path, shape), strict=True))
+        for number, (path, shape) in enumerate(pairs)
     )
 
 

@@ -11,7 +11,6 @@ import gc
 import json
 import logging
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import PeerError, PlanError, StepError
+from autopar.errors import CaptureError, PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute
 from autopar.program import Program
@@ -50,6 +49,7 @@ from autopar.runtime.part import Part, Users, as_stored, held_by, take_part, use
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.stand_ins import stand_ins
+from autopar.runtime.together import warn_together
 from autopar.runtime.world import World
 from autopar.schedules import takes
 
@@ -312,7 +312,16 @@ class CompiledModule(nn.Module):
                 if is_step:  # of which every rank runs as many; a forward may be run by one alone
                     programs.append(programs.pop(programs.index(each)))
                 return each
-        return self._add(arguments.of_shapes(shapes), is_step=is_step)
+        try:
+            return self._add(arguments.of_shapes(shapes), is_step=is_step)
+        except CaptureError as error:
+            if shapes == arguments.shapes:
+                raise
+            raise CaptureError(
+                f"{error}\n  shapes: {_words(arguments.shapes)} were taken for this rank's parts of "
+                f"{_words(shapes)}, as the ranks gave different values. Give all of them whole or all as parts; what "
+                'model(...) returns is whole with outputs="dtensor", and may be given back.'
+            ) from error
 
     def _global_shapes(self, arguments: Arguments, known: Sequence[_Ready]) -> tuple[Shape, ...]:
         """The shapes of the whole batch.
@@ -358,9 +367,10 @@ class CompiledModule(nn.Module):
             "If these are the ranks' parts of one batch, give compile that batch's shapes first: "
             "example_inputs=, of any values."
             if first
-            else "The plan gives every rank the whole batch, so that there are no parts to be given."
+            else "The plan gives every rank the whole batch, so that there are no parts to be given; what "
+            'model(...) returns is whole with outputs="dtensor", and may be given back.'
         )
-        warnings.warn(
+        warn_together(
             f"The ranks gave different values in a batch of the shapes {_words(arguments.shapes)}, which is "
             f"taken as the whole batch: what they gave beyond the first rank's part is mixed or lost. {remedy}",
             stacklevel=4,
@@ -405,7 +415,7 @@ class CompiledModule(nn.Module):
         del kept[:-KEPT_PROGRAMS]
 
     def _warn_of_shapes(self) -> None:
-        warnings.warn(
+        warn_together(
             f"{self._captures + 1} programs so far, one for each shape of a batch and mode of the model: those "
             f"after the first took {self._capture_seconds:.1f} s to capture and plan, and {KEPT_PROGRAMS} are "
             "kept. Pad to few lengths (pad_to_multiple_of=64 of transformers' "
@@ -425,7 +435,7 @@ class CompiledModule(nn.Module):
             lambda count: pipeline is None or takes(pipeline, count),
         )  # fmt: skip
         if count != usual:
-            warnings.warn(
+            warn_together(
                 f"A batch of the shapes {_words(arguments.shapes)} is run in micro-batches to the number of "
                 f"{count}, not {usual}, which do not divide it or leave what the ranks cannot share alike.",
                 stacklevel=6,

@@ -17,6 +17,15 @@ from autopar.runtime.collectives import group_name
 T = TypeVar("T")
 
 
+def warn_together(message: str, *, stacklevel: int) -> None:
+    """`warnings.warn` of what every rank would say, from the first one alone.
+
+    Not for what concerns one rank, which has to say it itself.
+    """
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+
+
 @dataclass(frozen=True)
 class Together:
     """The ranks of the default process group, or this process alone if there is none.

@@ -99,10 +99,28 @@ class _Convolutions(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.BatchNorm2d(8)
+        self.tracked = nn.InstanceNorm2d(8, track_running_stats=True)
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(self.norm(self.first(x))).mean((2, 3)))
+        return self.last(self.tracked(F.relu(self.norm(self.first(x)))).sin().mean((2, 3)))
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 4)
+        self.layer = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(self.words(tokens))[0]
+
+
+@_script
+def recurrent(compile: Compile) -> Result:
+    model, tokens = _Recurrent().double(), torch.randint(0, 16, (4, 6))
+    compiled = compile(model)
+    return _train(model.parameters(), (compiled(tokens).square().mean() for _ in range(2)))
 
 
 @_script

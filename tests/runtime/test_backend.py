@@ -82,6 +82,20 @@ def test_what_was_split_is_logged(two_ranks: Ranks) -> None:
     assert not second
 
 
+def _recurrent() -> tuple[list[str], scripts.Result]:
+    found = []
+    told = _told(lambda: found.append(scripts.run_compiled("recurrent", {"recipe": "ddp"})))
+    return told, found[0]
+
+
+@pytest.mark.multiprocess
+def test_recurrent_layers_are_split_and_not_skipped(two_ranks: Ranks) -> None:
+    (told, first), (_, second) = two_ranks.run(_recurrent)
+    assert len(told) == 1 and "dp splits batch in" in told[0]
+    expected = scripts.run("recurrent")
+    assert max(difference(each, expected) for each in (first, second)) < 1e-9
+
+
 def _many_lengths() -> None:
     model = torch.compile(
         nn.Linear(2, 2, bias=False), backend="autopar", dynamic=True, options={"recipe": "ddp"}

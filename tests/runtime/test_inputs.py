@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
+from autopar._torch import dtensor
 from autopar.ir import Mesh, Pipeline, S
 from autopar.program import TensorSpec
 from autopar.runtime.inputs import Arguments, fitting_micro_batches, shapes_of_parts
@@ -55,6 +58,14 @@ def test_a_part_is_scaled_as_its_input_was_cut() -> None:
     given = Arguments.of((x(3, 5), x(6, 5)), {"mask": x(3), "more": x(3, 7), "other": x(9)})
     assert shapes_of_parts(given, known) == ((6, 5), (6, 5), (6,), (6, 7), (9,))
     assert shapes_of_parts(given, {}) == given.shapes
+
+
+def test_what_came_as_a_dtensor_is_no_part() -> None:
+    x = torch.zeros
+    mesh = DeviceMesh("meta", torch.arange(1), _init_backend=False, _rank=0)
+    given = Arguments.of((x(3, 5), dtensor(x(3, 7), mesh, [Replicate()], (3, 7))), {})
+    assert [type(each) for each in given.tensors] == [torch.Tensor] * 2
+    assert shapes_of_parts(given, {"[0][0]": (2, 1)}) == ((6, 5), (3, 7))
 
 
 def test_a_digest_sees_values_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 import autopar
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
@@ -286,6 +288,42 @@ def test_forward_is_differentiable(two_ranks: Ranks, recipe: str) -> None:
         assert max(found) < 1e-12
 
 
+class Cached(nn.Module):
+    """A sum over all rows of time so far, as a cache of keys and values has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rows = self.map(x) if past is None else torch.cat([past, self.map(x)], 1)
+        return rows.sum(1), rows
+
+
+def fed_back() -> tuple[list[float], str, str]:
+    """Distances of two calls that take what the first gave, of whole batches and of parts; what is refused."""
+    torch.manual_seed(0)
+    reference, x, rank = Cached().double(), torch.randn(4, 2, 4).double(), dist.get_rank()
+    made = autopar.compile(copy.deepcopy(reference), mesh=DP, recipe="ddp", outputs="dtensor")
+    with torch.no_grad():
+        past = made(x)[1]
+        want = reference(x, reference(x)[1])[0]
+        whole, part = made(x, past)[0], made(x[2 * rank : 2 * rank + 2], past)[0]
+        found = [(y.full_tensor() - want).abs().max().item() for y in (whole, part)]
+        with pytest.raises(autopar.CaptureError) as mixed:
+            made(x[:, :1] + rank, past.to_local()[:, :1])
+    with pytest.raises(autopar.StepError) as attached:
+        made(x, made(x)[1])
+    return found, str(mixed.value), str(attached.value)
+
+
+def test_dtensors_may_be_given_back(two_ranks: Ranks) -> None:
+    for found, mixed, attached in two_ranks.run(fed_back):
+        assert max(found) < 1e-12
+        assert "[4, 1, 4], [2, 1, 4] were taken for this rank's parts of [8, 1, 4], [4, 1" in mixed
+        assert "'past' requires a gradient" in attached
+
+
 def accumulated() -> float:
     """Two steps without zero_grad in between add up."""
     made, batch = compile_mlp("zero2", micro_batches=2)
@@ -448,6 +486,31 @@ def same_gradient(expected: Tensor, found: Tensor) -> bool:
 )
 def test_parameters_freeze_and_unfreeze(two_ranks: Ranks, recipe: str, local: bool) -> None:
     assert all(all(step) for found in two_ranks.run(unfrozen, recipe, local) for step in found)
+
+
+# --- the model itself
+
+
+def called_itself(recipe: str) -> tuple[str, bool]:
+    """What is said where the original module is called, and whether what computes goes on computing."""
+    made, batch = compile_mlp(recipe)
+    x = batch[0]
+    made.step(*batch)
+    replicated = made.original(DTensor.from_local(x, made._settings.device_mesh)).full_tensor()
+    with pytest.raises(autopar.StepError) as error:
+        made.original(x)
+    swapped = torch.func.functional_call(made.original, full_state(made), (x,))
+    with implicit_replication():
+        mixed = made.original(x).full_tensor()
+    works = all(torch.allclose(each, replicated) for each in (swapped, mixed))
+    return str(error.value), works
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3"])
+def test_the_model_itself_says_why_it_cannot_be_called(two_ranks: Ranks, recipe: str) -> None:
+    message, works = equal_on_all(two_ranks.run(called_itself, recipe))
+    assert message.startswith("The MLP that was compiled was called itself, with plain tensors")
+    assert "Call the compiled module, or its step." in message and works
 
 
 # --- hooks
