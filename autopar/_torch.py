@@ -267,6 +267,11 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     return x
 
 
+def has_storage(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own; one that torch.func maps over has not."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def storage_reference(x: Tensor) -> StorageWeakRef:
     """A weak reference to a tensor's storage, whose address (`cdata`) is not used again while it lives."""
     return StorageWeakRef(x.untyped_storage())
@@ -661,6 +666,7 @@ def without_value_checks() -> Iterator[None]:
     Distributions do not validate their arguments, unless they are told to one by one; the layers of
     `nn.Transformer` apply a mask that they are given, and do not find out whether it is the causal one.
     """
+    from torch._dynamo.eval_frame import TorchPatcher
     from torch.distributions import Distribution
     from torch.nn.modules import transformer
 
@@ -669,13 +675,16 @@ def without_value_checks() -> Iterator[None]:
     ) -> bool:
         return is_causal is True
 
+    patches = TorchPatcher.patch.cache_info().currsize
     validates, detect = Distribution._validate_args, transformer._detect_is_causal_mask
     Distribution.set_default_validate_args(False)
     transformer._detect_is_causal_mask = is_causal
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(validates)
+        if TorchPatcher.patch.cache_info().currsize == patches:
+            Distribution.set_default_validate_args(validates)
+        # else Dynamo, which an op inside has started, has switched it off, once and for all
         transformer._detect_is_causal_mask = detect
 
 

@@ -402,6 +402,11 @@ def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
             "Read x.detach() where this forward reads x.data, which no graph follows, and change parameters after "
             "optimizer.step()"
         )
+    if re.search(r"Constant \S+ is mutated in the forward", str(error)):
+        return (
+            "The loss changes a tensor that is no buffer of the model: make one module that holds both and whose "
+            "forward returns the loss, and give that without loss_fn"
+        )
     shared = _shared_buffers(wrapper)
     if isinstance(error, AssertionError) and shared:
         return f"Keep under one name the buffer that {' and '.join(shared)} are, which forward may change"
@@ -489,7 +494,8 @@ def _refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
                 f"The loss or the model computes with a tensor of shape {list(constant.shape)} that takes a gradient "
                 "and is no parameter of the model: it would not be trained. Make one module that holds both and "
                 "whose forward returns the loss, and give that without loss_fn; or compute what is not to be trained "
-                "under torch.no_grad()."
+                "under torch.no_grad(). (A closure over the model reads the original, not the copy that is proved: "
+                "give a method of the model, or functools.partial.)"
             )
 
 
@@ -500,14 +506,22 @@ def _takes_gradient(node: fx.Node) -> bool:
         for user in waiting.pop().users:
             if user.op == "output":
                 return True
-            value = user.meta.get("val")
-            cut = isinstance(value, Tensor) and not (
-                value.is_floating_point() or value.is_complex()
-            )
-            if user not in seen and not cut and user.target is not aten.detach.default:
+            if user not in seen and not _cuts_gradient(user):
                 waiting.append(user)
                 seen.add(user)
     return False
+
+
+def _cuts_gradient(node: fx.Node) -> bool:
+    """Whether no gradient goes through: it is detached, no real or complex number, or made of a shape alone."""
+    value, name = node.meta.get("val"), getattr(node.target, "__name__", "")
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return True
+    return (
+        node.target is aten.detach.default
+        or name.startswith("new_")
+        or name.partition(".")[0].endswith("_like")
+    )
 
 
 def _refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:

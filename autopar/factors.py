@@ -492,7 +492,8 @@ def _batch_of_inputs(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> 
         free = [dim for dim in dims if dim and not dim & matrices]
         told = [each for each in apart if any(each & dim for dim in free)]
         kept = [dim for dim in free if told and all(dim <= each for each in told)]
-        if kept and dims[0] and not any(dims[0] & dim for dim in kept):
+        first = dims[0] & frozenset.intersection(*told) if told else set()  # batch x something
+        if kept and dims[0] and not first and not any(dims[0] & dim for dim in kept):
             found |= dict.fromkeys(dims[0], False) | dict.fromkeys(kept[0], True)
     return found
 
@@ -502,7 +503,7 @@ def _heads(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> set[int]:
     columns = {
         id(x)
         for node, spec in analyzer.specs.items()
-        if spec.sums
+        if spec.sums and _varies(analyzer, node, spec) == {True, False}
         for x in _atoms(analyzer, node, _columns(analyzer, node, spec))
     }
     return {x for each in apart for x in each & columns}

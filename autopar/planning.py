@@ -155,6 +155,8 @@ def make_plan(
     more blocks than can run again.
     """
     graph = prepared.analysis.graph
+    if micro_batches is None and _batch_elsewhere(graph):
+        micro_batches = captured_micro_batches or 1  # nobody's time is cut unasked
     settings: dict[str, Any] = {
         "hardware": hardware, "recipe": recipe, "pins": pins, "memory_bytes": memory_bytes,
         "fingerprint": prepared.captured.fingerprint,
@@ -212,17 +214,27 @@ def _finished(plan: Plan, prepared: Prepared) -> Plan:
 
 def _check_batch_first(graph: Graph, micro_batches: int) -> None:
     """Micro-batches are parts of dim 0 of every input: PlanError where that is not the batch and another dim is."""
+    elsewhere = _batch_elsewhere(graph)
+    if elsewhere:
+        name, dim = elsewhere
+        shape = list(graph.tensors[graph.inputs[name]].shape)
+        raise PlanError(
+            f"{format_count(micro_batches, 'micro-batch')} are parts of dim 0 of every input, and the batch "
+            f"of {name} of shape {shape} is dim {dim}: take one (micro_batches=1), or put the "
+            "samples into dim 0 (batch_first=True in torch.nn; the states of a recurrent layer have them in dim 1)."
+        )
+
+
+def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:
+    """The first input whose batch is not its dim 0, and which dim is."""
     for name, tensor in graph.inputs.items():
         first, *others = (
             any("batch" in graph.factors[factor].roles for factor in factors)
             for factors in graph.tensors[tensor].factors or ((),)
         )
         if any(others) and not first and graph.tensors[tensor].dims[0]:
-            raise PlanError(
-                f"{format_count(micro_batches, 'micro-batch')} are parts of dim 0 of every input, and the batch "
-                f"of {name} of shape {list(graph.tensors[tensor].shape)} is dim {others.index(True) + 1}: take "
-                "one (micro_batches=1), or put the samples into dim 0 (batch_first=True in torch.nn)."
-            )
+            return name, others.index(True) + 1
+    return None
 
 
 def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | None:

@@ -182,5 +182,5 @@ def _body(node: fx.Node) -> fx.GraphModule | None:
 
 def _storages(node: fx.Node) -> set[int]:
     """The addresses of the memory that a node's examples lie in."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return {_torch.storage_reference(x).cdata for x in leaves if isinstance(x, Tensor)}
+    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    return {_torch.storage_reference(x).cdata for x in tensors if _torch.has_storage(x)}

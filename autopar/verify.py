@@ -222,7 +222,7 @@ class Subject:
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
         _require_weights(model)
-        model = _copied(model)  # capture leaves weak references on what it saw
+        model, loss_fn = _copied(model, loss_fn)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
         _require_determinism(prepared)
         return cls(model, args, kwargs, prepared, loss_fn)
@@ -370,7 +370,7 @@ def _single_device(
     loss_fn: LossFunction | None,
 ) -> Reference:
     """Loss, gradients and buffers of the model run eagerly; of a copy, so that its own stay."""
-    copied = _copied(model)
+    copied, loss_fn = _copied(model, loss_fn)
     copied.zero_grad()
     losses = []
     for args, kwargs in batches:
@@ -401,13 +401,18 @@ def _names_of_buffers(model: nn.Module) -> dict[str, list[str]]:
     return {found[0]: found for found in names.values()}
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A deep copy; of state that a run before left in an attribute with its graph, the value alone."""
+def _copied(
+    model: nn.Module, loss_fn: LossFunction | None
+) -> tuple[nn.Module, LossFunction | None]:
+    """A deep copy, with the loss, which may be a method of the model or hold it.
+
+    Of state that a run before left in an attribute with its graph, the value alone.
+    """
     state = [
         x for module in model.modules() for x in pytree.tree_leaves(list(vars(module).values()))
     ]
     left = [x for x in state if isinstance(x, Tensor) and not x.is_leaf]
-    return copy.deepcopy(model, {id(x): x.detach().clone() for x in left})
+    return copy.deepcopy((model, loss_fn), {id(x): x.detach().clone() for x in left})
 
 
 def _buffer_errors(

@@ -103,13 +103,44 @@ class Contrast(nn.Module):
         return torch.einsum("btd,ctd->tbc", z, z).log_softmax(-1)
 
 
-@pytest.mark.parametrize("model", [Contrast(), Frames()], ids=lambda model: type(model).__name__)
-def test_the_first_dim_is_the_batch_where_ops_do_not_agree_on_another(model):
-    x = torch.zeros(4, 6, 8) if isinstance(model, Contrast) else torch.zeros(4, 6, 3, 8)
-    if isinstance(model, Frames):
-        model = nn.Sequential(nn.Linear(8, 8), model)
+class Clips(nn.Module):
+    """Frames of (batch x frames, places, width): dim 0 is the batch and more."""
+
+    def forward(self, x):
+        x = x.view(-1, 3, *x.shape[1:]).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+class Typed(nn.Module):
+    """Positions that are a buffer, expanded over the batch, as token types of BERT are."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.types, self.attends = (
+            nn.Embedding(9, 8),
+            nn.Embedding(2, 8),
+            Attends(batch_first=True),
+        )
+        self.register_buffer("kinds", torch.zeros(1, 6, dtype=torch.int64))
+
+    def forward(self, ids):
+        return self.attends(self.words(ids) + self.types(self.kinds.expand(ids.shape[0], -1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Contrast(), torch.zeros(4, 6, 8)),
+        (nn.Sequential(nn.Linear(8, 8), Frames()), torch.zeros(4, 6, 3, 8)),
+        (nn.Sequential(nn.Linear(8, 8), Clips()), torch.zeros(12, 4, 8)),
+        (Typed(), torch.zeros(4, 6, dtype=torch.int64)),
+    ],
+    ids=["contrast", "frames", "clips", "typed"],
+)
+def test_the_first_dim_is_the_batch_where_ops_do_not_agree_on_another(model, x):
     names, roles = dims(model, x)
-    assert names[:2] == ["batch", "seq"] and roles["batch"] == {"batch"}
+    of_batch = [name for name in names[0].split("+") if "batch" in roles[name]]
+    assert of_batch == names[0].split("+") and not any("batch" in roles[name] for name in names[1:])
 
 
 @pytest.mark.parametrize(
@@ -196,3 +227,5 @@ def test_without_a_batch_to_split_the_error_says_what_one_is():
 def test_micro_batches_are_cut_from_a_batch_alone():
     with pytest.raises(PlanError, match=r"shape \[6, 4, 8\] is dim 1: take one"):
         planned(nn.LSTM(8, 8), torch.zeros(6, 4, 8).double(), micro_batches=2)
+    subject = Subject.of(nn.LSTM(8, 8), (torch.zeros(6, 4, 8),), loss_fn=loss)
+    assert make_plan(subject.prepared, None, hardware=TOY, world_size=2).micro_batches == 1

@@ -109,6 +109,12 @@ def test_a_tensor_without_memory_has_a_shape():
         assert (mode.from_tensor(x) @ torch.ones(4, 2, dtype=torch.float64)).shape == (3, 2)
 
 
+def test_what_is_mapped_over_has_no_storage():
+    found = []
+    torch.func.vmap(lambda x: found.append(_torch.has_storage(x)) or x)(torch.ones(2))
+    assert found == [False] and _torch.has_storage(torch.ones(2))
+
+
 def test_a_storage_reference_knows_views_of_one_storage():
     x = torch.zeros(4)
     assert _torch.storage_reference(x).cdata == _torch.storage_reference(x[1:]).cdata

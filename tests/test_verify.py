@@ -260,3 +260,15 @@ class Recurrent(nn.Module):
 def test_what_looks_random_or_unreadable_is_proved(model: nn.Module, batch: Tensor) -> None:
     report = autopar.verify(model.double(), (batch.double(),), mesh=DP, plan="random")
     assert report.passed and report.tolerance == TOLERANCE_FLOAT64, report
+
+
+class Regularised(nn.Linear):
+    def loss(self, y, target):
+        return nn.functional.mse_loss(y, target) + self.weight.square().sum()
+
+
+def test_a_loss_that_is_a_method_of_the_model_is_that_of_the_copy() -> None:
+    model = Regularised(4, 4).double()
+    batch = (torch.randn(4, 4).double(), torch.randn(4, 4).double())
+    report = autopar.verify(model, batch, loss_fn=model.loss, mesh={"dp": 2}, recipe="ddp")
+    assert report.passed, report

@@ -67,7 +67,7 @@ def _about_batch(graph: Graph, axis: str, size: int) -> str:
         (op.name, c.label)
         for op in graph.ops
         for c in op.choices
-        if c.splits and c.size % size == 0
+        if op.flops and c.splits and c.size % size == 0
     )
     pin = next((f", with pins such as {{{name!r}: '{label}@{axis}'}}" for name, label in able), "")
     return (

@@ -277,7 +277,7 @@ def _depths(
         return depths[1:] or depths, ()
     if PIPELINE_AXIS in recipe_axes(recipe) or is_open(inside):
         return depths, ()
-    return depths[:1], depths[1:-1]
+    return depths[:1], depths[1:]
 
 
 def _whole_batch(settings: Mapping[str, Any]) -> dict[str, Any]:

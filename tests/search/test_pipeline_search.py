@@ -165,9 +165,8 @@ def test_stages_beneath_a_recipe_where_nothing_fits_without() -> None:
     whole = found({"pp": 1, "dp": 4}, recipe="ddp", recompute="none", micro_batches=1).best
     tight = {"memory_bytes": int(0.6 * whole.balance.rank_bytes[0]), "recompute": "none"}
     assert depth_under("ddp", **tight) == 2
-    with pytest.raises(SearchError, match="pp=2") as error:
+    with pytest.raises(SearchError, match=r"(?s)pp=1.*pp=2.*pp=4"):
         depth_under("ddp", memory_bytes=10**5, recompute="none")
-    assert "pp=4" not in str(error.value)  # a stage of one rank splits no batch
 
 
 def test_one_stage_has_no_pipeline() -> None:
