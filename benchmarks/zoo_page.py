@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import torch
 from zoo_diffusers import NAMES, PREFIX, installed
 from zoo_rows import PASSED, PLANS, SPLIT_BY_BACKEND, WIDE, Row, packages_used
 
@@ -217,5 +216,5 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 def _plain(text: str) -> str:
     """Without the paths of this machine, and on one line."""
-    here = str(Path(torch.__file__).parents[1])
-    return " ".join(text.replace(here + "/", "").replace("|", "\\|").split())
+    text = re.sub(r"/[^\s(]*/site-packages/", "", text)
+    return " ".join(text.replace("|", "\\|").split())
