@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 
 def _called_by_user(frame: FrameType | None) -> bool:
@@ -74,8 +73,9 @@ class OutsideLeaves(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for x in pytree.tree_leaves((args, kwargs)):
-            taken = type(x) in (Tensor, nn.Parameter) and x.is_leaf and x.requires_grad
-            if taken and id(x) not in self._own:
-                self.found[id(x)] = x
+        for given in (*args, *(kwargs or {}).values()):
+            for x in given if isinstance(given, list | tuple) else (given,):
+                taken = type(x) in (Tensor, nn.Parameter) and x.is_leaf and x.requires_grad
+                if taken and id(x) not in self._own:
+                    self.found[id(x)] = x
         return function(*args, **(kwargs or {}))
