@@ -305,6 +305,7 @@ class _Handle:
     offset: int
 
 
+@torch.compiler.disable  # [Note: backward inside forward]
 @torch.no_grad()
 def _unpack(saved: Tensor | _Handle) -> Tensor:
     if isinstance(saved, Tensor):

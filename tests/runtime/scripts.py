@@ -274,18 +274,19 @@ def queue(compile: Compile) -> Result:
     return _train(linear.parameters(), losses())
 
 
-@_script
-def inner_gradient(compile: Compile) -> Result:
+class _Slope(nn.Sequential):
     """The forward takes a gradient itself, as physics-informed losses do: the graph breaks there."""
-    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    points = torch.randn(4, 2, dtype=torch.float64)
 
-    @compile
-    def loss(points: Tensor) -> Tensor:
+    def forward(self, points: Tensor) -> Tensor:
         points = points.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+        (slope,) = torch.autograd.grad(super().forward(points).sum(), points, create_graph=True)
         return slope.square().mean()
 
+
+@_script
+def inner_gradient(compile: Compile) -> Result:
+    model = _Slope(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    points, loss = torch.randn(4, 2, dtype=torch.float64), compile(model)
     return _train(model.parameters(), (loss(points) for _ in range(2)))
 
 

@@ -161,7 +161,7 @@ def expect(results: list[dict[str, Any]], names: list[str]) -> None:
 
 # float32 in its norms and its loss, and Adam makes steps of rounding; bfloat16
 BOUND = {"llama": 1e-4, "autocast": 3e-2}
-OTHERS = ["dropout", "gradient_penalty"]  # not as on one device; refused
+OTHERS = ["dropout", "gradient_penalty", "inner_gradient"]  # not as on one device; refused
 
 
 @pytest.mark.multiprocess
@@ -188,6 +188,8 @@ def test_inductor_takes_masks_and_leaves_complex_numbers_to_eager_kernels(two_ra
 @pytest.mark.parametrize("executor", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", [name for name in scripts.SCRIPTS if name not in OTHERS])
 def test_every_script(two_ranks: Ranks, name: str, executor: ExecutorName, sharded: bool) -> None:
+    if sharded and name == "recurrent":
+        pytest.skip("shard_ refuses an LSTM by name")
     expect(two_ranks.run(split, [name], executor, sharded), [name])
 
 

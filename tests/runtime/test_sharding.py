@@ -47,7 +47,7 @@ def _expect(results: list[list[dict[str, Any]]], names: list[str]) -> None:
 @pytest.mark.multiprocess
 def test_scripts_on_two_ranks(two_ranks: Ranks) -> None:
     names = ["loss_outside", "batch_norm", "graph_break", "inference", "tied"]
-    names += ["gradient_penalty", "complex_weight"]
+    names += ["gradient_penalty", "complex_weight", "inner_gradient"]
     options = {"mesh": {"dp": 2}, "recipe": "ddp"}
     _expect(two_ranks.run(_run, names, "zero3", options), names)
 
