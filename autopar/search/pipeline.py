@@ -228,7 +228,7 @@ def search_pipeline_mesh(
 
     Depths are open where nothing says otherwise. A schedule, or chunks, asks for several stages where there
     are several ranks. A recipe that names none does not ask for stages: then there are some only where no
-    plan without them fits, and ranks enough for the recipe within a stage; `pp:auto,dp:ddp` leaves them open.
+    plan without them fits; `pp:auto,dp:ddp` leaves them open.
     A plan of one stage comes without a pipeline, if none was asked for by name.
     Raises SearchError with every depth's reason if none has a plan.
     """
