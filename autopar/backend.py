@@ -30,7 +30,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import _torch
-from autopar.capture import Captured, capture_forward
+from autopar.capture import capture_forward
+from autopar.captured import Captured
 from autopar.cost_model import Hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.factors import analyze

@@ -2,18 +2,15 @@
 
 `torch.export` traces the module together with its loss; `run_decompositions({})` makes the graph
 functional and leaves high-level ops (linear, layer_norm, attention) whole. What export gets wrong for
-training is mended before (see [Note: no_grad regions]).
+training is mended before (`EXPORTED` of autopar.passes).
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import operator
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,102 +18,19 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autopar import _torch
-from autopar.casts import absorb_casts, call_cast, dtype_of
+from autopar.captured import Captured
+from autopar.casts import absorb_casts, call_cast
 from autopar.errors import CaptureError, StepError
 from autopar.forgotten import OutsideLeaves, watching
 from autopar.forms import capturable
 from autopar.ir import MixedPrecision
-from autopar.statistics import write_statistics
-from autopar.strides import refuse_strides, say_elements
-from autopar.uncaptured import traced_line, uncaptured
+from autopar.passes import EXPORTED
+from autopar.passes.say_elements import refuse_strides
+from autopar.uncaptured import MODEL, changed_in_place, explained, traced_line, uncaptured
 
 aten = torch.ops.aten
 
 LossFunction = Callable[..., Tensor]
-_MODEL = "model."
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A captured forward.
-
-    Attributes:
-        module: the functional graph; placeholders in the order parameters, buffers, constants, inputs.
-        parameters: placeholder name -> qualified name in the user's model; tied names share one
-            placeholder and stand under the first name.
-        tied: every further name of a tied parameter -> its first name.
-        frozen: names of parameters that take no gradient.
-        buffers: placeholder name -> qualified name.
-        constants: placeholder name -> the tensor that the model's code holds.
-        inputs: placeholder name -> readable name; tensors only, in pytree order of (args, kwargs).
-        in_spec: pytree of (args, kwargs).
-        literals: leaf position -> the value that was built into the graph, for inputs that are no tensor.
-        out_spec: pytree of the result.
-        mutated: output position -> qualified name of the buffer whose new value it is; these come
-            before the model's own outputs.
-        is_step: whether the only output is the loss.
-        training: the mode the model was in.
-        precision: the policy under which it was captured, None for none.
-        stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
-        differentiable: placeholders of inputs that take a gradient.
-        whole_outputs: whether the results are to be whole on every rank.
-        forms: a line for every class of modules that was captured in another form (`autopar.forms`).
-    """
-
-    module: fx.GraphModule
-    parameters: Mapping[str, str]
-    tied: Mapping[str, str]
-    frozen: frozenset[str]
-    buffers: Mapping[str, str]
-    constants: Mapping[str, Tensor]
-    inputs: Mapping[str, str]
-    in_spec: pytree.TreeSpec
-    literals: Mapping[int, Any]
-    out_spec: pytree.TreeSpec
-    mutated: Mapping[int, str]
-    is_step: bool
-    training: bool
-    precision: MixedPrecision | None = None
-    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
-    differentiable: frozenset[str] = frozenset()
-    whole_outputs: bool = False
-    forms: tuple[str, ...] = ()
-
-    def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
-        """The format in which the gradient of a parameter, used in the format `used`, is added up."""
-        if self.precision is None or not used.is_floating_point:
-            return used
-        asked = self.precision.reduce_dtype
-        return self.stored.get(name, used) if asked is None else dtype_of(asked)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the graph: its ops, shapes, dtypes and parameter names, and of nothing else.
-
-        Devices are left out, so that a plan made of a model on the meta device fits the real one.
-        """
-        digest = hashlib.sha256()
-        for line in _lines(self.module.graph):
-            digest.update(line.encode())
-        digest.update(repr(sorted(self.parameters.items())).encode())
-        if self.precision is not None:
-            digest.update(str(self.precision).encode())
-        return digest.hexdigest()[:16]
-
-
-def _lines(graph: fx.Graph) -> Iterator[str]:
-    """What every node computes; after one that stands for a graph of its own (joined experts), that graph."""
-    for node in graph.nodes:
-        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
-        yield f"{node.op} {node.target} {node.args} {kwargs}"
-        yield repr([(tuple(t.shape), t.dtype) for t in _tensors(node)])
-        body = getattr(node.target, "body", None)
-        if isinstance(body, fx.GraphModule):
-            yield from _lines(body.graph)
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
 
 
 class _WithLoss(nn.Module):
@@ -254,7 +168,7 @@ def _capture(
         except CaptureError:
             raise
         except Exception as error:
-            raise _explained(error, wrapper) from error
+            raise explained(error, wrapper) from error
 
     with capturable(run, wrapper, args, kwargs) as forms:
         exported = _export(wrapper, args, kwargs)
@@ -273,15 +187,14 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
         try:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
-            keep_no_grad(exported.graph_module)
-            say_elements(exported.graph_module)
-            write_statistics(exported.graph_module)
+            for rewrite in EXPORTED:
+                rewrite(exported.graph_module)
             exported = exported.run_decompositions({})
             refuse_strides(exported.graph_module)
         except CaptureError:
             raise
         except Exception as error:
-            raise _explained(error, wrapper) from error
+            raise explained(error, wrapper) from error
     if forgotten:
         raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}.")
     _refuse_trained_constants(exported, list(outside.found.values()))
@@ -294,143 +207,6 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             stacklevel=2,
         )
     return exported
-
-
-def keep_no_grad(module: fx.GraphModule) -> None:
-    """[Note: no_grad regions] Decomposition inlines `with torch.no_grad():` and forgets it, so that
-    parameters inside would get gradients that eager gives not. Every floating result of such a
-    region is detached before, but one that came in and goes out as it is: `x.to(x.dtype)` is x, and keeps
-    its gradient. Export itself forgets a no_grad region inside an autocast one; there the proof
-    (autopar.verify) tells.
-    """
-    for node in list(module.graph.nodes):
-        if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0] is not False:
-            continue
-        for user in list(node.users):
-            value, given = user.meta.get("val"), _given_back(module, node, user)
-            if given is not None:
-                user.replace_all_uses_with(given)
-            elif isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-                outside, last = list(user.users), user
-                # A copy: what is added in place to a detached view would be detached with it.
-                for op in (aten.detach.default, aten.clone.default):
-                    with module.graph.inserting_after(last):
-                        last = module.graph.call_function(op, (last,))
-                    last.meta = dict(user.meta)
-                user.replace_all_uses_with(last, outside.__contains__)
-    module.recompile()
-
-
-def _given_back(module: fx.GraphModule, region: fx.Node, result: fx.Node) -> fx.Node | None:
-    """The argument of a region that one of its results is, None for what the region makes."""
-    body = getattr(module, str(region.args[1].target))  # type: ignore[union-attr]
-    results, inside = body.graph.output_node().args[0], body.graph.find_nodes(op="placeholder")
-    made = results[result.args[1]] if result.target is operator.getitem else results
-    while isinstance(made, fx.Node) and _is_no_copy(made):
-        made = made.args[0]
-    return region.args[2 + inside.index(made)] if made in inside else None
-
-
-def _is_no_copy(node: fx.Node) -> bool:
-    """Whether an op gives back its very argument, as `x.to(x.dtype)` and `x.contiguous()` do."""
-    if getattr(node.target, "overloadpacket", None) not in (aten.to, aten.contiguous):
-        return False
-    after, before = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
-    kinds = [(x.dtype, x.device, x.stride()) for x in (after, before)]
-    return kinds[0] == kinds[1] and True not in node.args[1:] and not node.kwargs.get("copy")
-
-
-def _explained(error: Exception, wrapper: nn.Module) -> CaptureError:
-    """An error that names the line of the model and the remedy."""
-    text = str(error).strip().splitlines()
-    reason = text[0] if text else type(error).__name__
-    if isinstance(error, _torch.SizeDependsOnValues):  # says its name alone
-        reason += " has no kernel that export takes: the size of a result depends on values"
-    line = _torch.user_line(error) or _module_named_in(reason, wrapper)
-    return uncaptured(line, reason, _remedy(error, line, wrapper))
-
-
-def _module_named_in(reason: str, wrapper: nn.Module) -> str:
-    """Where the forward of the module is whose path an error says, where it has no line of a model."""
-    modules = dict(wrapper.named_modules())
-    for path in re.findall(r"[\w.]+\.\w+", reason):
-        module = modules.get(path.rpartition(".")[0])
-        if module is not None and module is not wrapper:
-            code = inspect.unwrap(type(module).forward).__code__
-            return (
-                f"{code.co_filename}:{code.co_firstlineno}, in the forward of {type(module).__name__} "
-                f"({path.rpartition('.')[0].removeprefix('model.')}) or of what it calls"
-            )
-    return "a line that torch.export does not name"
-
-
-def _expert_remedy(wrapper: nn.Module) -> str:
-    """A loop over the experts that rows went to; `experts_implementation` is the switch of transformers."""
-    configs = (getattr(module, "config", None) for module in wrapper.modules())
-    if any(getattr(x, "_experts_implementation", None) == "eager" for x in configs):
-        return (
-            'Choose the grouped form of the experts, model.set_experts_implementation("grouped_mm")'
-        )
-    return (
-        "Sort the rows by expert and multiply them with torch.nn.functional.grouped_mm, or run every expert "
-        "on all rows and mask what is not its own"
-    )
-
-
-def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
-    if isinstance(error, _torch.SizeDependsOnValues):
-        return (
-            "Compute this outside of what is captured, as a CTC loss of the model's result: "
-            'torch.compile(model, backend="autopar") takes the model alone'
-        )
-    if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
-        if _torch.validates_distribution(error):
-            return "Make the distribution with validate_args=False: its checks read values"
-        if "expert" in line:
-            return _expert_remedy(wrapper)
-        return (
-            "Keep Python control flow independent of tensor values (use torch.where or torch.cond instead of "
-            "`if`, and avoid .item())"
-        )
-    if "NoneType" in str(error):
-        return (
-            "Give the optional inputs that are None here, such as attention_mask: some models fill them in "
-            "only where they are not traced"
-        )
-    if "fake tensor in the exported program constant" in str(error):
-        return (
-            "Read x.detach() where this forward reads x.data, which no graph follows, and change parameters after "
-            "optimizer.step()"
-        )
-    if re.search(r"Constant \S+ is mutated in the forward", str(error)):
-        return (
-            "The loss changes a tensor that is no buffer of the model: make one module that holds both and whose "
-            "forward returns the loss, and give that without loss_fn"
-        )
-    shared = _shared_buffers(wrapper)
-    if isinstance(error, AssertionError) and shared:
-        return f"Keep under one name the buffer that {' and '.join(shared)} are, which forward may change"
-    if isinstance(error, TypeError) and f"{_forward_name(wrapper)}()" in str(error):
-        return "Call it with the arguments that the model's forward takes"
-    if isinstance(error, TypeError) and "FakeTensor" in str(error):
-        return (
-            "Use no tensor as a Python number here. Packed sequences do: give the recurrent layer the padded "
-            "batch, and mask what is behind the lengths"
-        )
-    return "Write this line so that torch.export takes it"
-
-
-def _forward_name(wrapper: nn.Module) -> str:
-    """How Python names the forward of the model where it is called with other arguments."""
-    return getattr(wrapper.model.forward, "__qualname__", "forward")  # type: ignore[union-attr]
-
-
-def _shared_buffers(wrapper: nn.Module) -> list[str]:
-    """The names of the first buffer that has several, as those of a module used under two names have."""
-    names: dict[int, list[str]] = {}
-    for name, buffer in wrapper.named_buffers(remove_duplicate=False):
-        names.setdefault(id(buffer), []).append(name.removeprefix(_MODEL))
-    return next((found for found in names.values() if len(found) > 1), [])
 
 
 def _describe(
@@ -530,14 +306,6 @@ def _refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None
         raise changed_in_place(changed[0])
 
 
-def changed_in_place(parameter: str) -> CaptureError:
-    """What is said of a forward that changes a parameter."""
-    return CaptureError(
-        f"The forward changes the parameter {parameter} in place; do that outside, after "
-        "optimizer.step() (an embedding's max_norm is such a change)."
-    )
-
-
 def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
     """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
     for node in module.graph.nodes:
@@ -579,7 +347,7 @@ def _is_read(number: fx.Node) -> bool:
 
 
 def _plain_name(name: str) -> str:
-    return name.removeprefix(_MODEL)
+    return name.removeprefix(MODEL)
 
 
 def _merge_tied(
@@ -591,7 +359,7 @@ def _merge_tied(
     kept: dict[str, str] = {}
     tied: dict[str, str] = {}
     for placeholder, name in named.items():
-        parameter = parameters[_MODEL + name]
+        parameter = parameters[MODEL + name]
         owner = first.setdefault(id(parameter), placeholder)
         if owner == placeholder:
             kept[placeholder] = name

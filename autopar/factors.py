@@ -20,7 +20,7 @@ from torch import Tensor as TorchTensor
 from torch import fx
 
 from autopar import rules
-from autopar.capture import Captured
+from autopar.captured import Captured
 from autopar.ir import (
     PARTIAL,
     UNSPLIT,

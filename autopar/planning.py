@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture import Captured, LossFunction, capture_forward, capture_step
+from autopar.capture import LossFunction, capture_forward, capture_step
+from autopar.captured import Captured
 from autopar.cost_model import Hardware
 from autopar.errors import AutoparError, MeshError, PlanError, SearchError, StepError
 from autopar.factors import Analysis, analyze

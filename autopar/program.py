@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autopar.capture import Captured
+from autopar.captured import Captured
 from autopar.errors import PlanError
 from autopar.factors import Analysis, output_nodes
 from autopar.ir import (

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar import _torch
-from autopar.capture import changed_in_place
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S
@@ -35,6 +34,7 @@ from autopar.runtime.transfer import route, travel
 from autopar.runtime.world import World
 from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve
+from autopar.uncaptured import changed_in_place
 
 _OF_GRAPH = ("auto", "tp", "tp+sp")  # recipes whose storage depends on what is computed
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
-from torch import fx
+from torch import fx, nn
 
+from autopar import _torch
 from autopar.errors import CaptureError
+
+MODEL = "model."  # the model's place in what is captured, which holds its loss, too
 
 
 def uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
@@ -26,4 +30,127 @@ def traced_line(node: fx.Node) -> str:
         "{file}:{line} in {function}: {code}".format(**found[-1].groupdict())
         if found
         else str(node.target)
+    )
+
+
+def explained(error: Exception, wrapper: nn.Module) -> CaptureError:
+    """An error that names the line of the model and the remedy."""
+    text = str(error).strip().splitlines()
+    reason = text[0] if text else type(error).__name__
+    if isinstance(error, _torch.SizeDependsOnValues):  # says its name alone
+        reason += " has no kernel that export takes: the size of a result depends on values"
+    line = _torch.user_line(error) or _module_named_in(reason, wrapper)
+    return uncaptured(line, reason, _remedy(error, line, wrapper))
+
+
+def _module_named_in(reason: str, wrapper: nn.Module) -> str:
+    """Where the forward of the module is whose path an error says, where it has no line of a model."""
+    modules = dict(wrapper.named_modules())
+    for path in re.findall(r"[\w.]+\.\w+", reason):
+        module = modules.get(path.rpartition(".")[0])
+        if module is not None and module is not wrapper:
+            code = inspect.unwrap(type(module).forward).__code__
+            return (
+                f"{code.co_filename}:{code.co_firstlineno}, in the forward of {type(module).__name__} "
+                f"({path.rpartition('.')[0].removeprefix(MODEL)}) or of what it calls"
+            )
+    return "a line that torch.export does not name"
+
+
+def _expert_remedy(wrapper: nn.Module) -> str:
+    """A loop over the experts that rows went to; `experts_implementation` is the switch of transformers."""
+    configs = (getattr(module, "config", None) for module in wrapper.modules())
+    if any(getattr(x, "_experts_implementation", None) == "eager" for x in configs):
+        return (
+            'Choose the grouped form of the experts, model.set_experts_implementation("grouped_mm")'
+        )
+    return (
+        "Sort the rows by expert and multiply them with torch.nn.functional.grouped_mm, or run every expert "
+        "on all rows and mask what is not its own"
+    )
+
+
+# What an error says -> what to do. The first that fits counts.
+_REMEDIES = (
+    (
+        "NoneType",
+        "Give the optional inputs that are None here, such as attention_mask: some models fill them in "
+        "only where they are not traced",
+    ),
+    (
+        "fake tensor in the exported program constant",
+        "Read x.detach() where this forward reads x.data, which no graph follows, and change parameters after "
+        "optimizer.step()",
+    ),
+    (
+        r"Constant \S+ is mutated in the forward",
+        "The loss changes a tensor that is no buffer of the model: make one module that holds both and whose "
+        "forward returns the loss, and give that without loss_fn",
+    ),
+)
+
+
+def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
+    remedy = _remedy_of_values(error, line, wrapper)
+    for said, known in _REMEDIES:
+        remedy = remedy or (known if re.search(said, str(error)) else None)
+    return (
+        remedy
+        or _remedy_of_arguments(error, wrapper)
+        or "Write this line so that torch.export takes it"
+    )
+
+
+def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | None:
+    """For what asks a trace for the values of a tensor."""
+    if isinstance(error, _torch.SizeDependsOnValues):
+        return (
+            "Compute this outside of what is captured, as a CTC loss of the model's result: "
+            'torch.compile(model, backend="autopar") takes the model alone'
+        )
+    if "data-dependent" not in str(error).lower() and "DataDependent" not in type(error).__name__:
+        return None
+    if _torch.validates_distribution(error):
+        return "Make the distribution with validate_args=False: its checks read values"
+    if "expert" in line:
+        return _expert_remedy(wrapper)
+    return (
+        "Keep Python control flow independent of tensor values (use torch.where or torch.cond instead of "
+        "`if`, and avoid .item())"
+    )
+
+
+def _remedy_of_arguments(error: Exception, wrapper: nn.Module) -> str | None:
+    """For what is called, or held, in another way than a trace takes."""
+    shared = _shared_buffers(wrapper)
+    if isinstance(error, AssertionError) and shared:
+        return f"Keep under one name the buffer that {' and '.join(shared)} are, which forward may change"
+    if isinstance(error, TypeError) and f"{_forward_name(wrapper)}()" in str(error):
+        return "Call it with the arguments that the model's forward takes"
+    if isinstance(error, TypeError) and "FakeTensor" in str(error):
+        return (
+            "Use no tensor as a Python number here. Packed sequences do: give the recurrent layer the padded "
+            "batch, and mask what is behind the lengths"
+        )
+    return None
+
+
+def _forward_name(wrapper: nn.Module) -> str:
+    """How Python names the forward of the model where it is called with other arguments."""
+    return getattr(wrapper.model.forward, "__qualname__", "forward")  # type: ignore[union-attr]
+
+
+def _shared_buffers(wrapper: nn.Module) -> list[str]:
+    """The names of the first buffer that has several, as those of a module used under two names have."""
+    names: dict[int, list[str]] = {}
+    for name, buffer in wrapper.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name.removeprefix(MODEL))
+    return next((found for found in names.values() if len(found) > 1), [])
+
+
+def changed_in_place(parameter: str) -> CaptureError:
+    """What is said of a forward that changes a parameter."""
+    return CaptureError(
+        f"The forward changes the parameter {parameter} in place; do that outside, after "
+        "optimizer.step() (an embedding's max_norm is such a change)."
     )

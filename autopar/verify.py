@@ -13,7 +13,8 @@ from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import Captured, LossFunction, run_with_loss
+from autopar.capture import LossFunction, run_with_loss
+from autopar.captured import Captured
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan

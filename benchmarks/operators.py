@@ -37,7 +37,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.opinfo import core as opinfo
 from torch.utils import _pytree as pytree
 
-from autopar.capture import Captured
+from autopar.captured import Captured
 from autopar.factors import Analysis, analyze
 from autopar.ir import (
     UNSPLIT,

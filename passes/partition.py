@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture import Captured
+from autopar.captured import Captured
 from autopar.factors import Analysis, is_getitem, output_nodes
 from autopar.ir import (
     CollectiveCall,

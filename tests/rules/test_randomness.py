@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import Captured, capture_forward
+from autopar.capture import capture_forward
+from autopar.captured import Captured
 from autopar.factors import Analysis, analyze
 from autopar.ir import Mesh, R
 from autopar.passes import clean_up
