@@ -10,6 +10,8 @@ import importlib as _importlib
 from types import ModuleType as _ModuleType
 
 from autopar.api import compile, explain
+from autopar.backend.sharding import shard_
+from autopar.capture.forms import register_form
 from autopar.errors import (
     AutoparError,
     CaptureError,
@@ -21,12 +23,10 @@ from autopar.errors import (
     SearchError,
     StepError,
 )
-from autopar.forms import register_form
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, Plan
+from autopar.proof.verify import VerifyReport, verify
 from autopar.rules.registered import register_rule
 from autopar.runtime.module import CompiledModule
-from autopar.sharding import shard_
-from autopar.verify import VerifyReport, verify
 
 __all__ = [
     "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "MixedPrecision",
@@ -39,5 +39,5 @@ __all__ = [
 def __getattr__(name: str) -> _ModuleType:
     """`autopar.checkpoint` is imported at its first use: torch.distributed.checkpoint takes half a second."""
     if name == "checkpoint":
-        return _importlib.import_module("autopar.checkpoint")
+        return _importlib.import_module("autopar.runtime.checkpoint")
     raise AttributeError(f"module 'autopar' has no attribute {name!r}")

@@ -38,8 +38,8 @@ from torch.distributed.pipelining import (
 import autopar
 from autopar.cost_model import find_hardware
 from autopar.ir import Pipeline
-from autopar.planning import make_plan, prepare_step
-from autopar.search.blocks import block_starts
+from autopar.pipeline.blocks import block_starts
+from autopar.planning.planning import make_plan, prepare_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from autopar.cost_model import find_hardware
 from autopar.ir import Mesh
-from autopar.planning import make_plan, prepare_step
-from autopar.program import build_program
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.program.program import build_program
 
 
 class Llama(nn.Module):

@@ -13,10 +13,10 @@ from typing import Any
 import click
 import numpy as np
 
-from autopar.advice import Question, training_state_of
 from autopar.cost_model.cluster import find_cluster
 from autopar.cost_model.step import Run, total
-from autopar.explanation import Explanation
+from autopar.explanation.advice import Question, training_state_of
+from autopar.explanation.explanation import Explanation
 from autopar.search import search
 
 CONFIGURATIONS = 10_000

@@ -37,8 +37,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.opinfo import core as opinfo
 from torch.utils import _pytree as pytree
 
-from autopar.captured import Captured
-from autopar.factors import Analysis, analyze
+from autopar.analysis.factors import Analysis, analyze
+from autopar.capture.captured import Captured
 from autopar.ir import (
     UNSPLIT,
     VARIED,
@@ -55,7 +55,8 @@ from autopar.ir import (
     is_legal,
 )
 from autopar.passes.unreduce_losses import unreduce_losses
-from autopar.program import build_program
+from autopar.program.program import build_program
+from autopar.proof.lockstep import convert, run
 from autopar.rules.trial import (
     Results,
     dense,
@@ -67,7 +68,6 @@ from autopar.rules.trial import (
     weights,
     with_gradients,
 )
-from autopar.runtime.simulate import convert, run
 
 TOLERANCE = 1e-8  # in float64; gradients of decompositions lose some digits
 COUNTS = (2, 3, 5, 7, 4)  # the first of the primes that divides, and 4

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 
 from autopar.ir import Mesh
-from autopar.random_plan import random_plan
-from autopar.verify import Subject, VerifyReport
+from autopar.proof.random_plan import random_plan
+from autopar.proof.verify import Subject, VerifyReport
 
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo_models import NAMES, build

@@ -4,7 +4,7 @@
 
 A rank r of p holds min(m, p - r) micro-batches of 1F1B at the most, and all m of GPipe (Narayanan et al. 2021,
 section 2.2). Measured are the storages that saved-tensor hooks see, each once, parameters left out;
-simulated is the peak of `autopar.event_simulation` with the bytes that the cost model has for a stage.
+simulated is the peak of `autopar.pipeline.simulation` with the bytes that the cost model has for a stage.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch import Tensor
 
 import autopar
 from autopar.cost_model import find_hardware
-from autopar.event_simulation import simulate
+from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan
-from autopar.planning import make_plan, prepare_step
-from autopar.schedules import actions
-from autopar.search.blocks import block_starts
-from autopar.simulated import SimulatedStep
+from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.schedules import actions
+from autopar.pipeline.simulation import simulate
+from autopar.planning.planning import make_plan, prepare_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))

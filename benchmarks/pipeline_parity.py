@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import track
 
 from autopar.ir import SCHEDULES, Mesh, Plan
-from autopar.random_plan import random_plan
-from autopar.verify import Subject
+from autopar.proof.random_plan import random_plan
+from autopar.proof.verify import Subject
 
 sys.path.insert(0, str(Path(__file__).parent))
 from parity import COLUMNS, Row

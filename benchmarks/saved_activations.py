@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from autopar.capture import run_with_loss
+from autopar.capture.export import run_with_loss
 from autopar.cost_model import find_hardware, price
 from autopar.ir import UNSPLIT, Graph, Mesh, ParameterPlan, Plan, R
-from autopar.planning import Prepared, prepare_step
-from autopar.program import build_program
+from autopar.planning.planning import Prepared, prepare_step
+from autopar.program.program import build_program
 
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo_models import NAMES, architecture, build

@@ -13,8 +13,8 @@ from zoo_examine import make, one_line
 from zoo_rows import BEYOND, PASSED, SEARCHED, SPLIT_BY_BACKEND, Row, write
 from zoo_small import Small
 
+from autopar.proof.verify import TOLERANCE_FLOAT32, comparable
 from autopar.search.notes import format_count
-from autopar.verify import TOLERANCE_FLOAT32, comparable
 
 RANKS = 2
 WAIT = timedelta(

@@ -19,9 +19,9 @@ from zoo_small import Small
 from autopar.cost_model import find_hardware
 from autopar.errors import CaptureError
 from autopar.ir import Mesh, Plan
-from autopar.planning import make_plan
-from autopar.random_plan import random_plan
-from autopar.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, Subject, tolerance
+from autopar.planning.planning import make_plan
+from autopar.proof.random_plan import random_plan
+from autopar.proof.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, Subject, tolerance
 
 WITHOUT_STAGES = tuple(plan for plan in PLANS if plan != "pp=2")
 

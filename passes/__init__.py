@@ -1,7 +1,6 @@
 """Graph to graph: one file per rewrite, and the lists of them, in the order they run.
 
-`EXPORTED` says in an exported graph what making it functional would lose; `CLEANUP` makes a captured graph fit for
-analysis; `partition` turns it into the program of one rank.
+`CLEANUP` makes a captured graph fit for analysis; `partition` turns it into the program of one rank.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar.ops.verifier import verify_graph
 from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
 from autopar.passes.densify_gradients import densify_gradients
@@ -17,7 +17,6 @@ from autopar.passes.expand_copies import expand_copies
 from autopar.passes.fold_blocks import fold_blocks
 from autopar.passes.group_gathers import find_gathers, group_gathers
 from autopar.passes.join_experts import join_experts
-from autopar.passes.keep_no_grad import keep_no_grad
 from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
@@ -29,19 +28,10 @@ from autopar.passes.remove_assertions import remove_assertions
 from autopar.passes.remove_clones import remove_clones
 from autopar.passes.reshape_views import reshape_views
 from autopar.passes.retarget import bind_groups, retarget_device
-from autopar.passes.say_elements import say_elements
 from autopar.passes.single_batch_norm import single_batch_norm
 from autopar.passes.unreduce_losses import unreduce_losses
-from autopar.passes.verifier import verify_graph
-from autopar.passes.write_statistics import write_statistics
 
 Pass = Callable[[fx.GraphModule], None]
-
-EXPORTED: tuple[Pass, ...] = (  # raise CaptureError for what they cannot say
-    keep_no_grad,  # regions are inlined, and what they make would get gradients
-    say_elements,  # writes to memory by strides
-    write_statistics,  # writes that a schema does not mark
-)
 
 CLEANUP: tuple[Pass, ...] = (
     remove_assertions,  # they speak of global shapes and devices, and compute nothing
@@ -68,6 +58,6 @@ def clean_up(module: fx.GraphModule) -> None:
 
 
 __all__ = [
-    "CLEANUP", "EXPORTED", "bind_groups", "clean_up", "cut_regions", "cut_stage_graphs", "defer_loss_sum",
+    "CLEANUP", "bind_groups", "clean_up", "cut_regions", "cut_stage_graphs", "defer_loss_sum",
     "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums", "partition", "retarget_device", "verify_graph",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""sort by expert, grouped products, back in order -> one call of `autopar.experts.Experts`.
+"""sort by expert, grouped products, back in order -> one call of `autopar.analysis.experts.Experts`.
 
     order = sort(ids)[1]; x = rows[order // k]; y = grouped(x, weights, ends of the sorted ids)
     z = y[inverse of order]                        ->   z = experts(rows, ids, weights)
@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from autopar.experts import Experts
-from autopar.passes.build import call_like
+from autopar.analysis.experts import Experts
+from autopar.ops.build import call_like
 from autopar.rules import operator_name
 from autopar.rules.grouped import PRODUCTS
 from autopar.rules.spec import tensor_operands

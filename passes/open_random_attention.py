@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.passes.build import call_like
+from autopar.ops.build import call_like
 from autopar.rules.spec import bound_arguments
 
 aten = torch.ops.aten

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.captured import Captured
-from autopar.factors import Analysis, is_getitem, output_nodes
+from autopar.analysis.factors import Analysis, is_getitem, output_nodes
+from autopar.capture.captured import Captured
 from autopar.ir import (
     CollectiveCall,
     Layout,
@@ -27,10 +27,10 @@ from autopar.ir import (
     operand_layouts,
     result_layouts,
 )
+from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 from autopar.passes.group_gathers import MOVING
 from autopar.passes.retarget import is_collective
 from autopar.rules.spec import tensor_operands
-from autopar.runtime import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.passes.build import call_like
+from autopar.ops.build import call_like
 from autopar.rules.spec import bound_arguments
 
 aten = torch.ops.aten

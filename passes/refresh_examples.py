@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar._torch import DependsOnValues
+from autopar.capture.remedies import traced_line, uncaptured
 from autopar.rules.spec import tensor_operands
-from autopar.uncaptured import traced_line, uncaptured
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from autopar.ops.collectives import NAMES
 from autopar.rules.spec import bound_arguments
-from autopar.runtime.collectives import NAMES
 
 
 def retarget_device(module: fx.GraphModule, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.passes.build import call_like
+from autopar.ops.build import call_like
 from autopar.rules.loss import MEAN, REDUCED, SUM
 from autopar.rules.spec import bound_arguments
 

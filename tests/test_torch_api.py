@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.experimental import implicit_replication
 
 from autopar import _torch
-from autopar.runtime.collectives import group_name
+from autopar.ops.collectives import group_name
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from autopar.candidates import best_that_fits, compared
 from autopar.cli.options import TARGET_HELP, question, question_options
 from autopar.cli.output import check_folder, console, print_json, working, write_files
 from autopar.cost_model.breakdown import Candidate, pareto
-from autopar.pages import page_of
+from autopar.explanation.pages import page_of
+from autopar.search.candidates import best_that_fits, compared
 from autopar.views import CandidateTable
 
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autopar.cli.output import console, print_json
-from autopar.differences import Side, costs, differences, to_json, verdict
+from autopar.explanation.differences import Side, costs, differences, to_json, verdict
 
 
 @click.command(

@@ -9,8 +9,8 @@ import click
 
 from autopar.cli.options import TARGET_HELP, question, question_options
 from autopar.cli.output import check_folder, console, print_json, working, write_files
-from autopar.pages import page_of
-from autopar.sheet import Sheet
+from autopar.explanation.pages import page_of
+from autopar.explanation.sheet import Sheet
 
 
 @click.command(

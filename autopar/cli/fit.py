@@ -9,8 +9,8 @@ import click
 
 from autopar.cli.options import TARGET_HELP, question, question_options
 from autopar.cli.output import console, print_json, working
-from autopar.fitting import to_json, will_it_fit
-from autopar.sheet import FitSheet
+from autopar.explanation.fitting import to_json, will_it_fit
+from autopar.explanation.sheet import FitSheet
 
 
 @click.command(

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
-from autopar.advice import Progress, Question
 from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import MeshError, PlanError
-from autopar.intents import AXES, REFUSALS, Wishes, is_intent
+from autopar.explanation.advice import Progress, Question
 from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
+from autopar.search.intents import AXES, REFUSALS, Wishes, is_intent
 from autopar.search.recipes import PIPELINE_RECIPES, RECIPES
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,8 +12,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from autopar.advice import Progress, silent
 from autopar.errors import AutoparError
+from autopar.explanation.advice import Progress, silent
 from autopar.views import Page, gantt, write_html, write_trace
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import click
 from torch import nn
 
-from autopar.advice import first_rows
-from autopar.capture import LossFunction
+from autopar.capture.export import LossFunction
 from autopar.cli.options import POSITIVE, RECIPE_NAMES
 from autopar.cli.output import console
 from autopar.errors import AutoparError
+from autopar.explanation.advice import first_rows
 from autopar.ir import SCHEDULES, Mesh, Plan
-from autopar.planning import prepare_step
-from autopar.search.batches import captured_batch
-from autopar.targets import resolve_target
-from autopar.verify import verify
+from autopar.ir.batches import captured_batch
+from autopar.models.targets import resolve_target
+from autopar.planning.planning import prepare_step
+from autopar.proof.verify import verify
 
 
 @click.command(

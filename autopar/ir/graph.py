@@ -1,6 +1,6 @@
 """The model as the search sees it: tensors with factored dims, and ops with choices.
 
-Nothing here knows torch. `autopar.factors` makes a `Graph` of a captured model; the search picks one
+Nothing here knows torch. `autopar.analysis.factors` makes a `Graph` of a captured model; the search picks one
 `Choice` per op and mesh axis, and one storage per parameter; `autopar.passes` carries them out.
 """
 

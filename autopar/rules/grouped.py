@@ -2,7 +2,7 @@
 
 `grouped_mm(rows, weights, ends)` multiplies rows `ends[e - 1]` to `ends[e]` with `weights[e]`. As `ends` counts
 rows from the first of all, rows and groups stay whole; what splits a mixture of experts along them is the
-op that `autopar.experts` makes of the whole layer.
+op that `autopar.analysis.experts` makes of the whole layer.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class _Splitting(NamedTuple):
 
 
 def _splits(spec: Spec) -> Iterator[_Splitting]:
-    """Every choice that `autopar.factors` will offer."""
+    """Every choice that `autopar.analysis.factors` will offer."""
     for letter, size in spec.sizes.items():
         count = _parts(size)
         if spec.splittable(letter) and count:

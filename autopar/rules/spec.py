@@ -4,7 +4,7 @@ A `Spec` is the expanded form of one line such as `b.. k, j k, +j -> b.. j | sum
 is a tuple of letters, most significant first, so that a view is a rule like any other: merging dims
 of sizes 4 and 16 is `b, s -> b s` with one dim `(b, s)` in the result. Dims of size 1 have no letter.
 
-From a spec follow the choices (`autopar.factors`), the cost (the product of its letters' sizes), what
+From a spec follow the choices (`autopar.analysis.factors`), the cost (the product of its letters' sizes), what
 is saved for backward, and how the op runs on local shards (`localize`).
 """
 

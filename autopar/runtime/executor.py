@@ -17,7 +17,7 @@ from autopar.passes import (
     verify_graph,
 )
 from autopar.passes.retarget import draws
-from autopar.program import Program
+from autopar.program.program import Program
 from autopar.runtime.compiled import Executor
 from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents

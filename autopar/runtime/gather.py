@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ir import Mesh
+from autopar.ops.collectives import result_shape
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.passes.retarget import is_collective
-from autopar.runtime.collectives import result_shape
 from autopar.runtime.parameters import overlapping_bytes
 from autopar.runtime.transfer import (
     Hop,

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import CaptureError, PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute
-from autopar.program import Program
+from autopar.pipeline.schedules import takes
+from autopar.program.program import Program
 from autopar.runtime.adoption import Adoption, adopt
 from autopar.runtime.clipping import clip_grad_norm_
 from autopar.runtime.comparison import Comparison
@@ -51,7 +52,6 @@ from autopar.runtime.shared import SharedParameters
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
 from autopar.runtime.world import World
-from autopar.schedules import takes
 
 log = logging.getLogger("autopar")
 
@@ -76,7 +76,7 @@ class Programs:
 
 
 class Planner(Protocol):
-    """Makes programs and knows the mesh they run on (implemented by autopar.planner)."""
+    """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
 
     def micro_batches(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

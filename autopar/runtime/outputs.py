@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.ir import WHOLE, Layout, R
-from autopar.program import TensorSpec
+from autopar.program.program import TensorSpec
 from autopar.runtime.parameters import placements
 from autopar.runtime.transfer import route, travel
 from autopar.runtime.world import World

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autopar import _torch
 from autopar.ir import Pipeline
-from autopar.program import Program
+from autopar.program.program import Program
 from autopar.runtime.adoption import Adoption
 from autopar.runtime.stand_ins import Absent
 from autopar.runtime.world import World

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Pipeline, local_shape
-from autopar.program import Program, Wire
+from autopar.pipeline.schedules import schedule_class
+from autopar.program.program import Program, Wire
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.world import Pipe
-from autopar.schedules import schedule_class
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
 

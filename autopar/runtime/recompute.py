@@ -1,4 +1,4 @@
-"""Blocks that keep only what enters them, and run again in backward; which do, `autopar.recomputation` says.
+"""Blocks that keep only what enters them, and run again in backward; which do, `autopar.program.recomputation` says.
 
 After Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3, by
 torch.utils.checkpoint. What is drawn is drawn again from the same state of the generator; new values of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.ir import PIPELINE_AXIS, Pipeline
-from autopar.runtime.collectives import group_name
+from autopar.ops.collectives import group_name
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.part import Users
 

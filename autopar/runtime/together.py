@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from autopar.errors import AutoparError, PeerError
-from autopar.runtime.collectives import group_name
+from autopar.ops.collectives import group_name
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Dims, Layout, Mesh, calls, local_shape
-from autopar.runtime.collectives import KERNELS, group_name, result_shape
+from autopar.ops.collectives import KERNELS, group_name, result_shape
 from autopar.runtime.world import World
 
 Shape = tuple[int, ...]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import PIPELINE_AXIS, Mesh, without_pipeline
-from autopar.runtime.collectives import group_name
+from autopar.ops.collectives import group_name
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import SearchError
-from autopar.event_simulation import simulate
 from autopar.ir.pipeline import SCHEDULES, Pipeline
-from autopar.schedules import Actions, actions, waits_for_sends
+from autopar.pipeline.schedules import Actions, actions, waits_for_sends
+from autopar.pipeline.simulation import simulate
+from autopar.pipeline.stage_costs import StageTable
 from autopar.search.notes import format_bytes
-from autopar.search.stage_costs import StageTable
 
 _ROUNDING = 1 + 1e-9  # sums of the same seconds in another order are not slower
 

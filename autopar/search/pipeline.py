@@ -36,7 +36,6 @@ from autopar.cost_model import Hardware
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
-from autopar.event_simulation import Simulation, simulate
 from autopar.ir import (
     PIPELINE_AXIS,
     SCHEDULES,
@@ -47,6 +46,7 @@ from autopar.ir import (
     Plan,
     without_pipeline,
 )
+from autopar.ir.batches import captured_batch, fits_graph, with_batch
 from autopar.ir.recompute import (
     Recompute,
     RecomputeWish,
@@ -54,9 +54,10 @@ from autopar.ir.recompute import (
     format_recompute,
     words_of_recompute,
 )
-from autopar.schedules import actions, waits_for_sends
+from autopar.pipeline.schedules import actions, waits_for_sends
+from autopar.pipeline.simulation import Simulation, simulate
+from autopar.pipeline.stage_costs import StageTable, StageTables
 from autopar.search.balance import Balance, Shape, balance, balance_of, least_overfull
-from autopar.search.batches import captured_batch, fits_graph, with_batch
 from autopar.search.notes import format_bytes, format_count
 from autopar.search.recipes import (
     NAIVE,
@@ -67,7 +68,6 @@ from autopar.search.recipes import (
     split_recipe,
 )
 from autopar.search.search import search, search_mesh
-from autopar.search.stage_costs import StageTable, StageTables
 
 # What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
 # a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.

@@ -12,8 +12,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from autopar import units
 from autopar.cost_model.breakdown import Breakdown
-from autopar.views import palette, units
+from autopar.views import palette
 from autopar.views.page import Page
 from autopar.views.palette import Colour
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.views import units
+from autopar import units
 from autopar.views.layers import Placed, Vertex, place
 from autopar.views.markup import Markup, join, tag
 from autopar.views.page import BlockCollective, BlockNode

@@ -6,8 +6,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from autopar import units
 from autopar.cost_model.breakdown import Candidate, pareto
-from autopar.views import tables, units
+from autopar.views import tables
 from autopar.views.markup import Markup, join, tag
 from autopar.views.palette import PALETTE
 from autopar.views.svg import WIDTH, Labels, Linear, bounds, drawing, fitted, line, rect, text

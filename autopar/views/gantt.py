@@ -10,9 +10,9 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
+from autopar import units
 from autopar.cost_model.breakdown import Event
-from autopar.event_simulation import Simulation, Span
-from autopar.views import units
+from autopar.pipeline.simulation import Simulation, Span
 from autopar.views.markup import Markup, join, tag
 from autopar.views.palette import PALETTE, REST, Colour
 from autopar.views.stack import swatch

@@ -7,8 +7,9 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from autopar import units
 from autopar.cost_model.breakdown import Breakdown
-from autopar.views import palette, units
+from autopar.views import palette
 from autopar.views.bars import memory_headline, savings, shown, time_headline
 from autopar.views.block import block_graph
 from autopar.views.comparison import picture, sensitivity_bars, table

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event
-from autopar.event_simulation import Simulation
+from autopar.pipeline.simulation import Simulation
 
 NO_AXES = ("compute", "hidden")  # lanes of events that are not a mesh axis
 

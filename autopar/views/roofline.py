@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from autopar.views import units
+from autopar import units
 from autopar.views.markup import Markup, join, tag
 from autopar.views.page import RooflinePoint
 from autopar.views.palette import PALETTE

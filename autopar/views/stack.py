@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from autopar import units
 from autopar.cost_model.breakdown import Breakdown
-from autopar.views import units
 from autopar.views.markup import Markup, join, tag
 from autopar.views.palette import Colour
 from autopar.views.svg import TEXT_SIZE, WIDTH, Linear, drawing, fitted, line, rect, text

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.views import units
+from autopar import units
 from autopar.views.markup import Markup, join, tag
 from autopar.views.page import StageRow
 from autopar.views.tables import ROOMY

@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autopar import units
 from autopar.cost_model.breakdown import Breakdown, Candidate, pareto
-from autopar.views import units
 
 ROOMY = 110  # columns from which a table has a place for everything
 CHOSEN, FRONT = "*", "+"

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar import units
 from autopar.cost_model.breakdown import Event
-from autopar.views import lanes, units
+from autopar.views import lanes
 from autopar.views.lanes import COMPUTE, Row, Span
 from autopar.views.markup import Markup, join, tag
 from autopar.views.palette import REST, Colour

@@ -28,7 +28,7 @@ from autopar.cost_model.symbols import (
 )
 from autopar.ir import Graph, Mesh, Plan, Stack
 from autopar.models import Transformer, build, example_inputs
-from autopar.planning import prepare_step
+from autopar.planning.planning import prepare_step
 from autopar.search import search
 from benchmarks.accuracy.rows import Row, Skip
 from benchmarks.accuracy.simulated import CLOSED, Simulated

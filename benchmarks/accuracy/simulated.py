@@ -16,9 +16,9 @@ from autopar.cost_model.cuts import Cuts
 from autopar.cost_model.items import COMPUTE, Region
 from autopar.cost_model.step import REGIONS, Step, total
 from autopar.errors import PlanError
-from autopar.event_simulation import StageCosts, simulate
 from autopar.ir.pipeline import Pipeline
-from autopar.schedules import actions, check_micro_batches, waits_for_sends
+from autopar.pipeline.schedules import actions, check_micro_batches, waits_for_sends
+from autopar.pipeline.simulation import StageCosts, simulate
 from benchmarks.accuracy.rows import Row, Skip
 
 # What tables call a schedule -> ours; a table that does not say means 1F1B.

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import sympy
 import torch
-from llama import Llama
 
 from autopar.cost_model import H100
 from autopar.cost_model.cluster import Cluster
@@ -21,12 +20,13 @@ from autopar.cost_model.software import AUTOPAR
 from autopar.cost_model.step import Run, Step, total
 from autopar.cost_model.symbols import symbol
 from autopar.cost_model.traffic import traffic_bytes
-from autopar.explanation import Explanation
+from autopar.explanation.explanation import Explanation
 from autopar.ir import Graph, Mesh, Plan, Stack
 from autopar.ir.recompute import Recompute
-from autopar.planning import prepare_step
-from autopar.random_plan import random_plan
+from autopar.planning.planning import prepare_step
+from autopar.proof.random_plan import random_plan
 from autopar.search import search
+from tests.support.llama import Llama
 
 MESH = Mesh.of({"dp": 2, "tp": 2})
 SEEDS = range(8)

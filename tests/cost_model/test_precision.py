@@ -11,7 +11,7 @@ from torch import nn
 from autopar.cost_model import Sizes, conversion_seconds, find_hardware, parameter_bytes
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Pricer, TrainingState
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, R, S, Tensor, V
-from autopar.planning import make_plan, prepare_step
+from autopar.planning.planning import make_plan, prepare_step
 from tests.cost_model.test_price import MACHINE
 
 MESH = Mesh.of({"dp": 4})

@@ -35,7 +35,7 @@ from autopar.ir import (
     V,
 )
 from autopar.ir.conversion import TRANSITIONS
-from autopar.planning import prepare_forward
+from autopar.planning.planning import prepare_forward
 from tests.search.graphs import Builder, mlp
 
 MACHINE = Hardware(

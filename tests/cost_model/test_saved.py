@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig, loss_fn
-from llama import Llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,9 +16,9 @@ from autopar.cost_model.items import Pricer
 from autopar.cost_model.software import AUTOPAR
 from autopar.cost_model.step import Run, Step
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S
-from autopar.planning import Prepared, make_plan, prepare_step
-from autopar.program import build_program
-from autopar.runtime import simulate
+from autopar.planning.planning import Prepared, make_plan, prepare_step
+from autopar.program.program import build_program
+from autopar.proof import lockstep
 from benchmarks.saved_activations import (
     eager_kept_bytes,
     kept_bytes,
@@ -28,6 +27,7 @@ from benchmarks.saved_activations import (
     program_kept_bytes,
     unsplit_plan,
 )
+from tests.support.llama import Llama
 
 HARDWARE = find_hardware("cpu-gloo")
 PLENTY_BYTES = 10**15
@@ -159,7 +159,7 @@ def rank_kept_bytes(
     mesh, parameters = plan.mesh, dict(model.named_parameters())
     arguments = [
         [
-            simulate.shard(parameters[s.name].detach(), s.dims, s.layout, mesh, rank)
+            lockstep.shard(parameters[s.name].detach(), s.dims, s.layout, mesh, rank)
             .clone()
             .requires_grad_()
             for rank in range(mesh.size)
@@ -168,9 +168,9 @@ def rank_kept_bytes(
     ]
     stored = [x for ranks in arguments for x in ranks]
     for s, x in zip(program.inputs, inputs, strict=True):
-        shards = [simulate.shard(x, s.dims, s.layout, mesh, rank) for rank in range(mesh.size)]
+        shards = [lockstep.shard(x, s.dims, s.layout, mesh, rank) for rank in range(mesh.size)]
         arguments.append([shard.clone() for shard in shards])
-    return kept_bytes(lambda: simulate.run(program, arguments), stored) / mesh.size
+    return kept_bytes(lambda: lockstep.run(program, arguments), stored) / mesh.size
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from autopar.cost_model.items import Holding
 from autopar.cost_model.software import AUTOPAR
 from autopar.cost_model.step import STAGES, Run, Stage, Step, total
 from autopar.ir.pipeline import Pipeline
-from autopar.schedules import actions
+from autopar.pipeline.schedules import actions
 
 LINK = H100.across_nodes
 

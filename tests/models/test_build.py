@@ -17,7 +17,7 @@ from autopar.models import (
 )
 from autopar.models.blocks import Attention, Experts, Positions, rotate
 from autopar.models.build import alibi_slopes, positions_of, relative_bucket
-from autopar.verify import verify
+from autopar.proof.verify import verify
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 64, "max_positions": 16}
 T5 = {"norm": "rms", "bias": False, "activation": "relu"}

@@ -7,9 +7,9 @@ import torch
 
 from autopar.cost_model import find_hardware
 from autopar.models import PRESETS, build, example_inputs, parameter_count
-from autopar.planning import make_plan, prepare_step
-from autopar.program import build_program
-from autopar.targets import resolve_target
+from autopar.models.targets import resolve_target
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.program.program import build_program
 
 MESH = {"dp": 2, "tp": 2}
 UNBOUNDED = 10**15  # bytes: what is tested is the split, not the fit

@@ -8,8 +8,8 @@ from torch import fx, nn
 from autopar.errors import CaptureError
 from autopar.passes.real_scatters import real_scatters
 from autopar.passes.refresh_examples import refresh_examples
-from autopar.planning import prepare_step
-from autopar.verify import verify
+from autopar.planning.planning import prepare_step
+from autopar.proof.verify import verify
 
 
 class Assigned(nn.Module):

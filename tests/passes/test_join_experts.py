@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autopar.capture import capture_forward
+from autopar.capture.export import capture_forward
 from autopar.passes import clean_up
 
 
@@ -42,7 +42,7 @@ def kinds(layer):
     captured = capture_forward(layer, (x, chosen), {})
     clean_up(captured.module)
     calls = captured.module.graph.find_nodes
-    joined = [n for n in captured.module.graph.nodes if str(n.target) == "autopar.experts"]
+    joined = [n for n in captured.module.graph.nodes if str(n.target) == "autopar.analysis.experts"]
     if joined:
         made = joined[0].target(x, chosen.reshape(-1), layer.weight)
         torch.testing.assert_close(made, layer(x, chosen))
@@ -64,7 +64,7 @@ def test_integers_are_counted_as_on_a_gpu():
         layer, x = Layer(counted, torch.argsort), torch.empty(6, 8, dtype=torch.bfloat16)
         captured = capture_forward(layer, (x, torch.empty(6, 2, dtype=torch.int64)), {})
     clean_up(captured.module)
-    assert any(str(n.target) == "autopar.experts" for n in captured.module.graph.nodes)
+    assert any(str(n.target) == "autopar.analysis.experts" for n in captured.module.graph.nodes)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_fingerprint_sees_what_experts_do():
         batch = (torch.zeros(6, 8).bfloat16(), torch.zeros(6, 2).long())
         captured = capture_forward(Gated(gate), batch, {})
         clean_up(captured.module)
-        assert any(str(n.target) == "autopar.experts" for n in captured.module.graph.nodes)
+        assert any(str(n.target) == "autopar.analysis.experts" for n in captured.module.graph.nodes)
         return captured.fingerprint
 
     assert fingerprint(F.silu) == fingerprint(F.silu) != fingerprint(F.gelu)

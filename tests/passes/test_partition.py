@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.capture import capture_step
+from autopar.analysis.factors import analyze
+from autopar.capture.export import capture_step
 from autopar.errors import VerifierError
-from autopar.factors import analyze
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S, V
 from autopar.passes import bind_groups, clean_up, retarget_device, verify_graph
-from autopar.program import build_program
+from autopar.program.program import build_program
 
 TWO = Mesh.of({"tp": 2})
 

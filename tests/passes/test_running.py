@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from autopar.capture import capture_step
+from autopar.capture.export import capture_step
 from autopar.ir import Mesh
 from autopar.passes import clean_up, defer_loss_sum, find_gathers, group_gathers, hoist_input_sums
 from autopar.runtime.gather import route_of

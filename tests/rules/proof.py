@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture_step
-from autopar.factors import analyze
+from autopar.analysis.factors import analyze
+from autopar.capture.export import capture_step
 from autopar.ir import UNSPLIT, VARIED, Mesh, ParameterPlan, Plan, R, is_legal
 from autopar.passes import clean_up
-from autopar.program import build_program
-from autopar.runtime.simulate import run
+from autopar.program.program import build_program
+from autopar.proof.lockstep import run
 
 MESH = Mesh.of({"a": 2})
 

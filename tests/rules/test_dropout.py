@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.capture import capture_forward
+from autopar.analysis.factors import analyze
+from autopar.capture.export import capture_forward
 from autopar.errors import AutoparError
-from autopar.factors import analyze
 from autopar.ir import Mesh, Plan, R, S
 from autopar.passes import clean_up
-from autopar.program import build_program
-from autopar.runtime.simulate import run
-from autopar.verify import verify
+from autopar.program.program import build_program
+from autopar.proof.lockstep import run
+from autopar.proof.verify import verify
 
 MESH = Mesh.of({"dp": 2, "tp": 2})
 

@@ -7,11 +7,11 @@ from proof import labels_of, prove
 from test_kept import Between
 from torch import nn
 
-from autopar.planning import prepare_step
+from autopar.planning.planning import prepare_step
 from benchmarks.saved_activations import priced_bytes, program_kept_bytes
 
 ROWS, SLOTS, EXPERTS, WIDTH, INNER = 8, 2, 4, 6, 10
-EXPERTS_KIND = "autopar.experts"
+EXPERTS_KIND = "autopar.analysis.experts"
 product = torch.ops.transformers.grouped_mm_fallback
 
 

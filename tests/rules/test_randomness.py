@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture_forward
-from autopar.captured import Captured
-from autopar.factors import Analysis, analyze
+from autopar.analysis.factors import Analysis, analyze
+from autopar.capture.captured import Captured
+from autopar.capture.export import capture_forward
 from autopar.ir import Mesh, R
 from autopar.passes import clean_up
-from autopar.program import Program, build_program
-from autopar.random_plan import random_plan
-from autopar.runtime import simulate
+from autopar.program.program import Program, build_program
+from autopar.proof import lockstep
+from autopar.proof.random_plan import random_plan
 
 SHAPE = (32, 8, 8, 8)
 MESHES = ({"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2})
@@ -78,16 +78,16 @@ def whole_results(program: Program, seed: int) -> dict[str, Tensor]:
     mesh = program.plan.mesh
     (spec,) = program.inputs
     ones = torch.ones(SHAPE)
-    parts = [simulate.shard(ones, spec.dims, spec.layout, mesh, r) for r in range(mesh.size)]
+    parts = [lockstep.shard(ones, spec.dims, spec.layout, mesh, r) for r in range(mesh.size)]
     torch.manual_seed(seed)
     with torch.no_grad():
-        found = simulate.run(program, [parts])
+        found = lockstep.run(program, [parts])
     whole = (R,) * len(mesh.axes)
     together = {}
     for name, result, ranks in zip(DRAWS, program.outputs, found, strict=True):
-        full = simulate.convert(ranks, result.dims, result.layout, whole, mesh)[0]
+        full = lockstep.convert(ranks, result.dims, result.layout, whole, mesh)[0]
         for rank, part in enumerate(ranks):
-            again = simulate.shard(full, result.dims, result.layout, mesh, rank)
+            again = lockstep.shard(full, result.dims, result.layout, mesh, rank)
             assert torch.equal(part.reshape(again.shape), again), (name, rank)
         together[name] = full.reshape(SHAPE).double()
     return together

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from llama import Llama
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.ir import UNSPLIT, Choice, Mesh, Op, ParameterPlan, Plan, R, S, is_legal
-from autopar.random_plan import random_plan
-from autopar.verify import Subject
+from autopar.proof.random_plan import random_plan
+from autopar.proof.verify import Subject
+from tests.support.llama import Llama
 
 Wish = Callable[[Op, Choice], bool]
 

@@ -14,7 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autopar import backend
+from autopar.backend import backend
 from autopar.errors import AutoparError, MeshError, RecipeError
 from tests.runtime import scripts
 from tests.runtime.ranks import Ranks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import run_with_loss
-from autopar.checkpoint import load_checkpoint, save_checkpoint
+from autopar.capture.export import run_with_loss
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
 from tests.runtime.ranks import CONTEXT, Ranks, equal_on_all, join
 from tests.runtime.training import _random_plan, difference, full_state

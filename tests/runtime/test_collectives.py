@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from autopar.errors import PeerError
 from autopar.ir.conversion import TRANSITIONS
-from autopar.runtime.collectives import LOCAL, group_name, result_shape
+from autopar.ops.collectives import LOCAL, group_name, result_shape
 from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess

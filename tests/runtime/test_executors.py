@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.backend.sharding import whole_parameter
 from autopar.errors import AutoparError
 from autopar.runtime import module as runtime_module
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.gather import Gathers
-from autopar.sharding import whole_parameter
 from tests.runtime import scripts
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_recompute import Made, model_of

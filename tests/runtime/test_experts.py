@@ -6,8 +6,8 @@ import pytest
 from torch import Tensor
 
 import autopar
-from autopar.capture import run_with_loss
-from autopar.verify import TOLERANCE_HALF
+from autopar.capture.export import run_with_loss
+from autopar.proof.verify import TOLERANCE_HALF
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate
 
 from autopar._torch import dtensor
 from autopar.ir import Mesh, Pipeline, S
-from autopar.program import TensorSpec
+from autopar.pipeline.schedules import takes, unbounded
+from autopar.program.program import TensorSpec
 from autopar.runtime.inputs import Arguments, fitting_micro_batches, shapes_of_parts
-from autopar.schedules import takes, unbounded
 
 WORLD: Any = SimpleNamespace(mesh=Mesh.of({"dp": 2}))
 

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.ir import SCHEDULES, Pipeline
-from autopar.planning import prepare_step
+from autopar.planning.planning import prepare_step
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import difference, full_state, single, train
-from tests.staged import plan_for, with_stages
+from tests.support.staged import plan_for, with_stages
 
 pytestmark = pytest.mark.multiprocess
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import MixedPrecision, _torch
-from autopar.checkpoint import load_checkpoint, save_checkpoint
-from autopar.planning import prepare_step
-from autopar.random_plan import random_plan
-from autopar.verify import TOLERANCE_HALF
+from autopar.planning.planning import prepare_step
+from autopar.proof.random_plan import random_plan
+from autopar.proof.verify import TOLERANCE_HALF
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.checkpoint import load_checkpoint, save_checkpoint
 from autopar.ir import Graph, Mesh, Pipeline, Plan
 from autopar.ir.recompute import Recompute
-from autopar.planning import prepare_step
-from autopar.random_plan import random_plan
-from autopar.search.blocks import block_starts
+from autopar.pipeline.blocks import block_starts
+from autopar.planning.planning import prepare_step
+from autopar.proof.random_plan import random_plan
+from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.ranks import Ranks
 
 P, ROWS, WIDTH, LAYERS, MICRO_BATCHES, STEPS = 0.25, 32, 32, 3, 2, 3

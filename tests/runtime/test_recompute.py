@@ -17,16 +17,16 @@ import autopar
 from autopar.cost_model import find_hardware
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute
-from autopar.planning import make_plan
+from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.stage_costs import StageTable, stage_table
+from autopar.planning.planning import make_plan
 from autopar.runtime.executor import Runner
-from autopar.search.blocks import block_starts
-from autopar.search.stage_costs import StageTable, stage_table
 from benchmarks.saved_activations import kept_bytes
+from tests.proof.test_communication import Counted
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
-from tests.staged import prepared_once
-from tests.test_communication import Counted
+from tests.support.staged import prepared_once
 
 HARDWARE = find_hardware("cpu-gloo")
 WIDTH = 8

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.runtime import module as runtime_module
 from tests.runtime.ranks import Ranks, equal_on_all
-from tests.staged import plan_for
+from tests.support.staged import plan_for
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.capture import run_with_loss
+from autopar.capture.export import run_with_loss
 from tests.runtime.models import Normed, Tied, mean_square
 from tests.runtime.ranks import Ranks
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.capture import run_with_loss
-from autopar.random_plan import random_plan
+from autopar.capture.export import run_with_loss
+from autopar.proof.random_plan import random_plan
 from tests.runtime.models import Batch, make
-from tests.staged import prepared_once
+from tests.support.staged import prepared_once
 
 Step = Callable[..., Tensor]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError, SearchError
-from autopar.event_simulation import simulate
-from autopar.schedules import actions
+from autopar.pipeline.schedules import actions
+from autopar.pipeline.simulation import simulate
+from autopar.pipeline.stage_costs import StageTable
 from autopar.search.balance import Shape, balance, least_overfull
-from autopar.search.stage_costs import StageTable
 
 
 def table(

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from llama import Llama
 
 from autopar.cost_model import H100
 from autopar.ir import Mesh
-from autopar.planning import make_plan, prepare_step
-from autopar.program import build_program
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.program.program import build_program
+from tests.support.llama import Llama
 
 EIGHT = Mesh.of({"x": 8})
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost_model import find_hardware
-from autopar.planning import make_plan, prepare_step
-from autopar.verify import Subject
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.proof.verify import Subject
 
 
 class Attention(nn.Module):

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
-from autopar.event_simulation import simulate
 from autopar.ir import Graph, Mesh, Plan, is_legal
-from autopar.schedules import actions
-from autopar.search.blocks import block_starts
+from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.schedules import actions
+from autopar.pipeline.simulation import simulate
+from autopar.pipeline.stage_costs import costs_of_stages
 from autopar.search.pipeline import (
     PipelineFound,
     search_pipeline,
     search_pipeline_mesh,
 )
 from autopar.search.recipes import PIPELINE_RECIPES, format_recipe, resolve, split_recipe
-from autopar.search.stage_costs import costs_of_stages
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 

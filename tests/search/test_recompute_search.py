@@ -14,13 +14,13 @@ from autopar.cost_model import find_hardware
 from autopar.errors import PlanError, SearchError
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, blocks_again
-from autopar.planning import StageWishes, make_plan, prepare_forward, prepare_step
+from autopar.pipeline.blocks import repeating_parts
+from autopar.pipeline.stage_costs import StageTables
+from autopar.planning.planning import StageWishes, make_plan, prepare_forward, prepare_step
 from autopar.search.balance import balance_of
-from autopar.search.blocks import repeating_parts
 from autopar.search.pipeline import PipelineFound, search_pipeline, seconds_of_one_stage
-from autopar.search.stage_costs import StageTables
+from tests.pipeline.test_stage_costs import ROW, SIZES, WORLD, table, unsplit
 from tests.search.stacked import Sizes, residual
-from tests.search.test_stage_costs import ROW, SIZES, WORLD, table, unsplit
 from tests.search.toy import TOY
 
 LAYERS = 6

@@ -28,8 +28,8 @@ from autopar.ir import (
     operand_layouts,
     result_layouts,
 )  # fmt: skip
-from autopar.planning import make_plan, prepare_step
-from autopar.program import build_program
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.program.program import build_program
 from autopar.search import search, search_mesh, search_with_cost
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY

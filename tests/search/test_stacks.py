@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from llama import Llama
 
 from autopar.cost_model import H100, price
 from autopar.ir import Graph, Stack
-from autopar.planning import prepare_step
+from autopar.planning.planning import prepare_step
 from autopar.search import search_with_cost
+from tests.support.llama import Llama
 
 MESH = {"dp": 2, "tp": 2}
 

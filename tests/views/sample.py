@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event
-from autopar.event_simulation import Simulation, StageCosts, simulate
 from autopar.ir import Pipeline
-from autopar.schedules import actions
+from autopar.pipeline.schedules import actions
+from autopar.pipeline.simulation import Simulation, StageCosts, simulate
 from autopar.views import BlockCollective, BlockNode, Formula, Page, RooflinePoint, StageRow
 
 LAYERS, MICRO_BATCHES = 32, 4

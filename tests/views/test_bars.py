@@ -3,7 +3,7 @@
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown
-from autopar.report import as_text
+from autopar.explanation.report import as_text
 from autopar.views import memory_bar, time_bar
 from autopar.views.bars import StackedBar
 from autopar.views.palette import PALETTE

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from autopar.event_simulation import StageCosts, simulate
+from autopar.explanation.report import as_text
 from autopar.ir.pipeline import Pipeline
-from autopar.report import as_text
-from autopar.schedules import actions
+from autopar.pipeline.schedules import actions
+from autopar.pipeline.simulation import StageCosts, simulate
 from autopar.views.gantt import Gantt, caption, events, gantt
 from autopar.views.palette import PALETTE, REST
 from autopar.views.trace import to_trace

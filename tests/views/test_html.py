@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from autopar import units
 from autopar.cost_model.breakdown import Breakdown, Candidate, Event
-from autopar.views import BlockCollective, BlockNode, RooflinePoint, to_html, units, write_html
+from autopar.views import BlockCollective, BlockNode, RooflinePoint, to_html, write_html
 from autopar.views.markup import VOID
 from tests.views import sample
 

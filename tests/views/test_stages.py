@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.report import as_text
+from autopar.explanation.report import as_text
 from autopar.views.stages import HEAD, NARROW, StageTable, stage_table
 from tests.views import sample
 

@@ -2,7 +2,7 @@ import pytest
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Candidate
-from autopar.report import as_text
+from autopar.explanation.report import as_text
 from autopar.views import CandidateTable, SensitivityTable, Tree, show
 from tests.views import sample
 

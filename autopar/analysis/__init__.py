@@ -1,0 +1,1 @@
+"""Rules over a whole graph: factors, their roles, and what every op may choose."""

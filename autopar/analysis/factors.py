@@ -1,0 +1,559 @@
+"""Factors: names for the model's dimensions, and from them every op's choices.
+
+Each letter of each rule starts as a factor of its own. Where a tensor flows from one op to another,
+its dims' lists of factors are unified; where the lists are cut differently (4096 against 32, 128) the
+coarser factor is refined, everywhere it flows, weights included. Where neither size divides the other
+(2, 3 against 3, 2) the consumer's dim stays whole.
+
+Factors are identified by what flows into what, never by size. Their identity gives names and roles;
+the choices of an op depend on its own letters alone, so that queries and keys, which are both `seq`,
+can still be split apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor as TorchTensor
+from torch import fx
+
+from autopar import rules
+from autopar.analysis.work import works
+from autopar.capture.captured import Captured
+from autopar.ir import (
+    PARTIAL,
+    UNSPLIT,
+    VARIED,
+    Choice,
+    Collective,
+    Factor,
+    Graph,
+    Leaf,
+    Op,
+    P,
+    R,
+    S,
+    State,
+    Tensor,
+    V,
+    find_stacks,
+)
+from autopar.rules.spec import Hidden, Letters, Spec, tensor_operands, tensor_results
+
+
+class Atom:
+    """A factor while factors are being unified: a size, or its parts once it is refined."""
+
+    __slots__ = ("parts", "same", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.same: Atom | None = None
+        self.parts: list[Atom] | None = None
+
+    def root(self) -> Atom:
+        atom = self
+        while atom.same is not None:
+            atom = atom.same
+        return atom
+
+    def leaves(self) -> list[Atom]:
+        atom = self.root()
+        if atom.parts is None:
+            return [atom]
+        return [leaf for part in atom.parts for leaf in part.leaves()]
+
+
+def leaves(atoms: Iterable[Atom]) -> list[Atom]:
+    """The unrefined factors of a list of factors, in order."""
+    return [leaf for atom in atoms for leaf in atom.leaves()]
+
+
+def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
+    """Makes two lists of factors of the same total size one; False where no refinement can."""
+    a, b = leaves(left)[::-1], leaves(right)[::-1]
+    while a and b:
+        # A refinement below may have cut an atom that still waits in a list.
+        x, y = _front(a), _front(b)
+        if x is y:
+            continue
+        if x.size == y.size:
+            y.same = x
+        elif min(x.size, y.size) and max(x.size, y.size) % min(x.size, y.size) == 0:
+            large, small = (x, y) if x.size > y.size else (y, x)
+            rest = Atom(large.size // small.size)
+            large.parts = [small, rest]
+            (a if large is x else b).append(rest)
+        else:
+            return False
+    if any(
+        atom.size == 0 for atom in (*a, *b)
+    ):  # a dim without elements, which some rule takes for one
+        return False
+    assert not a and not b, "unify needs lists of the same total size"
+    return True
+
+
+def _front(stack: list[Atom]) -> Atom:
+    parts = stack.pop().leaves()
+    stack.extend(reversed(parts[1:]))
+    return parts[0]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A captured model with its factors.
+
+    Attributes:
+        graph: what the search sees.
+        specs: node name -> its spec.
+        letters: node name -> letter -> the labels of its factors in choices, major first.
+        names: node name -> names of the tensors it yields.
+    """
+
+    graph: Graph
+    specs: Mapping[str, Spec]
+    letters: Mapping[str, Mapping[str, tuple[str, ...]]]
+    names: Mapping[str, tuple[str, ...]]
+
+
+def analyze(captured: Captured) -> Analysis:
+    """Finds factors, choices, costs and saved tensors of every node."""
+    return _Analyzer(captured).run()
+
+
+def hidden_name(node: str, hidden: Hidden) -> str:
+    """The name of a tensor that only the backward of a node sees."""
+    return f"{node}:{hidden.name}"
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node takes one result out of a tuple."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+class _Analyzer:
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.nodes = list(captured.module.graph.nodes)
+        self.values: dict[str, TorchTensor] = {}  # tensor name -> example
+        self.atoms: dict[str, list[list[Atom]]] = {}  # tensor name -> factors of each dim
+        self.names: dict[str, tuple[str, ...]] = {}
+        self.specs: dict[str, Spec] = {}
+        self.with_rule: dict[str, bool] = {}
+        self.letters: dict[str, dict[str, Atom]] = {}
+        self.conflicts: dict[str, set[str]] = {}
+        self.needs_grad: set[str] = set()
+        self.of_inputs: set[str] = set()  # tensors that depend on an input
+        self.taken: dict[str, tuple[str, ...]] = {}  # node name -> its operands
+
+    def run(self) -> Analysis:
+        for node in self.nodes:
+            self._add(node)
+        self._forget_unreached()
+        self.factor_names, factors = _name_factors(self)
+        tensors = {name: self._tensor(name) for name in self.values}
+        ops = tuple(self._op(node) for node in self.nodes if node.name in self.specs)
+        graph = Graph(
+            tensors=tensors,
+            ops=ops,
+            parameters={v: k for k, v in self.captured.parameters.items()},
+            buffers={v: k for k, v in self.captured.buffers.items()}
+            | {name: name for name in self.captured.constants},
+            inputs={v: k for k, v in self.captured.inputs.items()},
+            outputs=tuple(self.names[n.name][0] for n in output_nodes(self.captured.module)),
+            factors=factors,
+            stacks=find_stacks(ops),
+            precision=self.captured.precision,
+            whole_outputs=self.captured.whole_outputs,
+        )
+        letters = {
+            name: {letter: self._labels(letter, atom) for letter, atom in own.items()}
+            for name, own in self.letters.items()
+        }
+        return Analysis(graph, self.specs, letters, self.names)
+
+    # --- one node
+
+    def _add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._add_leaf(node)
+        elif is_getitem(node):
+            source, position = node.args
+            self.names[node.name] = (self.names[source.name][position],)  # type: ignore[union-attr, index]
+        elif node.op == "call_function":
+            self._add_call(node)
+
+    def _add_leaf(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, TorchTensor):
+            return
+        self._add_tensor(node.name, value, [[Atom(s)] if s != 1 else [] for s in value.shape])
+        self.names[node.name] = (node.name,)
+        if node.name in self.captured.inputs:
+            self.of_inputs.add(node.name)
+        name = self.captured.parameters.get(node.name)
+        is_trained = name is not None and name not in self.captured.frozen
+        if is_trained or node.name in self.captured.differentiable:
+            self.needs_grad.add(node.name)
+
+    def _add_tensor(self, name: str, value: TorchTensor, atoms: list[list[Atom]]) -> None:
+        self.values[name] = value
+        self.atoms[name] = atoms
+
+    def _add_call(self, node: fx.Node) -> None:
+        spec, has_rule = rules.spec(node, self._wanted(node))
+        results = tensor_results(node)
+        single = isinstance(node.meta.get("val"), TorchTensor)
+        names = (node.name,) if single else tuple(f"{node.name}:{i}" for i in range(len(results)))
+        self.specs[node.name], self.with_rule[node.name] = spec, has_rule
+        self.taken[node.name] = self._operands(node)
+        self.names[node.name] = names
+        own = {letter: Atom(size) for letter, size in spec.sizes.items()}
+        self.letters[node.name] = own
+        self.conflicts[node.name] = set()
+        for operand, letters in zip(self._operands(node), spec.operands, strict=True):
+            self._flow(node.name, self.atoms[operand], letters, own)
+        for name, value, letters in zip(names, results, spec.results, strict=True):
+            self._add_tensor(name, value, [[own[x] for x in dim] for dim in letters])
+        for hidden in spec.kept.hidden:
+            self._add_hidden(node.name, hidden, own)
+        if self.of_inputs.intersection(self._operands(node)):
+            self.of_inputs.update(names)
+        if self._passes_gradient(node):
+            self.needs_grad |= {
+                n
+                for n, v in zip(names, results, strict=True)
+                if (v.is_floating_point() or v.is_complex())
+            }
+
+    def _forget_unreached(self) -> None:
+        """What an op makes needs no gradient where none comes from the results, as on the way to an index."""
+        reached = {self.names[node.name][0] for node in output_nodes(self.captured.module)}
+        made: set[str] = set()
+        for node in reversed(self.nodes):
+            if node.name not in self.specs:
+                continue
+            results = self.names[node.name]
+            made.update(results)
+            if self._passes_gradient(node) and reached & self.needs_grad & {*results}:
+                reached.update(self._operands(node))
+        self.needs_grad -= made - reached
+
+    def _add_hidden(self, node: str, hidden: Hidden, own: Mapping[str, Atom]) -> None:
+        """A tensor that only backward sees; what no letter counts is a last dim of its own."""
+        atoms = [[own[x] for x in dim] for dim in hidden.letters]
+        if hidden.times > 1:
+            atoms.append([Atom(hidden.times)])
+        value = torch.empty((), dtype=hidden.dtype, device="meta")
+        self._add_tensor(hidden_name(node, hidden), value, atoms)
+
+    def _wanted(self, node: fx.Node) -> tuple[int, ...]:
+        """Positions of the operands that a gradient flows back to."""
+        if not self._passes_gradient(node):
+            return ()
+        return tuple(i for i, x in enumerate(self._operands(node)) if x in self.needs_grad)
+
+    def _operands(self, node: fx.Node) -> tuple[str, ...]:
+        return tuple(self.names[n.name][0] for n in tensor_operands(node))
+
+    def _passes_gradient(self, node: fx.Node) -> bool:
+        stops = rules.operator_name(node) in rules.NOT_DIFFERENTIABLE
+        return not stops and any(name in self.needs_grad for name in self._operands(node))
+
+    def _flow(
+        self, node: str, atoms: list[list[Atom]], letters: Letters, own: Mapping[str, Atom]
+    ) -> None:
+        """Unifies a tensor's dims with an operand's; what cannot be unified stays whole here."""
+        for factors, dim in zip(atoms, letters, strict=True):
+            if dim and not unify(factors, [own[letter] for letter in dim]):
+                self.conflicts[node].update(dim)
+
+    # --- the result
+
+    def _tensor(self, name: str) -> Tensor:
+        value = self.values[name]
+        dims = [leaves(dim) for dim in self.atoms[name]]
+        return Tensor(
+            name=name,
+            dims=tuple(tuple(atom.size for atom in dim) for dim in dims),
+            factors=tuple(tuple(self.factor_names[id(atom)] for atom in dim) for dim in dims),
+            itemsize_bytes=value.element_size(),
+            needs_grad=name in self.needs_grad,
+            **self._formats(name, value),
+        )
+
+    def _formats(self, name: str, value: TorchTensor) -> dict[str, int]:
+        """The formats of a parameter at rest and of its gradient, where they differ from that in use."""
+        parameter, used = self.captured.parameters.get(name), value.dtype.itemsize
+        if parameter is None:
+            return {}
+        found = {
+            "stored_itemsize_bytes": self.captured.stored.get(parameter, value.dtype).itemsize,
+            "gradient_itemsize_bytes": self.captured.gradient_dtype(
+                parameter, value.dtype
+            ).itemsize,
+        }
+        return {key: size for key, size in found.items() if size != used}
+
+    def _labels(self, letter: str, atom: Atom) -> tuple[str, ...]:
+        count = len(atom.leaves())
+        return (letter,) if count == 1 else tuple(f"{letter}.{i}" for i in range(count))
+
+    def _op(self, node: fx.Node) -> Op:
+        spec, operands = self.specs[node.name], self._operands(node)
+        kept, names = spec.kept, self.names[node.name]
+        hidden = tuple(hidden_name(node.name, each) for each in kept.hidden)
+        return Op(
+            name=node.name,
+            kind=rules.operator_name(node),
+            operands=operands,
+            results=(*names, *hidden),
+            choices=tuple(self._choices(node.name, spec)),
+            flops=spec.flops,
+            saved=(
+                *(operands[i] for i in kept.operands),
+                *(names[i] for i in kept.results),
+                *hidden,
+            ),
+            is_view=spec.is_view,
+            module=module_path(node),
+            has_rule=self.with_rule[node.name],
+            work=works(spec, lambda letter: self._leaves(node.name, letter)),
+            hidden=hidden,
+            collectives=tuple(self._collectives(node.name, spec)),
+        )
+
+    def _collectives(self, node: str, spec: Spec) -> Iterable[Collective]:
+        for each in spec.collectives:
+            over = (leaf for letter in each.over for leaf in self._leaves(node, letter))
+            yield Collective(
+                frozenset(leaf.label for leaf in over), each.forward, each.backward, each.itemsize_bytes,
+                tuple(leaf for letter in each.letters for leaf in self._leaves(node, letter)),
+            )  # fmt: skip
+
+    def _leaves(self, node: str, letter: str) -> tuple[Leaf, ...]:
+        atom = self.letters[node][letter]
+        return tuple(
+            Leaf(label, self.factor_names[id(leaf)], leaf.size)
+            for label, leaf in zip(self._labels(letter, atom), atom.leaves(), strict=True)
+        )
+
+    def _choices(self, name: str, spec: Spec) -> Iterable[Choice]:
+        made = len(spec.results) + len(spec.kept.hidden)
+        yield Choice(UNSPLIT, (R,) * len(spec.operands), (R,) * made)
+        if self._is_function_of_parameters(name):
+            yield Choice(VARIED, (V,) * len(spec.operands), (V,) * made)
+        for letter, atom in self.letters[name].items():
+            if not spec.splittable(letter) or letter in self.conflicts[name]:
+                continue
+            parts = list(zip(self._labels(letter, atom), atom.leaves(), strict=True))
+            for i, (label, leaf) in enumerate(parts[: 1 if letter in spec.contiguous else None]):
+                yield self._split(name, spec, letter, i, label, leaf)
+        for positions in spec.linear:
+            label = PARTIAL + "+".join(str(i) for i in sorted(positions))
+            states = tuple(P if i in positions else V for i in range(len(spec.operands)))
+            yield Choice(label, states, (P,) * made)
+
+    def _is_function_of_parameters(self, name: str) -> bool:
+        """Casts of weights, position embeddings: what the whole batch shares. Backward is linear in the
+        gradient, so that partial gradients pass through it to the parameter, and are added up there
+        with all others.
+        """
+        results = self.names[name]
+        return not self.of_inputs.intersection(results) and bool(
+            self.needs_grad.intersection(results)
+        )
+
+    def _split(
+        self, name: str, spec: Spec, letter: str, part: int, label: str, leaf: Atom
+    ) -> Choice:
+        own = self.letters[name]
+        summed = letter in spec.sums
+
+        def operand(i: int, letters: Letters) -> State:
+            if position := _position(letters, letter, part, own):
+                return S(*position)
+            return P if summed and i in spec.additive else V
+
+        def result(letters: Letters) -> State:
+            position = _position(letters, letter, part, own)
+            assert position or summed or letter in spec.agreed, (name, letter)
+            return S(*position) if position else P if summed else V
+
+        def kept(letters: Letters) -> State:
+            position = _position(letters, letter, part, own)
+            return S(*position) if position else V
+
+        return Choice(
+            label,
+            tuple(operand(i, letters) for i, letters in enumerate(spec.operands)),
+            (
+                *(result(letters) for letters in spec.results),
+                *(kept(hidden.letters) for hidden in spec.kept.hidden),
+            ),
+            leaf.size,
+            self.factor_names[id(leaf)],
+            spec.stretch.get(letter, 1.0),
+        )
+
+
+def _position(
+    letters: Letters, letter: str, part: int, own: Mapping[str, Atom]
+) -> tuple[int, int] | None:
+    """Dim and factor at which part `part` of a letter stands in a tensor."""
+    for dim, names in enumerate(letters):
+        if letter in names:
+            before = names[: names.index(letter)]
+            return dim, len(leaves(own[x] for x in before)) + part
+    return None
+
+
+def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """The tensor-valued nodes among a graph's outputs, in order."""
+    output = next(iter(module.graph.find_nodes(op="output")))
+    return tensor_operands(output)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module a node came from, without the wrapper's prefix."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor]]:
+    """Names by where a factor is first met: inputs (batch, seq), parameters, then anywhere.
+
+    The heads of a cache that is an input are heads of the model, and no dim of its own.
+    """
+    names: dict[int, str] = {}
+    taken: dict[str, Factor] = {}
+    roles: dict[int, set[str]] = {}
+
+    def meet(atom: Atom, name: str, role: str | None) -> None:
+        roles.setdefault(id(atom), set()).update({role} if role else ())
+        if id(atom) in names:
+            return
+        unique, count = name, 2
+        while unique in taken:
+            unique, count = f"{name}~{count}", count + 1
+        names[id(atom)] = unique
+        taken[unique] = Factor(unique, atom.size)
+
+    captured = analyzer.captured
+    apart = {_batch_of_op(analyzer, node) for node in analyzer.specs}
+    batch, heads = _batch_of_inputs(analyzer, apart), _heads(analyzer, apart)
+    for placeholder, name in captured.inputs.items():
+        for dim, atoms in enumerate(analyzer.atoms[placeholder]):
+            for atom in (x for x in leaves(atoms) if id(x) not in heads):
+                is_batch = batch.get(id(atom), dim == 0)
+                meet(atom, _input_name(name, dim, is_batch), "batch" if is_batch else "input")
+    for node, spec in analyzer.specs.items():
+        for joined, rows in spec.joins.items():
+            if all("batch" in roles.get(id(x), ()) for x in _atoms(analyzer, node, rows)):
+                for x in _atoms(analyzer, node, [joined]):
+                    meet(x, f"{node}.{joined}", "batch")
+    for placeholder, name in captured.parameters.items():
+        for dim, atoms in enumerate(analyzer.atoms[placeholder]):
+            parts = leaves(atoms)
+            for i, atom in enumerate(parts):
+                meet(atom, f"{name}[{dim}]" + (f".{i}" if len(parts) > 1 else ""), "parameter")
+    for node, spec in analyzer.specs.items():
+        for letter in sorted(spec.normalized):
+            for atom in analyzer.letters[node][letter].leaves():
+                meet(atom, f"{node}.{letter}", "normalized")
+        for letter in sorted(spec.experts | _counts_matrices(analyzer, node, spec)):
+            for atom in analyzer.letters[node][letter].leaves():
+                meet(atom, f"{node}.{letter}", "expert")
+    for name, dims in analyzer.atoms.items():
+        for atom in leaves(a for dim in dims for a in dim):
+            meet(atom, name, None)
+    for node, own in analyzer.letters.items():
+        for letter, atom in own.items():
+            for leaf in atom.leaves():
+                meet(leaf, f"{node}.{letter}", None)
+    by_name = {names[key]: frozenset(found) for key, found in roles.items()}
+    return names, {n: Factor(n, f.size, by_name[n]) for n, f in taken.items()}
+
+
+def _batch_of_inputs(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> dict[int, bool]:
+    """Whether factors of inputs are the batch, where the ops say otherwise than that it is the leading dim.
+
+    In some layouts another dim is (torch.nn.LSTM and torch.nn.MultiheadAttention, unless `batch_first`). It is
+    the first dim over which samples meet in none of the ops that keep some `apart`; the leading dim if that is one.
+    """
+    matrices = {id(x) for name in analyzer.captured.parameters for x in _of(analyzer, name)}
+    found: dict[int, bool] = {}
+    for placeholder in analyzer.captured.inputs:
+        dims = [{id(x) for x in leaves(atoms)} for atoms in analyzer.atoms[placeholder]]
+        free = [dim for dim in dims if dim and not dim & matrices]
+        told = [each for each in apart if any(each & dim for dim in free)]
+        kept = [dim for dim in free if told and all(dim <= each for each in told)]
+        first = dims[0] & frozenset.intersection(*told) if told else set()  # batch x something
+        if kept and dims[0] and not first and not any(dims[0] & dim for dim in kept):
+            found |= dict.fromkeys(dims[0], False) | dict.fromkeys(kept[0], True)
+    return found
+
+
+def _heads(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> set[int]:
+    """Columns of matrices by which products of activations are independent: the heads of attention."""
+    columns = {
+        id(x)
+        for node, spec in analyzer.specs.items()
+        if spec.sums and _varies(analyzer, node, spec) == {True, False}
+        for x in _atoms(analyzer, node, _columns(analyzer, node, spec))
+    }
+    return {x for each in apart for x in each & columns}
+
+
+def _batch_of_op(analyzer: _Analyzer, node: str) -> frozenset[int]:
+    """Factors over which samples do not meet in an op: those its rule names, or of a product of activations."""
+    spec = analyzer.specs[node]
+    letters = set(spec.batch)
+    if spec.sums and _varies(analyzer, node, spec) == {True}:
+        letters |= _common(spec)
+    return frozenset(id(x) for x in _atoms(analyzer, node, letters))
+
+
+def _columns(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
+    """Letters of a product that its results have from what is made of parameters alone."""
+    of_model, of_inputs = (
+        {x for name, letters in zip(analyzer.taken[node], spec.operands, strict=True)
+         if (name in analyzer.of_inputs) is varies for dim in letters for x in dim}
+        for varies in (False, True)
+    )  # fmt: skip
+    return {x for letters in spec.results for dim in letters for x in dim} & of_model - of_inputs
+
+
+def _atoms(analyzer: _Analyzer, node: str, letters: Iterable[str]) -> list[Atom]:
+    return leaves(analyzer.letters[node][letter] for letter in sorted(letters))
+
+
+def _of(analyzer: _Analyzer, tensor: str) -> list[Atom]:
+    return leaves(atom for dim in analyzer.atoms[tensor] for atom in dim)
+
+
+def _counts_matrices(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
+    """Letters of a batched product whose one factor is made of parameters alone: `e c d, e d f -> e c f`."""
+    varies = {name in analyzer.of_inputs for name in analyzer.taken[node]}
+    return _common(spec) if spec.sums and varies == {True, False} else set()
+
+
+def _varies(analyzer: _Analyzer, node: str, spec: Spec) -> set[bool]:
+    """Whether what a product multiplies depends on inputs; what is added to it aside."""
+    factors = [x for i, x in enumerate(analyzer.taken[node]) if i not in spec.additive]
+    return {name in analyzer.of_inputs for name in factors} if len(factors) > 1 else set()
+
+
+def _common(spec: Spec) -> set[str]:
+    """Letters that every tensor of an op has."""
+    tensors = [{x for dim in letters for x in dim} for letters in (*spec.operands, *spec.results)]
+    return set.intersection(*tensors)
+
+
+def _input_name(name: str, dim: int, is_batch: bool) -> str:
+    """`seq` is the other of the first two dims."""
+    return "batch" if is_batch else "seq" if dim < 2 else f"{name}[{dim}]"

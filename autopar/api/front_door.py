@@ -1,0 +1,244 @@
+"""The front door: `compile` and `explain`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.api.planner import MeshLike, Planner, axes_of
+from autopar.capture.export import LossFunction
+from autopar.cost_model import Cluster, Hardware, find_cluster
+from autopar.cost_model.software import as_eager_runs
+from autopar.errors import AutoparError, MeshError
+from autopar.explanation.explanation import Explanation, run_of
+from autopar.ir import (
+    MixedPrecision,
+    Plan,
+)
+from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir.recompute import RecomputeWish
+from autopar.planning.planning import (
+    StageWishes,
+    make_plan,
+    policy_of,
+    prepare_step,
+    split_example,
+)
+from autopar.runtime.compiled import Executor, ExecutorName
+from autopar.runtime.initialise import InitFunction
+from autopar.runtime.module import CompiledModule, Outputs, Settings
+from autopar.runtime.processes import BUCKET_BYTES
+from autopar.runtime.together import warn_together
+from autopar.search import RecipeLike
+
+
+def compile(
+    model: nn.Module,
+    *,
+    example_inputs: Any = None,
+    loss_fn: LossFunction | None = None,
+    mesh: MeshLike | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    recompute: RecomputeWish | None = None,
+    precision: MixedPrecision | str | None = None,
+    hardware: Hardware | str | None = None,
+    memory_bytes: int | None = None,
+    device: torch.device | str | None = None,
+    init_fn: InitFunction | None = None,
+    seed: int = 0,
+    outputs: Outputs = "local",
+    timeout_seconds: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    executor: ExecutorName = "eager",
+) -> CompiledModule:
+    """Makes a single-device model run on all ranks.
+
+    Under `torchrun` the default process group is used, and made if there is none; without it the model
+    runs on one rank. Every rank calls this with the same arguments.
+
+    Args:
+        model: plain PyTorch; its parameters may be on the meta device. They become DTensors in place, so
+            that an optimizer made of them before stays valid.
+        example_inputs: a global batch as `step` takes it: a tuple, a dict of keyword arguments, or one
+            tensor. Without it the first call is the example.
+        loss_fn: takes the model's result and then the last entries of the batch, and returns a scalar;
+            None if the model returns its loss itself.
+        mesh: the axes; without it its shape is searched too. The axis `pp` is that of pipeline stages.
+        plan: one made before, or the file it was saved in; nothing is searched then.
+        recipe: constraints on the search, for all axes or by axis:
+            `{"pp": "1f1b", "dp": "zero1", "tp": "tp"}`.
+        pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
+        micro_batches: into how many parts `step` cuts the batch along dim 0 of every input; by default
+            1, and with pipeline stages what the search finds best.
+        schedule: in which order stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
+            dualpipev; by default what the search finds best.
+        chunks: stages of each pipeline rank, for schedules that take several.
+        recompute: "none" keeps everything for backward; "full" keeps of every layer only what enters it, and
+            runs it again in backward; 3 does so with the first three layers of every stage; 0.5 with as
+            few as leave half of the memory that "full" would save. By default nothing runs again that
+            fits into memory, and where not, as few layers as do, if that is faster than to shard more.
+        precision: a mixed-precision policy, such as "bf16" or a `MixedPrecision`: parameters stay in their
+            own format, are cast once a step before they are gathered, and gradients are added up and
+            reduced in theirs. By default everything is computed as the model has it (docs/precision.md).
+        hardware: what to price for, a catalogue name or figures; by default that of the device's kind.
+        memory_bytes: bound on the memory of a rank; by default what the hardware has.
+        device: where this rank computes; by default the model's own device, or the mesh's kind for a
+            model on the meta device.
+        init_fn: called with each meta-device module that owns tensors, in place of its
+            `reset_parameters()`.
+        seed: of the initial values of a meta-device model.
+        outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
+        timeout_seconds: how long a collective may wait for the other ranks before the step ends with an
+            error; by default as the process groups have it. Gloo notices a dead process at once.
+        bucket_bytes: about how much one collective carries.
+        executor: "eager" runs the plan op by op; "inductor" and "aot_eager" compile what lies between
+            gathers of parameters, block by block, with these backends of torch.compile.
+
+    Raises AutoparError for an unknown executor, MeshError if the world does not match the mesh,
+    PlanError for a plan of another model,
+    CaptureError, RecipeError or SearchError where no plan can be made.
+    """
+    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    stages = StageWishes(schedule, chunks, recompute)
+    _refuse_other_wishes(loaded, stages)
+    policy = policy_of(precision, loaded)
+    planner = Planner(
+        loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
+        memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
+        device=_device(model, mesh, device), stages=stages,
+        precision=policy,
+    )  # fmt: skip
+    _warn_of_scaling(policy)  # which rank this is, is known by now
+    settings = Settings(
+        micro_batches=_micro_batches(micro_batches, loaded), device=planner.device, device_mesh=planner.device_mesh(),
+        init_fn=init_fn, seed=seed, outputs=outputs, bucket_bytes=bucket_bytes,
+        executor=Executor(executor), timeout_seconds=timeout_seconds,
+    )  # fmt: skip
+    compiled = CompiledModule(model, planner, settings)
+    if example_inputs is not None:
+        args, kwargs = split_example(example_inputs)
+        compiled.prepare(*args, **kwargs)
+    return compiled
+
+
+def _micro_batches(asked: int | None, plan: Plan | None) -> int | None:
+    if plan is None or asked == plan.micro_batches:
+        return asked
+    if asked is None:
+        return plan.micro_batches
+    raise AutoparError(
+        f"The plan was made for {plan.micro_batches} micro-batches, and compile was given "
+        f"micro_batches={asked}; leave it out, or make another plan."
+    )
+
+
+def _warn_of_scaling(precision: MixedPrecision | None) -> None:
+    if precision and "float16" in (precision.param_dtype, precision.reduce_dtype):
+        warn_together(
+            f"precision={str(precision)!r}: gradients below 6e-8 are zero in float16, and `step` does not scale "
+            "the loss. Let loss_fn multiply it by a scale of torch.amp.GradScaler, as docs/precision.md "
+            "shows, or take bf16.",
+            stacklevel=3,
+        )
+
+
+def _refuse_other_wishes(plan: Plan | None, wishes: StageWishes) -> None:
+    if plan is None:
+        return
+    pipeline = plan.pipeline
+    found = {
+        "schedule": None if pipeline is None else pipeline.schedule,
+        "chunks": None if pipeline is None else pipeline.chunks,
+        "recompute": plan.recompute,
+    }
+    for name, asked in asdict(wishes).items():
+        if asked not in (None, found[name]):
+            raise AutoparError(
+                f"The plan has {name}={found[name]!r}, and compile was given {name}={asked!r}; leave it "
+                "out, or make another plan."
+            )
+
+
+def _device(
+    model: nn.Module, mesh: MeshLike | None, device: torch.device | str | None
+) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    own = {p.device for p in model.parameters() if not p.is_meta}
+    if len(own) > 1:
+        raise AutoparError(
+            f"The model lies on several devices ({', '.join(sorted(map(str, own)))}); move it to one, or "
+            "pass device=... to autopar.compile."
+        )
+    if own:
+        return own.pop()
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+    return (
+        torch.device("cpu")
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
+
+
+def explain(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mesh: MeshLike,
+    cluster: Cluster | str = "h100",
+    loss_fn: LossFunction | None = None,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    recompute: RecomputeWish | None = None,
+    precision: MixedPrecision | str | None = None,
+) -> Explanation:
+    """Plans a model without devices, weights or a process group, and says what the plan costs.
+
+    Args:
+        model: plain PyTorch, on any device; on the meta device it takes no memory.
+        example_inputs: one micro-batch of all ranks, or the whole batch if `micro_batches` is left
+            out: a tuple of arguments, a dict of keyword arguments, or one tensor.
+        mesh: the axes.
+        cluster: a name such as `h100x8x16`, the path of a TOML file, or a `Cluster`.
+        loss_fn, recipe, pins, memory_bytes, schedule, chunks, recompute: as in `compile`.
+        micro_batches: of a step; by default what the search finds best with stages, and 1 without.
+        precision: as in `compile`. Gradients are priced in the format that they are reduced in, and
+            parameters at rest and two moments in the parameters' own.
+
+    Raises CaptureError, MeshError, RecipeError or SearchError as `compile` does, AutoparError for an
+    unknown cluster.
+    """
+    found = as_eager_runs(find_cluster(cluster)) if isinstance(cluster, str) else cluster
+    axes = axes_of(mesh, None)
+    assert axes is not None, "a mesh was given"
+    if axes.size > found.ranks:
+        raise MeshError(f"The mesh {axes} has {axes.size} ranks, and {found} has {found.ranks}.")
+    args, kwargs = split_example(example_inputs)
+    prepared = prepare_step(
+        model, args, kwargs, loss_fn=loss_fn, precision=MixedPrecision.of(precision)
+    )
+    plan = make_plan(
+        prepared, axes, hardware=found.hardware, recipe=recipe, pins=pins,
+        memory_bytes=memory_bytes, micro_batches=micro_batches,
+        stages=StageWishes(schedule, chunks, recompute),
+    )  # fmt: skip
+    graph = prepared.analysis.graph
+    if micro_batches is None and plan.micro_batches > 1:
+        graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
+    run = run_of(plan)
+    return Explanation(graph, plan, found, run, memory_bound_bytes=memory_bytes)

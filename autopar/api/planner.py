@@ -1,0 +1,314 @@
+"""Programs for a compiled module: captured, planned once for all ranks, planned again for other shapes."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.capture.export import LossFunction
+from autopar.cost_model import Cluster, Hardware, find_hardware, price
+from autopar.errors import MeshError, RecipeError, SearchError
+from autopar.explanation.explanation import Explanation, run_of
+from autopar.ir import (
+    PIPELINE_AXIS,
+    Graph,
+    Mesh,
+    MixedPrecision,
+    ParameterPlan,
+    Plan,
+    R,
+    without_pipeline,
+)
+from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
+from autopar.planning.planning import (
+    Prepared,
+    StageWishes,
+    has_same_ops,
+    make_plan,
+    plan_again,
+    prepare_forward,
+    prepare_step,
+    unsplit_plan,
+    why_not_again,
+)
+from autopar.program.program import build_program
+from autopar.program.stages import cut_stages, cuts_where_parameters_lie
+from autopar.runtime.module import Fixed, Programs
+from autopar.runtime.processes import (
+    agreed,
+    check_world,
+    join_process_group,
+    make_world,
+    world_size,
+)
+from autopar.runtime.world import World, set_timeout
+from autopar.search import RecipeLike
+from autopar.search.notes import axis_lines, format_count
+from autopar.search.recipes import format_recipe, split_recipe
+
+log = logging.getLogger("autopar")
+
+MeshLike = DeviceMesh | Mesh | Mapping[str, int]
+_NO_BOUND_BYTES = 2**62
+
+
+class Planner:
+    """Makes programs, one plan for all ranks, and the mesh they run on."""
+
+    def __init__(
+        self,
+        *,
+        loss_fn: LossFunction | None,
+        mesh: MeshLike | None,
+        plan: Plan | None,
+        recipe: RecipeLike,
+        pins: Mapping[str, str] | None,
+        hardware: Hardware | str | None,
+        memory_bytes: int | None,
+        device: torch.device,
+        timeout_seconds: float | None,
+        stages: StageWishes,
+        precision: MixedPrecision | None,
+    ) -> None:
+        self.device, self._stages, self._precision = device, stages, precision
+        self._loss_fn, self._plan = loss_fn, plan
+        self._recipe, self._pins, self._memory_bytes = recipe, pins, memory_bytes
+        format_recipe(recipe)  # there is no first batch to wait for until a name is found wrong
+        self._hardware, self._assumed = hardware_of(hardware, device)
+        self._timeout_seconds = timeout_seconds
+        self._device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+        join_process_group(device)
+        self._mesh = axes_of(mesh, plan)
+        if self._mesh is not None:
+            check_world(self._mesh)
+        self._world: World | None = None
+        self._first: Prepared | None = None
+        self._made: dict[bool, list[Plan]] = {True: [], False: []}  # of steps, of forwards
+
+    def device_mesh(self) -> DeviceMesh | None:
+        """A mesh over all ranks: that of the plan if its shape is known, else of one axis."""
+        if self._mesh is not None:
+            return self.world().device_mesh
+        return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
+
+    def micro_batches(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> int:
+        """How many micro-batches are best for a step of this whole batch."""
+        if self._mesh is not None and PIPELINE_AXIS not in self._mesh.names:
+            return 1
+        prepared = self._prepare_step(model, args, kwargs)
+        return agreed(lambda: self._search(prepared, None, captured=1)).micro_batches
+
+    def program(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        micro_batches: int,
+        is_step: bool,
+        fixed: Fixed | None,
+    ) -> Programs:
+        """Captures and plans; `fixed` is where parameters already lie."""
+        if is_step:
+            prepared = self._prepare_step(model, args, kwargs)
+        else:
+            prepared = prepare_forward(model, args, kwargs, precision=self._precision)
+        plan = self._plan if fixed is None else None
+        if plan is None:
+            plan = agreed(
+                lambda: (
+                    self._search(
+                        prepared, micro_batches if is_step else None, captured=micro_batches
+                    )
+                    if fixed is None
+                    else self._following(prepared, fixed, micro_batches, is_step=is_step)
+                )
+            )
+        if is_step and plan.pipeline is not None:
+            check_micro_batches(plan.pipeline, plan.micro_batches)
+        program = build_program(prepared.captured, prepared.analysis, plan)
+        stages = cut_stages(program, prepared.analysis.graph)
+        if self._first is None:
+            self._first, self._mesh = prepared, plan.world_mesh
+        if all(plan.ops != made.ops for made in self._made[is_step]):
+            self._made[is_step].append(plan)
+        return Programs(program, stages)
+
+    def _prepare_step(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Prepared:
+        return prepare_step(model, args, kwargs, loss_fn=self._loss_fn, precision=self._precision)
+
+    def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
+        plan = make_plan(
+            prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
+            recipe=self._recipe, pins=self._pins, memory_bytes=self._memory_bytes,
+            micro_batches=micro_batches, captured_micro_batches=captured, stages=self._stages,
+        )  # fmt: skip
+        if self._mesh is not None:
+            warn_of_idle_axes(plan)
+        for note in plan.notes:
+            log.info("%s", note)
+        return replace(plan, notes=(*plan.notes, *self._assumed))
+
+    def _following(
+        self, prepared: Prepared, fixed: Fixed, micro_batches: int, *, is_step: bool
+    ) -> Plan:
+        """A plan for another graph of the model, or other shapes; its parameters stay where they lie.
+
+        The choices of an earlier plan are taken again where they are legal, so that nothing is searched.
+        """
+        earlier = self._made[is_step]
+        plan = next(
+            (again for p in earlier if (again := plan_again(p, prepared, micro_batches))
+             and self._has_room(again, prepared)), None,
+        )  # fmt: skip
+        if plan is None:
+            plan = self._search_anew(prepared, fixed, micro_batches)
+            alike = [p for p in earlier if has_same_ops(p, prepared)]
+            if alike:
+                warn_of_shape(alike[0], plan, prepared)
+        if plan.pipeline is None or fixed.pipeline is None:
+            return plan
+        pipeline = replace(fixed.pipeline, cuts=plan.pipeline.cuts)
+        if is_step and not takes(pipeline, micro_batches):
+            pipeline = unbounded(pipeline)
+            warnings.warn(
+                f"This batch can be cut into {format_count(micro_batches, 'micro-batch')}, which the schedule "
+                f"{fixed.pipeline.schedule} does not take; it is run by {pipeline.schedule}.",
+                stacklevel=2,
+            )
+        return replace(plan, pipeline=pipeline)
+
+    def _has_room(self, plan: Plan, prepared: Prepared) -> bool:
+        """Whether the plan fits into memory; stages and recomputation were sized for the first batch."""
+        if plan.pipeline is not None or plan.recompute != "none":
+            return True
+        bound = self._hardware.memory_bytes if self._memory_bytes is None else self._memory_bytes
+        return price(prepared.analysis.graph, plan, self._hardware).memory_bytes <= bound
+
+    def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
+        assert self._mesh is not None, "there was a first program"
+        mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
+        parameters = _with_unused(fixed.parameters, prepared, mesh)
+        is_whole = fixed.pipeline is None and fixed.recompute == "none"
+
+        def search(recipe: RecipeLike) -> Plan:
+            return make_plan(
+                prepared, mesh, hardware=self._hardware, recipe=recipe,
+                memory_bytes=self._memory_bytes if is_whole else _NO_BOUND_BYTES,
+                micro_batches=micro_batches, fixed_storage=parameters,
+            )  # fmt: skip
+
+        try:
+            plan = search(split_recipe(self._recipe)[1])
+        except (MeshError, RecipeError, SearchError):
+            try:
+                # The parameters lie as the recipe has it; this graph need not.
+                plan = search("auto")
+            except MeshError:  # an axis divides nothing any more
+                plan = unsplit_plan(prepared, mesh, parameters, micro_batches)
+        plan = replace(plan, recompute=fixed.recompute)
+        if fixed.pipeline is None:
+            return plan
+        cuts = cuts_where_parameters_lie(graph, fixed.users, fixed.pipeline.stages)
+        return replace(plan, pipeline=replace(fixed.pipeline, cuts=cuts))
+
+    def world(self) -> World:
+        """The mesh as it runs; known once the first program is."""
+        if self._world is None:
+            assert self._mesh is not None, "the mesh is known once there is a program"
+            self._world = make_world(
+                self._mesh, self.device, self._device_mesh, self._timeout_seconds
+            )
+            if self._timeout_seconds is not None:
+                set_timeout(self._world, self._timeout_seconds)
+        return self._world
+
+    def explain(self, plan: Plan) -> Explanation:
+        """The plan of the first program for people, with what it costs."""
+        assert self._first is not None, "a plan was made for a program"
+        return _explained(self._first.analysis.graph, plan, self._hardware)
+
+
+def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:
+    nodes = -(-plan.world_mesh.size // hardware.devices_per_node)
+    return Explanation(graph, plan, Cluster(hardware, nodes), run_of(plan))
+
+
+def warn_of_idle_axes(plan: Plan) -> None:
+    """Warns of axes of the mesh that was asked for whose ranks all do the same."""
+    for axis, (name, size) in enumerate(plan.mesh.axes):
+        stored = any(p.storage[axis].kind == "S" for p in plan.parameters.values())
+        if size > 1 and not stored and all(labels[axis] in "-~" for labels in plan.ops.values()):
+            warnings.warn(
+                f"The axis {name}={size} splits nothing: its {size} ranks all do the same, because that was "
+                "found cheapest for so small a model. Name a recipe to have it split, such as "
+                f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
+                stacklevel=2,
+            )
+
+
+def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
+    """Warns that a batch of another shape cannot be split as the first was, and how it is instead."""
+    axes = "; ".join(axis_lines(prepared.analysis.graph, plan))
+    reason = why_not_again(first, prepared) or "it would not fit into memory"
+    warnings.warn(
+        f"This batch cannot be split as the first was: {reason}. It has a plan of "
+        f"its own, where {axes}. To avoid it drop a last, smaller batch (drop_last=True), or pad.",
+        stacklevel=2,
+    )
+
+
+def _with_unused(
+    fixed: Mapping[str, ParameterPlan], prepared: Prepared, mesh: Mesh
+) -> Mapping[str, ParameterPlan]:
+    """Parameters that the first program had not are stored replicated."""
+    replicated = ParameterPlan((R,) * len(mesh.axes), (R,) * len(mesh.axes))
+    return {name: fixed.get(name, replicated) for name in prepared.analysis.graph.parameters}
+
+
+def hardware_of(
+    hardware: Hardware | str | None, device: torch.device
+) -> tuple[Hardware, tuple[str, ...]]:
+    """What to price for, and a note where it was assumed."""
+    if isinstance(hardware, Hardware):
+        return hardware, ()
+    if hardware is not None:
+        return find_hardware(hardware), ()
+    name = "cpu-gloo" if device.type == "cpu" else "h100"
+    return find_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
+
+
+def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
+    """The mesh as data, None if it is to be searched. Raises MeshError where plan and mesh differ."""
+    if mesh is None:
+        return plan.world_mesh if plan is not None else None
+    axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
+    if dict(axes.axes).get(PIPELINE_AXIS) == 1:
+        axes = without_pipeline(axes)
+    if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
+        axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
+    if plan is not None and plan.world_mesh != axes:
+        raise MeshError(
+            f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}."
+        )
+    return axes
+
+
+def _device_mesh_axes(mesh: DeviceMesh) -> Mesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',))."
+        )
+    return Mesh(tuple(zip(names, tuple(mesh.mesh.shape), strict=True)))

@@ -1,0 +1,5 @@
+"""The `torch.compile` door."""
+
+from autopar.backend.backend import autopar
+
+__all__ = ["autopar"]

@@ -1,0 +1,98 @@
+"""What a capture gives: the functional graph of a forward, and what its placeholders and results are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.casts import dtype_of
+from autopar.ir import MixedPrecision
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured forward.
+
+    Attributes:
+        module: the functional graph; placeholders in the order parameters, buffers, constants, inputs.
+        parameters: placeholder name -> qualified name in the user's model; tied names share one
+            placeholder and stand under the first name.
+        tied: every further name of a tied parameter -> its first name.
+        frozen: names of parameters that take no gradient.
+        buffers: placeholder name -> qualified name.
+        constants: placeholder name -> the tensor that the model's code holds.
+        inputs: placeholder name -> readable name; tensors only, in pytree order of (args, kwargs).
+        in_spec: pytree of (args, kwargs).
+        literals: leaf position -> the value that was built into the graph, for inputs that are no tensor.
+        out_spec: pytree of the result.
+        mutated: output position -> qualified name of the buffer whose new value it is; these come
+            before the model's own outputs.
+        is_step: whether the only output is the loss.
+        training: the mode the model was in.
+        precision: the policy under which it was captured, None for none.
+        stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
+        differentiable: placeholders of inputs that take a gradient.
+        whole_outputs: whether the results are to be whole on every rank.
+        forms: a line for every class of modules that was captured in another form (`autopar.capture.forms`).
+    """
+
+    module: fx.GraphModule
+    parameters: Mapping[str, str]
+    tied: Mapping[str, str]
+    frozen: frozenset[str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, str]
+    in_spec: pytree.TreeSpec
+    literals: Mapping[int, Any]
+    out_spec: pytree.TreeSpec
+    mutated: Mapping[int, str]
+    is_step: bool
+    training: bool
+    precision: MixedPrecision | None = None
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    differentiable: frozenset[str] = frozenset()
+    whole_outputs: bool = False
+    forms: tuple[str, ...] = ()
+
+    def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
+        """The format in which the gradient of a parameter, used in the format `used`, is added up."""
+        if self.precision is None or not used.is_floating_point:
+            return used
+        asked = self.precision.reduce_dtype
+        return self.stored.get(name, used) if asked is None else dtype_of(asked)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the graph: its ops, shapes, dtypes and parameter names, and of nothing else.
+
+        Devices are left out, so that a plan made of a model on the meta device fits the real one.
+        """
+        digest = hashlib.sha256()
+        for line in _lines(self.module.graph):
+            digest.update(line.encode())
+        digest.update(repr(sorted(self.parameters.items())).encode())
+        if self.precision is not None:
+            digest.update(str(self.precision).encode())
+        return digest.hexdigest()[:16]
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    """What every node computes; after one that stands for a graph of its own (joined experts), that graph."""
+    for node in graph.nodes:
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
+        yield f"{node.op} {node.target} {node.args} {kwargs}"
+        yield repr([(tuple(t.shape), t.dtype) for t in _tensors(node)])
+        body = getattr(node.target, "body", None)
+        if isinstance(body, fx.GraphModule):
+            yield from _lines(body.graph)
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]

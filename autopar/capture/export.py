@@ -1,0 +1,400 @@
+"""Capture: an unmodified module becomes a functional graph of its forward, with names.
+
+`torch.export` traces the module together with its loss; `run_decompositions({})` makes the graph
+functional and leaves high-level ops (linear, layer_norm, attention) whole. What export gets wrong for
+training is mended before (`EXPORTED` of autopar.capture.rewrites).
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar import _torch
+from autopar.capture.captured import Captured
+from autopar.capture.casts import absorb_casts, call_cast
+from autopar.capture.forgotten import OutsideLeaves, watching
+from autopar.capture.forms import capturable
+from autopar.capture.remedies import MODEL, changed_in_place, explained, traced_line, uncaptured
+from autopar.capture.rewrites import EXPORTED
+from autopar.capture.rewrites.say_elements import refuse_strides
+from autopar.errors import CaptureError, StepError
+from autopar.ir import MixedPrecision
+
+aten = torch.ops.aten
+
+LossFunction = Callable[..., Tensor]
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss as one module that returns a scalar."""
+
+    loss_fn: LossFunction | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        *,
+        is_step: bool = False,
+        precision: MixedPrecision | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # Not a submodule: what a loss holds is no part of the model, and stays where it is.
+        self.__dict__["loss_fn"] = loss_fn
+        self.precision = precision
+        self.is_step = is_step
+        self.training = model.training  # not train(): submodules keep their own modes
+
+    def forward(self, *batch: Any, **kwargs: Any) -> Any:
+        if self.loss_fn is None:
+            result = self._result(*batch, **kwargs)
+            return _loss_in(result) if self.is_step else result
+        targets = target_count(self.loss_fn)
+        inputs = batch[: len(batch) - targets]
+        return self.loss_fn(self._result(*inputs, **kwargs), *batch[len(batch) - targets :])
+
+    def _result(self, *args: Any, **kwargs: Any) -> Any:
+        if self.precision is None:
+            return self.model(*args, **kwargs)
+        return call_cast(self.model, args, kwargs, self.precision)
+
+
+def _loss_in(result: Any) -> Any:
+    """The loss of a model that returns one among other things, as those of transformers do."""
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    return getattr(result, "loss", result)
+
+
+def target_count(loss_fn: LossFunction) -> int:
+    """How many entries at the end of a batch go to the loss: its parameters without default, less one.
+
+    Raises StepError for a function of which that cannot be read.
+    """
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature, such as torch.mean
+        count = _torch.required_arguments(getattr(function, "__name__", ""))
+        if count is None:
+            raise StepError(
+                f"How many entries of the batch the loss function {loss_fn!r} takes cannot be read from it. "
+                "Wrap it in a function that names them: lambda result, target: ..."
+            ) from None
+        return max(count - 1, 0)
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind in positional]
+    return max(len(required) - 1, 0)
+
+
+def capture_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+    precision: MixedPrecision | None = None,
+) -> Captured:
+    """Captures forward and loss. Raises StepError where the result is not a scalar loss."""
+    wrapper = _WithLoss(model, loss_fn, is_step=True, precision=precision)
+    captured = _capture(wrapper, args, kwargs, is_step=True)
+    _require_scalar_loss(captured, loss_fn)
+    return captured
+
+
+def capture_forward(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    precision: MixedPrecision | None = None,
+) -> Captured:
+    """Captures the forward alone."""
+    return _capture(_WithLoss(model, None, precision=precision), args, kwargs, is_step=False)
+
+
+def run_with_loss(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+    precision: MixedPrecision | None = None,
+) -> Tensor:
+    """Forward and loss without capture, as the single device runs them."""
+    return _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
+
+
+def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:
+    output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
+    made = output[len(captured.mutated) :]
+    values = [n.meta["val"] for n in made if n is not None]
+    shapes = [list(v.shape) for v in values if isinstance(v, Tensor)]
+    if len(shapes) == 1 and len(made) == 1 and values[0].numel() == 1:
+        return
+    if loss_fn is None and not shapes:
+        raise StepError(
+            "`step` needs a loss, and the model returned None as its loss: give it what it computes one "
+            "from, such as labels=..., or pass loss_fn=... to autopar.compile."
+        )
+    if loss_fn is None:
+        raise StepError(
+            f"`step` needs a loss: the model returns tensors of shapes {shapes}, not one scalar, and "
+            "no loss function was given. Pass loss_fn=... to autopar.compile."
+        )
+    raise StepError(
+        f"The loss function returns tensors of shapes {shapes}; `step` needs one scalar. "
+        "Reduce it, for example with .mean()."
+    )
+
+
+def _capture(
+    wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_step: bool
+) -> Captured:
+    # Export merges inputs that are one object; a batch may well use one tensor twice.
+    args, kwargs = pytree.tree_map(
+        lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
+    )
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return wrapper(*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise explained(error, wrapper) from error
+
+    with capturable(run, wrapper, args, kwargs) as forms:
+        exported = _export(wrapper, args, kwargs)
+    return replace(_describe(exported, wrapper, args, kwargs, is_step), forms=forms)
+
+
+def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with (
+        _torch.custom_functions() as custom,
+        _torch.without_value_checks(),
+        _torch.quiet_export(),
+        watching(wrapper) as forgotten,
+        OutsideLeaves(wrapper) as outside,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
+        try:
+            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+            for rewrite in EXPORTED:
+                rewrite(exported.graph_module)
+            exported = exported.run_decompositions({})
+            refuse_strides(exported.graph_module)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise explained(error, wrapper) from error
+    if forgotten:
+        raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}.")
+    _refuse_trained_constants(exported, list(outside.found.values()))
+    if custom:
+        warnings.warn(
+            f"The model uses the torch.autograd.Functions {sorted(set(custom))}. The captured graph "
+            "keeps their forward, and takes its derivative as the backward; where the written "
+            "backward is another (a straight-through estimator), write the function as a "
+            "torch.library.custom_op. autopar.verify tells the difference.",
+            stacklevel=2,
+        )
+    return exported
+
+
+def _describe(
+    exported: Any, wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], is_step: bool
+) -> Captured:
+    signature, module = exported.graph_signature, exported.graph_module
+    kinds = torch.export.graph_signature.InputKind
+    specs = signature.input_specs
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    named = {s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.PARAMETER}
+    parameters, tied = _merge_tied(
+        module, named, dict(wrapper.named_parameters(remove_duplicate=False))
+    )
+    policy = wrapper.precision
+    stored = absorb_casts(module, parameters, policy) if policy is not None else {}
+    _order_placeholders(module, specs, (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR))
+    users = [s for s in specs if s.kind == kinds.USER_INPUT]
+    tensors = {i: s.arg.name for i, s in enumerate(users) if isinstance(leaves[i], Tensor)}
+    mutated = [s for s in signature.output_specs if "MUTATION" in s.kind.name]
+    if any("USER_INPUT" in s.kind.name for s in mutated):
+        raise CaptureError("The model changes one of its inputs in place; clone it first.")
+    _refuse_changed_parameters(mutated, set(named.values()))
+    _refuse_numbers_from_tensors(module)
+    _refuse_bodies(module)
+    paths = _leaf_names(wrapper, args, kwargs)
+    return Captured(
+        module=module,
+        parameters=parameters,
+        tied=tied,
+        frozen=frozenset(
+            _plain_name(n) for n, p in wrapper.named_parameters() if not p.requires_grad
+        ),
+        buffers={s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.BUFFER},
+        constants={
+            s.arg.name: exported.constants[s.target]
+            for s in specs
+            if s.kind == kinds.CONSTANT_TENSOR
+        },
+        inputs={name: paths[i] for i, name in tensors.items()},
+        in_spec=in_spec,
+        literals={i: leaf for i, leaf in enumerate(leaves) if i not in tensors},
+        out_spec=exported.call_spec.out_spec,
+        mutated={i: _plain_name(s.target) for i, s in enumerate(mutated)},
+        is_step=is_step,
+        training=wrapper.training,
+        precision=policy,
+        stored=stored,
+    )
+
+
+def _refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
+    """What takes a gradient outside the model would get none, or a rank's part, see `OutsideLeaves`."""
+    trained = set(map(_torch.storage_reference, leaves))
+    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+    for spec in exported.graph_signature.input_specs:
+        constant = exported.constants.get(spec.target)
+        if not isinstance(constant, Tensor) or spec.arg.name not in nodes:
+            continue
+        if _torch.storage_reference(constant) in trained and _takes_gradient(nodes[spec.arg.name]):
+            raise CaptureError(
+                f"The loss or the model computes with a tensor of shape {list(constant.shape)} that takes a gradient "
+                "and is no parameter of the model: it would not be trained. Make one module that holds both and "
+                "whose forward returns the loss, and give that without loss_fn; or compute what is not to be trained "
+                "under torch.no_grad(). (A closure over the model reads the original, not the copy that is proved: "
+                "give a method of the model, or functools.partial.)"
+            )
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    """Whether a result of the graph is computed with `node`, no detach between."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and not _cuts_gradient(user):
+                waiting.append(user)
+                seen.add(user)
+    return False
+
+
+def _cuts_gradient(node: fx.Node) -> bool:
+    """Whether no gradient goes through: it is detached, no real or complex number, or made of a shape alone."""
+    value, name = node.meta.get("val"), getattr(node.target, "__name__", "")
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return True
+    return (
+        node.target is aten.detach.default
+        or name.startswith("new_")
+        or name.partition(".")[0].endswith("_like")
+    )
+
+
+def _refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
+    changed = sorted({_plain_name(s.target) for s in mutated} & parameters)
+    if changed:
+        raise changed_in_place(changed[0])
+
+
+def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
+    """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and _is_unknown(node) and _is_read(node):
+            made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
+            raise uncaptured(
+                traced_line(node),
+                f"{node.target} makes a {made} of a tensor's value",
+                "Keep it a tensor (no .item(); index with torch.index_select, and mask with torch.where "
+                "instead of x[mask])",
+            )
+
+
+def _refuse_bodies(module: fx.GraphModule) -> None:
+    """Ops that run graphs (torch.cond, a scan) have no rule."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, node.target, None), fx.GraphModule):
+            call = next(iter(node.users))
+            raise uncaptured(
+                traced_line(call),
+                f"{call.target} runs graphs inside the graph",
+                "Compute what its branches compute, and choose with torch.where",
+            )
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a result, or its shape, is a Python number that only a run tells."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in sizes)
+
+
+def _is_read(number: fx.Node) -> bool:
+    """Whether more than assertions comes of a number; those are removed, and with them the number."""
+    return any(
+        _is_read(user) if _is_unknown(user) else "_assert" not in str(user.target)
+        for user in number.users
+    )
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix(MODEL)
+
+
+def _merge_tied(
+    module: fx.GraphModule, named: dict[str, str], parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """One placeholder per parameter object, under the first of its names."""
+    first: dict[int, str] = {}
+    nodes = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
+    kept: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for placeholder, name in named.items():
+        parameter = parameters[MODEL + name]
+        owner = first.setdefault(id(parameter), placeholder)
+        if owner == placeholder:
+            kept[placeholder] = name
+            continue
+        nodes[placeholder].replace_all_uses_with(nodes[owner])
+        module.graph.erase_node(nodes[placeholder])
+        tied[name] = kept[owner]
+    module.recompile()
+    return kept, tied
+
+
+def _order_placeholders(module: fx.GraphModule, specs: Any, kinds: tuple[Any, ...]) -> None:
+    """Parameters, buffers, constants, then inputs, whatever order export gave them."""
+    nodes = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
+    ordered = [s for kind in kinds for s in specs if s.kind == kind]
+    ordered += [s for s in specs if s.kind not in kinds]
+    anchor = next(n for n in module.graph.nodes if n.op != "placeholder")
+    for spec in ordered:
+        if spec.arg.name in nodes:
+            anchor.prepend(nodes[spec.arg.name])
+    module.recompile()
+
+
+def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A readable name for every leaf of the inputs: the parameter of `forward`, then the path in it."""
+    model, loss_fn = wrapper.model, wrapper.loss_fn
+    names = [p.name for p in inspect.signature(model.forward).parameters.values()]  # type: ignore[union-attr]
+    targets = target_count(loss_fn) if loss_fn is not None else 0  # type: ignore[arg-type]
+    inputs = len(args) - targets
+    positional = [names[i] if i < len(names) else f"input{i}" for i in range(inputs)]
+    positional += ["target" if targets == 1 else f"target{i}" for i in range(targets)]
+    paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+    result: list[str] = []
+    for (kind, head, *rest), _ in paths:
+        base = positional[head.idx] if kind.idx == 0 else head.key  # type: ignore[attr-defined]
+        name = base + pytree.keystr(tuple(rest))
+        result.append(name if name not in result else f"{name}~{len(result)}")
+    return result

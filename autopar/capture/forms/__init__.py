@@ -1,0 +1,271 @@
+"""Capturable forms: what a module class computes, without control flow that depends on values.
+
+    def experts(module, x, ids, shares): ...            # the forward of MyExperts, as torch.export can take it
+
+    autopar.register_form(MyExperts, experts)
+
+A captured model runs unmodified. Only while it is traced is the `forward` of each module of such a class the
+form of its row; parameters, submodules and hooks stay the module's own, and a subclass has no form. A class is
+given its form once for the process, as an op its rule (`autopar.register_rule`).
+
+[Note: proof of a form] Before a model is traced it runs once, as it is, on the captured inputs. What each of these
+modules is called with there, it and its form are run on: results, and gradients of parameters and inputs, are
+compared. Both draw the same random numbers, and dropout is off, whose masks lie on rows in another order.
+Tensors without values prove nothing, and the log says so: those of the meta device, and the fakes on which
+`autopar.compile` captures. `autopar.verify` has values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from autopar import _torch
+from autopar.capture.forms.mixtures import ROWS
+from autopar.errors import CaptureError
+from autopar.rules.trial import distance, weights
+
+log = logging.getLogger("autopar")
+
+Form = Callable[..., Any]
+FORMS: dict[str, Form] = dict(ROWS)  # by the qualified name of a class
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_TOLERANCE = 3e-2
+
+
+def register_form(module_class: type[nn.Module], form: Form) -> None:
+    """Lets modules of a class be captured as another function that computes the same.
+
+    Args:
+        module_class: the class itself; what is derived from it may compute something else, and has no form.
+        form: called as `form(module, *args, **kwargs)` in place of `module.forward(*args, **kwargs)`, while the
+            model is traced. It takes parameters from the module, and may call `module_class.forward`.
+
+    Raises:
+        CaptureError: for what is no class of modules; at capture, where the form does not compute what the
+            module does on the captured inputs.
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise CaptureError(
+            f"A form belongs to a class of torch.nn.Module, not to {module_class!r}; give the class."
+        )
+    FORMS[_name(module_class)] = form
+
+
+@contextlib.contextmanager
+def capturable(
+    run: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any
+) -> Iterator[tuple[str, ...]]:
+    """Inside, modules with a form are called as that, once it was proved; gives a line on each class of them.
+
+    Args:
+        run: calls the model, with the captured inputs `args` and `kwargs`.
+
+    Raises CaptureError for a form that computes something else.
+    """
+    found = {name: module for name, module in model.named_modules() if _has_form(module)}
+    if found:
+        has_values = _has_values(model, args, kwargs)
+        proved = _prove(lambda: run(*args, **kwargs), model, found) if has_values else []
+        lines = tuple(_lines(found, proved))
+        for line in lines:
+            log.info("%s", line)
+    with _forwards({module: _form_of(module) for module in found.values()}):
+        yield lines if found else ()
+
+
+def _name(module_class: type) -> str:
+    return f"{module_class.__module__}.{module_class.__qualname__}"
+
+
+def _form_of(module: nn.Module) -> Form:
+    return FORMS[_name(type(module))]
+
+
+def _has_form(module: nn.Module) -> bool:
+    """Whether a module is called by the forward of its class, of which there is a form."""
+    return _name(type(module)) in FORMS and "forward" not in vars(module)
+
+
+def _lines(found: Mapping[str, nn.Module], proved: Sequence[nn.Module]) -> Iterator[str]:
+    names: dict[tuple[str, bool], list[str]] = {}
+    for name, module in found.items():
+        key = type(module).__qualname__, module in proved
+        names.setdefault(key, []).append(name.removeprefix("model."))
+    for (kind, is_proved), where in names.items():
+        how = (
+            "on the captured inputs"
+            if is_proved
+            else "not here, where it is not called with values (autopar.verify calls it so)"
+        )
+        yield (
+            f"{kind} was captured in a form without control flow on values, proved {how}: {', '.join(where)}"
+        )
+
+
+@contextlib.contextmanager
+def _forwards(forms: Mapping[nn.Module, Form]) -> Iterator[None]:
+    """Calls modules as other functions; hooks of a module still run around them."""
+
+    def bound(module: nn.Module, form: Form) -> Form:
+        return lambda *args, **kwargs: form(module, *args, **kwargs)
+
+    try:
+        for module, form in forms.items():
+            module.forward = bound(module, form)
+        yield
+    finally:
+        for module in forms:
+            vars(module).pop("forward", None)
+
+
+def _has_values(model: nn.Module, *inputs: Any) -> bool:
+    leaves = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+    return all(map(_has_value, (*model.parameters(), *model.buffers(), *leaves)))
+
+
+def _has_value(x: Tensor) -> bool:
+    return not x.is_meta and not isinstance(x, (FakeTensor, DTensor))
+
+
+# --- proof
+
+
+def _prove(
+    run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Module]
+) -> list[nn.Module]:
+    """Runs the model, every module with a form as itself and as its form; gives those that were compared."""
+    names = {module: name.removeprefix("model.") for name, module in found.items()}
+    compared: list[nn.Module] = []
+    running: list[nn.Module] = []
+
+    def both(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        values = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not running and not any(
+            x.is_meta for x in values
+        ):  # those inside it are compared by themselves
+            running.append(module)
+            _compare(module, names[module], args, kwargs)
+            compared.append(running.pop())
+        return type(module).forward(module, *args, **kwargs)
+
+    held = {name: x.detach().clone() for name, x in _state(model)}
+    with (
+        torch.random.fork_rng(_devices(model), device_type=_device_type(model)),
+        torch.no_grad(),
+        _forwards(dict.fromkeys(found.values(), both)),
+    ):
+        # What the forward changes in place (statistics, casts of a parameter) is a copy's.
+        _torch.call_with(_Called(model, run), {f"model.{n}": x for n, x in held.items()}, (), {})
+    return compared
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+class _Called(nn.Module):
+    """A function that calls a module, as a module: what `call_with` can swap parameters of."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((x.device.type for x in model.parameters() if x.device.type != "cpu"), "cuda")
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    return list(dict.fromkeys(x.device for x in model.parameters() if x.device.type != "cpu"))
+
+
+def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
+    """Raises CaptureError unless the form computes what the module does."""
+    form = _form_of(module)
+    claim = f"The form {getattr(form, '__name__', form)} of {type(module).__qualname__} ({name}) does not hold"
+    with _without_dropout(module):
+        want = _outcome(type(module).forward, module, args, kwargs)
+        try:
+            with _torch.as_if_compiling():  # forms may ask, and so do models
+                got = _outcome(form, module, args, kwargs)
+        except (RuntimeError, ValueError, IndexError, TypeError) as fault:
+            raise CaptureError(
+                f"{claim}: it fails ({fault}). Register one that computes the same."
+            ) from fault
+    if len(want) != len(got):
+        raise CaptureError(f"{claim}: it gives {len(got)} tensors, and the module {len(want)}.")
+    error = max((distance(g.to(w.dtype), w) for g, w in zip(got, want, strict=True)), default=0.0)
+    if not error <= _tolerance(want):
+        raise CaptureError(
+            f"{claim}: results or gradients differ by {error:.2g} of their largest value on the captured inputs. "
+            "Register one that computes the same with autopar.register_form."
+        )
+
+
+def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+    """Results, then gradients of parameters and floating inputs, in the formats that these have."""
+    held = {name: _leaf(x.detach().clone()) for name, x in module.named_parameters()}
+    buffers = {f"model.{name}": x.detach().clone() for name, x in module.named_buffers()}
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = [_leaf(x) for x in leaves]
+    called = _Called(module, lambda *args, **kwargs: run(module, *args, **kwargs))
+    with (
+        torch.random.fork_rng(_devices(module), device_type=_device_type(module)),
+        torch.enable_grad(),
+    ):
+        # A clone: what is changed in place may not be a leaf.
+        own, named = pytree.tree_unflatten(pytree.tree_map_only(Tensor, torch.clone, leaves), spec)
+        parameters = {f"model.{n}": x for n, x in held.items()}
+        result = _torch.call_with(called, parameters | buffers, own, named)
+    results = [y for y in pytree.tree_leaves(result) if isinstance(y, Tensor)]
+    wanted = [x for x in (*held.values(), *leaves) if isinstance(x, Tensor) and x.requires_grad]
+    return [*(y.detach() for y in results), *_gradients(results, wanted)]
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+
+
+def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    ends = [y for y in results if y.requires_grad]
+    if not ends:  # no row went to what has parameters
+        return tuple(map(torch.zeros_like, wanted))
+    if not wanted:
+        return ()
+    return torch.autograd.grad(
+        ends, wanted, [weights(y) for y in ends], allow_unused=True, materialize_grads=True
+    )
+
+
+@contextlib.contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    active = [m for m in module.modules() if isinstance(m, _DropoutNd) and m.training]
+    try:
+        for dropout in active:
+            dropout.training = False
+        yield
+    finally:
+        for dropout in active:
+            dropout.training = True
+
+
+def _tolerance(tensors: Sequence[Tensor]) -> float:
+    if any(torch.is_autocast_enabled(x.device.type) for x in tensors):
+        return _HALF_TOLERANCE
+    floating = {x.dtype for x in tensors if x.is_floating_point()}
+    return max((_TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in floating), default=0.0)

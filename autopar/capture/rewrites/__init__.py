@@ -1,0 +1,19 @@
+"""Rewrites of an exported graph before it is made functional: each keeps what that would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from autopar.capture.rewrites.keep_no_grad import keep_no_grad
+from autopar.capture.rewrites.say_elements import say_elements
+from autopar.capture.rewrites.write_statistics import write_statistics
+
+EXPORTED: tuple[
+    Callable[[fx.GraphModule], None], ...
+] = (  # raise CaptureError for what they cannot say
+    keep_no_grad,  # regions are inlined, and what they make would get gradients
+    say_elements,  # writes to memory by strides
+    write_statistics,  # writes that a schema does not mark
+)

@@ -1,0 +1,186 @@
+"""What a model says of memory, said of elements instead, before a graph is made functional.
+
+Making it functional turns a write to a view into a new value of the tensor that is viewed. Where that is not
+what the write does, or has no right derivative, the op is written in another way, or refused:
+
+    fill_diagonal_(x, v)      ->  masked_fill_(x, row == column, v)
+    as_strided(x, ...)        ->  index_select of x's elements, see [Note: as_strided]
+    a write through as_strided, or through an unfold that leaves gaps  ->  CaptureError
+
+PyTorch's derivative of as_strided_scatter is that of what was written alone; the rest of x gets none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar import _torch
+from autopar.capture.remedies import traced_line, uncaptured
+from autopar.rules.spec import bound_arguments
+
+aten = torch.ops.aten
+
+
+def say_elements(module: fx.GraphModule) -> None:
+    """Rewrites an exported graph, and the graphs in it, in place.
+
+    Raises CaptureError for writes that would be lost.
+    """
+    parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    for part in parts:
+        _mask_diagonals(part)
+        _refuse_lost_writes(part)
+    for part in parts:
+        _index_strided(part)
+        part.recompile()
+
+
+def refuse_strides(module: fx.GraphModule) -> None:
+    """Refuses what reads or writes memory by strides in a graph that is functional by now."""
+    for node in module.graph.nodes:
+        if node.target in _STRIDED and not _is_position(node.args[0]):
+            raise uncaptured(
+                traced_line(node),
+                f"{node.target} speaks of memory, and a rank's part lies in memory in another way",
+                "Write it with slices, unfold, diagonal or torch.where",
+            )
+
+
+_READS = (aten.as_strided.default, aten.as_strided_copy.default)
+_STRIDED = (*_READS, aten.as_strided_scatter.default)
+
+
+def _is_position(node: Any) -> bool:
+    return bool(node.target is aten.arange.default)
+
+
+# --- diagonals
+
+
+def _mask_diagonals(module: fx.GraphModule) -> None:
+    """A mask is split as its tensor is; the diagonal of a split matrix is not."""
+    call = module.graph.call_function
+    for node in module.graph.find_nodes(op="call_function", target=aten.fill_diagonal_.default):
+        given = bound_arguments(node)
+        x, value = given["self"], given["self"].meta["val"]
+        made: dict[str, Any] = {"device": value.device}
+        with module.graph.inserting_before(node):
+            first, *others = (
+                call(aten.reshape.default, (call(aten.arange.default, (size,), made), [-1, *after]))
+                for i, size in enumerate(value.shape)
+                for after in [[1] * (value.ndim - 1 - i)]
+            )
+            if given["wrap"] and value.ndim == 2:  # of a tall matrix it begins again below
+                first = call(aten.remainder.Scalar, (first, value.shape[1] + 1))
+            mask = call(aten.eq.Tensor, (first, others[0]))
+            for other in others[1:]:
+                same = call(aten.eq.Tensor, (first, other))
+                mask = call(aten.logical_and.default, (mask, same))
+            filled = call(aten.masked_fill_.Scalar, (x, mask, given["fill_value"]))
+        filled.meta = dict(node.meta)
+        node.replace_all_uses_with(filled)
+        module.graph.erase_node(node)
+
+
+# --- strides
+
+
+def _index_strided(module: fx.GraphModule) -> None:
+    """[Note: as_strided] It reads memory, and a rank's part, or a gathered whole, lies in memory in another way than
+    what was traced. So: as_strided(x, size, stride) -> elements of x in the order of memory, selected by an index.
+    """
+    for node in list(module.graph.nodes):
+        if node.target not in _READS:
+            continue
+        x, size, stride, start = bound_arguments(node).values()
+        value = x.meta["val"]
+        first = 0 if start is None else start - value.storage_offset()
+        last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        order = sorted(range(value.ndim), key=lambda i: (-value.stride(i), i))
+        if not value.permute(order).is_contiguous() or first < 0 or last >= value.numel():
+            raise uncaptured(
+                traced_line(node),
+                "as_strided reads memory that is not its argument's own",
+                "Take it of a contiguous tensor, or write it with unfold",
+            )
+        with module.graph.inserting_before(node):
+            call = module.graph.call_function
+            positions = call(aten.arange.default, (value.numel(),), {"device": value.device})
+            index = call(aten.as_strided.default, (positions, size, stride, first))
+            inner = call(aten.reshape.default, (call(aten.permute.default, (x, order)), [-1]))
+            flat = call(aten.reshape.default, (index, [-1]))
+            chosen = call(aten.index_select.default, (inner, 0, flat))
+            result = call(aten.reshape.default, (chosen, size))
+        node.replace_all_uses_with(result)
+        module.graph.erase_node(node)
+
+
+# --- writes to views
+
+
+def _refuse_lost_writes(module: fx.GraphModule) -> None:
+    place = {node: i for i, node in enumerate(module.graph.nodes)}
+    written = {node: storages for node in place if (storages := _written(node))}
+    for view in filter(_is_strided_view, place):
+        views = _views(view)
+        last_read = max((place[user] for v in views for user in v.users), default=0)
+        for write, storages in written.items():
+            through = not views.isdisjoint(write.all_input_nodes)
+            # An index copies what it reads, and does not see what is written to the tensor later.
+            unseen = view.target is not aten.unfold.default and place[write] < last_read
+            if place[write] > place[view] and storages & _storages(view) and (through or unseen):
+                raise uncaptured(
+                    traced_line(write),
+                    f"{write.target} writes to memory that {view.target} at {traced_line(view)} is a view "
+                    "of, and a graph does not bring the write from one to the other",
+                    "Write to slices or to a diagonal of the tensor itself, or choose with torch.where",
+                )
+
+
+def _is_strided_view(node: fx.Node) -> bool:
+    """Whether a node is a view whose writes are not those that functionalization makes of them."""
+    if node.target is aten.unfold.default:  # right where its windows tile the tensor
+        given = bound_arguments(node)
+        length = given["self"].meta["val"].shape[given["dimension"]]
+        return bool(given["size"] != given["step"] or length % given["step"])
+    return node.target is aten.as_strided.default
+
+
+def _views(node: fx.Node) -> set[fx.Node]:
+    """A node and what is made of it in the same memory."""
+    found, waiting = {node}, [node]
+    while waiting:
+        users = {u for u in waiting.pop().users if _storages(u) & _storages(node)} - found
+        found |= users
+        waiting += users
+    return found
+
+
+def _written(node: fx.Node) -> set[int]:
+    """The storages that a call writes to, itself or in a graph that it runs."""
+    bodies = (_body(argument) for argument in node.all_input_nodes)
+    inner = (n for body in bodies if body is not None for n in body.graph.nodes)
+    found: set[int] = set().union(*map(_written, inner))
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            leaves = pytree.tree_leaves(value)
+            found = found.union(*(_storages(n) for n in leaves if isinstance(n, fx.Node)))
+    return found
+
+
+def _body(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that an argument stands for."""
+    found = getattr(node.graph.owning_module, str(node.target), None)
+    return found if node.op == "get_attr" and isinstance(found, fx.GraphModule) else None
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """The addresses of the memory that a node's examples lie in."""
+    tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    return {_torch.storage_reference(x).cdata for x in tensors if _torch.has_storage(x)}

@@ -1,0 +1,588 @@
+"""From a model and a cluster to a plan with its explanation: what the command line and reports stand on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Run, Step, Term
+from autopar.cost_model.symbols import factor_symbols
+from autopar.errors import AutoparError, MeshError, SearchError
+from autopar.explanation.explanation import Explanation, run_of
+from autopar.explanation.report import axis_lines
+from autopar.explanation.simulated import SimulatedStep
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, MixedPrecision, Plan
+from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir.recompute import Recompute
+from autopar.models.targets import Target, resolve_target
+from autopar.pipeline.simulation import Simulation
+from autopar.planning.planning import (
+    NO_WISHES,
+    Prepared,
+    StageWishes,
+    make_plan,
+    prepare_step,
+    take_parts,
+)
+from autopar.search.candidates import (
+    UNBOUNDED_BYTES,
+    Priced,
+    Setting,
+    Space,
+    best_that_fits,
+    compared,
+    smallest,
+    where_time_goes,
+)
+from autopar.search.intents import Wishes, expand_pins
+from autopar.search.pipeline import PipelineFound, search_pipeline
+from autopar.search.pipeline import Priced as PricedPipeline
+
+_EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
+_TRIES = 3  # settings whose own search is tried, where the first turns out not to fit
+_OTHERS = 8  # settings of a pipeline that are listed beside the chosen one
+_DUST = 1e-12  # of a cost
+
+Progress = Callable[[str], None]
+
+
+def silent(message: str) -> None:
+    """Shows nothing."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What another cluster would do.
+
+    Attributes:
+        what: such as "twice the bandwidth between nodes".
+        same_seconds: a step of the chosen setting then; None if it cannot run.
+        best: the setting that would be chosen then, in words.
+        best_seconds: a step of that.
+    """
+
+    what: str
+    same_seconds: float | None
+    best: str
+    best_seconds: float
+
+
+@dataclass(frozen=True)
+class Advice(Explanation):
+    """An explanation with what else is known of the question it answers.
+
+    Attributes:
+        words: size -> what people call it, such as 4096 -> "hidden".
+        changes: what would change the choice.
+        setting: the configuration it was made for; None for a mesh that was given.
+    """
+
+    words: Mapping[int, str] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    setting: Setting | None = None
+
+    def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
+        """Without parts that are nothing but the rounding of a difference."""
+        tree = super()._tree(name, unit, terms)
+        parts = tuple(part for part in tree.parts if abs(part.value) > _DUST * abs(tree.value))
+        return replace(tree, parts=parts)
+
+    @cached_property
+    def factor_words(self) -> Mapping[str, str]:
+        """Factor -> what people call it."""
+        return _words(self.graph, self.words)
+
+    @cached_property
+    def legend(self) -> Mapping[str, str]:
+        """Symbol -> what it stands for: a word where there is one, and the dims it is the size of."""
+        stands: dict[str, list[str]] = {}
+        for name, symbol in factor_symbols(self.graph).items():
+            stands.setdefault(str(symbol), []).append(name)
+        return {
+            symbol: self._meaning(symbol, names)
+            for symbol, names in stands.items()
+            if symbol in self.values
+        }
+
+    def _meaning(self, symbol: str, names: Sequence[str]) -> str:
+        size = int(self.values[symbol])
+        word = self.word(symbol)
+        where = _folded(names)
+        said = f"{word}, " if word and word != symbol else ""
+        return f"{said}{size}: {', '.join(where[:2])}{' ...' if len(where) > 2 else ''}"
+
+    def word(self, symbol: str) -> str:
+        """What people call the size that a symbol stands for; "" where nobody said."""
+        if symbol in ("batch", "seq", "layers"):
+            return symbol
+        sizes = {str(s): self.graph.factors[n].size for n, s in factor_symbols(self.graph).items()}
+        return self.words.get(sizes.get(symbol, 0), "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **super().to_json(),
+            "symbols_meaning": dict(self.legend),
+            "changes": [dataclasses.asdict(each) for each in self.changes],
+        }
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a cluster, and how much of it a step should train.
+
+    Attributes:
+        target: as `autopar.models.targets.resolve_target` reads it.
+        cluster: where.
+        batch: sequences of a step on all ranks; None for one per rank, or for the example's own.
+        seq: tokens of a sequence; None for what the model is known for.
+        wishes: constraints.
+        software: what the runtime adds or hides.
+        progress: told what is being done.
+        precision: a mixed-precision policy to capture the model under.
+    """
+
+    target: str
+    cluster: Cluster
+    batch: int | None = None
+    seq: int | None = None
+    wishes: Wishes = field(default_factory=Wishes)
+    software: Software = AUTOPAR
+    progress: Progress = silent
+    precision: MixedPrecision | None = None
+    _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
+        default_factory=dict, compare=False
+    )
+
+    @property
+    def bound_bytes(self) -> int:
+        """What a rank may use."""
+        bound = self.wishes.max_memory_bytes
+        return int(self.cluster.hardware.memory_bytes) if bound is None else bound
+
+    @cached_property
+    def model(self) -> Target:
+        """The target. Raises AutoparError if there is none."""
+        return resolve_target(self.target, seq=self.seq)
+
+    def captured(self, batch: int) -> tuple[Prepared, Graph]:
+        """The step at a micro-batch of `batch` sequences, few layers standing for all."""
+        if self.model.own_batch:
+            batch = 0
+        if batch not in self._captured:
+            self.progress(f"capturing {self.target}")
+            target = resolve_target(self.target, batch=batch or None, seq=self.seq)
+            self._captured[batch] = (target, *_capture(target, precision=self.precision))
+        return self._captured[batch][1:]
+
+    # --- all ways
+
+    @cached_property
+    def space(self) -> Space:
+        """All settings of the captured model on the cluster."""
+        _, graph = self.captured(_EXPLORED_BATCH)
+        wanted = self.wishes.recomputes
+        again: tuple[Recompute, ...] = tuple(
+            each
+            for each in wanted
+            if not isinstance(each, float) and (graph.stacks or each == "none")
+        )
+        own = "batch" in graph.factors and self.model.own_batch
+        self.progress("searching the layouts of every recipe")
+        return Space(
+            graph, self.cluster, self._global_batch(graph), training_state_of(graph), self.software,
+            stages=self.wishes.depths,
+            recomputes=again,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            own_batch=own or "batch" not in graph.factors,
+        )  # fmt: skip
+
+    def _global_batch(self, graph: Graph) -> int:
+        if not self.model.own_batch:
+            return self.batch or self.cluster.ranks
+        factor = graph.factors.get("batch")
+        own = factor.size if factor else 1
+        if (self.batch or own) % own:
+            raise AutoparError(
+                f"A batch of {self.batch} is no multiple of the {own} sequences of {self.target}'s own "
+                "example inputs; give the function a parameter named batch, or another --batch."
+            )
+        return self.batch or own * (self.wishes.micro_batches or 1)
+
+    @cached_property
+    def settings(self) -> tuple[Priced, ...]:
+        """Every setting that the wishes leave, priced, fastest first. Raises AutoparError for none."""
+        self.wishes.check()
+        priced = self.space.price()
+        if {"none", "full"} <= {*self.space.recomputes}:  # and what lies between
+            priced += self.space.with_fewest_blocks(priced, self.bound_bytes)
+            priced.sort(key=lambda each: (each.seconds, each.setting.name))
+        node = self.cluster.devices_per_node
+        found = tuple(each for each in priced if self.wishes.allow(each.setting, node))
+        if not found:
+            raise SearchError(
+                f"Nothing is left of the {len(priced)} ways to lay {self.target} on {self.cluster}: "
+                f"{self.wishes.text} rule out all of them. Drop one of these wishes."
+            )
+        return found
+
+    # --- the chosen one
+
+    def answer(self) -> Advice:
+        """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
+        if self.wishes.mesh is not None:
+            self._check_mesh(self.wishes.mesh)
+            if not self._needs_closed_form:
+                return self._given(self.wishes.mesh)
+        fitting = [each for each in self.settings if each.memory_bytes <= self.bound_bytes]
+        if not fitting:
+            raise SearchError(self.why_nothing_fits())
+        for best in fitting[:_TRIES]:
+            found = self.explain(best)
+            if found.fits:
+                break
+        return replace(found, candidates=self._candidates(best, found), changes=self._changes(best))
+
+    def explain(self, priced: Priced) -> Advice:
+        """A setting with the plan that its recipe leads to at its own sizes."""
+        setting = priced.setting
+        prepared, graph = self.captured(setting.micro_batch * setting.dp)
+        self.progress(f"searching the plan for {setting.name}")
+        stages = StageWishes(setting.schedule or None, recompute=setting.recompute)
+        whole = not self._is_few
+        plan = make_plan(
+            _with_graph(prepared, graph), setting.world_mesh if whole else setting.mesh,
+            hardware=self.cluster.hardware, recipe=setting.recipe, memory_bytes=UNBOUNDED_BYTES,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            micro_batches=setting.micro_batches, stages=stages if whole else NO_WISHES,
+        )  # fmt: skip
+        plan = replace(plan, recompute=setting.recompute)
+        run = Run(
+            setting.micro_batches, setting.stages, recompute=setting.recompute,
+            training_state=training_state_of(graph),
+        )  # fmt: skip
+        return replace(self._advice(graph, plan, run), setting=setting)
+
+    @property
+    def _is_few(self) -> bool:
+        """Whether one captured layer stands for several, so that there are no names to cut at."""
+        return any(stack.captured < stack.layers for stack in self.model.stacks)
+
+    @property
+    def _needs_closed_form(self) -> bool:
+        """Whether stages or layers that run again are asked of a model with few layers captured."""
+        asked = self.wishes.mesh is not None and PIPELINE_AXIS in self.wishes.mesh.names
+        return self._is_few and (asked or self.wishes.recompute not in (None, "none"))
+
+    def _check_mesh(self, mesh: Mesh) -> None:
+        if mesh.size != self.cluster.ranks:
+            raise MeshError(
+                f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.cluster.ranks}."
+            )
+
+    def _given(self, mesh: Mesh) -> Advice:
+        """The plan for a mesh that was given, whether or not it fits."""
+        if PIPELINE_AXIS in mesh.names:
+            return self._staged(mesh)
+        self._stage_wishes.refuse_schedule(mesh)
+        count, prepared, graph = self._micro_batch(mesh)
+        self.progress(f"searching the plan for {mesh}")
+        plan = make_plan(
+            _with_graph(prepared, graph), mesh, hardware=self.cluster.hardware,
+            recipe=self.wishes.recipe, micro_batches=count, memory_bytes=self.bound_bytes,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            stages=self._stage_wishes,
+        )  # fmt: skip
+        found = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
+        return replace(found, candidates=(_row(found, f"{mesh} {plan.recipe}", "", ""),))
+
+    @property
+    def _stage_wishes(self) -> StageWishes:
+        wanted = self.wishes.recomputes
+        recompute = wanted[0] if len(wanted) == 1 else None
+        return StageWishes(self.wishes.schedule, self.wishes.chunks, recompute)
+
+    def _micro_batch(self, mesh: Mesh) -> tuple[int, Prepared, Graph]:
+        """How many micro-batches a step has, and one of them captured."""
+        count = self.wishes.micro_batches or 1
+        if self.model.own_batch:
+            prepared, graph = self.captured(0)
+            return self._own_batches(graph), prepared, graph
+        batch = self.batch or mesh.size * count
+        if batch % count:
+            raise AutoparError(f"{count} micro-batches do not divide a batch of {batch} sequences.")
+        return count, *self.captured(batch // count)
+
+    def _own_batches(self, graph: Graph) -> int:
+        """How many micro-batches a step has if each is the target's own example."""
+        own = graph.factors["batch"].size if "batch" in graph.factors else 1
+        count = self._global_batch(graph) // own
+        if self.wishes.micro_batches not in (None, count):
+            raise AutoparError(
+                f"A batch of {self.batch} is {count} times the {own} sequences of {self.target}'s own "
+                f"example inputs, which are a micro-batch, and --micro-batches says "
+                f"{self.wishes.micro_batches}. Leave one of them out."
+            )
+        return count
+
+    # --- a mesh with stages
+
+    def _staged(self, mesh: Mesh) -> Advice:
+        """The plan with pipeline stages, and the other schedules that were searched."""
+        rows, count = self._rows(mesh), self.wishes.micro_batches
+        if self.model.own_batch and self.batch is not None:
+            count = self._own_batches(self.captured(0)[1])
+        if rows % (count or 1):
+            raise AutoparError(f"{count} micro-batches do not divide a batch of {rows} sequences.")
+        self.progress(f"searching the stages for {mesh}")
+        found = self._search_stages(mesh, rows // (count or 1), count, asdict(self._stage_wishes))
+        best = found.best.setting
+        own, m = found, best.shape.micro_batches
+        if m != (count or 1):  # a plan is of a graph that has its own size
+            only = {
+                "schedule": best.shape.schedule, "chunks": best.shape.chunks,
+                "recompute": best.recompute,
+            }  # fmt: skip
+            own = self._search_stages(mesh, rows // m, m, only)
+        _, graph = self._captured_rows(rows // m)
+        plan = take_parts(own.plan, graph)
+        answer = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
+        others = tuple(self._other(each, graph, rows, answer) for each in found.others[:_OTHERS])
+        chosen = _row(answer, str(best), _idle(answer.simulation), "")
+        return replace(answer, candidates=(chosen, *others))
+
+    def _rows(self, mesh: Mesh) -> int:
+        """Sequences of a step; where nobody says, one a rank or the example's, of every micro-batch."""
+        if self.batch is not None:
+            return self.batch
+        own = captured_batch(self.captured(0)[1]) if self.model.own_batch else mesh.size
+        return own * (self.wishes.micro_batches or 1)
+
+    def _search_stages(
+        self, mesh: Mesh, rows: int, count: int | None, stages: Mapping[str, Any]
+    ) -> PipelineFound:
+        """The best pipeline for a graph of so many rows."""
+        prepared, graph = self._captured_rows(rows)
+        return search_pipeline(
+            graph, mesh, hardware=self.cluster.hardware, recipe=self.wishes.recipe,
+            micro_batches=count, captured_micro_batches=count or 1, memory_bytes=self.bound_bytes,
+            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            fingerprint=prepared.captured.fingerprint, training_state=training_state_of(graph),
+            software=self.software, **stages,
+        )  # fmt: skip
+
+    def _captured_rows(self, rows: int) -> tuple[Prepared, Graph]:
+        """A micro-batch of so many rows, of the example's where its batch is its own."""
+        if not self.model.own_batch or rows == captured_batch(self.captured(0)[1]):
+            return self.captured(rows)
+        if rows not in self._captured:
+            own = captured_batch(self.captured(0)[1])
+            self._captured[rows] = (
+                self.model, *_capture(self.model, (own, rows), precision=self.precision)
+            )  # fmt: skip
+        return self._captured[rows][1:]
+
+    def _other(self, other: PricedPipeline, graph: Graph, rows: int, best: Advice) -> Candidate:
+        """Another setting as a row of the comparison."""
+        plan = other.plan
+        sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
+        step = SimulatedStep(
+            sized, plan, self.cluster.hardware, training_state_of(graph), self.software
+        )
+        memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
+        return Candidate(
+            str(other.setting), other.seconds, memory, step.traffic_bytes,
+            _idle(other.simulation), memory <= self.bound_bytes,
+            why_not=_slower(other.seconds, best.step_seconds),
+        )  # fmt: skip
+
+    def _advice(self, graph: Graph, plan: Plan, run: Run) -> Advice:
+        plan = replace(
+            plan,
+            micro_batches=int(run.micro_batches),
+            notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_second(plan)),
+        )
+        return Advice(
+            graph, plan, self.cluster, run, self.software, self.wishes.max_memory_bytes,
+            tokens=tokens_of(graph), words=self.model.words,
+        )  # fmt: skip
+
+    def _candidates(self, best: Priced, found: Advice) -> tuple[Candidate, ...]:
+        """Rows of a comparison; that of the chosen one says what its explanation says."""
+        rows = compared(self.settings, best, self.bound_bytes)
+        return tuple(
+            _row(found, each.name, each.binds, each.why_not) if each.chosen else each
+            for each in rows
+        )
+
+    def _changes(self, best: Priced) -> tuple[Change, ...]:
+        """What other figures of the cluster would lead to, among the settings that were near."""
+        near = _near(self.settings, best)
+        self.progress("asking what would change the choice")
+        found = []
+        for what, hardware in _variants(self.cluster):
+            space = self.space.on(Cluster(hardware, self.cluster.nodes))
+            priced = sorted(space.price_of(near), key=lambda each: each.seconds)
+            found.append(_change(what, priced, best, self.bound_bytes))
+        for size_bytes in _memories(self.bound_bytes):
+            what = f"{size_bytes / 1e9:.0f} GB of memory"
+            change = _change(what, self.settings, best, size_bytes)
+            found.append(change if change and change.best != best.setting.name else None)
+        return tuple(each for each in found if each is not None)
+
+    def why_nothing_fits(self) -> str:
+        """By how much the smallest way is too large, and what would help."""
+        least, bound = smallest(self.settings), self.bound_bytes
+        over = least.memory_bytes - bound
+        ranks = -(-least.memory_bytes * self.cluster.ranks // bound) if bound else 0
+        return (
+            f"{self.target} does not fit on {self.cluster}: the smallest way found, "
+            f"{least.setting.name}, takes {least.memory_bytes / 1e9:.1f} GB of a rank, "
+            f"{over / 1e9:.1f} GB ({over:,.0f} bytes) more than the {bound / 1e9:.1f} GB there are. "
+            f"What would help: about {ranks:.0f} ranks, a smaller batch or shorter sequences, or devices "
+            "with more memory (`autopar fit` prices them)."
+        )
+
+
+# --- parts of an answer
+
+
+def _near(settings: Sequence[Priced], best: Priced, count: int = 24) -> list[Setting]:
+    """The settings whose turn it could be on another cluster: the fastest of those that fit as well."""
+    fitting = [each for each in settings if each.memory_bytes <= max(best.memory_bytes, 1) * 1.5]
+    return list(dict.fromkeys([best.setting, *(each.setting for each in fitting[:count])]))
+
+
+def _variants(cluster: Cluster) -> list[tuple[str, Hardware]]:
+    """The cluster with one figure doubled."""
+    hardware = cluster.hardware
+
+    def faster(name: str) -> Hardware:
+        link = getattr(hardware, name)
+        doubled = replace(link, bandwidth_bytes_per_second=2 * link.bandwidth_bytes_per_second)
+        return replace(hardware, **{name: doubled})
+
+    peaks = tuple((size, 2 * flops) for size, flops in hardware.peak_flops)
+    memory = 2 * hardware.memory_bytes_per_second
+    found = [
+        ("twice the arithmetic", replace(hardware, peak_flops=peaks)),
+        ("twice the memory bandwidth", replace(hardware, memory_bytes_per_second=memory)),
+    ]
+    if cluster.devices_per_node > 1:
+        found.append(("twice the bandwidth inside a node", faster("inside_node")))
+    if cluster.nodes > 1:
+        found.append(("twice the bandwidth between nodes", faster("across_nodes")))
+    return found
+
+
+_MEMORIES = (24, 40, 80, 141, 192)  # GB of devices one can rent
+
+
+def _memories(bound_bytes: int) -> list[int]:
+    """The next larger memories."""
+    return [int(size * 1e9) for size in _MEMORIES if size * 1e9 > 1.01 * bound_bytes][:2]
+
+
+def _change(what: str, priced: Sequence[Priced], best: Priced, bound_bytes: float) -> Change | None:
+    then = best_that_fits(priced, bound_bytes)
+    if then is None:
+        return None
+    same = next((p.seconds for p in priced if p.setting == best.setting), None)
+    return Change(what, same, then.setting.name, then.seconds)
+
+
+def _second(plan: Plan) -> Iterator[str]:
+    """What the search of a pipeline says of the next best; the rest the simulation says."""
+    return (note for note in plan.notes if note.startswith("second best"))
+
+
+def _idle(simulation: Simulation | None) -> str:
+    """`bubble 11.1 %`."""
+    assert simulation is not None, "a plan with stages is simulated"
+    return f"bubble {100 * simulation.bubble_fraction:.1f} %"
+
+
+def _slower(seconds: float, best_seconds: float) -> str:
+    change = seconds / best_seconds - 1
+    if abs(change) < 5e-5:
+        return "as fast"
+    return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
+
+
+def _row(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
+    return Candidate(
+        name, found.step_seconds, found.memory_bytes, found.traffic.value,
+        binds or _binds(found), found.fits, True, why_not,
+    )  # fmt: skip
+
+
+def _binds(found: Advice) -> str:
+    causes = where_time_goes(found.step)
+    return max(causes, key=lambda name: causes[name])
+
+
+def _words(graph: Graph, words: Mapping[int, str]) -> dict[str, str]:
+    """Factor -> what people call it, where its size has a word of its own."""
+    named = {
+        n: words.get(f.size, "") for n, f in graph.factors.items() if n not in ("batch", "seq")
+    }
+    return {name: word for name, word in named.items() if word}
+
+
+def _folded(names: Sequence[str]) -> list[str]:
+    """Names of factors with the numbers of layers starred, each once."""
+    starred = (".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
+    return list(dict.fromkeys(starred))
+
+
+def _capture(
+    target: Target, rows: tuple[int, int] | None = None, *, precision: MixedPrecision | None
+) -> tuple[Prepared, Graph]:
+    """The step of a target; with `rows` of so many rows of its example only so many."""
+    with torch.device("meta") if target.is_function else contextlib.nullcontext():
+        model, args, kwargs, loss_fn = target.build_few()
+        if rows is not None:
+            args, kwargs = first_rows((args, kwargs), *rows)
+    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
+    graph = prepared.analysis.graph
+    return prepared, replace(graph, stacks=target.stacks or graph.stacks)
+
+
+def first_rows(inputs: Any, own: int, wanted: int) -> Any:
+    """Of inputs with a batch of `own` rows the first few."""
+
+    def cut(x: Any) -> Any:
+        has_rows = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == own
+        return x[:wanted] if has_rows else x
+
+    return pytree.tree_map(cut, inputs)
+
+
+def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:
+    return replace(prepared, analysis=replace(prepared.analysis, graph=graph))
+
+
+def training_state_of(graph: Graph) -> TrainingState:
+    """How parameters of this number format are usually trained: 16-bit ones with float32 masters."""
+    tensors = (graph.tensors[name] for name in graph.parameters.values())
+    sizes = [t.at_rest.itemsize_bytes for t in tensors if t.needs_grad]
+    return MIXED_FLOAT32_GRADIENTS if min(sizes, default=4) <= 2 else FULL
+
+
+def tokens_of(graph: Graph) -> int | None:
+    """Tokens of a micro-batch: entries of its first input of whole numbers in two dims, if any."""
+    inputs = (graph.tensors[name] for name in graph.inputs.values())
+    tokens = (t for t in inputs if t.itemsize_bytes == 8 and not t.needs_grad and len(t.shape) == 2)
+    return next((math.prod(t.shape) for t in tokens), None)

@@ -1,0 +1,250 @@
+"""What differs between two plans, in words, and what that costs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.explanation.report import ZERO_NAMES, used_axes
+from autopar.ir import Plan, format_layout
+from autopar.ir.plan import read_document
+from autopar.ir.recompute import format_recompute
+from autopar.units import format_as, format_bytes, format_seconds
+
+_SMALL = 1e-4  # of the whole: parts that differ by less are as good as equal
+
+
+@dataclass(frozen=True)
+class Side:
+    """A saved plan, or a whole document of `--json` with its costs.
+
+    Attributes:
+        name: of the file.
+        plan: that it holds.
+        document: all of it; empty for a bare plan.
+    """
+
+    name: str
+    plan: Plan
+    document: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, path: Path) -> Side:
+        """Reads what `--save` or `--json` wrote. Raises PlanError for anything else."""
+        document = read_document(path)
+        if not isinstance(document, dict) or not isinstance(document.get("plan", document), dict):
+            raise PlanError(f"{path} is neither a plan nor what `autopar explain --json` prints.")
+        try:
+            plan = Plan.from_json(document.get("plan", document))
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+        priced = {"time", "memory", "traffic", "cluster"} <= document.keys()
+        return cls(path.name, plan, document if priced else {})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that differs.
+
+    Attributes:
+        subject: "mesh", "recipe", "run", "model", "parameter" or "op".
+        name: of the parameter or op, numbers of layers starred; "" for the others.
+        before, after: in the first and in the second plan.
+        count: of parameters or ops that differ so.
+    """
+
+    subject: str
+    name: str
+    before: str
+    after: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" ({self.count}x)" if self.count > 1 else ""
+        what = f"{self.subject} {self.name}".strip()
+        return f"{what}{times}: {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class CostChange:
+    """A part of a cost on both sides, in `unit` ("seconds" or "bytes")."""
+
+    cost: str
+    part: str
+    unit: str
+    before: float
+    after: float
+
+    @property
+    def change(self) -> float:
+        return self.after - self.before
+
+    def __str__(self) -> str:
+        sign = "+" if self.change >= 0 else "-"
+        values = f"{format_as(self.unit, self.before)} -> {format_as(self.unit, self.after)}"
+        return f"{self.part}: {values} ({sign}{format_as(self.unit, abs(self.change))})"
+
+
+def differences(a: Side, b: Side) -> tuple[Difference, ...]:
+    """What differs between two plans, the broad things first."""
+    return tuple((*_headlines(a, b), *_of_parameters(a.plan, b.plan), *_of_ops(a, b)))
+
+
+def _headlines(a: Side, b: Side) -> Iterator[Difference]:
+    pairs = [
+        ("model", a.plan.fingerprint, b.plan.fingerprint),
+        ("mesh", str(a.plan.world_mesh), str(b.plan.world_mesh)),
+        ("recipe", a.plan.recipe, b.plan.recipe),
+        ("schedule", *map(_schedule, (a.plan, b.plan))),
+        ("stages begin at", *map(_cuts, (a.plan, b.plan))),
+        ("micro-batches", str(a.plan.micro_batches), str(b.plan.micro_batches)),
+        ("precision", *(str(side.plan.precision or "none") for side in (a, b))),
+    ]
+    if a.document and b.document:
+        pairs.append(("cluster", a.document["cluster"]["name"], b.document["cluster"]["name"]))
+        for name in ("stages", "recompute"):
+            pairs.append((name, str(a.document["run"][name]), str(b.document["run"][name])))
+    else:
+        pairs.append(("recompute", *(format_recompute(s.plan.recompute) for s in (a, b))))
+    for subject, before, after in pairs:
+        if before != after:
+            yield Difference(subject, "", before, after)
+
+
+def _schedule(plan: Plan) -> str:
+    return plan.pipeline.schedule if plan.pipeline else "none"
+
+
+def _cuts(plan: Plan) -> str:
+    """The ops with which stages after the first begin."""
+    return ", ".join(plan.pipeline.cuts) if plan.pipeline else "the first op alone"
+
+
+def _of_parameters(a: Plan, b: Plan) -> Iterator[Difference]:
+    before, after = _storage(used_axes(a)), _storage(used_axes(b))
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for name in dict.fromkeys((*before, *after)):
+        pair = (before.get(name, "absent"), after.get(name, "absent"))
+        if pair[0] != pair[1]:
+            counts[(_starred(name), *pair)] += 1
+    for (name, one, other), count in counts.items():
+        yield Difference("parameter", name, one, other, count)
+
+
+def _storage(plan: Plan) -> dict[str, str]:
+    """Where every parameter is kept, such as `S(0)@dp, ZeRO-1@dp`."""
+    found = {}
+    for name, how in plan.parameters.items():
+        stages = [
+            f"{ZERO_NAMES[stage]}@{axis}"
+            for i, axis in enumerate(plan.mesh.names)
+            if (stage := how.zero_stage(i)) in (1, 2)
+        ]
+        found[name] = ", ".join([format_layout(how.storage, plan.mesh), *stages])
+    return found
+
+
+def _of_ops(a: Side, b: Side) -> Iterator[Difference]:
+    before, after = _splits(a), _splits(b)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for name in dict.fromkeys((*before, *after)):
+        title, one = before.get(name, after.get(name, ("", ""))), before.get(name, ("", "absent"))
+        other = after.get(name, ("", "absent"))
+        if one[1] != other[1]:
+            counts[(title[0], one[1], other[1])] += 1
+    for (name, one_text, other_text), count in counts.items():
+        yield Difference("op", name, one_text, other_text, count)
+
+
+def _splits(side: Side) -> dict[str, tuple[str, str]]:
+    """Op -> its title, and what it splits along every axis of more than one rank."""
+    plan = used_axes(side.plan)
+    known: Mapping[str, Mapping[str, str]] = side.document.get("splits", {})
+    found = {}
+    for name, labels in plan.ops.items():
+        words = known.get(name)
+        title = words["op"] if words else re.sub(r"_\d+$", "", name)
+        values = [words.get(axis, "-") for axis in plan.mesh.names] if words else list(labels)
+        said = (
+            f"{v} over {axis}" for v, axis in zip(values, plan.mesh.names, strict=True) if _says(v)
+        )
+        found[name] = (title, ", ".join(said) or "whole")
+    return found
+
+
+def _says(label: str) -> bool:
+    return label not in ("-", "~")
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def costs(a: Side, b: Side) -> tuple[CostChange, ...]:
+    """What the differences cost: step time, memory and traffic with the parts that change.
+
+    None where a side is a bare plan, which knows no cost.
+    """
+    if not (a.document and b.document):
+        return ()
+    return tuple(
+        change
+        for cost, unit in (("time", "seconds"), ("memory", "bytes"), ("traffic", "bytes"))
+        for change in _parts(cost, unit, a.document[cost], b.document[cost])
+    )
+
+
+def _parts(
+    cost: str, unit: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Iterator[CostChange]:
+    whole = CostChange(cost, "step" if cost == "time" else cost, unit, before[unit], after[unit])
+    yield whole
+    values = [{p["name"]: p[unit] for p in tree.get("parts", [])} for tree in (before, after)]
+    parts = [
+        CostChange(cost, name, unit, values[0].get(name, 0.0), values[1].get(name, 0.0))
+        for name in dict.fromkeys((*values[0], *values[1]))
+    ]
+    least = _SMALL * max(abs(whole.before), abs(whole.after))
+    yield from sorted((p for p in parts if abs(p.change) > least), key=lambda p: -abs(p.change))
+
+
+def verdict(a: Side, b: Side) -> str:
+    """Which of the two is faster and which smaller, in one sentence."""
+    if not (a.document and b.document):
+        bare = " and ".join(side.name for side in (a, b) if not side.document)
+        return (
+            f"{bare} holds a plan without its cost; compare documents of `autopar explain --json` to see "
+            "what the differences cost."
+        )
+    seconds = [side.document["step_seconds"] for side in (a, b)]
+    memory = [side.document["memory_bytes"] for side in (a, b)]
+    faster = seconds[1] / seconds[0] - 1
+    pace = "as fast as" if abs(faster) < 5e-5 else (
+        f"{100 * abs(faster):.1f} % {'slower' if faster > 0 else 'faster'} than"
+    )  # fmt: skip
+    more = memory[1] - memory[0]
+    size = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory a rank"
+    steps = f"{format_seconds(seconds[1])} against {format_seconds(seconds[0])} a step"
+    return f"{b.name} is {pace} {a.name} ({steps}) and takes {size}."
+
+
+def to_json(a: Side, b: Side) -> dict[str, Any]:
+    """Both lists and the verdict."""
+    return {
+        "a": a.name,
+        "b": b.name,
+        "verdict": verdict(a, b),
+        "differences": [dict(vars(each)) for each in differences(a, b)],
+        "costs": [
+            {
+                "cost": c.cost, "part": c.part, f"before_{c.unit}": c.before,
+                f"after_{c.unit}": c.after, f"change_{c.unit}": c.change,
+            }
+            for c in costs(a, b)
+        ],
+    }  # fmt: skip

@@ -1,0 +1,266 @@
+"""An explanation as the page that views show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+
+from autopar.cost_model.breakdown import Breakdown, Event
+from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.symbols import symbol
+from autopar.explanation.advice import Advice, Change
+from autopar.explanation.block import block_of
+from autopar.explanation.explanation import Explanation
+from autopar.explanation.report import collectives, described
+from autopar.ir import Graph, with_pipeline
+from autopar.ir.recompute import words_of_recompute
+from autopar.search.notes import unruled_lines
+from autopar.units import format_bytes, format_seconds
+from autopar.views import BlockNode, Formula, Page, RooflinePoint
+
+
+def page_of(explanation: Explanation, title: str) -> Page:
+    """Everything there is to show of a plan."""
+    page = _page(explanation, title)
+    return dataclasses.replace(page, document=_document(explanation, page))
+
+
+def _page(explanation: Explanation, title: str) -> Page:
+    hardware = explanation.cluster.hardware
+    words = explanation.factor_words if isinstance(explanation, Advice) else {}
+    return Page(
+        title=title,
+        subtitle=_subtitle(explanation),
+        figures=tuple(_figures(explanation)),
+        memory=explanation.memory,
+        memory_bound_bytes=explanation.bound_bytes,
+        time=explanation.time,
+        traffic=explanation.traffic,
+        events=explanation.events(),
+        simulation=explanation.simulation,
+        stages=explanation.simulated.stages if explanation.simulated else (),
+        candidates=explanation.candidates,
+        roofline=tuple(_roofline(explanation)),
+        peak_flops=hardware.flops_per_second(_itemsize(explanation.graph)),
+        memory_bytes_per_second=hardware.memory_bytes_per_second,
+        block=block_of(explanation, words),
+        formulas=tuple(_formulas(explanation)),
+        sensitivity=sensitivity_in_words(explanation),
+        notes=(
+            *explanation.plan.notes, *_of_pipeline(explanation), *change_lines(explanation),
+            *_caveats(explanation),
+        ),
+    )  # fmt: skip
+
+
+def _of_pipeline(e: Explanation) -> Iterator[str]:
+    """What the stages are, and which figures are of the simulation and which of the closed form."""
+    run, closed = e.simulated, e.closed_form
+    if run is not None:
+        yield from run.sentences
+        compared = isinstance(e, Advice) and e.setting is not None
+        others = ", of other candidates and of what would change the choice" if compared else ""
+        yield (
+            "Step, memory and stages are of the simulated schedule. The figures of formulas, of sensitivities, "
+            f"of the timeline of one rank{others} are of the closed form, in which all stages are alike: "
+            f"{format_seconds(closed.step_seconds)} and {format_bytes(closed.memory_bytes)}."
+        )
+
+
+def sensitivity_in_words(e: Explanation) -> dict[str, float]:
+    """Symbol, with the word for it where there is one -> relative change of the step per 1 % more."""
+    return {f"{word_of(e, name)}": value for name, value in e.sensitivity().items()}
+
+
+def word_of(e: Explanation, symbol: str) -> str:
+    """`embedding_1` as `hidden (embedding_1)`."""
+    word = e.word(symbol) if isinstance(e, Advice) else ""
+    return f"{word} ({symbol})" if word and word != symbol else symbol
+
+
+def change_lines(e: Explanation) -> tuple[str, ...]:
+    """What would change the choice, a sentence each."""
+    return tuple(change_line(e, c) for c in e.changes) if isinstance(e, Advice) else ()
+
+
+def change_line(e: Advice, change: Change) -> str:
+    """`With 141 GB of memory: dp=16 zero1, 4 x 2, 3.5 % faster.`"""
+    chosen = e.setting.name if e.setting else ""
+    now = e.closed_form.step_seconds  # as what it is compared with
+    best = _relative(change.best_seconds, now)
+    if change.best == chosen:
+        return f"With {change.what}: the same choice, {best}."
+    same = change.same_seconds
+    if same is not None and abs(same / now - 1) < 5e-4:
+        same = None  # nothing to say of what stays as it is
+    else_ = f" (this one: {_relative(same, now)})" if same is not None else ""
+    return f"With {change.what}: {change.best}, {best}{else_}."
+
+
+def _relative(seconds: float, before: float) -> str:
+    change = seconds / before - 1
+    if abs(change) < 5e-4:
+        return "as fast"
+    return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
+
+
+def _document(e: Explanation, page: Page) -> dict[str, Any]:
+    """Everything the page shows, with units in the keys."""
+    return {
+        **e.to_json(),
+        **described(e.plan, e.graph),
+        "title": page.title,
+        "subtitle": page.subtitle,
+        "notes": list(page.notes),
+        "collectives": [dataclasses.asdict(each) for each in collectives(e.step)],
+        "peak_flops_per_second": page.peak_flops,
+        "memory_bytes_per_second": page.memory_bytes_per_second,
+        "roofline": [each._asdict() for each in page.roofline],
+        "block": [_node_document(each) for each in page.block],
+        "events": [_event_document(each) for each in page.events],
+    }
+
+
+def _node_document(node: BlockNode) -> dict[str, Any]:
+    layouts: Mapping[str, str] = dict(node.layouts)
+    moved: Sequence[dict[str, Any]] = [each._asdict() for each in node.collectives]
+    return {**node._asdict(), "layouts": layouts, "collectives": moved}
+
+
+def _event_document(event: Event) -> dict[str, Any]:
+    return {**dataclasses.asdict(event), "detail": dict(event.detail)}
+
+
+def _subtitle(e: Explanation) -> str:
+    stages = _stages_in_words(e)
+    again = f", {words}" if (words := words_of_recompute(e.plan.recompute)) else ""
+    count = int(e.run.micro_batches)
+    batches = f"{count} micro-batch{'es' * (count > 1)}"
+    mesh = e.plan.world_mesh
+    if e.plan.pipeline is None and e.run.stages > 1:
+        mesh = with_pipeline(mesh, int(e.run.stages), 0)
+    axes = ",".join(f"{name}={size}" for name, size in mesh.axes if size > 1) or "one rank"
+    return f"{axes} on {e.cluster}{stages}, {batches}{again}, recipe {e.plan.recipe}"
+
+
+def _stages_in_words(e: Explanation) -> str:
+    """The schedule, and whether it is simulated."""
+    if e.plan.pipeline is None:
+        return ", 1f1b by its closed form" if e.run.stages > 1 else ""
+    return f", {e.plan.pipeline.schedule} over {e.plan.pipeline.stages} stages"
+
+
+def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
+    yield "step", format_seconds(e.step_seconds)
+    if e.tokens_per_second is not None:
+        yield "tokens per second", f"{e.tokens_per_second:,.0f}"
+    yield "model FLOPs utilization", f"{100 * e.mfu:.1f} %"
+    yield "memory of a rank", f"{format_bytes(e.memory_bytes)} of {format_bytes(e.bound_bytes)}"
+    yield "sent by a rank", f"{format_bytes(e.traffic.value)} a step"
+    if e.simulation is not None:
+        yield "pipeline bubble", f"{100 * e.simulation.bubble_fraction:.1f} %"
+
+
+def _formulas(e: Explanation) -> Iterator[Formula]:
+    """Every cost as the sum of its parts by name, and the largest parts as formulas."""
+    e = e.closed_form  # what a simulation measures has no formula
+    plain = _plain_symbols(e)
+    for tree, shown in (
+        (e.time, format_seconds),
+        (e.memory, format_bytes),
+        (e.traffic, format_bytes),
+    ):
+        if tree.parts:
+            yield Formula(tree.name, _named_sum(tree), shown(tree.value))
+        for part in tree.parts[:_FORMULAS]:
+            yield from _formula(part, shown, plain)
+
+
+_FORMULAS = 5  # of the parts of every cost
+_NAMED = 8  # parts of a sum that are named
+_LONGEST = (
+    150  # operations of a formula that is still read; longer ones are sums of their parts' names
+)
+
+
+def _formula(
+    part: Breakdown, shown: Callable[[float], str], plain: Mapping[sympy.Symbol, sympy.Expr]
+) -> Iterator[Formula]:
+    """A part's formula, or its parts by name and the formula of the largest of them."""
+    if sympy.count_ops(part.expression) <= _LONGEST:
+        yield Formula(part.name, part.expression.xreplace(plain), shown(part.value))
+    elif part.parts:
+        yield Formula(part.name, _named_sum(part), shown(part.value))
+        yield from _formula(part.parts[0], shown, plain)
+
+
+def _named_sum(tree: Breakdown) -> sympy.Expr:
+    """The parts by name, the smaller ones as one; savings are subtracted."""
+    shown = tree.parts if len(tree.parts) <= _NAMED + 1 else tree.parts[:_NAMED]
+    terms = [sympy.Symbol(part.name) * (1 if part.value > 0 else -1) for part in shown]
+    if len(shown) < len(tree.parts):
+        terms.append(sympy.Symbol(f"{len(tree.parts) - len(shown)} smaller ones"))
+    return sympy.Add(*terms, evaluate=False)
+
+
+def _plain_symbols(e: Explanation) -> dict[sympy.Symbol, sympy.Expr]:
+    """Symbols that are 1 and cannot grow as 1, and sizes under the words that people have for them."""
+    single = [name for name, size in e.plan.mesh.axes if size == 1]
+    if e.run.stages == 1:
+        single += ["stages", "chunks"]
+    found: dict[sympy.Symbol, sympy.Expr] = {symbol(name): sympy.Integer(1) for name in single}
+    if isinstance(e, Advice):
+        for name in e.legend:
+            word = e.word(name)
+            if word and word != name:
+                found[symbol(name)] = symbol(word.replace(" ", "_"))
+    return found
+
+
+def _roofline(e: Explanation) -> Iterator[RooflinePoint]:
+    for item in e.step.items:
+        if item.resource == COMPUTE and item.phase == "forward" and _works(item):
+            seconds = float(item.seconds)
+            yield RooflinePoint(
+                item.name, float(item.flops) / float(item.traffic_bytes),
+                float(item.flops) / seconds, float(item.count) * seconds,
+            )  # fmt: skip
+
+
+def _works(item: Item) -> bool:
+    return float(item.flops) > 0 and float(item.traffic_bytes) > 0 and float(item.seconds) > 0
+
+
+def _itemsize(graph: Graph) -> int:
+    return min((t.itemsize_bytes for t in graph.tensors.values() if t.needs_grad), default=4)
+
+
+def _closed_form_stages(e: Explanation) -> str:
+    stages, layers = int(e.run.stages), sum(stack.layers for stack in e.graph.stacks)
+    share = f"{layers / stages:g} of {layers} layers" if layers else "an equal share"
+    return (
+        f"Each of the {stages} pipeline stages is taken to have {share}, the first with what comes before "
+        "them and the last with what comes behind, and is priced by the closed form of 1F1B. Cuts and a "
+        "simulated schedule need the whole model: package.module:function with --mesh pp=..."
+    )
+
+
+def _caveats(e: Explanation) -> tuple[str, ...]:
+    notes = []
+    if e.run.stages > 1 and e.simulated is None:
+        notes.append(_closed_form_stages(e))
+    guessed = [n for n, source in e.cluster.hardware.sources if source.kind == "guess"]
+    if "host_seconds" in guessed:
+        notes.append(
+            f"Nobody measured {e.cluster.hardware.name} here: what eager kernels reach of it is a guess "
+            "from published runs. `autopar calibrate` measures it."
+        )
+    lines = unruled_lines(e.graph, e.plan, e.cluster.hardware)
+    notes += [f"{line[0].upper()}{line[1:]}." for line in lines]
+    if not e.fits:
+        over = e.memory_bytes - e.bound_bytes
+        notes.append(f"DOES NOT FIT: {format_bytes(over)} more than a rank has.")
+    return tuple(notes)

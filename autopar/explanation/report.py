@@ -1,0 +1,347 @@
+"""What people read: a plan as tables, folded over repeated blocks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.step import Step
+from autopar.ir import Graph, Mesh, Op, Plan, format_layout
+from autopar.ir.recompute import words_of_recompute
+from autopar.units import format_bytes, format_seconds
+
+_T = TypeVar("_T")
+
+Words = Mapping[str, str]  # factor -> what people call it
+NO_WORDS: Words = MappingProxyType({})
+_NAME_WIDTH = 20  # columns that the name of a parameter has where the terminal is narrow
+ZERO_NAMES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+
+
+def explain(plan: Plan, graph: Graph) -> RenderableType:
+    """A plan as a headline, what was chosen and why, and tables of parameters and ops."""
+    return Group(
+        headline(plan),
+        *map(Text, plan.notes),
+        Text(),
+        parameter_table(plan, graph),
+        op_table(plan, graph),
+    )
+
+
+def headline(plan: Plan) -> Text:
+    """One line: mesh, recipe, schedule, micro-batches, model."""
+    mesh = plan.world_mesh
+    ranks = f"{mesh.size} rank{'s' * (mesh.size > 1)}"
+    batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    schedule = f", {plan.pipeline.schedule}" if plan.pipeline else ""
+    again = f", {words}" if (words := words_of_recompute(plan.recompute)) else ""
+    text = Text(f"Plan for {ranks} as {mesh}", style="bold")
+    return text.append(
+        f"  recipe {plan.recipe}{schedule}{batches}{again}, model {plan.fingerprint}",
+        style="not bold dim",
+    )
+
+
+def as_text(renderable: RenderableType, *, width: int = 120) -> str:
+    """What a renderable looks like without colours, for files and tests."""
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def parameter_table(plan: Plan, graph: Graph) -> Table:
+    """How parameters are stored, and how their gradients come back; one row for all blocks."""
+    table = Table(title="Parameters", title_justify="left", show_edge=False, pad_edge=False)
+    rows = list(_folded(_parameter_rows(plan, graph)))
+    longest = max((len(name) for name, _, _ in rows), default=0)
+    table.add_column("parameter", overflow="fold", min_width=min(longest, _NAME_WIDTH))
+    for column in ("of", "shape", "stored", "ZeRO", "reduced per"):
+        table.add_column(column, overflow="fold")
+    for name, count, row in rows:
+        table.add_row(name, _times(count), *row)
+    return table
+
+
+def _parameter_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, ...], int]]:
+    for name, how in plan.parameters.items():
+        shape = "x".join(str(n) for n in graph.tensors[graph.parameters[name]].shape) or "scalar"
+        stored = format_layout(how.storage, plan.mesh)
+        in_graph = any(how.zero_stage(i) == 3 for i in range(len(plan.mesh.axes)))
+        reduced = "micro-batch" if in_graph else how.reduce.replace("_", "-")
+        row = (shape, stored, _zero(plan, graph, name), reduced)
+        yield name, row, graph.stands_for.get(name, 1)
+
+
+def _zero(plan: Plan, graph: Graph, name: str) -> str:
+    how = plan.parameters[name]
+    found = {axis: how.zero_stage(i) for i, axis in enumerate(plan.mesh.names)}
+    gathered = _gathered_axes(plan, graph, graph.parameters[name])
+    shown = [(s, axis) for axis, s in found.items() if s in (1, 2) or (s == 3 and axis in gathered)]
+    return ", ".join(f"{ZERO_NAMES[s]}@{axis}" for s, axis in shown) or "-"
+
+
+def _gathered_axes(plan: Plan, graph: Graph, tensor: str) -> set[str]:
+    """Axes along which some op takes a parameter whole; along the others it is used as stored."""
+    return {
+        axis
+        for op in graph.ops
+        for position, operand in enumerate(op.operands)
+        if operand == tensor
+        for axis, label in zip(plan.mesh.names, plan.ops[op.name], strict=True)
+        if op.choice(label).operands[position].kind != "S"
+    }
+
+
+def axis_lines(plan: Plan, graph: Graph, words: Words = NO_WORDS) -> tuple[str, ...]:
+    """What every axis of more than one rank splits, and how parameters lie on it, a sentence each.
+
+    Layers that one captured layer stands for are counted.
+    """
+    return tuple(
+        _axis_line(plan, graph, axis, words)
+        for axis, size in enumerate(plan.mesh.sizes)
+        if size > 1
+    )
+
+
+def _axis_line(plan: Plan, graph: Graph, axis: int, words: Words) -> str:
+    name, size = plan.mesh.axes[axis]
+    split: Counter[str] = Counter()
+    for op in graph.ops:
+        if not op.is_view and op.choice(plan.ops[op.name][axis]).splits:
+            split[_split(op, plan.ops[op.name][axis], words)] += graph.stands_for.get(op.name, 1)
+    stored: Counter[str] = Counter()
+    for parameter in plan.parameters:
+        stored[_kept(plan, graph, parameter, axis)] += graph.stands_for.get(parameter, 1)
+    ops = ", ".join(f"{factor} ({count} ops)" for factor, count in split.most_common(6))
+    kept = ", ".join(f"{count} {how}" for how, count in stored.most_common())
+    return f"{name}={size} splits {ops or 'no op'}; parameters: {kept}"
+
+
+def _kept(plan: Plan, graph: Graph, name: str, axis: int) -> str:
+    """How a parameter lies along an axis, in the words of ZeRO and Megatron."""
+    stage = plan.parameters[name].zero_stage(axis)
+    if stage == 3 and plan.mesh.names[axis] not in _gathered_axes(
+        plan, graph, graph.parameters[name]
+    ):
+        return "split and used so"
+    return ZERO_NAMES.get(stage, "whole")
+
+
+def op_table(plan: Plan, graph: Graph, words: Words = NO_WORDS) -> Table:
+    """What every op splits along every axis, by the names of the factors; views are left out."""
+    table = Table(title="Ops", title_justify="left", show_edge=False)
+    for column in ("module", "op", "of", *(f"{name}={size}" for name, size in plan.mesh.axes)):
+        table.add_column(column, overflow="fold")
+    previous = ""
+    for module, kinds, count, row in _merged(_folded(_op_rows(plan, graph, words))):
+        table.add_row("" if module == previous else module, kinds, _times(count), *row)
+        previous = module
+    return table
+
+
+def _merged(
+    rows: Iterable[tuple[str, int, tuple[str, ...]]],
+) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
+    """Neighbours of one module that are split alike as one row; what nothing splits comes last."""
+    found: dict[tuple[str, tuple[str, ...]], tuple[list[str], int]] = {}
+    for key, count, row in rows:
+        module, kind = key.rsplit(" ", 1)
+        whole = set(row) == {"-"}
+        kinds, total = found.setdefault(("(run whole)" if whole else module, row), ([], 0))
+        kinds.append(kind)
+        found[("(run whole)" if whole else module, row)] = (kinds, total + count)
+    for last in (False, True):
+        for (module, row), (kinds, count) in found.items():
+            if (module == "(run whole)") is last:
+                yield module, ", ".join(dict.fromkeys(kinds)), count, row
+
+
+def _op_rows(plan: Plan, graph: Graph, words: Words) -> Iterable[tuple[str, tuple[str, ...], int]]:
+    for op in graph.ops:
+        if not op.is_view and op.has_rule:
+            labels = plan.ops[op.name]
+            kind = op.kind.removeprefix("aten.")
+            split = tuple(_split(op, label, words) for label in labels)
+            yield f"{op.module or '(top)'} {kind}", split, graph.stands_for.get(op.name, 1)
+
+
+def _split(op: Op, label: str, words: Words = NO_WORDS) -> str:
+    choice = op.choice(label)
+    if choice.splits:
+        return words.get(choice.factor, "") or _numbers_out(choice.factor)
+    return {"-": "-", "~": "-"}.get(label, "partial sums")
+
+
+def _times(count: int) -> str:
+    return f"{count}x" if count > 1 else ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The messages of one kind of a step, on one rank.
+
+    Attributes:
+        axis: that they run along.
+        name: such as `all_gather`.
+        carries: "activation", "parameter" or "gradient".
+        phase: "forward", "backward", or "once" a step.
+        tensors: what they move, the layers folded.
+        count: of messages in a step, before small ones are put in one bucket.
+        traffic_bytes: sent in a step.
+        seconds: in a step, if nothing hid them.
+    """
+
+    axis: str
+    name: str
+    carries: str
+    phase: str
+    tensors: tuple[str, ...]
+    count: float
+    traffic_bytes: float
+    seconds: float
+
+
+def collectives(step: Step) -> tuple[Collective, ...]:
+    """Where collectives stand in a step, those that take longest first."""
+    found: dict[tuple[str, str, str, str], list[Item]] = {}
+    for item in step.items:
+        if item.resource != COMPUTE and float(item.traffic_bytes) > 0:
+            once = item.phase in ("gather", "reduce") and not item.every_micro_batch
+            phase = "once" if once else "backward" if item.phase == "reduce" else item.phase
+            found.setdefault((item.resource, item.kind, item.carries, phase), []).append(item)
+    made = [_collective(*key, items, step) for key, items in found.items()]
+    return tuple(sorted(made, key=lambda c: (-c.seconds, c.axis, c.name, c.phase)))
+
+
+def _collective(
+    axis: str, name: str, carries: str, phase: str, items: list[Item], step: Step
+) -> Collective:
+    counts = [_times_a_step(item, phase, step) for item in items]
+    titles = dict.fromkeys(" ".join(item.name.split()[1:]) for item in items)
+    pairs = list(zip(counts, items, strict=True))
+    return Collective(
+        axis, name, carries, phase, tuple(titles), sum(counts),
+        sum(count * float(item.traffic_bytes) for count, item in pairs),
+        sum(count * float(item.seconds) for count, item in pairs),
+    )  # fmt: skip
+
+
+def _times_a_step(item: Item, phase: str, step: Step) -> float:
+    run = step.run
+    batches = 1.0 if phase == "once" else float(run.micro_batches)
+    again = float(step.times_forward) if (item.region, phase) == ("layers", "forward") else 1
+    share = float(run.stages) if item.region == "layers" else 1.0
+    return float(item.count) * batches * again / share
+
+
+def collective_table(step: Step) -> Table:
+    """Where collectives stand and what each kind of them costs in a step."""
+    title = "Collectives of a step (before anything hides them)"
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for column in ("along", "collective", "of", "when", "count", "sent", "time"):
+        right = column in ("count", "sent", "time")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    for each in collectives(step):
+        when = "once a step" if each.phase == "once" else each.phase
+        table.add_row(
+            each.axis, each.name, _moved(each), when, f"{each.count:,.0f}",
+            format_bytes(each.traffic_bytes), format_seconds(each.seconds),
+        )  # fmt: skip
+    return table
+
+
+def _moved(each: Collective) -> str:
+    """`gradients`, or the few tensors by name."""
+    kind = "activations" if each.carries == "activation" else f"{each.carries}s"
+    if len(each.tensors) > 2:
+        return kind
+    return f"{kind}: {', '.join(each.tensors)}"
+
+
+def used_axes(plan: Plan) -> Plan:
+    """The plan without the axes of one rank, along which nothing is split; as it is if all are."""
+    kept = [i for i, size in enumerate(plan.mesh.sizes) if size > 1]
+    if not kept or len(kept) == len(plan.mesh.sizes):
+        return plan
+
+    def of(values: tuple[_T, ...]) -> tuple[_T, ...]:
+        return tuple(values[i] for i in kept)
+
+    parameters = {
+        name: replace(how, storage=of(how.storage), resident=of(how.resident))
+        for name, how in plan.parameters.items()
+    }
+    return replace(
+        plan, mesh=Mesh(of(plan.mesh.axes)), parameters=parameters,
+        inputs={name: of(layout) for name, layout in plan.inputs.items()},
+        ops={name: of(labels) for name, labels in plan.ops.items()},
+    )  # fmt: skip
+
+
+def _numbers_out(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
+
+
+def _folded(
+    rows: Iterable[tuple[str, tuple[str, ...], int]],
+) -> Iterable[tuple[str, int, tuple[str, ...]]]:
+    """Rows whose names differ only in a number between dots, and which say the same, once.
+
+    With how many of them the whole model has.
+    """
+    counts: dict[tuple[str, tuple[str, ...]], int] = {}
+    for name, row, count in rows:
+        key = (_numbers_out(name), row)
+        counts[key] = counts.get(key, 0) + count
+    return [(name, count, row) for (name, row), count in counts.items()]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan with the graph it was made for; prints as tables, in a terminal and as text."""
+
+    plan: Plan
+    graph: Graph
+
+    def __rich__(self) -> RenderableType:
+        return explain(self.plan, self.graph)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def to_json(self) -> Mapping[str, object]:
+        """The plan, and the shape and factors of every parameter."""
+        return {"plan": self.plan.to_json(), **described(self.plan, self.graph)}
+
+
+def described(plan: Plan, graph: Graph) -> Mapping[str, object]:
+    """The shape and factors of every parameter, and what every op splits along every axis."""
+    tensors = {name: graph.tensors[t] for name, t in graph.parameters.items()}
+    return {
+        "parameters": {
+            name: {"shape": list(t.shape), "factors": [list(dim) for dim in t.factors]}
+            for name, t in tensors.items()
+        },
+        "splits": {
+            op.name: {
+                "op": f"{_numbers_out(op.module)} {op.kind.removeprefix('aten.')}".strip(),
+                **dict(
+                    zip(plan.mesh.names, (_split(op, x) for x in plan.ops[op.name]), strict=True)
+                ),
+            }
+            for op in graph.ops
+            if not op.is_view and op.has_rule
+        },
+    }

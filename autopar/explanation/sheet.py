@@ -1,0 +1,139 @@
+"""What the command line prints of a plan: a page for a terminal, small parts folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from autopar.explanation.advice import Advice
+from autopar.explanation.fitting import Fit, Remedy
+from autopar.explanation.pages import change_line, word_of
+from autopar.explanation.report import (
+    collective_table,
+    collectives,
+    op_table,
+    parameter_table,
+    used_axes,
+)
+from autopar.units import format_bytes, format_seconds
+from autopar.views import (
+    CandidateTable,
+    Page,
+    SensitivityTable,
+    StageTable,
+    Tree,
+    memory_bar,
+    time_bar,
+)
+from autopar.views.bars import headline
+from autopar.views.gantt import Gantt
+
+_DEPTH, _SMALLEST = 2, 0.02  # of the trees: levels, and shares that are summed up
+_STRONGEST = 12  # rows of what the step time hangs on
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A plan with its costs, in the order in which one asks: what, how much, why, what else."""
+
+    advice: Advice
+    page: Page
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in self._parts():
+            yield part
+            yield Text()
+
+    def _parts(self) -> Iterator[RenderableType]:
+        advice, page = self.advice, self.page
+        plan = used_axes(advice.plan)
+        yield headline(page)
+        yield Group(*(Text(f"- {note}") for note in page.notes if note not in self._changes))
+        yield memory_bar(page.memory, page.memory_bound_bytes)
+        yield time_bar(page.time, page.axes)
+        if page.simulation is not None:
+            yield Gantt(page.simulation)
+            yield StageTable(page.stages)
+        yield parameter_table(plan, advice.graph)
+        yield op_table(plan, advice.graph, advice.factor_words)
+        if collectives(advice.step):
+            yield collective_table(advice.step)
+        yield Group(
+            Text("Where time and memory go", style="bold"),
+            Tree(page.time, _DEPTH, _SMALLEST), Tree(page.memory, _DEPTH, _SMALLEST),
+        )  # fmt: skip
+        if len(page.candidates) > 1:
+            yield CandidateTable(page.candidates)
+        yield from self._what_would_change()
+
+    @property
+    def _changes(self) -> tuple[str, ...]:
+        return tuple(change_line(self.advice, each) for each in self.advice.changes)
+
+    def _what_would_change(self) -> Iterator[RenderableType]:
+        if self._changes:
+            title = Text("What would change the choice", style="bold")
+            yield Group(title, *(Text(f"- {line}") for line in self._changes))
+        strongest = dict(list(self.advice.sensitivity().items())[:_STRONGEST])
+        if strongest:
+            words = {word_of(self.advice, name): value for name, value in strongest.items()}
+            yield Group(SensitivityTable(words), *_legend(self.advice, strongest))
+
+
+def _legend(advice: Advice, shown: Mapping[str, float]) -> Iterator[Text]:
+    """What the symbols stand for."""
+    for name in shown:
+        if name in advice.legend and name not in ("batch", "seq"):
+            yield Text(f"{name} = {advice.legend[name]}", style="dim")
+
+
+@dataclass(frozen=True)
+class FitSheet:
+    """Whether it fits, what takes the memory, and what one could change."""
+
+    target: str
+    fit: Fit
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        advice, fit = self.fit.advice, self.fit
+        verdict = "fits" if fit.fits else "DOES NOT FIT"
+        over = "free" if fit.fits else "too much"
+        yield Text(
+            f"{self.target} {verdict} on {advice.cluster}: {format_bytes(advice.memory_bytes)} of "
+            f"{format_bytes(advice.bound_bytes)}, {format_bytes(abs(fit.margin_bytes))} {over}",
+            style="bold green" if fit.fits else "bold red",
+        )
+        yield Text(f"as {fit.asked.setting.name}, {format_seconds(advice.step_seconds)} a step\n")
+        yield memory_bar(advice.memory, advice.bound_bytes)
+        yield Text()
+        yield Tree(advice.memory, _DEPTH, _SMALLEST)
+        yield Text()
+        yield _remedy_table(fit) if fit.remedies else Text(_no_remedy(fit))
+
+
+def _remedy_table(fit: Fit) -> Table:
+    title = "What else would fit" if fit.fits else "What would make it fit"
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for name in ("change", "then", "memory", "step", "price"):
+        right = name in ("memory", "step", "price")
+        table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    for each in fit.remedies:
+        table.add_row(
+            Text(each.what), Text(each.setting), format_bytes(each.memory_bytes),
+            format_seconds(each.step_seconds), _price(each),
+        )  # fmt: skip
+    return table
+
+
+def _price(each: Remedy) -> str:
+    return f"{100 * each.slower:+.1f} % time"
+
+
+def _no_remedy(fit: Fit) -> str:
+    if fit.fits:
+        return "Nothing larger fits, and no fewer nodes would do."
+    return "No change of recipe, ranks or device of the catalogue makes it fit; take a smaller batch or sequence."

@@ -1,0 +1,443 @@
+"""A plan with pipeline stages, run action by action: its time and memory, rank by rank and stage by stage.
+
+The closed form of `autopar.cost_model.step` gives every stage the same share of the layers. Here stages are
+those that the plan cuts, and their micro-batches go through them as the schedule says:
+
+    step   = the simulated schedule + what the slowest rank does once + what is fixed
+    memory = the largest peak of a rank in the simulation + what no tensor can have
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import sympy
+
+from autopar.cost_model.breakdown import Breakdown, Unit
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.items import COMPUTE, FULL, Item, Pricer, TrainingState
+from autopar.cost_model.sizes import Sizes
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Run, Step, total
+from autopar.ir import Graph, Op, Pipeline, Plan
+from autopar.ir.recompute import words_of_recompute
+from autopar.pipeline.blocks import block_starts, repeating_parts
+from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
+from autopar.pipeline.simulation import Simulation, StageCosts, simulate
+from autopar.pipeline.stage_costs import StageTable, stage_table
+from autopar.search.balance import Shape
+from autopar.views.page import StageRow
+
+Direction = Literal["forward", "backward"]
+_ROUNDING = 1e-9  # of a sum
+_ALIKE = 1.0005  # times that print as the same
+
+KEPT = ("parameters", "gradients", "optimizer", "buffers")  # kinds of what a stage holds at rest
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step of a plan that has a pipeline.
+
+    Attributes:
+        graph: the captured model with all its layers, at the size of one micro-batch.
+        plan: its choices, with the cuts.
+        hardware: what the stages are priced for.
+        training_state, software: see `autopar.cost_model`.
+    """
+
+    graph: Graph
+    plan: Plan
+    hardware: Hardware
+    training_state: TrainingState = FULL
+    software: Software = AUTOPAR
+
+    @property
+    def pipeline(self) -> Pipeline:
+        assert self.plan.pipeline is not None, "only a plan with stages is simulated"
+        return self.plan.pipeline
+
+    # --- costs of the stages
+
+    @cached_property
+    def _starts(self) -> list[str]:
+        places = {op.name: i for i, op in enumerate(self.graph.ops)}
+        starts = {*block_starts(self.graph), *self.pipeline.cuts}
+        return sorted(starts, key=places.__getitem__)
+
+    @cached_property
+    def _table(self) -> StageTable:
+        return stage_table(
+            self.graph, self.plan, self.hardware, starts=self._starts, training_state=self.training_state,
+            software=self.software,
+        )  # fmt: skip
+
+    @cached_property
+    def _edges(self) -> tuple[tuple[int, int], ...]:
+        """Of every stage the block it begins with, and the one after its last."""
+        cuts = [self._starts.index(name) for name in self.pipeline.cuts]
+        return tuple(itertools.pairwise((0, *cuts, len(self._starts))))
+
+    @cached_property
+    def costs(self) -> tuple[StageCosts, ...]:
+        """Of every stage, for one micro-batch."""
+        return tuple(self._table.stage(*edge) for edge in self._edges)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The schedule as it runs."""
+        order = actions(self.pipeline, self.plan.micro_batches)
+        waits = waits_for_sends(self.pipeline.schedule)
+        return simulate(order, self.costs, waits_for_sends=waits)
+
+    @cached_property
+    def once_seconds(self) -> tuple[float, ...]:
+        """Gathers, reductions and the optimizer of every pipeline rank, once a step."""
+        of_stage = [float(self._table.once_seconds[edge]) for edge in self._edges]
+        return tuple(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)
+
+    @property
+    def _stages_of_ranks(self) -> Iterator[tuple[int, ...]]:
+        return (self.pipeline.stages_of(rank) for rank in range(self.pipeline.ranks))
+
+    # --- figures
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.simulation.step_seconds + max(self.once_seconds) + self.software.step_seconds
+
+    @property
+    def memory_bytes(self) -> float:
+        """The peak of the fullest rank, with what no tensor can have."""
+        return max(self.simulation.peak_bytes) + self.hardware.reserved_bytes
+
+    @property
+    def fullest_rank(self) -> int:
+        peaks = self.simulation.peak_bytes
+        return peaks.index(max(peaks))
+
+    @property
+    def busiest_rank(self) -> int:
+        busy = self.simulation.busy_seconds
+        return busy.index(max(busy))
+
+    @property
+    def slowest_stage(self) -> int:
+        """The one whose micro-batch takes longest, forward and backward."""
+        seconds = [cost.forward_seconds + cost.backward_seconds for cost in self.costs]
+        return seconds.index(max(seconds))
+
+    @property
+    def closed_bubble(self) -> float | None:
+        """The part of a step in which p equal ranks with v chunks idle, if sends take nothing.
+
+        (p - 1) / (v m + p - 1) (Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2); None
+        where the schedule has no such formula, because it depends on the halves of a backward.
+        """
+        if splits_backward(self.pipeline):
+            return None
+        waits = self.pipeline.ranks - 1
+        return waits / (self.pipeline.chunks * self.plan.micro_batches + waits)
+
+    @property
+    def closed_bubble_text(self) -> str:
+        """The formula in words, such as `(p - 1) / (m + p - 1)`."""
+        m = "m" if self.pipeline.chunks == 1 else "v m"
+        return f"(p - 1) / ({m} + p - 1)"
+
+    # --- stages
+
+    @cached_property
+    def stages(self) -> tuple[StageRow, ...]:
+        """A row for every stage, in the graph's order."""
+        flights = Shape(
+            self.pipeline.ranks, self.pipeline.chunks, self.pipeline.schedule,
+            self.plan.micro_batches,
+        ).in_flight()  # fmt: skip
+        return tuple(
+            self._row(stage, cost, flight)
+            for stage, (cost, flight) in enumerate(zip(self.costs, flights, strict=True))
+        )
+
+    def _row(self, stage: int, cost: StageCosts, flight: int) -> StageRow:
+        ops, rank = self._ops[stage], self.pipeline.rank_of(stage)
+        modules = [op.module for op in ops if op.module]
+        held = {name for op in ops for name in self._parameters_of(op)}
+        return StageRow(
+            stage, rank,
+            first=self._unit(modules[0]) if modules else "",
+            last=self._unit(modules[-1]) if modules else "",
+            layers=len({place for op in ops if (place := self._layer(op.module))}),
+            parameters=sum(self._numel(name) for name in held),
+            forward_seconds=cost.forward_seconds, backward_seconds=cost.backward_seconds,
+            send_seconds=cost.send_forward_seconds if self._leaves(stage, stage + 1) else 0.0,
+            gradient_seconds=cost.send_backward_seconds if self._leaves(stage, stage - 1) else 0.0,
+            in_flight=flight, saved_bytes=cost.saved_bytes, kept_bytes=cost.kept_bytes,
+            rank_bytes=self.simulation.peak_bytes[rank],
+        )  # fmt: skip
+
+    @cached_property
+    def _ops(self) -> tuple[tuple[Op, ...], ...]:
+        """Of every stage."""
+        places = {op.name: i for i, op in enumerate(self.graph.ops)}
+        edges = (0, *(places[name] for name in self.pipeline.cuts), len(self.graph.ops))
+        return tuple(self.graph.ops[i:j] for i, j in itertools.pairwise(edges))
+
+    def _layer(self, module: str) -> str:
+        """The layer of a stack that a module is, or lies in; "" outside."""
+        place = self.graph.stack_of(module)
+        return f"{place[0].path}.{place[1]}" if place else ""
+
+    def _unit(self, module: str) -> str:
+        return self._layer(module) or module
+
+    def _leaves(self, stage: int, other: int) -> bool:
+        """Whether there is another stage, and on another rank."""
+        inside = 0 <= other < self.pipeline.stages
+        return inside and self.pipeline.rank_of(other) != self.pipeline.rank_of(stage)
+
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        return {tensor: name for name, tensor in self.graph.parameters.items()}
+
+    def _parameters_of(self, op: Op) -> Iterator[str]:
+        return (self._names[name] for name in op.operands if name in self._names)
+
+    def _numel(self, name: str) -> int:
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        return math.prod(tensor.shape)
+
+    # --- trees
+
+    @cached_property
+    def time(self) -> Breakdown:
+        """Seconds of a step on the rank that computes longest, and what the slowest does once."""
+        rank, run = self.busiest_rank, self.simulation
+        idle = run.step_seconds - run.busy_seconds[rank]
+        parts = (
+            self._direction("forward", rank),
+            self._direction("backward", rank),
+            _leaf("pipeline bubble", "seconds", idle, f"rank {rank} waits"),
+            _leaf(
+                "once a step", "seconds", max(self.once_seconds), "gathers, reductions, optimizer"
+            ),
+            _leaf("fixed", "seconds", self.software.step_seconds),
+        )
+        return _sum("step", "seconds", parts, "simulated")
+
+    def _direction(self, direction: Direction, rank: int) -> Breakdown:
+        """All forwards or backwards of a rank by what they go to; the rest is of the host, or hidden."""
+        m, stages = self.plan.micro_batches, self.pipeline.stages_of(rank)
+        whole = m * sum(getattr(self.costs[s], f"{direction}_seconds") for s in stages)
+        sums: dict[str, float] = {}
+        for item in self._pricer.items():
+            times = m * self._times(item, direction)
+            if times and self._stage_of(item) in stages:
+                name = (
+                    "compute"
+                    if item.resource == COMPUTE
+                    else f"communication along {item.resource}"
+                )
+                sums[name] = sums.get(name, 0.0) + times * float(item.count * item.seconds)
+        rest = whole - sum(sums.values())
+        if abs(rest) > _ROUNDING * whole:
+            sums["waiting for the host" if rest > 0 else "hidden behind compute"] = rest
+        parts = [_leaf(name, "seconds", value) for name, value in sums.items()]
+        return _sum(direction, "seconds", parts, f"{_batches(m)} on rank {rank}, the busiest")
+
+    def _times(self, item: Item, direction: Direction) -> int:
+        """How often a micro-batch runs an item in one direction: what runs again does so in backward."""
+        if item.phase in ("gather", "reduce") and not item.every_micro_batch:
+            return 0
+        if direction == "forward":
+            return int(item.phase == "forward")
+        return int(item.phase != "forward" or item.of in self._again)
+
+    @cached_property
+    def _again(self) -> frozenset[str]:
+        """Ops that run again in backward."""
+        parts, again = repeating_parts(self.graph, self.plan)
+        begins = {part.start: number for number, part in enumerate(parts)}
+        found, number = set(), 0
+        for op in self.graph.ops:
+            number = begins.get(op.name, number)
+            if number in again:
+                found.add(op.name)
+        return frozenset(found)
+
+    def _stage_of(self, item: Item) -> int:
+        """Of the op; of a parameter the first that uses it; of the graph's end the last."""
+        if item.of in self._homes:
+            return self._homes[item.of]
+        if item.of in self.graph.parameters:
+            return min(self._users.get(self.graph.parameters[item.of], {0}))
+        return self.pipeline.stages - 1
+
+    @cached_property
+    def _homes(self) -> Mapping[str, int]:
+        """Op -> its stage."""
+        return {op.name: stage for stage, ops in enumerate(self._ops) for op in ops}
+
+    @cached_property
+    def memory(self) -> Breakdown:
+        """Peak bytes of the fullest rank."""
+        rank = self.fullest_rank
+        kept = [self._kept(kind, rank) for kind in KEPT]
+        moving = self.simulation.peak_bytes[rank] - sum(part.value for part in kept)
+        saved = "of micro-batches in flight, with what the running stage works with"
+        reserved = self.hardware.reserved_bytes
+        parts = (
+            *kept,
+            _leaf("saved activations", "bytes", moving, saved),
+            _leaf("reserved", "bytes", reserved, "context and library buffers"),
+        )
+        return _sum(f"memory of pipeline rank {rank}", "bytes", parts, "simulated")
+
+    def _kept(self, kind: str, rank: int) -> Breakdown:
+        stages = self.pipeline.stages_of(rank)
+        held = {s: sum(self._held(kind, s)) for s in stages}
+        return _of_stages(kind, "bytes", held, "")
+
+    def _held(self, kind: str, stage: int) -> Iterator[float]:
+        """Bytes of what the stage uses, and of what no stage does on the first."""
+        return (
+            size
+            for name, size in self._holdings.get(kind, ())
+            if stage in self._users.get(name, {0})
+        )
+
+    @cached_property
+    def _users(self) -> Mapping[str, set[int]]:
+        """Tensor -> the stages whose ops take it, each of which holds it."""
+        found: dict[str, set[int]] = {}
+        for stage, ops in enumerate(self._ops):
+            for op in ops:
+                for name in op.operands:
+                    found.setdefault(name, set()).add(stage)
+        return found
+
+    @cached_property
+    def _holdings(self) -> Mapping[str, list[tuple[str, float]]]:
+        """Kind -> the tensors of parameters and buffers, with the bytes of that kind."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        for h in self._pricer.holdings():
+            of = self.graph.parameters.get(h.of, h.of)
+            found.setdefault(h.kind, []).append((of, float(h.bytes)))
+        return found
+
+    @cached_property
+    def _pricer(self) -> Pricer:
+        mesh, hardware = self.plan.mesh, self.software.on(self.hardware)
+        links = [hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
+        return Pricer(
+            self.graph, self.plan, sizes=Sizes(mesh), hardware=hardware, links=links,
+            training_state=self.training_state,
+        )  # fmt: skip
+
+    @cached_property
+    def traffic(self) -> Breakdown:
+        """Bytes that the rank which sends most between stages sends there in a step."""
+        ranks = [self._sent(rank) for rank in range(self.pipeline.ranks)]
+        return max(ranks, key=lambda tree: tree.value)
+
+    def _sent(self, rank: int) -> Breakdown:
+        m, stages = self.plan.micro_batches, self.pipeline.stages_of(rank)
+        ends = [self._edges[s][1] for s in stages if self._leaves(s, s + 1)]
+        begins = [self._edges[s][0] for s in stages if self._leaves(s, s - 1)]
+        activations = m * sum(float(self._table.sent_bytes[k]) for k in ends)
+        gradients = m * sum(float(self._table.gradient_bytes[k]) for k in begins)
+        parts = (_leaf("activations", "bytes", activations), _leaf("gradients", "bytes", gradients))
+        return _sum("along pp", "bytes", parts, f"of pipeline rank {rank}, which sends most")
+
+    @property
+    def traffic_bytes(self) -> float:
+        """That a rank sends in a step, between stages and inside one, without a tree of formulas."""
+        plan, layers = self.plan, sum(stack.layers for stack in self.graph.stacks) or 1
+        run = Run(plan.micro_batches, self.pipeline.ranks, recompute=plan.recompute)
+        step = Step(
+            tuple(self._pricer.items()), (), run, self.hardware, self.software, layers=layers
+        )
+        return float(total(step.traffic())) + self.traffic.value
+
+    # --- sentences
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What the pipeline is, how it idles, which stage is slowest, and which rank is fullest."""
+        return (self._is_what, self._idles, self._slowest, self._fullest)
+
+    @property
+    def _is_what(self) -> str:
+        p = self.pipeline
+        chunks = f", {p.chunks} stages a rank" if p.chunks > 1 else ""
+        again = f", {words}" if (words := words_of_recompute(self.plan.recompute)) else ""
+        return (
+            f"pp={p.ranks} runs {p.stages} stages by {p.schedule}{chunks}, "
+            f"{_batches(self.plan.micro_batches)}{again}; stages begin at "
+            f"{', '.join(('the first op', *p.cuts))}"
+        )
+
+    @property
+    def _idles(self) -> str:
+        measured = _percent(self.simulation.bubble_fraction)
+        if self.closed_bubble is None:
+            return (
+                f"ranks idle {measured} of the simulated schedule; {self.pipeline.schedule} splits "
+                "backward, and what that leaves has no closed form"
+            )
+        return (
+            f"ranks idle {measured} of the simulated schedule; of equal stages and sends that take "
+            f"nothing the closed form {self.closed_bubble_text} is {_percent(self.closed_bubble)}"
+        )
+
+    @property
+    def _slowest(self) -> str:
+        row = self.stages[self.slowest_stage]
+        mean = sum(each.seconds for each in self.stages) / len(self.stages)
+        busiest = f"; rank {self.busiest_rank} computes longest" if self.pipeline.chunks > 1 else ""
+        if row.seconds <= _ALIKE * mean:
+            return f"all stages take as long{busiest}"
+        return (
+            f"stage {row.number} ({row.where}) is slowest, {_percent(row.seconds / mean - 1)} above the "
+            f"mean of the stages{busiest}"
+        )
+
+    @property
+    def _fullest(self) -> str:
+        rank = self.fullest_rank
+        rows = [self.stages[s] for s in self.pipeline.stages_of(rank)]
+        flights = " and ".join(f"{row.in_flight} on stage {row.number}" for row in rows)
+        return f"rank {rank} binds memory: its micro-batches in flight are at most {flights}"
+
+
+def _batches(count: int) -> str:
+    return f"{count} micro-batch{'es' * (count > 1)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _leaf(name: str, unit: Unit, value: float, note: str = "") -> Breakdown:
+    return Breakdown(name, unit, sympy.Float(value), float(value), note=note)
+
+
+def _of_stages(name: str, unit: Unit, values: Mapping[int, float], note: str) -> Breakdown:
+    """A cost of a rank's stages; of a single one without parts."""
+    if len(values) == 1:
+        return _leaf(name, unit, sum(values.values()), note)
+    parts = (_leaf(f"stage {stage}", unit, value) for stage, value in values.items())
+    return _sum(name, unit, parts, note)
+
+
+def _sum(name: str, unit: Unit, parts: Iterable[Breakdown], note: str = "") -> Breakdown:
+    """The sum of parts, those of nothing left out, largest first."""
+    kept = tuple(sorted((p for p in parts if p.value), key=lambda p: (-p.value, p.name)))
+    value = sum(part.value for part in kept)
+    return Breakdown(name, unit, sympy.Float(value), value, kept, note)

@@ -1,0 +1,527 @@
+"""What the stages of a pipeline cost: every stretch of blocks, priced at once.
+
+With n blocks there are n (n + 1) / 2 stages to choose from, from block i up to block j. Work adds up, so
+that the seconds of all of them are differences of one running sum over the blocks; what several blocks
+share (a tied embedding, a mask, the residual stream) is counted once in every stage that has any of them.
+
+A stage holds of every micro-batch in flight what its ops keep for backward, and, because
+`torch.distributed.pipelining` does, the values that it received and sent.
+
+[Note: blocks that run again] Such a block keeps only what enters it, and is there in full while it runs
+again (Chen et al. 2016). They are the first ones of a stage that may (`autopar.ir.recompute`), which with
+stage i .. j are those up to a block e(i): work that is done again is the sum from i to e(i), and what is
+kept that of one kind up to e(i) and of the other from there on. When they run again, the blocks behind
+e(i) have run backward, so that of what runs again only what goes beyond theirs is more than there was.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.cost_model import Hardware, Link, Sizes, collective_seconds, keeps
+from autopar.cost_model.compute import is_product, memory_seconds
+from autopar.cost_model.items import COMPUTE, FULL, Item, Pricer, TrainingState
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Run, Step
+from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, Op, Plan
+from autopar.ir.recompute import Recompute
+from autopar.pipeline.blocks import block_starts, end_of_repeats, find_parts
+from autopar.pipeline.simulation import StageCosts
+
+Memory = tuple[str, Layout]  # of a tensor in a layout
+
+# What a block does in one direction, as columns: work, communication of parameters and gradients, that of
+# activations, op by op the wait for the host, and its sum where the host runs ahead.
+_COMPUTE, _STORED, _ACTIVATIONS, _WAITS, _AHEAD = range(5)
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Figures of the stage with blocks `i` up to `j`, at `[i, j]` of arrays of shape `(n + 1, n + 1)`.
+
+    Attributes:
+        starts: the ops with which the blocks begin.
+        recompute: how many of a stage's blocks run again in backward.
+        repeating: for every block whether it may.
+        forward_seconds, backward_seconds: of one micro-batch, what nothing hides.
+        weight_seconds: the part of backward that makes gradients of parameters.
+        once_seconds: gathers, reductions and the optimizer, once a step.
+        saved_bytes: of every micro-batch in flight.
+        kept_bytes: parameters, gradients, optimizer states and buffers.
+        transient_bytes: there for a moment, of one block at a time.
+        sent_bytes, gradient_bytes: what crosses into block k, and its gradient, at `[k]` of shape `(n + 1,)`.
+        send_seconds, gradient_seconds: the same in time.
+    """
+
+    starts: tuple[str, ...]
+    recompute: Recompute
+    repeating: tuple[bool, ...]
+    forward_seconds: np.ndarray
+    backward_seconds: np.ndarray
+    weight_seconds: np.ndarray
+    once_seconds: np.ndarray
+    saved_bytes: np.ndarray
+    kept_bytes: np.ndarray
+    transient_bytes: np.ndarray
+    sent_bytes: np.ndarray
+    gradient_bytes: np.ndarray
+    send_seconds: np.ndarray
+    gradient_seconds: np.ndarray
+
+    @property
+    def blocks(self) -> int:
+        return len(self.starts)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Of a micro-batch: forward, backward and sending both ways; inf where `i >= j`."""
+        whole = self.forward_seconds + self.backward_seconds
+        whole = whole + self.send_seconds[None, :] + self.gradient_seconds[:, None]
+        begin, end = np.indices(whole.shape)
+        return np.where(begin < end, whole, np.inf)
+
+    def most_repeating(self, cuts: Sequence[int]) -> int:
+        """The largest number of blocks of a stage that may run again."""
+        edges = (0, *cuts, self.blocks)
+        return max(sum(self.repeating[i:j]) for i, j in itertools.pairwise(edges))
+
+    def stage(self, begin: int, end: int) -> StageCosts:
+        """The stage with blocks `begin` up to `end`, as the event simulator takes it."""
+        at = begin, end
+        return StageCosts(
+            forward_seconds=float(self.forward_seconds[at]),
+            backward_seconds=float(self.backward_seconds[at]),
+            weight_seconds=float(self.weight_seconds[at]),
+            saved_bytes=float(self.saved_bytes[at]),
+            working_bytes=float(self.transient_bytes[at]),
+            kept_bytes=float(self.kept_bytes[at]),
+            send_forward_seconds=float(self.send_seconds[end]),
+            send_backward_seconds=float(self.gradient_seconds[begin]),
+        )
+
+    def stages(self, cuts: Sequence[int]) -> tuple[StageCosts, ...]:
+        """All stages, given the blocks with which those after the first begin."""
+        edges = (0, *cuts, self.blocks)
+        return tuple(self.stage(i, j) for i, j in itertools.pairwise(edges))
+
+
+def stage_table(
+    graph: Graph,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    starts: Sequence[str] | None = None,
+    world: Mesh | None = None,
+    training_state: TrainingState = FULL,
+    software: Software = AUTOPAR,
+) -> StageTable:
+    """Prices all stages of a plan.
+
+    Args:
+        graph: the captured model, at the size of one micro-batch.
+        plan: gives layouts, micro-batches and recomputation; its own cuts are not looked at.
+        hardware: what the prices are made of.
+        starts: where blocks begin, the first op included; by default `block_starts(graph)`.
+        world: the mesh of all ranks, for the links; by default `plan.world_mesh`.
+        training_state, software: see `autopar.cost_model`.
+    """
+    tables = StageTables(
+        graph,
+        plan,
+        hardware,
+        starts=starts,
+        world=world,
+        training_state=training_state,
+        software=software,
+    )
+    return tables.at(plan.recompute)
+
+
+def costs_of_stages(
+    graph: Graph,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    training_state: TrainingState = FULL,
+    software: Software = AUTOPAR,
+) -> tuple[StageCosts, ...]:
+    """What the stages of a plan cost, wherever it is cut; one stage for a plan without a pipeline."""
+    cuts = plan.pipeline.cuts if plan.pipeline else ()
+    places = {op.name: i for i, op in enumerate(graph.ops)}
+    starts = sorted({*block_starts(graph), *cuts}, key=places.__getitem__)
+    table = stage_table(
+        graph, plan, hardware, starts=starts, training_state=training_state, software=software
+    )
+    return table.stages([starts.index(name) for name in cuts])
+
+
+class StageTables:
+    """The tables of a plan for any number of blocks that run again; see `stage_table`."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, hardware: Hardware, *, starts: Sequence[str] | None = None,
+        world: Mesh | None = None, training_state: TrainingState = FULL, software: Software = AUTOPAR,
+    ) -> None:  # fmt: skip
+        self.graph, self.plan, self.software = graph, plan, software
+        self.hardware, self.world = software.on(hardware), world or plan.world_mesh
+        self.parts = find_parts(graph, starts or block_starts(graph))
+        self.starts = tuple(part.start for part in self.parts)
+        places = {op.name: i for i, op in enumerate(graph.ops)}
+        begins = [places[name] for name in self.starts]
+        self.unit = {name: bisect.bisect_right(begins, i) - 1 for name, i in places.items()}
+        self.repeating = np.array([part.may_repeat for part in self.parts])
+        self.n = len(begins)
+        self.uses = self._uses()
+        self.pricer = Pricer(
+            graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, training_state=training_state,
+            links=[self._link(axis) for axis in plan.mesh.names],
+        )  # fmt: skip
+        self.flow, self.sizes = self.pricer.flow, self.pricer.sizes
+        self.items = list(self.pricer.items())
+        self.holdings = list(self.pricer.holdings())
+        self.step = Step((), (), Run(plan.micro_batches), self.hardware, software)
+        self._found: dict[Recompute, StageTable] = {}
+
+    @property
+    def repeating_blocks(self) -> int:
+        """How many blocks may run again."""
+        return len({part.block for part in self.parts if part.may_repeat})
+
+    def at(self, recompute: Recompute) -> StageTable:
+        """The table where so many blocks of every stage run again."""
+        if recompute not in self._found:
+            ends = [end_of_repeats(self.parts, i, recompute) for i in range(self.n)]
+            self._found[recompute] = self._with(recompute, _Turn.of([*ends, self.n]))
+        return self._found[recompute]
+
+    def _with(self, recompute: Recompute, turn: _Turn) -> StageTable:
+        forward, backward, once = self._work
+        again = turn.first(_stretches(forward[:, :5] * self.repeating[:, None]))
+        work = _stretches(backward[:, :5]) + again
+        seconds = self._seconds(work)
+        sent, gradients = self._sent
+        return StageTable(
+            starts=self.starts,
+            recompute=recompute,
+            repeating=tuple(map(bool, self.repeating)),
+            forward_seconds=self._seconds(_stretches(forward[:, :5])),
+            backward_seconds=seconds,
+            weight_seconds=np.minimum(_stretches(backward[:, 5]), seconds),
+            once_seconds=self._once_seconds(_stretches(once), work[..., _COMPUTE])
+            + self._optimizer_seconds,
+            saved_bytes=self._saved(turn),
+            kept_bytes=self._held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
+            transient_bytes=self._transient(turn),
+            sent_bytes=sent,
+            gradient_bytes=gradients,
+            send_seconds=self._send_seconds(sent),
+            gradient_seconds=self._send_seconds(gradients),
+        )  # fmt: skip
+
+    def _link(self, axis: str) -> Link:
+        """Of an axis among all ranks; a stage of one rank has an axis that the world has not."""
+        names = self.world.names
+        if axis not in names:
+            return self.hardware.axis_link(1, 1, self.world.size)
+        return self.hardware.link(self.world, names.index(axis))
+
+    def _uses(self) -> dict[str, list[int]]:
+        """Tensor -> the blocks whose ops take it, ascending."""
+        found: dict[str, list[int]] = {}
+        for op in self.graph.ops:
+            for name in op.operands:
+                at = found.setdefault(name, [])
+                if not at or at[-1] != self.unit[op.name]:
+                    at.append(self.unit[op.name])
+        return found
+
+    # --- time
+
+    @cached_property
+    def _work(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every block: forward, backward (with the share of weights), and gathers and reductions."""
+        forward, backward, once = (
+            np.zeros((self.n, 6)),
+            np.zeros((self.n, 6)),
+            np.zeros((self.n, 2)),
+        )
+        for item in self.items:
+            unit = self._unit_of(item)
+            if item.phase in ("gather", "reduce") and not item.every_micro_batch:
+                once[unit, int(item.phase == "reduce")] += item.count * item.seconds
+            else:
+                into = forward if item.phase == "forward" else backward
+                into[unit] += self._row(item)
+        return forward, backward, once
+
+    def _unit_of(self, item: Item) -> int:
+        if item.of in self.unit:
+            return self.unit[item.of]
+        if item.of in self.graph.parameters:
+            return self.uses.get(self.graph.parameters[item.of], [0])[0]
+        return self.n - 1  # for the end of the graph
+
+    def _row(self, item: Item) -> np.ndarray:
+        """An item in the columns of a block's work; the last is what makes gradients of parameters."""
+        row = np.zeros(6)
+        seconds = item.count * item.seconds
+        late = item.count * (self.step.issue_seconds(item) - item.seconds)
+        if item.resource == COMPUTE:
+            row[_COMPUTE] = seconds
+        else:
+            row[_ACTIVATIONS if item.carries == "activation" else _STORED] = seconds
+        row[_WAITS] = max(0.0, late) if item.kernels else 0.0
+        row[_AHEAD] = late
+        row[5] = seconds * self._weight_share(item) if item.phase != "forward" else 0.0
+        return row
+
+    def _weight_share(self, item: Item) -> float:
+        """The part of an item of backward that no other stage waits for."""
+        op = self.graph.by_name.get(item.of)
+        if op is None or item.carries == "gradient":
+            return 1.0
+        if item.resource != COMPUTE or not (is_product(op) or op.kind == "aten.embedding"):
+            return 0.0
+        wanted = [n for n in op.operands if self.graph.tensors[n].needs_grad]
+        return sum(name in self._of_parameters for name in wanted) / max(1, len(wanted))
+
+    @cached_property
+    def _of_parameters(self) -> frozenset[str]:
+        """Parameters, and casts and views of them."""
+        found = set(self.graph.parameters.values())
+        for op in self.graph.ops:
+            if op.operands and found.issuperset(op.operands):
+                found.update(op.results)
+        return frozenset(found)
+
+    def _seconds(self, work: np.ndarray) -> np.ndarray:
+        """Of one direction: `work` has shape `(n + 1, n + 1, 5)`; see `autopar.cost_model.step`."""
+        compute, stored, activations, waits, ahead = np.moveaxis(work, -1, 0)
+        hidden = self.software.hides * np.minimum(stored, compute)
+        hidden = hidden + self.software.hides_activations * np.minimum(activations, compute)
+        late = np.maximum(0, ahead + hidden) if self.software.runs_ahead else waits
+        return compute + stored + activations - hidden + late
+
+    def _once_seconds(self, once: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        gathers, reductions = np.moveaxis(once, -1, 0)
+        return gathers + reductions - self.software.hides * np.minimum(reductions, backward)
+
+    @cached_property
+    def _optimizer_seconds(self) -> np.ndarray:
+        """Adam reads and writes its states and parameters; see `autopar.cost_model.step`."""
+        touched = self._held({"optimizer": 2, "gradients": 3, "parameters": 2})
+        return np.asarray(memory_seconds(touched, self.hardware))
+
+    # --- memory
+
+    def _held(self, weights: Mapping[str, float]) -> np.ndarray:
+        """Bytes of parameters and what belongs to them, each in all stages that use it."""
+        held: dict[str, float] = {}
+        for h in self.holdings:
+            if h.kind in weights:
+                name = self.graph.parameters.get(h.of, h.of)
+                held[name] = held.get(name, 0) + weights[h.kind] * h.bytes
+        return self._covered((size, self.uses.get(name, [0])) for name, size in held.items())
+
+    def _covered(self, shared: Iterable[tuple[float, Sequence[int]]]) -> np.ndarray:
+        """Bytes of what counts once in every stage that has one of some blocks."""
+        single, total = np.zeros(self.n), np.zeros((self.n + 1, self.n + 1))
+        for size, units in shared:
+            if len(units) == 1:
+                single[units[0]] += size
+            else:
+                total += size * _has(units, self.n)
+        return total + _stretches(single)
+
+    def _saved(self, turn: _Turn) -> np.ndarray:
+        """What stays of a micro-batch: what ops keep, and what a stage received and sent."""
+        once, again = np.zeros(self.n), np.zeros(self.n)
+        total = np.zeros((self.n + 1, self.n + 1))
+        for at in {**self._kept, **self._entering, **self._wires}:
+            size, units = self._bytes(at), self._kept.get(at, ())
+            entered, spans = self._entering.get(at, ()), self._wires.get(at, ())
+            if not spans and len({*units, *entered}) == 1:  # then it is in one sum or in the other
+                once[list(units)] += size
+                again[list(entered)] += size
+                continue
+            there = turn.first(_has(entered, self.n)) | turn.then(_has(units, self.n))
+            for span in spans:
+                there |= _carries(*span, self.n)
+            total += size * there
+        return total + turn.first(_stretches(again)) + turn.then(_stretches(once))
+
+    @cached_property
+    def _wires(self) -> dict[Memory, list[tuple[int, int]]]:
+        """The memory of what crosses -> from which block to which."""
+        found: dict[Memory, list[tuple[int, int]]] = {}
+        for name, span in self._crossings.items():
+            at = self.flow.saved.memory(name, self.flow.produced[name])
+            found.setdefault(at, []).append(span)
+        return found
+
+    @cached_property
+    def _kept(self) -> dict[Memory, list[int]]:
+        """The memory that stays for backward -> the blocks for which it does."""
+        return self._staying(np.zeros(self.n, dtype=bool))
+
+    @cached_property
+    def _entering(self) -> dict[Memory, list[int]]:
+        """The same where all blocks run again that may."""
+        return self._staying(self.repeating)
+
+    def _staying(self, again: np.ndarray) -> dict[Memory, list[int]]:
+        stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
+        found: dict[Memory, list[int]] = {}
+        for op in self.graph.ops:
+            unit = self.unit[op.name]
+            names = self._from_outside(op) if again[unit] else op.saved if self._keeps(op) else ()
+            layouts = (*self.flow.operands[op.name], *self.flow.results[op.name])
+            for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
+                if name in names and self.flow.saved.root(name) not in stored:
+                    units = found.setdefault(self.flow.saved.memory(name, layout), [])
+                    if unit not in units:
+                        units.append(unit)
+        return found
+
+    def _keeps(self, op: Op) -> bool:
+        return keeps(op, self.graph.tensors)
+
+    def _from_outside(self, op: Op) -> tuple[str, ...]:
+        """Operands that come from outside of the op's block."""
+        makers = {name: self.graph.producer.get(name) for name in op.operands}
+        unit = self.unit[op.name]
+        return tuple(
+            n for n, made in makers.items() if made is None or self.unit[made.name] != unit
+        )
+
+    def _bytes(self, memory: Memory) -> float:
+        name, layout = memory
+        return float(self.sizes.bytes(self.graph.tensors[name], layout))
+
+    def _transient(self, turn: _Turn) -> np.ndarray:
+        """The loss or gathered parameters with their gradients, and what runs again, of the largest block.
+
+        Of what runs again no more counts than goes beyond what the blocks behind have given back.
+        """
+        gathered, losses = np.zeros(self.n), np.zeros(self.n)
+        again, alone = np.zeros(self.n), np.zeros(self.n)
+        for h in self.holdings:
+            if h.kind == "gathered":
+                gathered[self.unit.get(h.of, self.n - 1)] += h.bytes
+        for item in self.items:
+            if item.kind == "aten.cross_entropy_loss" and item.phase == "forward":
+                losses[self.unit[item.of]] += item.traffic_bytes
+        for at, units in self._kept.items():
+            again[units[0]] += self._bytes(at)
+            if len(units) == 1 and at not in self._wires:
+                alone[units[0]] += self._bytes(at)
+        moment = np.maximum(losses, 2 * gathered)
+        beyond = turn.first(_largest((moment + again) * self.repeating))
+        beyond = beyond - turn.then(_stretches(alone))
+        return np.maximum(_largest(moment), beyond)
+
+    # --- what crosses
+
+    @cached_property
+    def _crossings(self) -> dict[str, tuple[int, int]]:
+        """What later blocks use of a block -> (its block, the last that uses it)."""
+        dependent = set(self.graph.parameters.values())
+        outputs = set(self.graph.outputs)
+        found: dict[str, tuple[int, int]] = {}
+        for op in self.graph.ops:
+            if not dependent.intersection(op.operands):
+                continue  # every stage can make it for itself
+            dependent.update(op.results)
+            for name in op.results:
+                last = self.n - 1 if name in outputs else max(self.uses.get(name, [0]))
+                if last > self.unit[op.name]:
+                    found[name] = (self.unit[op.name], last)
+        return found
+
+    @cached_property
+    def _sent(self) -> tuple[np.ndarray, np.ndarray]:
+        sent, gradients = np.zeros(self.n + 1), np.zeros(self.n + 1)
+        for name, (made, last) in self._crossings.items():
+            size = self._bytes((name, self.flow.produced[name]))
+            sent[made + 1 : last + 1] += size
+            if self.graph.tensors[name].needs_grad:
+                gradients[made + 1 : last + 1] += size
+        return sent, gradients
+
+    def _send_seconds(self, sizes: np.ndarray) -> np.ndarray:
+        """Nothing where nothing crosses: at both ends of the model."""
+        if PIPELINE_AXIS not in self.world.names:
+            return np.zeros_like(sizes)
+        seconds = collective_seconds(
+            "send", before_bytes=sizes, after_bytes=sizes, ranks=2, link=self._link(PIPELINE_AXIS),
+            hardware=self.hardware,
+        )  # fmt: skip
+        return np.where(sizes > 0, seconds, 0.0)
+
+
+class _Turn(NamedTuple):
+    """Up to which block of every stage from i up to j blocks run again, and what is summed up to there.
+
+    Attributes:
+        begins, ends: i and j, of shape `(n + 1, n + 1)`.
+        turns: the first block behind those that run again.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    turns: np.ndarray
+
+    @classmethod
+    def of(cls, turns: Sequence[int]) -> _Turn:
+        """Given that block for every block with which a stage can begin."""
+        begins, ends = np.indices((len(turns), len(turns)))
+        return cls(begins, ends, np.minimum(ends, np.array(turns)[:, None]))
+
+    def first(self, sums: np.ndarray) -> np.ndarray:
+        """Of the blocks that may run again; `sums` has what blocks i up to j have at `[i, j]`."""
+        return sums[self.begins, self.turns]
+
+    def then(self, sums: np.ndarray) -> np.ndarray:
+        """Of the blocks behind those."""
+        return sums[self.turns, self.ends]
+
+
+def _stretches(rows: np.ndarray) -> np.ndarray:
+    """Sums over the rows from i up to j, at `[i, j]`; nothing where j comes first."""
+    sums = np.concatenate([np.zeros((1, *rows.shape[1:])), np.cumsum(rows, axis=0)])
+    return (
+        np.maximum(0, sums[None] - sums[:, None])
+        if (rows >= 0).all()
+        else sums[None] - sums[:, None]
+    )
+
+
+def _has(units: Sequence[int], n: int) -> np.ndarray:
+    """Whether one of some blocks lies from i up to j."""
+    following = np.full(n + 1, n + 1)
+    for unit in sorted(units, reverse=True):
+        following[: unit + 1] = unit
+    return following[:, None] < np.arange(n + 1)[None, :]
+
+
+def _carries(made: int, last: int, n: int) -> np.ndarray:
+    """Whether the stage from i up to j receives or sends what one block makes and a later one uses."""
+    at = np.arange(n + 1)
+    crosses = (made < at) & (at <= last)
+    return (crosses[:, None] | crosses[None, :]) & (at[:, None] < at[None, :])
+
+
+def _largest(values: np.ndarray) -> np.ndarray:
+    """The largest of the blocks from i up to j."""
+    n = len(values)
+    found = np.zeros((n + 1, n + 1))
+    for i in range(n):
+        found[i, i + 1 :] = np.maximum.accumulate(values[i:])
+    return found

@@ -1,0 +1,380 @@
+"""From a module to a plan: capture, clean up, analyze, search. Needs no process group and no device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from autopar.analysis.factors import Analysis, analyze
+from autopar.capture.captured import Captured
+from autopar.capture.export import LossFunction, capture_forward, capture_step
+from autopar.cost_model import Hardware
+from autopar.errors import AutoparError, MeshError, PlanError, SearchError, StepError
+from autopar.ir import (
+    PIPELINE_AXIS,
+    UNSPLIT,
+    Graph,
+    Labels,
+    Mesh,
+    MixedPrecision,
+    Op,
+    ParameterPlan,
+    Plan,
+    R,
+    State,
+    divides,
+    is_legal,
+    with_pipeline,
+)
+from autopar.ir.recompute import RecomputeWish, check_wish
+from autopar.passes import clean_up
+from autopar.pipeline.blocks import count_repeating, has_blocks
+from autopar.search import RecipeLike, search
+from autopar.search.notes import format_count, undivided_lines
+from autopar.search.pipeline import search_pipeline, search_pipeline_mesh, seconds_of_one_stage
+from autopar.search.search import search_with_cost
+
+
+@dataclass(frozen=True)
+class StageWishes:
+    """What a caller asks of pipeline stages and recomputation; None leaves it to the search.
+
+    Attributes:
+        schedule: one of `autopar.ir.SCHEDULES`.
+        chunks: stages of each pipeline rank.
+        recompute: how many blocks of every stage run again in backward, or the part of the memory for
+            activations that may be kept, see `autopar.ir.recompute`; None for the fewest that fit.
+    """
+
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: RecomputeWish | None = None
+
+    def __post_init__(self) -> None:
+        check_wish(self.recompute)
+
+    def refuse_schedule(self, mesh: Mesh) -> None:
+        """Raises MeshError if a schedule is asked for on a mesh without stages."""
+        if self.schedule is not None or self.chunks is not None:
+            raise MeshError(
+                f"schedule={self.schedule!r} and chunks={self.chunks} are of pipeline stages, and the mesh "
+                f"{mesh} has no axis {PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave them out."
+            )
+
+
+NO_WISHES = StageWishes()
+
+# What PyTorch takes on the CPU for an op of no size: 20 us for forward and backward, two to three kernels,
+# of a GPT of width 8 on one core of a cloud server, torch 2.13.
+_ISSUE_SECONDS = 10e-6
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A captured, cleaned and analyzed model."""
+
+    captured: Captured
+    analysis: Analysis
+
+
+def prepare_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    precision: MixedPrecision | None = None,
+) -> Prepared:
+    """Captures forward and loss of one micro-batch. Raises CaptureError or StepError."""
+    prepared = _prepared(capture_step(model, args, dict(kwargs or {}), loss_fn, precision))
+    graph = prepared.analysis.graph
+    if not graph.tensors[graph.outputs[-1]].needs_grad:
+        raise StepError(
+            "No gradient flows from the loss to any parameter: all are frozen or detached, or the model "
+            "uses torch.utils.checkpoint with use_reentrant=True (False can be captured)."
+        )
+    return prepared
+
+
+def prepare_forward(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    precision: MixedPrecision | None = None,
+) -> Prepared:
+    """Captures the forward alone. Raises CaptureError."""
+    return _prepared(capture_forward(model, args, dict(kwargs or {}), precision))
+
+
+def _prepared(captured: Captured) -> Prepared:
+    clean_up(captured.module)
+    return Prepared(captured, analyze(captured))
+
+
+def policy_of(
+    asked: MixedPrecision | str | None, plan: Plan | None = None
+) -> MixedPrecision | None:
+    """The mixed-precision policy that is asked for, or that of a plan; AutoparError where they differ."""
+    policy = MixedPrecision.of(asked)
+    if plan is None or policy == plan.precision:
+        return policy
+    if policy is None:
+        return plan.precision
+    raise AutoparError(
+        f"The plan was made for the precision {plan.precision or 'of the parameters'}, and "
+        f"precision={str(policy)!r} was asked for; leave it out, or make another plan."
+    )
+
+
+def make_plan(
+    prepared: Prepared,
+    mesh: Mesh | Mapping[str, int] | None,
+    *,
+    world_size: int | None = None,
+    hardware: Hardware,
+    recipe: RecipeLike = "auto",
+    pins: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    micro_batches: int | None = None,
+    captured_micro_batches: int | None = None,
+    stages: StageWishes = NO_WISHES,
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+) -> Plan:
+    """Searches a plan; without a mesh its shape is searched too, for `world_size` ranks.
+
+    Args:
+        micro_batches: of a step; None leaves them open where there are stages, and is 1 elsewhere.
+        captured_micro_batches: how many of the captured batch make a step; by default `micro_batches`.
+        stages: what is asked of a pipeline and of recomputation.
+
+    Raises MeshError, RecipeError or SearchError where none can be, and PlanError for recomputation of
+    more blocks than can run again.
+    """
+    graph = prepared.analysis.graph
+    if micro_batches is None and _batch_elsewhere(graph):
+        micro_batches = captured_micro_batches or 1  # nobody's time is cut unasked
+    settings: dict[str, Any] = {
+        "hardware": hardware, "recipe": recipe, "pins": pins, "memory_bytes": memory_bytes,
+        "fingerprint": prepared.captured.fingerprint,
+    }  # fmt: skip
+    outer = {
+        **settings, "hardware": _issuing(hardware), **asdict(stages), "micro_batches": micro_batches,
+        "captured_micro_batches": captured_micro_batches or micro_batches or 1,
+    }  # fmt: skip
+    if fixed_storage is None:
+        _refuse_more_blocks(graph, stages.recompute)
+    if mesh is None:
+        assert world_size is not None and not fixed_storage, "a searched mesh needs a world size"
+        return _finished(search_pipeline_mesh(graph, world_size, **outer).plan, prepared)
+    mesh = Mesh.of(mesh)
+    if PIPELINE_AXIS in mesh.names:
+        return _finished(search_pipeline(graph, mesh, **outer).plan, prepared)
+    stages.refuse_schedule(mesh)
+    settings |= {"micro_batches": micro_batches or 1, "fixed_storage": fixed_storage}
+    if fixed_storage is None:
+        _refuse_no_blocks(graph, stages.recompute)
+    if stages.recompute == "none" or fixed_storage is not None or not has_blocks(graph):
+        return _finished(search(graph, mesh, **settings), prepared)
+    if stages.recompute is None:
+        return _finished(_that_fits(graph, mesh, settings, outer), prepared)
+    return _finished(_recomputing(graph, mesh, outer), prepared)
+
+
+def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
+    if recompute not in (None, "none") and not has_blocks(graph):
+        raise PlanError(
+            f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "
+            "none takes a parameter, or layers were left out of the graph. Leave recompute out."
+        )
+
+
+def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
+    if not isinstance(recompute, int) or not has_blocks(graph):
+        return
+    count = count_repeating(graph)
+    if recompute > count:
+        raise PlanError(
+            f"recompute={recompute} was asked for, and the model has {format_count(count, 'block')} that can "
+            f"run again: ask for {count} of every stage at most, or for 'full', which is all of them."
+        )
+
+
+def _finished(plan: Plan, prepared: Prepared) -> Plan:
+    graph = prepared.analysis.graph
+    if plan.micro_batches > 1:
+        _check_batch_first(graph, plan.micro_batches)
+    plan = take_parts(plan, graph)
+    said = (*plan.notes, *undivided_lines(graph, plan), *prepared.captured.forms)
+    return replace(plan, notes=said)
+
+
+def _check_batch_first(graph: Graph, micro_batches: int) -> None:
+    """Micro-batches are parts of dim 0 of every input: PlanError where that is not the batch and another dim is."""
+    elsewhere = _batch_elsewhere(graph)
+    if elsewhere:
+        name, dim = elsewhere
+        shape = list(graph.tensors[graph.inputs[name]].shape)
+        raise PlanError(
+            f"{format_count(micro_batches, 'micro-batch')} are parts of dim 0 of every input, and the batch "
+            f"of {name} of shape {shape} is dim {dim}: take one (micro_batches=1), or put the "
+            "samples into dim 0 (batch_first=True in torch.nn; the states of a recurrent layer have them in dim 1)."
+        )
+
+
+def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:
+    """The first input whose batch is not its dim 0, and which dim is."""
+    for name, tensor in graph.inputs.items():
+        first, *others = (
+            any("batch" in graph.factors[factor].roles for factor in factors)
+            for factors in graph.tensors[tensor].factors or ((),)
+        )
+        if any(others) and not first and graph.tensors[tensor].dims[0]:
+            return name, others.index(True) + 1
+    return None
+
+
+def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | None:
+    """The choices of a plan, for the same ops at other sizes; None where they are not legal there."""
+    if why_not_again(plan, prepared):
+        return None
+    return replace(
+        plan, fingerprint=prepared.captured.fingerprint, micro_batches=micro_batches,
+        notes=("the choices of the plan for other shapes",),
+    )  # fmt: skip
+
+
+def has_same_ops(plan: Plan, prepared: Prepared) -> bool:
+    """Whether the plan was made for a graph of the same ops, parameters and inputs, of whatever sizes."""
+    graph = prepared.analysis.graph
+    return (
+        list(plan.ops) == [op.name for op in graph.ops]
+        and plan.parameters.keys() == graph.parameters.keys()
+        and plan.inputs.keys() == graph.inputs.keys()
+    )
+
+
+def why_not_again(plan: Plan, prepared: Prepared) -> str:
+    """Which choice of a plan is not legal for this graph, "" if all are."""
+    graph = prepared.analysis.graph
+    if not has_same_ops(plan, prepared):
+        return "the model runs other ops"
+    for op in graph.ops:
+        labels = plan.ops[op.name]
+        gone = sorted({*labels} - {choice.label for choice in op.choices})
+        if gone:
+            return f"{op.name} ({op.kind}) has no dim {gone[0]} to split any more, which may have size 1"
+        if not is_legal(graph, op, labels, plan.mesh):
+            return _obstacle(op, labels, plan.mesh)
+    for name, layout in plan.inputs.items():
+        tensor = graph.tensors[graph.inputs[name]]
+        if not divides(tensor.dims, layout, plan.mesh):
+            return f"the input {name} of shape {list(tensor.shape)} cannot be cut as it was"
+    return ""
+
+
+def _obstacle(op: Op, labels: Labels, mesh: Mesh) -> str:
+    """The factor of an op that the mesh does not divide as the labels ask."""
+    split: dict[str, list[tuple[str, int]]] = {}
+    for label, axis in zip(labels, mesh.axes, strict=True):
+        if op.choice(label).splits:
+            split.setdefault(label, []).append(axis)
+    for label, axes in split.items():
+        choice = op.choice(label)
+        if choice.size % math.prod(size for _, size in axes):
+            words = " x ".join(f"{name}={size}" for name, size in axes)
+            return f"{words} does not divide {choice.factor or label} of size {choice.size} ({op.name})"
+    return f"{op.name} ({op.kind}) cannot be split as it was"
+
+
+def unsplit_plan(
+    prepared: Prepared, mesh: Mesh, parameters: Mapping[str, ParameterPlan], micro_batches: int
+) -> Plan:
+    """The plan in which every rank does all; parameters lie as they are given."""
+    graph, axes = prepared.analysis.graph, len(mesh.axes)
+    return Plan(
+        mesh=mesh, fingerprint=prepared.captured.fingerprint, recipe="auto",
+        micro_batches=micro_batches, parameters=parameters,
+        inputs={name: (R,) * axes for name in graph.inputs},
+        ops={op.name: (UNSPLIT,) * axes for op in graph.ops},
+        precision=graph.precision,
+        notes=("no axis divides anything, so that every rank does all",),
+    )  # fmt: skip
+
+
+def _issuing(hardware: Hardware) -> Hardware:
+    """The hardware with the time that it takes to issue an op, without which micro-batches would be free."""
+    return hardware if hardware.host_seconds else replace(hardware, host_seconds=_ISSUE_SECONDS)
+
+
+def _that_fits(
+    graph: Graph, mesh: Mesh, settings: Mapping[str, Any], outer: Mapping[str, Any]
+) -> Plan:
+    """A plan without stages, with blocks that run again where memory is too tight for what is fastest.
+
+    Of what fits without them and what fits with them it is the faster one.
+    """
+    try:
+        found = search_with_cost(graph, mesh, **settings)
+    except SearchError as error:
+        try:
+            return _recomputing(graph, mesh, outer)
+        except SearchError as other:
+            if str(other) == str(error):
+                raise error from None
+            raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
+    if not found.is_tight:
+        return found.plan
+    try:
+        again = _recomputing(graph, mesh, outer)
+    except SearchError:  # what is there for a moment counts there too
+        return found.plan
+    seconds = [seconds_of_one_stage(graph, p, outer["hardware"]) for p in (again, found.plan)]
+    return again if again.recompute != "none" and seconds[0] < seconds[1] else found.plan
+
+
+def _recomputing(graph: Graph, mesh: Mesh, settings: Mapping[str, Any]) -> Plan:
+    """A plan without stages is one of a pipeline of one rank, whose schedule is of no account."""
+    whole = with_pipeline(mesh, 1, 0)
+    settings = {**settings, "schedule": "gpipe", "micro_batches": settings["micro_batches"] or 1}
+    return replace(search_pipeline(graph, whole, **settings).plan, pipeline=None)
+
+
+def take_parts(plan: Plan, graph: Graph) -> Plan:
+    """The plan with every input in the part that all its users take.
+
+    To take the whole and slice it costs as little, but then a rank could not be given its part alone.
+    """
+    inputs = {
+        name: tuple(
+            _agreed_state(plan, graph, graph.inputs[name], axis, state)
+            for axis, state in enumerate(layout)
+        )
+        for name, layout in plan.inputs.items()
+    }
+    return replace(plan, inputs=inputs)
+
+
+def _agreed_state(plan: Plan, graph: Graph, tensor: str, axis: int, state: State) -> State:
+    wanted = {
+        op.choice(plan.ops[op.name][axis]).operands[i]
+        for op in graph.ops
+        for i, operand in enumerate(op.operands)
+        if operand == tensor
+    }
+    only = wanted.pop() if len(wanted) == 1 else state
+    splits_rows = only.kind == "S" and only.factor == 0
+    return only if state == R and splits_rows else state
+
+
+def split_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of an example: a tuple or list, a dict of keyword arguments, or one input."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}

@@ -1,0 +1,1 @@
+"""The program of one rank, and of each of its pipeline stages."""

@@ -1,0 +1,308 @@
+"""A program: the captured model rewritten for one rank, with what is needed to feed and read it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autopar.analysis.factors import Analysis, output_nodes
+from autopar.capture.captured import Captured
+from autopar.errors import PlanError
+from autopar.ir import (
+    Dims,
+    Layout,
+    Mesh,
+    Op,
+    ParameterPlan,
+    Plan,
+    R,
+    State,
+    divides,
+    format_layout,
+    is_legal,
+)
+from autopar.ir.layout import WHOLE
+from autopar.ir.plan import Reduction
+from autopar.passes import partition, verify_graph
+from autopar.program.recomputation import mark_blocks
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor at the edge of a program.
+
+    Attributes:
+        name: qualified name of a parameter or buffer, or name of an input.
+        dims: factors of its dims, globally.
+        dtype: its element type; of a parameter, that in which the program takes it.
+        layout: of the local part that the program takes or returns.
+        reduced: of a parameter, the element type in which its gradient is added up; None for `dtype`.
+    """
+
+    name: str
+    dims: Dims
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    reduced: torch.dtype | None = None
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.reduced or self.dtype
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A local tensor on its way from one pipeline stage to the next.
+
+    Attributes:
+        name: of the node that made it.
+        shape: on every rank of a stage.
+        needs_grad: whether a gradient comes back.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank runs: `module(*parameters, *buffers, *constants, *inputs, *received)`, all local.
+
+    It returns new values of buffers, outputs, and what is sent. The program of a pipeline stage is one
+    like any other (`autopar.program.stages`); that of a whole model receives and sends nothing.
+
+    Attributes:
+        module: the local graph; collectives name mesh axes until they are bound to process groups.
+        plan: what it carries out.
+        parameters: in argument order; their layout is the resident one.
+        buffers: in argument order, replicated.
+        constants: tensors that the model's code holds.
+        inputs: tensor inputs, in pytree order.
+        in_spec: pytree of (args, kwargs).
+        literals: leaf position -> the value built into the graph, for inputs that are no tensor.
+        outputs: local outputs after the new values of mutated buffers, tensors only.
+        out_spec: pytree of the model's result.
+        out_literals: leaf position of the result -> value, for leaves that are no tensor.
+        mutated: output position -> name of the buffer it updates; these come first.
+        tied: further names of tied parameters -> their first name.
+        frozen: parameters that take no gradient.
+        is_step: whether the only output is the loss.
+        received: what comes from the stage before.
+        sent: what goes to the stage behind.
+        recomputed: numbers of the blocks that run again in backward; every call of the module has that
+            of its block in `meta["block"]`.
+    """
+
+    module: fx.GraphModule
+    plan: Plan
+    parameters: tuple[TensorSpec, ...]
+    buffers: tuple[TensorSpec, ...]
+    constants: tuple[Tensor, ...]
+    inputs: tuple[TensorSpec, ...]
+    in_spec: pytree.TreeSpec
+    literals: Mapping[int, Any]
+    outputs: tuple[TensorSpec, ...]
+    out_spec: pytree.TreeSpec
+    out_literals: Mapping[int, Any]
+    mutated: Mapping[int, str]
+    tied: Mapping[str, str]
+    frozen: frozenset[str]
+    is_step: bool
+    received: tuple[Wire, ...] = ()
+    sent: tuple[Wire, ...] = ()
+    recomputed: frozenset[int] = frozenset()
+
+    def storage(self, name: str) -> ParameterPlan:
+        """The plan of a parameter."""
+        return self.plan.parameters[name]
+
+
+def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program:
+    """Carries out a plan. Raises PlanError where it is of another model, or was tampered with."""
+    check_plan(captured, analysis, plan)
+    module, layouts = partition(captured, analysis, plan)
+    verify_graph(module, after="partition")
+    placeholders = {
+        n.name: n.meta.get("val") for n in captured.module.graph.find_nodes(op="placeholder")
+    }
+
+    def spec(node: str, name: str, layout: Layout) -> TensorSpec:
+        value, tensor = placeholders[node], analysis.graph.tensors[node]
+        return TensorSpec(name, tensor.dims, tuple(value.shape), value.dtype, layout)
+
+    def parameter(node: str, name: str) -> TensorSpec:
+        found = spec(node, name, plan.parameters[name].resident)
+        return replace(found, reduced=captured.gradient_dtype(name, found.dtype))
+
+    replicated = (R,) * len(plan.mesh.axes)
+    parameters = captured.parameters.items()
+    outputs, literals = _outputs(captured, analysis, layouts)
+    return Program(
+        module=module,
+        plan=plan,
+        parameters=tuple(parameter(k, v) for k, v in parameters),
+        buffers=tuple(spec(k, v, replicated) for k, v in captured.buffers.items()),
+        constants=tuple(captured.constants.values()),
+        inputs=tuple(spec(k, v, plan.inputs[v]) for k, v in captured.inputs.items()),
+        in_spec=captured.in_spec,
+        literals=captured.literals,
+        outputs=outputs,
+        out_spec=captured.out_spec,
+        out_literals=literals,
+        mutated=captured.mutated,
+        tied=captured.tied,
+        frozen=captured.frozen,
+        is_step=captured.is_step,
+        recomputed=mark_blocks(module, analysis.graph, plan),
+    )
+
+
+def _outputs(
+    captured: Captured, analysis: Analysis, layouts: tuple[Layout, ...]
+) -> tuple[tuple[TensorSpec, ...], dict[int, Any]]:
+    specs = []
+    for node, layout in zip(output_nodes(captured.module), layouts, strict=True):
+        tensor, value = analysis.graph.tensors[analysis.names[node.name][0]], node.meta["val"]
+        specs.append(TensorSpec(node.name, tensor.dims, tuple(value.shape), value.dtype, layout))
+    output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
+    own = list(output)[len(captured.mutated) :]
+    literals = {i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, fx.Node)}
+    return tuple(specs[len(captured.mutated) :]), literals
+
+
+def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
+    """Raises PlanError, saying where, unless the plan can be carried out on this captured model."""
+    if plan.precision != captured.precision:
+        raise PlanError(
+            f"The plan was made for the precision {plan.precision or 'of the parameters'}, and the model was "
+            f"captured under {captured.precision or 'none'}; give the same precision=..., or make another plan."
+        )
+    if plan.fingerprint != captured.fingerprint:
+        raise PlanError(
+            f"The plan was made for a model with fingerprint {plan.fingerprint}, and this one has "
+            f"{captured.fingerprint}: {_difference(analysis, plan)}. Make a plan for this model."
+        )
+    graph = analysis.graph
+    _check_names("parameter", plan.parameters, graph.parameters)
+    _check_names("input", plan.inputs, graph.inputs)
+    _check_names("op", plan.ops, graph.by_name)
+    for name, parameter in plan.parameters.items():
+        _check_parameter(name, parameter, graph.tensors[graph.parameters[name]].dims, plan.mesh)
+    for name, layout in plan.inputs.items():
+        dims = graph.tensors[graph.inputs[name]].dims
+        _check_layout(f"input {name}", layout, dims, plan.mesh, "RSV")
+    for op in graph.ops:
+        _check_op(op, analysis, plan)
+    if plan.pipeline is not None:
+        _check_cuts(plan.pipeline.cuts, analysis)
+
+
+def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
+    ours, theirs = dict.fromkeys(known), dict.fromkeys(found)
+    missing = [name for name in ours if name not in theirs]
+    if missing:
+        raise PlanError(
+            f"The plan is damaged: it has no {what} {missing[0]}, and takes one entry for each of "
+            f"the {len(ours)} {what}s of the model."
+        )
+    unknown = [name for name in theirs if name not in ours]
+    if unknown:
+        some = ", ".join(list(ours)[:3]) or "none"
+        raise PlanError(
+            f"The plan is damaged: the model has no {what} {unknown[0]}; its {len(ours)} {what}s "
+            f"are {some}{', ...' if len(ours) > 3 else ''}."
+        )
+
+
+def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
+    _check_layout(f"storage of parameter {name}", parameter.storage, dims, mesh, "RS")
+    _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSV")
+    if parameter.reduce not in get_args(Reduction):
+        raise PlanError(
+            f"The plan is damaged: the gradient of parameter {name} is reduced per "
+            f"{parameter.reduce!r}, and it can be per {' or '.join(get_args(Reduction))}."
+        )
+
+
+def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str) -> None:
+    if len(layout) != len(mesh.axes):
+        raise PlanError(
+            f"The plan is damaged: the {where} has {len(layout)} states for the {len(mesh.axes)} "
+            f"axes of {mesh}."
+        )
+    dims = tuple(sizes or (1,) for sizes in dims)  # a dim of size 1 may have no factors
+    for state, axis in zip(layout, mesh.names, strict=True):
+        wrong = _wrong_state(state, dims, kinds)
+        if wrong:
+            raise PlanError(f"The plan is damaged: the {where} is {state}@{axis}, and {wrong}.")
+    if not divides(dims, layout, mesh):
+        raise PlanError(
+            f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, which does not "
+            f"divide its dims, of factors {dims}, on the mesh {mesh}."
+        )
+
+
+def _wrong_state(state: State, dims: Dims, kinds: str) -> str:
+    """What is wrong with a state of a tensor with these dims, "" if nothing is."""
+    if state.kind not in kinds:
+        return f"it can be {', '.join(kinds[:-1])} or {kinds[-1]}"
+    if state.kind != "S":
+        return ""
+    if not 0 <= state.dim < len(dims):
+        return f"its dims are 0 to {len(dims) - 1}" if dims else "it has no dims"
+    factors = dims[state.dim]
+    if state.factor != WHOLE and not 0 <= state.factor < len(factors):
+        return f"dim {state.dim} has the factors 0 to {len(factors) - 1}, of sizes {factors}"
+    return ""
+
+
+def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
+    labels, mesh = plan.ops[op.name], plan.mesh
+    if len(labels) != len(mesh.axes):
+        raise PlanError(
+            f"The plan is damaged: op {op.name} has {len(labels)} labels for the "
+            f"{len(mesh.axes)} axes of {mesh}."
+        )
+    known = [choice.label for choice in op.choices]
+    for label, axis in zip(labels, mesh.names, strict=True):
+        if label not in known:
+            raise PlanError(
+                f"The plan is damaged: op {op.name} ({op.kind}) has the label {label!r} on {axis}, "
+                f"and its choices are {', '.join(known)}."
+            )
+    if not is_legal(analysis.graph, op, labels, mesh):
+        sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)
+        raise PlanError(
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, "
+            f"and the mesh {mesh} does not divide what they split; it can split {sizes}."
+        )
+
+
+def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
+    position = {op.name: i for i, op in enumerate(analysis.graph.ops)}
+    unknown = [name for name in cuts if name not in position]
+    if unknown:
+        raise PlanError(f"The plan is damaged: a stage begins with {unknown[0]}, which is no op.")
+    places = [position[name] for name in cuts]
+    if any(a >= b for a, b in itertools.pairwise(places)):
+        raise PlanError(
+            f"The plan is damaged: its stages begin with {', '.join(cuts)}, which is not the order of "
+            "these ops in the model."
+        )
+
+
+def _difference(analysis: Analysis, plan: Plan) -> str:
+    ours, theirs = set(analysis.graph.parameters), set(plan.parameters)
+    for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
+        if names:
+            return f"it {what} parameter {min(names)}"
+    return "shapes, inputs or ops differ"

@@ -1,0 +1,196 @@
+"""The program of a whole model -> the programs of its pipeline stages."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.errors import PlanError
+from autopar.ir import Graph, local_shape
+from autopar.passes import cut_stage_graphs, retarget_device, verify_graph
+from autopar.passes.cut_stages import StageGraph, stage_numbers
+from autopar.program.program import Program, TensorSpec, Wire
+
+
+def cut_stages(program: Program, graph: Graph) -> list[Program]:
+    """The stages of a program as its plan says, each a program of its own; itself, where there are none.
+
+    Raises PlanError where a stage changes a buffer that another one reads.
+    """
+    pipeline = program.plan.pipeline
+    if pipeline is None:
+        return [program]
+    places = {op.name: i for i, op in enumerate(graph.ops)}
+    begins = [places[name] for name in pipeline.cuts]
+    weights = _names(program, parameters=True)
+    graphs = cut_stage_graphs(
+        program.module, stage_numbers(program.module, places, begins), len(begins) + 1,
+        kept=[*weights, *_changed(program)], weights=weights, early_outputs=len(program.mutated),
+    )  # fmt: skip
+    values = _examples(program)
+    leaves = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
+    stages = [_stage(program, graph, leaves, values) for graph in graphs]
+    _refuse_stale_buffers(stages)
+    return stages
+
+
+def cuts_where_parameters_lie(
+    graph: Graph, users: Mapping[str, Sequence[int]], stages: int
+) -> tuple[str, ...]:
+    """Cuts of another graph of the same model, so that every op finds its parameters on its stage.
+
+    Args:
+        graph: the other graph, such as the forward without its loss.
+        users: parameter name -> the stages that hold it.
+        stages: how many there are.
+
+    Raises PlanError where the ops are in an order that the stages are not.
+    """
+    names = {tensor: name for name, tensor in graph.parameters.items()}
+    homes = [
+        [(names[x], users[names[x]]) for x in op.operands if names.get(x) in users]
+        for op in graph.ops
+    ]
+    early, stage = list[int](), 0
+    for op, found in zip(graph.ops, homes, strict=True):
+        stage = _nearest(stage, found, 1, op.name)
+        early.append(stage)
+    late, stage = list[int](), stages - 1
+    for op, found in zip(reversed(graph.ops), reversed(homes), strict=True):
+        stage = _nearest(stage, found, -1, op.name)
+        late.insert(0, stage)
+    places = [0]
+    for stage in range(1, stages):
+        places.append(max(bisect.bisect_left(late, stage), places[-1] + 1))
+        if places[-1] > min(bisect.bisect_left(early, stage), len(early) - 1):
+            raise PlanError(
+                f"The parameters of stage {stage} of {stages} are not used here, so that there is "
+                "nothing for it to run: use step(*batch) only."
+            )
+    return tuple(graph.ops[place].name for place in places[1:])
+
+
+def _nearest(
+    stage: int, homes: Sequence[tuple[str, Sequence[int]]], direction: int, op: str
+) -> int:
+    """The stage next to this one, in a direction, on which all of an op's parameters lie."""
+    for name, stages in homes:
+        beyond = [s for s in stages if direction * s >= direction * stage]
+        if not beyond:
+            raise PlanError(
+                f"{name} lies on stage {' and '.join(map(str, stages))} of the pipeline, and {op}, which "
+                f"uses it, comes {'after' if direction > 0 else 'before'} what runs on stage {stage}. This "
+                "graph runs its parameters in another order than the step did: use step(*batch) only."
+            )
+        stage = min(beyond) if direction > 0 else max(beyond)
+    return stage
+
+
+def _names(program: Program, *, parameters: bool) -> list[str]:
+    """Placeholders of the parameters, or of the buffers."""
+    names = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
+    count = len(program.parameters)
+    return names[:count] if parameters else names[count : count + len(program.buffers)]
+
+
+def _changed(program: Program) -> list[str]:
+    """Placeholders of the buffers that a step changes."""
+    names = _names(program, parameters=False)
+    changed = set(program.mutated.values())
+    return [name for name, spec in zip(names, program.buffers, strict=True) if spec.name in changed]
+
+
+def _examples(program: Program) -> dict[str, Tensor]:
+    """Every value of the local graph by name, as a fake tensor that knows whether it needs a gradient."""
+    module = copy.deepcopy(program.module)
+    retarget_device(module, torch.device("cpu"))
+    values: dict[str, Tensor] = {}
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> object:
+            result = super().run_node(n)
+            if isinstance(result, Tensor):
+                values[n.name] = result
+            return result
+
+    with FakeTensorMode(), torch.enable_grad():
+        Run(module).run(*_fake_arguments(program))
+    return values
+
+
+def _fake_arguments(program: Program) -> list[Tensor]:
+    mesh = program.plan.mesh
+    specs = (*program.parameters, *program.buffers)
+    fakes = [_empty(spec, local_shape(spec.dims, spec.layout, mesh)) for spec in specs]
+    for fake, spec in zip(fakes, program.parameters, strict=False):
+        fake.requires_grad_(spec.name not in program.frozen)
+    fakes += [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in program.constants]
+    return fakes + [_empty(s, local_shape(s.dims, s.layout, mesh)) for s in program.inputs]
+
+
+def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), dtype=spec.dtype)
+
+
+def _stage(
+    program: Program, graph: StageGraph, leaves: list[str], values: Mapping[str, Tensor]
+) -> Program:
+    verify_graph(graph.module, after="cutting stages")
+    own = [leaves.index(name) for name in graph.leaves]
+    groups = (program.parameters, program.buffers, program.constants, program.inputs)
+    parameters, buffers, constants, inputs = _select(own, groups)
+    changes = len(program.mutated)
+    mutated = [program.mutated[i] for i in graph.outputs if i < changes]
+    results = [program.outputs[i - changes] for i in graph.outputs if i >= changes]
+    return replace(
+        program,
+        module=graph.module,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        inputs=inputs,
+        mutated=dict(enumerate(mutated)),
+        outputs=tuple(results),
+        is_step=program.is_step and bool(results),
+        received=tuple(_wire(node, values) for node in graph.received),
+        sent=tuple(_wire(node, values) for node in graph.sent),
+        recomputed=program.recomputed & {n.meta.get("block") for n in graph.module.graph.nodes},
+    )
+
+
+def _select(own: Sequence[int], groups: Sequence[Sequence[object]]) -> list[tuple]:
+    """What a stage has of each group; `own` are positions in all groups, one behind the other."""
+    found: list[tuple] = []
+    start = 0
+    for group in groups:
+        found.append(tuple(group[i - start] for i in own if start <= i < start + len(group)))
+        start += len(group)
+    return found
+
+
+def _wire(node: fx.Node, values: Mapping[str, Tensor]) -> Wire:
+    value = values[node.name]
+    return Wire(node.name, tuple(value.shape), value.dtype, value.requires_grad)
+
+
+def _refuse_stale_buffers(stages: Sequence[Program]) -> None:
+    """A buffer that one stage changes and another reads would be old there in the next step."""
+    for number, stage in enumerate(stages):
+        for name in stage.mutated.values():
+            others = [
+                i
+                for i, other in enumerate(stages)
+                if i != number and name in {spec.name for spec in other.buffers}
+            ]
+            if others:
+                raise PlanError(
+                    f"Stage {number} of the pipeline changes the buffer {name}, and stage {others[0]} "
+                    "reads it: layers that share a module with running statistics must be on one stage. "
+                    "Give each layer its own such module, or use fewer stages."
+                )

@@ -1,0 +1,1 @@
+"""Plans proved: every rank in one process, against the single device."""

@@ -1,0 +1,124 @@
+"""All ranks of a program in one process, in lockstep.
+
+Every node of the local graph is run once per rank before the next node; a collective sees the tensors
+of all ranks at once and is computed by its definition (`collectives.LOCAL`). Its backward is the
+transposed collective, as on real process groups, so that a wrong transpose gives a wrong gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.ir import WHOLE, CollectiveCall, Dims, Layout, Mesh, R, calls, local_factors
+from autopar.ops.collectives import LOCAL
+from autopar.passes.retarget import draws, is_collective
+from autopar.program.program import Program
+
+Ranks = list[Tensor]  # one local tensor per rank
+
+
+def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
+    """The part of a full tensor of shape `shape_of(dims)` that `rank` holds; R and V hold all of it."""
+    position = mesh.coordinates(rank)
+    for axis, (state, (_, size)) in enumerate(zip(layout, mesh.axes, strict=True)):
+        if state.kind != "S":
+            continue
+        before = (*layout[:axis], *(s if s.kind != "S" else R for s in layout[axis:]))
+        factors = [f or (1,) for f in local_factors(dims, before, mesh)]
+        index = sum(len(f) for f in factors[: state.dim]) + max(state.factor, 0)
+        shape = [n for f in factors for n in f]
+        if state.factor == WHOLE:
+            shape, index = list(full.shape), state.dim
+        expanded = full.reshape(shape)
+        width = expanded.shape[index] // size
+        part = expanded.narrow(index, position[axis] * width, width)
+        after = (*before[:axis], state, *before[axis + 1 :])
+        full = part.reshape([math.prod(f) for f in local_factors(dims, after, mesh)])
+    return full
+
+
+class _Collective(torch.autograd.Function):
+    """One collective on all ranks, with the transposed one as backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: CollectiveCall, mesh: Mesh, *ranks: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.mesh = call, mesh
+        return tuple(_define(call.name, call.dims, call.axis, mesh, ranks))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        call = ctx.call
+        return None, None, *_define(call.backward, call.dims[::-1], call.axis, ctx.mesh, grads)
+
+
+def _define(
+    name: str, dims: Sequence[int], axis: int, mesh: Mesh, ranks: Sequence[Tensor]
+) -> Ranks:
+    results = []
+    for rank in range(mesh.size):
+        shards = [ranks[peer] for peer in mesh.peers(rank, axis)]
+        result = LOCAL[name](shards, mesh.coordinates(rank)[axis], dims)
+        results.append(result.clone())  # an autograd.Function must not return its inputs
+    return results
+
+
+def collective(call: CollectiveCall, mesh: Mesh, ranks: Ranks) -> Ranks:
+    """Runs one call on all ranks."""
+    if call.before is not None:
+        ranks = [x.reshape(call.before) for x in ranks]
+    ranks = list(_Collective.apply(call, mesh, *ranks))
+    return ranks if call.after is None else [x.reshape(call.after) for x in ranks]
+
+
+def convert(ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Ranks:
+    """Converts the local tensors of all ranks from one layout to another, differentiably."""
+    for call in calls(dims, source, target, mesh):
+        ranks = collective(call, mesh, ranks)
+    return ranks
+
+
+def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
+    """Runs a program on all ranks; returns the tensor outputs of the graph, each for all ranks."""
+    mesh = program.plan.mesh
+    values: dict[fx.Node, list[Any]] = {}
+    remaining = iter(arguments)
+    nodes = list(program.module.graph.nodes)
+    last_use = {argument: node for node in nodes for argument in node.all_input_nodes}
+    expires: dict[fx.Node, list[fx.Node]] = {}
+    for argument, user in last_use.items():
+        expires.setdefault(user, []).append(argument)
+    for node in nodes:
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "output":
+            return [values[argument] for argument in node.args[0]]
+        else:
+            values[node] = _run_node(node, mesh, values)
+        for argument in expires.get(node, []):
+            del values[argument]
+    raise AssertionError("a graph without output")
+
+
+def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> list[Any]:
+    if is_collective(node):
+        x, dims, _, axis, backward = node.args
+        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+        call = CollectiveCall(name, backward, tuple(dims), mesh.index(axis))  # type: ignore[arg-type]
+        return collective(call, mesh, values[x])  # type: ignore[index]
+    results = []
+    generator_state = torch.get_rng_state() if draws(node) else None
+    for rank in range(mesh.size):
+        if generator_state is not None:  # every rank draws the same, see [Note: keys of random ops]
+            torch.set_rng_state(generator_state)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _of_rank(values, rank))
+        results.append(node.target(*args, **kwargs))  # type: ignore[operator]
+    return results
+
+
+def _of_rank(values: dict[fx.Node, list[Any]], rank: int) -> Callable[[fx.Node], Any]:
+    return lambda node: values[node][rank]

@@ -1,0 +1,104 @@
+"""Plans drawn at random: every choice of every op, every storage, every residence.
+
+The parity of such plans with the single-device model is the test the project stands on.
+"""
+
+from __future__ import annotations
+
+import random
+
+from autopar.ir import (
+    PIPELINE_AXIS,
+    SCHEDULES,
+    UNSPLIT,
+    WHOLE,
+    Graph,
+    Labels,
+    Layout,
+    Mesh,
+    Op,
+    ParameterPlan,
+    Pipeline,
+    Plan,
+    R,
+    S,
+    State,
+    Tensor,
+    V,
+    divides,
+    is_legal,
+    without_pipeline,
+)
+from autopar.pipeline.schedules import fewest_micro_batches
+
+
+def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Plan:
+    """Draws a legal plan; the same seed gives the same plan.
+
+    With an axis `pp` in the mesh the schedule is drawn too, and cuts at any op.
+    """
+    draw = random.Random(seed)
+    whole, mesh = mesh, without_pipeline(mesh)
+    parameters = {
+        name: _random_parameter(graph.tensors[tensor], mesh, draw)
+        for name, tensor in graph.parameters.items()
+    }
+    inputs = {
+        name: _random_layout(graph.tensors[tensor], mesh, draw, chunks=False)
+        for name, tensor in graph.inputs.items()
+    }
+    ops = {op.name: _random_labels(graph, op, mesh, draw) for op in graph.ops}
+    # drawn apart, so that the size of a micro-batch, which other draws depend on, does not change it
+    pipeline = _random_pipeline(graph, whole, random.Random(f"pipeline {seed}"))
+    count = max(2, fewest_micro_batches(pipeline)) if pipeline else 1
+    return Plan(
+        mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline,
+        precision=graph.precision,
+    )  # fmt: skip
+
+
+def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline | None:
+    if PIPELINE_AXIS not in mesh.names:
+        return None
+    position = mesh.index(PIPELINE_AXIS)
+    ranks = mesh.sizes[position]
+    shapes = {"one": ranks, "rounds": 2 * ranks, "v": 2 * ranks}
+    schedule = draw.choice([s for s in SCHEDULES if shapes[SCHEDULES[s]] <= len(graph.ops)])
+    places = sorted(draw.sample(range(1, len(graph.ops)), shapes[SCHEDULES[schedule]] - 1))
+    return Pipeline(ranks, schedule, tuple(graph.ops[i].name for i in places), position)
+
+
+def _random_labels(graph: Graph, op: Op, mesh: Mesh, draw: random.Random) -> Labels:
+    labels = [UNSPLIT] * len(mesh.axes)
+    for axis in draw.sample(range(len(labels)), len(labels)):
+        legal = []
+        for choice in op.choices:
+            labels[axis] = choice.label
+            if is_legal(graph, op, tuple(labels), mesh):
+                legal.append(choice.label)
+        labels[axis] = draw.choice(legal)
+    return tuple(labels)
+
+
+def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: bool) -> Layout:
+    layout: list[State] = [R] * len(mesh.axes)
+    for axis in range(len(layout)):
+        options = [R]
+        for dim in range(len(tensor.dims)):
+            options += [S(dim), S(dim, WHOLE)] if chunks else [S(dim)]
+        legal = [
+            s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh)
+        ]
+        layout[axis] = draw.choice(legal)
+    return tuple(layout)
+
+
+def _fits(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
+    exists = all(s.kind != "S" or tensor.dims[s.dim] for s in layout)
+    return exists and divides(tensor.dims, layout, mesh)
+
+
+def _random_parameter(tensor: Tensor, mesh: Mesh, draw: random.Random) -> ParameterPlan:
+    storage = _random_layout(tensor, mesh, draw, chunks=True)
+    resident = tuple(draw.choice([state, R, V]) for state in storage)
+    return ParameterPlan(storage, resident, draw.choice(["step", "micro_batch"]))

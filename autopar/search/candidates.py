@@ -1,0 +1,501 @@
+"""Every way to lay a model on a cluster, priced at once: the outer search, over what a plan takes for given.
+
+A plan's layouts hardly depend on how long the axes are, so one plan per recipe is searched on a
+mesh of (2, 2) and its cost, an expression of the axes' sizes, is evaluated for all meshes, pipeline
+depths and micro-batches together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.arith import Quantity
+from autopar.cost_model.breakdown import Candidate
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.compute import memory_seconds
+from autopar.cost_model.items import COMPUTE, Pricer, TrainingState
+from autopar.cost_model.sizes import SymbolicSizes
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Run, Stage, Step, Term, total
+from autopar.errors import AutoparError, SearchError
+from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, with_pipeline
+from autopar.ir.recompute import Recompute, format_recompute
+from autopar.search import search
+from autopar.units import format_seconds
+
+DATA = ("ddp", "zero1", "zero2", "zero3")
+TENSOR = ("tp", "tp+sp")
+UNBOUNDED_BYTES = 10**18  # where memory is judged by what a whole step takes, after the search
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration.
+
+    Attributes:
+        dp, tp: sizes of the axes of the mesh.
+        stages: of the pipeline.
+        micro_batch: sequences of a micro-batch on one rank of dp.
+        micro_batches: of a step.
+        data, tensor: recipes along dp and tp.
+        recompute: see `Run`.
+    """
+
+    dp: int
+    tp: int
+    stages: int
+    micro_batch: int
+    micro_batches: int
+    data: str
+    tensor: str
+    recompute: Recompute = "none"
+
+    @property
+    def name(self) -> str:
+        """Axes, recipes and schedule in a few words."""
+        axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
+        axes += [f"tp={self.tp} {self.tensor}"] if self.tp > 1 else []
+        axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
+        again = "" if self.recompute == "none" else ", recompute"
+        again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
+        return f"{' x '.join(axes) or 'one rank'}, {self.micro_batches} x {self.micro_batch}{again}"
+
+    @property
+    def schedule(self) -> str:
+        """What the closed form is of: 1F1B, or GPipe where micro-batches are too few for it; "" for none.
+
+        They take as long, and with so few micro-batches hold as many.
+        """
+        if self.stages == 1:
+            return ""
+        return "1f1b" if self.micro_batches >= self.stages else "gpipe"
+
+    @property
+    def recipe(self) -> str:
+        return f"dp:{self.data},tp:{self.tensor}"
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of a stage."""
+        return Mesh((("dp", self.dp), ("tp", self.tp)))
+
+    @property
+    def world_mesh(self) -> Mesh:
+        """Of all ranks, with the axis of the stages where there are several."""
+        return with_pipeline(self.mesh, self.stages, 0) if self.stages > 1 else self.mesh
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A setting with its price.
+
+    Attributes:
+        setting: what is priced.
+        seconds: of a step.
+        memory_bytes: peak of a rank.
+        traffic_bytes: that a rank sends in a step.
+        parts: seconds by what they go to: "compute", "memory bandwidth", an axis, "bubble",
+            "host" and so on; what is hidden is negative. Their sum is `seconds`.
+    """
+
+    setting: Setting
+    seconds: float
+    memory_bytes: float
+    traffic_bytes: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def binds(self) -> str:
+        """What most of the time goes to."""
+        return max(self.parts, key=lambda name: self.parts[name], default="")
+
+    def candidate(self, bound_bytes: float) -> Candidate:
+        """As a row of a comparison."""
+        return Candidate(
+            self.setting.name, self.seconds, self.memory_bytes, self.traffic_bytes, self.binds,
+            self.memory_bytes <= bound_bytes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched.
+
+    Attributes:
+        graph: the captured model, at any batch.
+        cluster: where.
+        batch: sequences of a step on all ranks.
+        training_state, software: see `autopar.cost_model`.
+        stages: pipeline depths to try.
+        tensor_sizes: sizes of tp to try; None for all that divide the ranks.
+        recomputes: whether layers may be run again.
+        pins: single choices that every plan must make.
+        own_batch: whether the graph's batch is the only one it can have.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    batch: int
+    training_state: TrainingState
+    software: Software = AUTOPAR
+    stages: tuple[int, ...] = (1,)
+    tensor_sizes: tuple[int, ...] | None = None
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    pins: Mapping[str, str] = field(default_factory=dict)
+    own_batch: bool = False
+    _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
+
+    def price(self) -> list[Priced]:
+        """Every legal setting with its price, fastest first. Raises AutoparError if there is none."""
+        found = [each for group in self._groups() for each in self._priced(*group)]
+        if not found:
+            raise AutoparError(self._nothing())
+        return sorted(found, key=lambda each: (each.seconds, each.setting.name))
+
+    def price_of(self, settings: Iterable[Setting]) -> list[Priced]:
+        """The legal ones among some settings with their prices, in their order."""
+        groups: dict[tuple[str, str, Recompute], list[Setting]] = {}
+        wanted = list(settings)
+        for each in wanted:
+            groups.setdefault((each.data, each.tensor, each.recompute), []).append(each)
+        found: dict[Setting, Priced] = {}
+        for (data, tensor, recompute), group in groups.items():
+            plan = self.plan(data, tensor)
+            if plan is not None:
+                legal = [s for s in group if self._divides(plan, s)]
+                found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
+        return [found[each] for each in wanted if each in found]
+
+    def with_fewest_blocks(self, priced: Iterable[Priced], bound_bytes: float) -> list[Priced]:
+        """Settings that keep all and do not fit, with as few layers of a stage run again as do.
+
+        Those are left out that all layers but one are not enough for.
+        """
+        groups: dict[tuple[str, str], list[Setting]] = {}
+        for each in priced:
+            s = each.setting
+            if s.recompute == "none" and each.memory_bytes > bound_bytes:
+                groups.setdefault((s.data, s.tensor), []).append(s)
+        found = []
+        for (data, tensor), settings in groups.items():
+            plan = self.plan(data, tensor)
+            assert plan is not None, "it was priced"
+            fewest = self._fewest_blocks(plan, settings, bound_bytes)
+            again = [
+                replace(s, recompute=int(k))
+                for s, k in zip(settings, fewest, strict=True)
+                if k < self._step_layers / s.stages
+            ]
+            counts = np.array([s.recompute for s in again], dtype=float)
+            found += self._priced(plan, counts, again)
+        return found
+
+    @property
+    def _step_layers(self) -> int:
+        return sum(stack.layers for stack in self.graph.stacks) or 1
+
+    def _fewest_blocks(self, plan: Plan, settings: list[Setting], bound_bytes: float) -> np.ndarray:
+        """Memory falls by as much with every block, but the last; on both ends of the pipeline."""
+        columns = _Columns.of(settings)
+        none, one = (self._step(plan, k + np.zeros(len(settings)), columns) for k in (0.0, 1.0))
+        fewest = np.ones(len(settings))
+        ends: tuple[Stage, ...] = ("first", "last")
+        for stage in ends:
+            whole, less = total(none.memory(stage)), total(one.memory(stage))
+            wanted = np.ceil((whole - bound_bytes) / np.maximum(whole - less, 1.0))
+            fewest = np.maximum(fewest, wanted)
+        return fewest
+
+    def on(self, cluster: Cluster) -> Space:
+        """The same on another cluster, with the plans that were found for this one."""
+        return replace(self, cluster=cluster)
+
+    def plan(self, data: str, tensor: str) -> Plan | None:
+        """What the recipes lead to on a mesh of two by two; None where the pins forbid them."""
+        key = (data, tensor)
+        if key not in self._plans:
+            try:
+                self._plans[key] = search(
+                    self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware,
+                    recipe=f"dp:{data},tp:{tensor}", pins=self.pins, memory_bytes=UNBOUNDED_BYTES,
+                )  # fmt: skip
+            except SearchError:
+                self._plans[key] = None
+        return self._plans[key]
+
+    def _groups(self) -> Iterator[tuple[Plan, Recompute, list[Setting]]]:
+        for data, tensor in itertools.product(DATA, TENSOR):
+            settings = {r: list(self._settings(data, tensor, r)) for r in self.recomputes}
+            plan = self.plan(data, tensor) if any(settings.values()) else None
+            if plan is not None:
+                for recompute, each in settings.items():
+                    yield plan, recompute, [s for s in each if self._divides(plan, s)]
+
+    def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[Setting]:
+        """All ways to write the ranks as dp x tp x stages and the batch as micro-batches."""
+        for stages, tp in itertools.product(self.stages, self._tensor_sizes()):
+            if self.cluster.ranks % (stages * tp) or self._layers() % stages:
+                continue
+            dp = self.cluster.ranks // (stages * tp)
+            if self.batch % dp or self._is_repeated(data, tensor, dp, tp):
+                continue
+            for micro_batch in _divisors(self.batch // dp):
+                if self.own_batch and micro_batch * dp != self._captured_batch():
+                    continue
+                yield Setting(
+                    dp, tp, stages, micro_batch, self.batch // dp // micro_batch, data, tensor,
+                    recompute,
+                )  # fmt: skip
+
+    @staticmethod
+    def _is_repeated(data: str, tensor: str, dp: int, tp: int) -> bool:
+        """Whether a recipe is on an axis of one rank, where all recipes are the same."""
+        return (dp == 1 and data != DATA[0]) or (tp == 1 and tensor != TENSOR[0])
+
+    def _tensor_sizes(self) -> Sequence[int]:
+        return self.tensor_sizes or _divisors(self.cluster.ranks)
+
+    def _captured_batch(self) -> int:
+        batch = self.graph.factors.get("batch")
+        return batch.size if batch else self.batch
+
+    def _layers(self) -> int:
+        return min((stack.layers for stack in self.graph.stacks), default=1)
+
+    def _divides(self, plan: Plan, setting: Setting) -> bool:
+        """Whether the axes divide every factor that the plan splits along them."""
+        sizes = {"dp": setting.dp, "tp": setting.tp}
+        for op in self.graph.ops:
+            for axis, label in zip(plan.mesh.names, plan.ops[op.name], strict=True):
+                choice = op.choice(label)
+                size = self._size(choice.factor, choice.size, setting)
+                if choice.splits and size % sizes[axis]:
+                    return False
+        return True
+
+    def _size(self, factor: str, size: int, setting: Setting) -> int:
+        return setting.micro_batch * setting.dp if factor == "batch" else size
+
+    def _priced(
+        self, plan: Plan, recompute: Recompute | np.ndarray, settings: list[Setting]
+    ) -> list[Priced]:
+        if not settings:
+            return []
+        step = self._step(plan, recompute, _Columns.of(settings))
+        return [
+            Priced(setting, float(s), float(m), float(t), parts)
+            for setting, s, m, t, parts in zip(settings, *_figures(step, settings), strict=True)
+        ]
+
+    def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:
+        """The formulas of a step over arrays, an element for every setting."""
+        hardware, at = self.cluster.hardware, columns
+        ranks = at.dp * at.tp * at.stages
+        links = (
+            hardware.axis_link(at.tp, at.dp, ranks),
+            hardware.axis_link(1 + 0 * at.tp, at.tp, ranks),
+        )
+        sizes = _ManySizes(plan.mesh, {"batch": at.batch}, (1.0 * at.dp, 1.0 * at.tp))
+        pricer = Pricer(
+            self.graph,
+            plan,
+            sizes=sizes,
+            hardware=hardware,
+            links=links,
+            training_state=self.training_state,
+        )
+        run = Run(
+            1.0 * at.micro_batches,
+            1.0 * at.stages,
+            recompute=recompute,
+            training_state=self.training_state,
+        )
+        boundary = hardware.axis_link(
+            at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp
+        )
+        return Step(
+            tuple(pricer.items()), tuple(pricer.holdings()), run, hardware, self.software,
+            layers=self._step_layers,
+            boundary_bytes=pricer.boundary_bytes(), boundary_link=boundary,
+        )  # fmt: skip
+
+    def _nothing(self) -> str:
+        layers, depths = self._layers(), " or ".join(map(str, self.stages))
+        stages = (
+            f", and {depths} pipeline stages its {layers} layers" if self.stages != (1,) else ""
+        )
+        return (
+            f"No way to lay {self.batch} sequences on {self.cluster.ranks} ranks: some split of the "
+            f"ranks must divide the batch and the model's heads or widths{stages}. Choose a batch that is "
+            f"a multiple of {self.cluster.ranks}, or fewer ranks."
+        )
+
+
+def best_that_fits(priced: Sequence[Priced], bound_bytes: float) -> Priced | None:
+    """The fastest setting within the memory of a rank; `priced` is sorted by time."""
+    return next((each for each in priced if each.memory_bytes <= bound_bytes), None)
+
+
+def smallest(priced: Sequence[Priced]) -> Priced:
+    """The setting that takes least memory."""
+    return min(priced, key=lambda each: (each.memory_bytes, each.seconds))
+
+
+def compared(
+    priced: Sequence[Priced], chosen: Priced | None, bound_bytes: float, count: int = 12
+) -> tuple[Candidate, ...]:
+    """The chosen setting, the next best of every mesh and recipe, and why they lose.
+
+    The last few are those that would be faster, had a rank more memory.
+    """
+    best = _best_of_every_kind(priced, bound_bytes)
+    fitting = [each for each in best if each.memory_bytes <= bound_bytes]
+    too_large = [each for each in best if each.memory_bytes > bound_bytes]
+    faster = [each for each in too_large if chosen is None or each.seconds < chosen.seconds]
+    listed = (fitting[: count - min(3, len(faster))] + (faster or too_large))[:count]
+    if chosen is not None and chosen not in listed:
+        listed = [chosen, *listed[: count - 1]]
+    return tuple(
+        replace(
+            each.candidate(bound_bytes), chosen=each is chosen,
+            why_not=why_not(each, chosen, bound_bytes),
+        )
+        for each in listed
+    )  # fmt: skip
+
+
+def _best_of_every_kind(priced: Sequence[Priced], bound_bytes: float) -> list[Priced]:
+    kept: dict[tuple[object, ...], Priced] = {}
+    for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
+        s = each.setting
+        again = "some" if isinstance(s.recompute, int) else s.recompute
+        kept.setdefault((s.dp, s.tp, s.stages, s.data, s.tensor, again), each)
+    return list(kept.values())
+
+
+def why_not(each: Priced, chosen: Priced | None, bound_bytes: float) -> str:
+    """What a setting loses by against the chosen one, in words; "" for the chosen one."""
+    if each is chosen:
+        return ""
+    words = []
+    if each.memory_bytes > bound_bytes:
+        words.append(f"{(each.memory_bytes - bound_bytes) / 1e9:.1f} GB too much")
+    if chosen is not None:
+        words.append(_against(each, chosen))
+    return "; ".join(words)
+
+
+def _against(each: Priced, chosen: Priced) -> str:
+    """`4.1 % slower: 120 ms more along tp, 30 ms less along dp`, by the parts that differ most."""
+    slower = each.seconds / chosen.seconds - 1
+    if abs(slower) < 5e-5:
+        return "as fast"
+    words = f"{100 * abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    names = dict.fromkeys((*each.parts, *chosen.parts))
+    changes = {name: each.parts.get(name, 0.0) - chosen.parts.get(name, 0.0) for name in names}
+    sign = 1 if slower > 0 else -1
+    reasons = sorted((n for n in names if sign * changes[n] > 0), key=lambda n: -sign * changes[n])
+    weighty = [n for n in reasons[:2] if abs(changes[n]) > 0.1 * abs(each.seconds - chosen.seconds)]
+    more = "more" if sign > 0 else "less"
+    said = [f"{format_seconds(abs(changes[n]))} {more} {n}" for n in weighty]
+    return f"{words}: {', '.join(said)}" if said else words
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Settings as arrays of whole numbers; `batch` is that of a micro-batch on all of dp."""
+
+    dp: np.ndarray
+    tp: np.ndarray
+    stages: np.ndarray
+    micro_batches: np.ndarray
+    batch: np.ndarray
+
+    @classmethod
+    def of(cls, settings: Sequence[Setting]) -> _Columns:
+        def column(read: Callable[[Setting], int]) -> np.ndarray:
+            return np.array([read(each) for each in settings], dtype=np.int64)
+
+        return cls(
+            column(lambda s: s.dp), column(lambda s: s.tp), column(lambda s: s.stages),
+            column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
+        )  # fmt: skip
+
+
+class _ManySizes(SymbolicSizes):
+    """Sizes of many settings at once: arrays stand where `SymbolicSizes` has symbols."""
+
+    def _local_bytes(self, tensor: Tensor, layout: Layout) -> Quantity:
+        leaves = (
+            self._factors.get(name, size)
+            for names, sizes in zip(tensor.factors, tensor.dims, strict=True)
+            for name, size in zip(names, sizes, strict=True)
+        )
+        parts = (self._axes[axis] for axis, state in enumerate(layout) if state.kind == "S")
+        return math.prod(leaves, start=1.0 * tensor.itemsize_bytes) / math.prod(parts, start=1)
+
+
+def _figures(step: Step, settings: Sequence[Setting]) -> tuple[Sequence[Any], ...]:
+    """Seconds, peak bytes, bytes sent, and where time goes, of every configuration."""
+    count = len(settings)
+    peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
+    parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}
+    each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
+    seconds, sent = step.seconds(), total(step.traffic())
+    return (*(list(np.broadcast_to(x, count)) for x in (seconds, peak, sent)), each)
+
+
+# Terms of a step's time that go to one thing alone.
+_CAUSES = {
+    "pipeline bubble": "bubble", "stage boundaries": "along pp", "waiting for the host": "host",
+    "optimizer": "memory bandwidth", "fixed": "fixed",
+}  # fmt: skip
+
+
+def where_time_goes(step: Step) -> dict[str, Quantity]:
+    """Seconds of a step by cause: compute, memory bandwidth, an axis, the bubble, the host."""
+    found: dict[str, Quantity] = {}
+    slow = _memory_share(step)
+    for term in step.time():
+        for name, value in _causes(term, slow):
+            found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def _causes(term: Term, slow: Quantity) -> Iterator[tuple[str, Quantity]]:
+    """What a term of a step's time goes to; `slow` is the part of compute that waits for memory."""
+    if term.name in ("compute", "embedding, head and loss"):
+        yield "compute", term.value * (1 - slow)
+        yield "memory bandwidth", term.value * slow
+    elif term.name.startswith("communication "):
+        yield term.name.removeprefix("communication "), term.value
+    elif term.parts and all(" along " in part.name for part in term.parts):
+        for part in term.parts:
+            yield f"along {part.name.partition(' along ')[2]}", part.value
+    elif "hidden" in term.name:
+        yield "hidden behind compute", term.value
+    else:
+        yield _CAUSES.get(term.name, term.name), term.value
+
+
+def _memory_share(step: Step) -> Quantity:
+    """The part of the compute of forward and backward that the device's memory bounds."""
+    bound: Quantity = 0.0
+    whole: Quantity = 0.0
+    for item in step.items:
+        if item.resource == COMPUTE and item.phase in ("forward", "backward"):
+            seconds = item.count * item.seconds
+            moving = memory_seconds(item.traffic_bytes, step.hardware)
+            bound = bound + seconds * (moving >= 0.999 * item.seconds)
+            whole = whole + seconds
+    return bound / np.maximum(whole, 1e-300)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,163 @@
+"""From a question to an answer that agrees with the row it came from."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cost_model.cluster import find_cluster
+from autopar.errors import AutoparError, RecipeError, SearchError
+from autopar.explanation.advice import Question, first_rows
+from autopar.explanation.fitting import will_it_fit
+from autopar.ir import Mesh
+from autopar.search.candidates import best_that_fits
+from autopar.search.intents import Wishes, expand_pins
+
+TARGET = "examples.gpt:tiny_example"
+
+
+def ask(target="gpt2", cluster="h100x4", *, batch=16, seq=64, **wishes):
+    return Question(target, find_cluster(cluster), batch, seq, Wishes(**wishes))
+
+
+@pytest.fixture(scope="module")
+def question():
+    return ask()
+
+
+@pytest.fixture(scope="module")
+def answer(question):
+    return question.answer()
+
+
+def test_the_explanation_agrees_with_its_candidate(question, answer):
+    best = best_that_fits(question.settings, question.bound_bytes)
+    assert answer.setting == best.setting
+    assert answer.step_seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert answer.memory_bytes == pytest.approx(best.memory_bytes, rel=1e-6)
+    assert answer.traffic.value == pytest.approx(best.traffic_bytes, rel=1e-6)
+    row = next(each for each in answer.candidates if each.chosen)
+    assert (row.step_seconds, row.memory_bytes) == (answer.step_seconds, answer.memory_bytes)
+
+
+@pytest.mark.parametrize("recipe", ["zero1", "zero3", "tp+sp", "dp:zero2,tp:tp", "fsdp"])
+def test_every_recipe_agrees_with_its_candidate(recipe):
+    found = ask(recipe=recipe)
+    best = best_that_fits(found.settings, found.bound_bytes)
+    assert found.explain(best).step_seconds == pytest.approx(best.seconds, rel=1e-3)
+
+
+def test_sensitivities_are_the_change_by_one_percent(answer):
+    slopes = answer.sensitivity()
+    name = next(iter(slopes))
+    more = answer.what_if(**{name: answer.values[name] * 1.01})
+    assert more.step_seconds / answer.step_seconds - 1 == pytest.approx(slopes[name], rel=0.05)
+    assert "stages" not in slopes and "chunks" not in slopes
+    assert not {n for n, size in answer.plan.mesh.axes if size == 1} & set(slopes)
+    assert np.isfinite(list(slopes.values())).all()
+
+
+def test_symbols_have_words(answer):
+    assert answer.word("batch") == "batch"
+    assert {answer.word(symbol) for symbol in answer.legend} >= {"hidden", "vocab", "ffn"}
+    json.dumps(answer.to_json())
+
+
+def test_more_memory_would_not_slow_it_down(answer):
+    for change in answer.changes:
+        if "memory" in change.what or "twice" in change.what:
+            assert change.best_seconds <= answer.step_seconds * (1 + 1e-9)
+
+
+def test_notes_speak_of_the_whole_model_and_no_other_price(answer):
+    assert answer.plan.notes
+    assert not any("predicted" in note or "1000000000" in note for note in answer.plan.notes)
+
+
+def test_a_function_keeps_its_own_batch():
+    found = ask(TARGET, "h100x4", batch=None, seq=None)
+    assert {p.setting.dp * p.setting.micro_batch for p in found.settings} == {8}
+    assert ask(TARGET, batch=16, seq=None).settings[0].setting.micro_batches == 2
+    with pytest.raises(AutoparError, match="no multiple of the 8 sequences"):
+        _ = ask(TARGET, batch=12, seq=None).settings
+
+
+def test_an_axis_can_be_kept_inside_a_node():
+    inside = ask(cluster="h100x2x2", inside_node=("tp",)).settings
+    assert {p.setting.tp for p in inside} == {1, 2}
+    assert 4 in {p.setting.tp for p in ask(cluster="h100x2x2").settings}
+
+
+def test_wishes_that_exclude_each_other():
+    with pytest.raises(SearchError, match="--no dp, --no tp rule out all of them"):
+        _ = ask(without=frozenset({"dp", "tp"})).settings
+    with pytest.raises(RecipeError, match="Give --mesh to use it as it is"):
+        _ = ask(recipe="dp:tp").settings
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would_help():
+    with pytest.raises(
+        SearchError, match=r"\([\d,]+ bytes\) more than the 0.5 GB .*about \d+ ranks"
+    ):
+        ask(max_memory_bytes=5 * 10**8).answer()
+
+
+def test_pins_over_an_axis_become_labels_of_products(question):
+    graph = question.space.graph
+    hardware = question.cluster.hardware
+    pins = expand_pins({"layers.*.mlp.*": "tp", "head.weight": "R@dp"}, graph, hardware)
+    assert pins.pop("head.weight") == "R@dp"
+    assert len(pins) == 2 * 3  # up and down of the three captured layers
+    assert all(choice.endswith("@tp") for choice in pins.values())
+    with pytest.raises(RecipeError, match="no product of matrices"):
+        expand_pins({"nothing": "tp"}, graph, hardware)
+
+
+def test_remedies_fit_and_change_as_little_as_they_say():
+    fit = will_it_fit(ask(recipe="ddp", max_memory_bytes=3 * 10**9))
+    assert not fit.fits
+    assert fit.remedies[0].what == "zero1 instead of ddp"
+    assert all(each.memory_bytes <= 3e9 for each in fit.remedies)
+
+
+def test_room_is_told_where_it_fits():
+    fit = will_it_fit(ask(cluster="h100x4x2"))
+    assert fit.fits and fit.margin_bytes > 0
+    assert any("ranks are enough" in each.what for each in fit.remedies)
+
+
+# --- pipelines
+
+
+def test_the_first_rows_of_inputs():
+    x, table = torch.arange(8).reshape(4, 2), torch.ones(3, 2)
+    (rows, untouched), words = first_rows(((x, table), {"n": 4}), 4, 2)
+    assert rows.tolist() == [[0, 1], [2, 3]]
+    assert untouched is table and words == {"n": 4}
+
+
+def test_stages_of_a_function_are_cut_and_of_a_preset_are_not():
+    mesh = Mesh.parse("pp=2,dp=2")
+    wishes = Wishes(mesh=mesh, recipe="pp:gpipe,dp:zero1", micro_batches=2, recompute="none")
+    whole = Question(TARGET, find_cluster("h100x4"), wishes=wishes).answer()
+    assert whole.plan.pipeline is not None and whole.plan.world_mesh == mesh
+    assert whole.step_seconds == whole.simulated.seconds
+    few = Question("gpt2", find_cluster("h100x4"), 16, 64, Wishes(mesh=mesh)).answer()
+    assert few.plan.pipeline is None and few.run.stages == 2
+    assert few.setting.name.startswith("dp=2 ") and " x pp=2 " in few.setting.name
+
+
+def test_micro_batches_are_searched_within_the_batch():
+    found = ask(
+        TARGET, batch=None, seq=None, mesh=Mesh.parse("pp=2,dp=2"), schedule="1f1b"
+    ).answer()
+    assert found.plan.micro_batches in (2, 4)  # of the example's 8 rows, 2 for each rank of dp
+    rows = found.graph.factors["batch"].size * found.plan.micro_batches
+    assert rows == 8
+    assert found.tokens == found.graph.factors["batch"].size * 16
+
+
+def test_a_batch_and_micro_batches_that_contradict_each_other():
+    with pytest.raises(AutoparError, match="32 is 4 times the 8 sequences"):
+        ask(TARGET, batch=32, seq=None, mesh=Mesh.parse("dp=4"), micro_batches=2).answer()

@@ -1,0 +1,147 @@
+"""A page shows what its explanation says."""
+
+import dataclasses
+import json
+
+import pytest
+
+from autopar.cli.output import write_files
+from autopar.cost_model.cluster import find_cluster
+from autopar.explanation.advice import Change, Question
+from autopar.explanation.pages import change_line, page_of, word_of
+from autopar.explanation.report import as_text, collectives
+from autopar.explanation.sheet import Sheet
+from autopar.ir import Mesh
+from autopar.search.intents import Wishes
+from autopar.units import format_seconds
+from autopar.views import read_trace, show, to_html
+
+
+@pytest.fixture(scope="module")
+def answer():
+    return Question("gpt2", find_cluster("h100x4"), batch=16, seq=64).answer()
+
+
+@pytest.fixture(scope="module")
+def page(answer):
+    return page_of(answer, "gpt2")
+
+
+def test_the_document_is_what_the_page_shows(answer, page):
+    document = json.loads(json.dumps(page.document, allow_nan=False))
+    assert document["step_seconds"] == answer.step_seconds
+    assert document["notes"] == list(page.notes)
+    assert len(document["events"]) == len(page.events)
+    assert len(document["block"]) == len(page.block)
+    assert len(document["candidates"]) == len(page.candidates)
+    assert document["time"]["seconds"] == page.time.value
+
+
+def test_collectives_add_up_to_the_traffic(answer):
+    sent = sum(each.traffic_bytes for each in collectives(answer.step))
+    assert sent == pytest.approx(answer.traffic.value)
+
+
+def test_nothing_speaks_of_axes_of_one_rank(answer, page):
+    single = [f"{name}=1" for name, size in answer.plan.mesh.axes if size == 1]
+    shown = " ".join((page.subtitle, *page.notes))
+    assert single and not any(each in shown for each in single)
+
+
+def test_symbols_are_shown_with_their_words(answer, page):
+    assert any(name.startswith("hidden (") for name in page.sensitivity)
+    assert word_of(answer, "batch") == "batch"
+
+
+def test_changes_are_sentences(answer):
+    now = answer.step_seconds
+    other = Change("x", now * 0.9, "dp=2 zero3, 1 x 1", now * 0.8)
+    same = dataclasses.replace(other, best=answer.setting.name)
+    assert change_line(answer, other) == (
+        "With x: dp=2 zero3, 1 x 1, 20.0 % faster (this one: 10.0 % faster)."
+    )
+    assert change_line(answer, same) == "With x: the same choice, 20.0 % faster."
+    unchanged = dataclasses.replace(other, same_seconds=now)
+    assert change_line(answer, unchanged) == "With x: dp=2 zero3, 1 x 1, 20.0 % faster."
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_sheet_keeps_to_its_width(answer, page, width):
+    text = as_text(Sheet(answer, page), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "What would change the choice" in text
+
+
+def test_the_page_is_html(page):
+    text = to_html(page)
+    assert "gpt2" in text and 'id="document"' in text
+
+
+def test_a_plan_that_does_not_fit_says_so(answer):
+    tight = dataclasses.replace(answer, memory_bound_bytes=10**8)
+    assert any("DOES NOT FIT" in note for note in page_of(tight, "gpt2").notes)
+
+
+# --- a pipeline
+
+
+@pytest.fixture(scope="module")
+def staged():
+    wishes = Wishes(mesh=Mesh.parse("pp=2,dp=2"), schedule="1f1b", micro_batches=4)
+    return Question("examples.gpt:tiny_example", find_cluster("h100x4"), wishes=wishes).answer()
+
+
+@pytest.fixture(scope="module")
+def staged_page(staged):
+    return page_of(staged, "tiny")
+
+
+def test_a_pipeline_says_what_is_simulated(staged, staged_page):
+    notes = " ".join(staged_page.notes)
+    assert "pp=2 runs 2 stages by 1f1b, 4 micro-batches" in notes
+    assert "the closed form (p - 1) / (m + p - 1) is 20.0 %" in notes
+    assert "Step, memory and stages are of the simulated schedule" in notes
+    assert "cannot run" not in notes and "of other candidates" not in notes
+    assert staged_page.subtitle.startswith(
+        "pp=2,dp=2 on h100x4x1, 1f1b over 2 stages, 4 micro-batches"
+    )
+    assert (
+        "pipeline bubble",
+        f"{100 * staged.simulation.bubble_fraction:.1f} %",
+    ) in staged_page.figures
+    assert staged_page.simulation is staged.simulation
+    assert [row.where for row in staged_page.stages] == [
+        "token_embedding to blocks.0", "blocks.1 to head"
+    ]  # fmt: skip
+
+
+def test_formulas_of_a_pipeline_are_of_the_closed_form(staged, staged_page):
+    first = staged_page.formulas[0]
+    assert first.value == format_seconds(staged.closed_form.step_seconds)
+    assert not any(each.expression.is_Float for each in staged_page.formulas)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_pipeline_in_a_terminal(staged, staged_page, width):
+    for shown in (Sheet(staged, staged_page), show(staged_page)):
+        text = as_text(shown, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "Stages, one micro-batch each" in text and "rank 1 " in text
+
+
+def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
+    write_files(staged_page, tmp_path / "page.html", tmp_path / "step.json")
+    assert 'id="pipeline"' in (tmp_path / "page.html").read_text()
+    lanes = {event.lane for event in read_trace(tmp_path / "step.json")}
+    assert {"rank 0", "rank 1", "rank 0 sends"} <= lanes
+
+
+def test_few_layers_stand_for_stages_by_the_closed_form():
+    wishes = Wishes(mesh=Mesh.parse("pp=2,dp=2"))
+    found = Question("gpt2", find_cluster("h100x4"), 16, 64, wishes=wishes).answer()
+    page = page_of(found, "gpt2")
+    assert found.simulation is None and found.run.stages == 2
+    assert "pp=2,dp=2 on h100x4x1, 1f1b by its closed form" in page.subtitle
+    assert any(
+        "Each of the 2 pipeline stages is taken to have 6 of 12 layers" in n for n in page.notes
+    )

@@ -1,0 +1,153 @@
+"""A plan is checked against the captured model before it is carried out."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.analysis.factors import analyze
+from autopar.capture.export import capture_step
+from autopar.errors import PlanError
+from autopar.ir import WHOLE, Mesh, P, ParameterPlan, Plan, R, S, V
+from autopar.passes import clean_up
+from autopar.program.program import build_program, check_plan
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 6, bias=False)
+        self.down = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).sum()
+
+
+def captured_model(model):
+    captured = capture_step(model, (torch.zeros(6, 4),), {}, None)
+    clean_up(captured.module)
+    return captured, analyze(captured)
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return captured_model(MLP())
+
+
+def unsplit(model, mesh):
+    captured, analysis = model
+    graph, whole = analysis.graph, (R,) * len(mesh.axes)
+    return Plan(
+        mesh,
+        captured.fingerprint,
+        "",
+        1,
+        {name: ParameterPlan(whole, whole) for name in graph.parameters},
+        dict.fromkeys(graph.inputs, whole),
+        {op.name: ("-",) * len(mesh.axes) for op in graph.ops},
+    )
+
+
+def changed(plan, field, **entries):
+    return dataclasses.replace(plan, **{field: {**getattr(plan, field), **entries}})
+
+
+def refused(model, plan, *says):
+    with pytest.raises(PlanError) as error:
+        build_program(*model, plan)
+    assert all(text in str(error.value) for text in says), str(error.value)
+
+
+def test_a_plan_of_the_model_is_carried_out(mlp):
+    for size in (2, 3, 4):
+        assert build_program(*mlp, unsplit(mlp, Mesh.of({"tp": size}))).is_step
+
+
+def test_another_fingerprint(mlp):
+    plan = dataclasses.replace(unsplit(mlp, Mesh.of({"tp": 2})), fingerprint="5be0c1")
+    refused(mlp, plan, "fingerprint 5be0c1", "Make a plan for this model")
+
+
+@pytest.mark.parametrize(
+    ("field", "what", "name"),
+    [("ops", "op", "relu"), ("parameters", "parameter", "up.weight"), ("inputs", "input", "x")],
+)
+def test_missing_and_unknown_entries(mlp, field, what, name):
+    plan = unsplit(mlp, Mesh.of({"tp": 2}))
+    less = {k: v for k, v in getattr(plan, field).items() if k != name}
+    refused(mlp, dataclasses.replace(plan, **{field: less}), f"it has no {what} {name}")
+    more = changed(plan, field, other=getattr(plan, field)[name])
+    refused(mlp, more, f"the model has no {what} other", name)
+
+
+@pytest.mark.parametrize(
+    ("size", "labels", "says"),
+    [
+        (2, ("z",), ("op linear (aten.linear) has the label 'z' on tp", "its choices are -, ")),
+        (2, ("-", "-"), ("op linear has 2 labels for the 1 axes of tp=2",)),
+        (4, ("j",), ("op linear (aten.linear) has the labels j", "tp=4", "j of size 6")),
+    ],
+)
+def test_labels_that_an_op_has_not(mlp, size, labels, says):
+    plan = changed(unsplit(mlp, Mesh.of({"tp": size})), "ops", linear=labels)
+    refused(mlp, plan, *says)
+
+
+@pytest.mark.parametrize(
+    ("storage", "resident", "says"),
+    [
+        (S(5), R, "storage of parameter up.weight is S(5)@tp, and its dims are 0 to 1"),
+        (S(0, 5), R, "is S(0.5)@tp, and dim 0 has the factors 0 to 0, of sizes (6,)"),
+        (S(0), R, "is S(0)@tp, which does not divide its dims, of factors ((6,), (4,))"),
+        (S(0, WHOLE), R, "is S(0.*)@tp, which does not divide"),
+        (V, V, "storage of parameter up.weight is V@tp, and it can be R or S"),
+        (P, R, "storage of parameter up.weight is P@tp, and it can be R or S"),
+        (R, P, "resident layout of parameter up.weight is P@tp, and it can be R, S or V"),
+        (S(1), S(7), "resident layout of parameter up.weight is S(7)@tp"),
+    ],
+)
+def test_layouts_that_a_parameter_cannot_take(mlp, storage, resident, says):
+    lies = {"up.weight": ParameterPlan((storage,), (resident,))}
+    refused(mlp, changed(unsplit(mlp, Mesh.of({"tp": 4})), "parameters", **lies), says)
+
+
+def test_a_gradient_is_reduced_when_it_can_be(mlp):
+    lies = {"up.weight": ParameterPlan((R,), (R,), "sometimes")}
+    plan = changed(unsplit(mlp, Mesh.of({"tp": 2})), "parameters", **lies)
+    refused(mlp, plan, "parameter up.weight is reduced per 'sometimes'", "step or micro_batch")
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ((P,), "the input x is P@tp"),
+        ((S(2),), "the input x is S(2)@tp, and its dims are 0 to 1"),
+        ((S(0),), "the input x is S(0)@tp, which does not divide"),
+        ((R, R), "the input x has 2 states for the 1 axes of tp=4"),
+    ],
+)
+def test_layouts_that_an_input_cannot_take(mlp, layout, says):
+    refused(mlp, changed(unsplit(mlp, Mesh.of({"tp": 4})), "inputs", x=layout), says)
+
+
+def test_the_check_is_cheap():
+    deep = captured_model(nn.Sequential(*[MLPBlock() for _ in range(200)], Sum()))
+    plan = unsplit(deep, Mesh.of({"dp": 2, "tp": 2}))
+    begin = time.perf_counter()
+    check_plan(*deep, plan)
+    assert time.perf_counter() - begin < 1.0  # of 400 ops; it takes a small part of that
+
+
+class MLPBlock(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return x.sum()

@@ -1,0 +1,108 @@
+"""The constitution: any legal plan gives the loss and every gradient of one device.
+
+Every choice of every op, every storage and every residence are drawn at random, and all ranks are
+simulated. benchmarks/parity.py does the same for 26 architectures and more seeds.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.ir import Mesh
+from autopar.proof.random_plan import random_plan
+from autopar.proof.verify import Subject
+from benchmarks.zoo_models import build
+from tests.support.llama import Llama
+
+MESHES = ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2"]
+
+
+def llama():
+    torch.manual_seed(0)
+    model = Llama(vocab=32, width=32, inner=48, heads=4, kv_heads=2, layers=2).double()
+    return model, (torch.randint(32, (4, 8)), torch.randint(32, (4, 8)))
+
+
+class FusedConvNet(nn.Module):
+    """Grouped convolution, batch statistics, a fused projection and a tied matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(8, 16, 3, padding=1, groups=4)
+        self.norm = nn.BatchNorm1d(16)
+        self.fused = nn.Linear(16, 24)
+        self.table = nn.Embedding(8, 16)
+
+    def forward(self, tokens, targets):
+        x = self.table(tokens).reshape(4, 8, 16)
+        x = self.norm(self.conv(x)).transpose(1, 2)  # (4, 16, 16)
+        q, k, v = self.fused(x).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v)
+        y = torch.cat([y, y], -1).mean(1) @ self.table.weight.T
+        return F.cross_entropy(y, targets)
+
+
+def conv():
+    torch.manual_seed(0)
+    return FusedConvNet().double(), (torch.randint(8, (4, 8)), torch.randint(8, (4,)))
+
+
+SUBJECTS = {
+    "llama": llama,
+    "conv": conv,
+    **{name: (lambda n=name: build(n)) for name in ("gpt2", "t5", "mixtral", "swin")},
+}
+
+
+@pytest.fixture(scope="module", params=SUBJECTS)
+def subject(request):
+    return Subject.of(*SUBJECTS[request.param]())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_plans_equal_one_device(subject, mesh, seed):
+    prepared = subject.prepared
+    plan = random_plan(
+        prepared.analysis.graph,
+        Mesh.parse(mesh),
+        seed=seed,
+        fingerprint=prepared.captured.fingerprint,
+    )
+    report = subject.compare(plan)
+    assert report.passed, f"{report}\n{plan}"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seed"), [("pp=2", 8), ("pp=2,a=2", 3), ("a=2,pp=2", 14), ("pp=4", 6)]
+)
+def test_random_stages_equal_one_device(subject, mesh, seed):
+    """Cuts at any op; these seeds draw the schedules interleaved, zbv, zb and 1f1b."""
+    prepared = subject.prepared
+    plan = random_plan(
+        prepared.analysis.graph,
+        Mesh.parse(mesh),
+        seed=seed,
+        fingerprint=prepared.captured.fingerprint,
+    )
+    report = subject.compare(plan)
+    assert report.passed, f"{report}\n{plan}"
+
+
+def test_a_wrong_plan_is_found(subject):
+    """The proof can fail: one parameter's gradient counted twice, or on one rank only."""
+    graph = subject.prepared.analysis.graph
+    plan = random_plan(
+        graph, Mesh.parse("a=2"), seed=0, fingerprint=subject.prepared.captured.fingerprint
+    )
+    reference = subject.reference(micro_batches=1)
+    weakened = dict(reference.gradients)
+    name = next(n for n, g in weakened.items() if g is not None and g.abs().max() > 0)
+    weakened[name] = weakened[name] * 2
+    wrong = {1: replace(reference, gradients=weakened)}
+    report = replace(subject, references=wrong).compare(plan)
+    assert not report.passed
+    assert report.worst_parameter == name

@@ -1,0 +1,274 @@
+"""What verify compares beside loss and gradients: updated buffers; and how closely."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.program.program import Program
+from autopar.proof import lockstep
+from autopar.proof.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, TOLERANCE_HALF, comparable
+from tests.runtime.models import MLP, Normed, make, mean_square
+
+DP = {"dp": 2}
+
+
+def proof(model: nn.Module, batch: tuple[Tensor, ...]) -> autopar.VerifyReport:
+    return autopar.verify(model, batch, mesh=DP, recipe="ddp", loss_fn=mean_square)
+
+
+# --- buffers
+
+
+def test_updated_buffers_are_compared() -> None:
+    model, batch, _ = make("normed")
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    report = proof(model, batch)
+    assert report.passed, report
+    assert report.buffers == 6
+    assert report.buffer_error < TOLERANCE_FLOAT64
+    assert "buffers " in str(report)
+    assert all(torch.equal(x, before[name]) for name, x in model.named_buffers())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_buffer_on_one_rank_fails(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    run = lockstep.run
+
+    def wrong(program: Program, arguments: Sequence[lockstep.Ranks]) -> list[lockstep.Ranks]:
+        outputs = run(program, arguments)
+        position = next(i for i, name in program.mutated.items() if name == "first.running_mean")
+        outputs[position][rank] = outputs[position][rank] + 0.01
+        return outputs
+
+    monkeypatch.setattr(lockstep, "run", wrong)
+    model, batch, _ = make("normed")
+    report = proof(model, batch)
+    assert not report.passed
+    assert report.buffer_error > 1e-3
+    assert max(report.loss_error, report.worst_gradient_error) < report.tolerance
+
+
+class Counting(nn.Module):
+    """Counts its steps in a buffer, in a way that no trace sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.steps += 1
+        return self.inner(x)
+
+
+def test_an_update_that_is_not_captured_fails() -> None:
+    report = proof(Counting().double(), make("mlp")[1])
+    assert not report.passed
+    assert (report.buffer_error, report.worst_buffer) == (1.0, "steps")
+    assert "1.0e+00 of 1 updated, at steps" in str(report)
+
+
+def test_a_mean_of_mere_rounding_is_no_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+    report = proof(model, (torch.randn(16, 8), torch.randn(16, 8)))
+    assert report.buffer_error < TOLERANCE_FLOAT32, report
+
+
+@pytest.mark.parametrize("model", [MLP(), Normed().eval()], ids=["none", "not updated"])
+def test_without_updated_buffers_there_is_no_word_of_them(model: nn.Module) -> None:
+    report = proof(model.double(), make("mlp")[1])
+    assert report.passed
+    assert (report.buffer_error, report.buffers) == (0.0, 0)
+    assert "buffers" not in str(report)
+
+
+def test_a_nan_in_the_buffer_error_fails() -> None:
+    model, batch, _ = make("normed")
+    assert not dataclasses.replace(proof(model, batch), buffer_error=float("nan")).passed
+
+
+# --- precision
+
+
+class Autocast(nn.Module):
+    """Computes in bfloat16 with parameters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.inner(x)
+        return y.float()
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero3", "tp"])
+def test_autocast_is_held_to_the_precision_of_bfloat16(recipe: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    report = autopar.verify(Autocast(), (x, y), mesh=DP, recipe=recipe, loss_fn=mean_square)
+    assert report.tolerance == TOLERANCE_HALF
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, TOLERANCE_FLOAT32), (torch.float64, TOLERANCE_FLOAT64)],
+)
+def test_full_precision_is_held_to_its_own(dtype: torch.dtype, expected: float) -> None:
+    model, batch, _ = make("mlp", dtype)
+    assert proof(model, batch).tolerance == expected
+
+
+# --- gradients of nothing but rounding, and state of a run before
+
+
+class Cancelling(nn.Module):
+    """A bias that batch norm takes away again: its gradient is the rounding of terms that cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def test_a_gradient_of_mere_rounding_is_no_error() -> None:
+    torch.manual_seed(0)
+    batch = tuple(torch.randn(64, 8, dtype=torch.float64) for _ in range(2))
+    report = proof(Cancelling().double(), batch)
+    assert report.passed, report
+
+
+def test_a_small_gradient_must_still_be_right() -> None:
+    """One of 1e-12 of the largest that is twice what it should be is an error of 7e-8, not of rounding."""
+    gradient = torch.tensor([1e-12], dtype=torch.float64)
+    error = gradient.abs().max().item() / comparable(gradient, 1.0)
+    assert error > 50 * TOLERANCE_FLOAT64
+    assert comparable(torch.tensor([0.5]), 1.0) == 0.5
+
+
+def test_a_loss_that_no_parameter_moves_is_told() -> None:
+    report = proof(
+        nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=0, elementwise_affine=False)).double(),
+        (torch.randn(8, 8).double(), torch.zeros(8, 8).double()),
+    )
+    assert report.all_rounding
+    failed = dataclasses.replace(report, worst_gradient_error=1.0)
+    assert "No gradient is larger than the rounding of the loss" in str(failed)
+    assert not proof(*make("mlp")[:2]).all_rounding
+
+
+def test_state_that_a_run_left_with_its_graph_is_no_obstacle() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.before: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            if not torch.compiler.is_compiling():
+                self.before = [y]
+            return y
+
+    torch.manual_seed(0)
+    model, batch = Remembering().double(), tuple(torch.randn(8, 8).double() for _ in range(2))
+    model(batch[0])
+    report = proof(model, batch)
+    assert report.passed, report
+    assert model.before[0].grad_fn is not None  # the user's model is as it was
+
+
+class Chunked(nn.Module):
+    """Overlapping chunks by `as_strided` of a transposed tensor, as in Longformer's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x.transpose(0, 1)).transpose(
+            0, 1
+        )  # (batch, time, 8), in memory (time, batch, 8)
+        batch, steps, width = y.stride()
+        chunks = y.as_strided((y.shape[0], 3, 4, 8), (batch, 2 * steps, steps, width))
+        return (chunks * torch.arange(4.0).view(4, 1)).sum((1, 2))
+
+
+def test_memory_read_by_strides_is_that_of_the_trace() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 8, 8).double(), torch.randn(4, 8).double())
+    report = proof(Chunked().double(), batch)
+    assert report.passed, report
+
+
+class Spectrum(nn.Module):
+    """istft looks whether the window is zero anywhere, which an example without values cannot say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 32)
+        self.register_buffer("window", torch.hann_window(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.stft(self.linear(x), 8, 4, window=self.window, return_complex=True)
+        return torch.istft(spectrum, 8, 4, window=self.window).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        (nn.Dropout(0.5), r"Set its dropout to 0, or verify model\.eval\(\)"),
+        (nn.RReLU(), r"aten\.rrelu.* Set its dropout"),
+        (nn.FractionalMaxPool2d(2, 2), r"aten\.rand.* Give it the numbers, .*`_random_samples`"),
+    ],
+)
+def test_what_draws_is_told_how_not_to(module: nn.Module, remedy: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), module)
+    with pytest.raises(autopar.AutoparError, match=remedy):
+        autopar.verify(model, torch.ones(2, 1, 4, 4), mesh=DP, loss_fn=Tensor.sum)
+
+
+class Recurrent(nn.Module):
+    """An LSTM that drops between its layers in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 4, 2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)[0].square().mean()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"), [(Spectrum(), torch.ones(4, 8)), (Recurrent().eval(), torch.ones(3, 4, 4))]
+)
+def test_what_looks_random_or_unreadable_is_proved(model: nn.Module, batch: Tensor) -> None:
+    report = autopar.verify(model.double(), (batch.double(),), mesh=DP, plan="random")
+    assert report.passed and report.tolerance == TOLERANCE_FLOAT64, report
+
+
+class Regularised(nn.Linear):
+    def loss(self, y, target):
+        return nn.functional.mse_loss(y, target) + self.weight.square().sum()
+
+
+def test_a_loss_that_is_a_method_of_the_model_is_that_of_the_copy() -> None:
+    model = Regularised(4, 4).double()
+    batch = (torch.randn(4, 4).double(), torch.randn(4, 4).double())
+    report = autopar.verify(model, batch, loss_fn=model.loss, mesh={"dp": 2}, recipe="ddp")
+    assert report.passed, report
