@@ -78,7 +78,7 @@ def test_outputs_are_cast_where_the_policy_says():
 
 
 def llama_batch():
-    from llama import Llama
+    from tests.support.llama import Llama
 
     torch.manual_seed(0)
     model = Llama(vocab=32, width=32, inner=48, heads=4, kv_heads=2, layers=2).double()
