@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from autopar.cost_model.breakdown import Breakdown
-
 _LARGE = ("", "k", "M", "G", "T", "P", "E")
 _SMALL = ("", "m", "µ", "n")
 
@@ -43,6 +41,12 @@ def format_count(count: float) -> str:
     return f"{_digits(value)} {prefix}" if prefix else str(round(value))
 
 
+def counted(number: int, word: str) -> str:
+    """A number with its noun: `1 micro-batch`, `2 micro-batches`."""
+    plural = f"{word}es" if word.endswith(("ch", "s", "x")) else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
 def format_share(part: float, whole: float) -> str:
     """A part of a whole in percent; a part too small to show is `<0.1 %`, not zero."""
     share = 100 * part / whole if whole else 0.0
@@ -56,11 +60,6 @@ def format_change(relative: float) -> str:
     if abs(relative) < 5e-6:
         return "0 %"
     return f"{100 * relative:+.3f} %"
-
-
-def format_value(breakdown: Breakdown) -> str:
-    """The value of a breakdown in its unit."""
-    return format_as(breakdown.unit, breakdown.value)
 
 
 def format_as(unit: str, value: float) -> str:

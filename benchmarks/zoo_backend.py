@@ -14,7 +14,7 @@ from zoo_rows import BEYOND, PASSED, SEARCHED, SPLIT_BY_BACKEND, Row, write
 from zoo_small import Small
 
 from autopar.proof.verify import TOLERANCE_FLOAT32, comparable
-from autopar.search.notes import format_count
+from autopar.units import counted
 
 RANKS = 2
 WAIT = timedelta(
@@ -49,12 +49,12 @@ def _outcome(small: Small, expected: dict[str, Tensor], plan: str) -> str:
         found, graphs = _compiled(small, "autopar", {"mesh": mesh, "recipe": recipe})
         error = _error(found, expected)
         if error <= TOLERANCE_FLOAT32:
-            return f"{PASSED}, {format_count(graphs, 'graph')}, error {error:.0e}"
+            return f"{PASSED}, {counted(graphs, 'graph')}, error {error:.0e}"
         dynamo, _ = _compiled(small, "eager", {})
     except Exception as error:
         return one_line(error)
     return (
-        f"{BEYOND}: error {error:.1e} in {format_count(graphs, 'graph')}; by torch.compile(backend='eager') "
+        f"{BEYOND}: error {error:.1e} in {counted(graphs, 'graph')}; by torch.compile(backend='eager') "
         f"{_error(dynamo, expected):.1e}, and {_error(found, dynamo):.1e} from that"
     )
 

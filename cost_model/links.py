@@ -29,14 +29,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from autopar.cost_model.arith import Quantity, larger, smaller
-
-if TYPE_CHECKING:
-    from autopar.cost_model.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,27 @@ class Link:
     send_gain: Quantity = 1.0
 
 
+class Wiring(Protocol):
+    """The figures of a machine that decide the link of a group; `Hardware` has them."""
+
+    @property
+    def devices_per_node(self) -> int: ...
+
+    @property
+    def inside_node(self) -> Link: ...
+
+    @property
+    def across_nodes(self) -> Link: ...
+
+    @property
+    def wired_ranks(self) -> int: ...
+
+    @property
+    def reduce_gain_ranks(self) -> int: ...
+
+
 def axis_link(
-    hardware: Hardware, stride: Quantity, size: Quantity, ranks: Quantity | None = None
+    hardware: Wiring, stride: Quantity, size: Quantity, ranks: Quantity | None = None
 ) -> Link:
     """The link of the groups of `size` ranks, `stride` apart.
 
@@ -86,7 +102,7 @@ def axis_link(
     return _inside(hardware, size) if fits else _across(hardware, stride, size)
 
 
-def ranks_in_node(hardware: Hardware, stride: Quantity, size: Quantity) -> Quantity:
+def ranks_in_node(hardware: Wiring, stride: Quantity, size: Quantity) -> Quantity:
     """Ranks of such a group in the node where it has fewest, of groups larger than a node.
 
     The groups cut nodes at multiples of gcd(stride * size, ranks of a node), and a cut of that
@@ -95,7 +111,7 @@ def ranks_in_node(hardware: Hardware, stride: Quantity, size: Quantity) -> Quant
     return larger(1, _gcd(stride * size, hardware.devices_per_node) // stride)
 
 
-def _inside(hardware: Hardware, size: Quantity) -> Link:
+def _inside(hardware: Wiring, size: Quantity) -> Link:
     link = hardware.inside_node
     gains = size >= hardware.reduce_gain_ranks
     return Link(
@@ -110,14 +126,14 @@ def _inside(hardware: Hardware, size: Quantity) -> Link:
     )
 
 
-def _wires(hardware: Hardware, size: Quantity) -> Quantity:
+def _wires(hardware: Wiring, size: Quantity) -> Quantity:
     """Fraction of a device's wires that a group in a node uses: all of them where there is a switch."""
     if not hardware.wired_ranks:
         return 1.0
     return larger(1, smaller(size, hardware.wired_ranks) - 1) / (hardware.wired_ranks - 1)
 
 
-def _across(hardware: Hardware, stride: Quantity, size: Quantity) -> Link:
+def _across(hardware: Wiring, stride: Quantity, size: Quantity) -> Link:
     """None of its figures is better than that of a group of the same size inside one node."""
     out, here = hardware.across_nodes, ranks_in_node(hardware, stride, size)
     inside = _inside(hardware, smaller(size, hardware.devices_per_node))

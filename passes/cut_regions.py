@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.retarget import draws
+from autopar.ops.nodes import draws
 
 Make = Callable[[fx.GraphModule], torch.nn.Module]
 

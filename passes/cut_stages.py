@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.passes.retarget import draws
+from autopar.ops.nodes import draws
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
+from autopar.ops.nodes import draws
 from autopar.passes.cut_stages import extract
-from autopar.passes.retarget import draws
 
 
 class _Home(NamedTuple):

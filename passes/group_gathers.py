@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from autopar.passes.retarget import is_collective
+from autopar.ops.collectives import is_collective
 
 _RESHAPE = torch.ops.aten.reshape.default
 MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")

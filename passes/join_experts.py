@@ -18,9 +18,9 @@ from torch import Tensor, fx
 
 from autopar.analysis.experts import Experts
 from autopar.ops.build import call_like
+from autopar.ops.nodes import tensor_operands
 from autopar.rules import operator_name
 from autopar.rules.grouped import PRODUCTS
-from autopar.rules.spec import tensor_operands
 
 aten = torch.ops.aten
 _SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)

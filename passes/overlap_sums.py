@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.passes.retarget import is_collective
+from autopar.ops.collectives import is_collective
 
 
 def defer_loss_sum(module: fx.GraphModule) -> tuple[str, ...]:

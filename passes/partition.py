@@ -28,9 +28,9 @@ from autopar.ir import (
     result_layouts,
 )
 from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
+from autopar.ops.collectives import is_collective
+from autopar.ops.nodes import tensor_operands
 from autopar.passes.group_gathers import MOVING
-from autopar.passes.retarget import is_collective
-from autopar.rules.spec import tensor_operands
 
 aten = torch.ops.aten
 

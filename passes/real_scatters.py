@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar.ops.build import call_like
-from autopar.rules.spec import bound_arguments
+from autopar.ops.nodes import bound_arguments
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autopar._torch import DependsOnValues
 from autopar.capture.remedies import traced_line, uncaptured
-from autopar.rules.spec import tensor_operands
+from autopar.ops.nodes import tensor_operands
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from autopar.ops.build import call_like
+from autopar.ops.nodes import bound_arguments
 from autopar.rules.loss import MEAN, REDUCED, SUM
-from autopar.rules.spec import bound_arguments
 
 aten = torch.ops.aten
 _NONE = 0

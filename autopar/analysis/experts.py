@@ -29,18 +29,10 @@ from torch import Tensor, fx
 
 from autopar import rules
 from autopar.analysis.factors import Atom, is_getitem, leaves, unify
+from autopar.ops.nodes import tensor_operands
 from autopar.rules.grouped import PRODUCTS, product_of_rows
 from autopar.rules.index import shifted
-from autopar.rules.spec import (
-    Call,
-    Hidden,
-    Kept,
-    Letters,
-    Local,
-    Spec,
-    parts,
-    tensor_operands,
-)
+from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Spec, parts
 
 aten = torch.ops.aten
 Dims = list[list[Atom]]

@@ -40,7 +40,8 @@ from autopar.ir import (
     V,
     find_stacks,
 )
-from autopar.rules.spec import Hidden, Letters, Spec, tensor_operands, tensor_results
+from autopar.ops.nodes import tensor_operands, tensor_results
+from autopar.rules.spec import Hidden, Letters, Spec
 
 
 class Atom:

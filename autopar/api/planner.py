@@ -50,8 +50,9 @@ from autopar.runtime.processes import (
 )
 from autopar.runtime.world import World, set_timeout
 from autopar.search import RecipeLike
-from autopar.search.notes import axis_lines, format_count
+from autopar.search.notes import axis_lines
 from autopar.search.recipes import format_recipe, split_recipe
+from autopar.units import counted
 
 log = logging.getLogger("autopar")
 
@@ -183,7 +184,7 @@ class Planner:
         if is_step and not takes(pipeline, micro_batches):
             pipeline = unbounded(pipeline)
             warnings.warn(
-                f"This batch can be cut into {format_count(micro_batches, 'micro-batch')}, which the schedule "
+                f"This batch can be cut into {counted(micro_batches, 'micro-batch')}, which the schedule "
                 f"{fixed.pipeline.schedule} does not take; it is run by {pipeline.schedule}.",
                 stacklevel=2,
             )

@@ -47,8 +47,9 @@ from autopar.capture.export import capture_forward
 from autopar.cost_model import Hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
+from autopar.ops.collectives import is_collective
+from autopar.ops.nodes import draws
 from autopar.passes import bind_groups, clean_up, partition, verify_graph
-from autopar.passes.retarget import draws, is_collective
 from autopar.planning.planning import Prepared, make_plan
 from autopar.program.program import check_plan
 from autopar.program.recomputation import mark_blocks

@@ -26,8 +26,8 @@ from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S
 from autopar.ir.layout import split_count
+from autopar.ops.sharding import shard
 from autopar.planning.planning import make_plan, prepare_forward, split_example
-from autopar.proof.lockstep import shard
 from autopar.runtime.adoption import Adoption
 from autopar.runtime.parameters import placements
 from autopar.runtime.processes import (

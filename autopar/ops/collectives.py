@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar import _torch
+from autopar.ops.nodes import schema
 
 SIGNATURE = "(Tensor x, int[] dims, int size, str group, str backward) -> Tensor"
 
@@ -68,6 +69,13 @@ LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[int]], Tensor]] = {
     "all_to_all": lambda xs, i, dims: _exchange(xs, i, *dims),
 }
 NAMES = tuple(LOCAL)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node is a collective of torch.ops.autopar."""
+    target = node.target
+    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "autopar"
+    return ours and schema(node).name.removeprefix("autopar::") in NAMES
 
 
 # --- the kernels on process groups

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.errors import VerifierError
 from autopar.ir.conversion import TRANSITIONS
-from autopar.passes.retarget import is_collective
+from autopar.ops.collectives import is_collective
 
 DIMS = {"vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2}  # the others have one
 

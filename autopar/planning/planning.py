@@ -34,9 +34,10 @@ from autopar.ir.recompute import RecomputeWish, check_wish
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import count_repeating, has_blocks
 from autopar.search import RecipeLike, search
-from autopar.search.notes import format_count, undivided_lines
+from autopar.search.notes import undivided_lines
 from autopar.search.pipeline import search_pipeline, search_pipeline_mesh, seconds_of_one_stage
 from autopar.search.search import search_with_cost
+from autopar.units import counted
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
     count = count_repeating(graph)
     if recompute > count:
         raise PlanError(
-            f"recompute={recompute} was asked for, and the model has {format_count(count, 'block')} that can "
+            f"recompute={recompute} was asked for, and the model has {counted(count, 'block')} that can "
             f"run again: ask for {count} of every stage at most, or for 'full', which is all of them."
         )
 
@@ -220,7 +221,7 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
         name, dim = elsewhere
         shape = list(graph.tensors[graph.inputs[name]].shape)
         raise PlanError(
-            f"{format_count(micro_batches, 'micro-batch')} are parts of dim 0 of every input, and the batch "
+            f"{counted(micro_batches, 'micro-batch')} are parts of dim 0 of every input, and the batch "
             f"of {name} of shape {shape} is dim {dim}: take one (micro_batches=1), or put the "
             "samples into dim 0 (batch_first=True in torch.nn; the states of a recurrent layer have them in dim 1)."
         )

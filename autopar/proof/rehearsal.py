@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir import Plan
+from autopar.ops.sharding import shard
 from autopar.pipeline.schedules import Action, actions, in_order
 from autopar.program.program import Program, TensorSpec
 from autopar.proof import lockstep
@@ -92,9 +93,7 @@ class Rehearsal:
         how, mesh = whole.storage(spec.name), self.mesh
         needs_grad = spec.name not in whole.frozen
         self.stored[spec.name] = [
-            lockstep.shard(value, spec.dims, how.storage, mesh, rank)
-            .clone()
-            .requires_grad_(needs_grad)
+            shard(value, spec.dims, how.storage, mesh, rank).clone().requires_grad_(needs_grad)
             for rank in range(mesh.size)
         ]
         self._residents[spec.name] = lockstep.convert(
@@ -146,10 +145,7 @@ class Rehearsal:
         ]
 
     def _cut(self, spec: TensorSpec, x: Tensor) -> Ranks:
-        return [
-            lockstep.shard(x, spec.dims, spec.layout, self.mesh, rank)
-            for rank in range(self.mesh.size)
-        ]
+        return [shard(x, spec.dims, spec.layout, self.mesh, rank) for rank in range(self.mesh.size)]
 
     # --- backward
 

@@ -19,7 +19,8 @@ from autopar.capture.remedies import traced_line
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
-from autopar.passes.retarget import draws
+from autopar.ops.nodes import bound_arguments, draws
+from autopar.ops.sharding import shard
 from autopar.planning.planning import (
     Prepared,
     StageWishes,
@@ -33,10 +34,9 @@ from autopar.program.stages import cut_stages
 from autopar.proof import lockstep
 from autopar.proof.random_plan import random_plan
 from autopar.proof.rehearsal import Rehearsal, actions_of
-from autopar.rules.spec import bound_arguments
 from autopar.rules.trial import dense
 from autopar.search import RecipeLike
-from autopar.search.notes import format_count
+from autopar.units import counted
 
 TOLERANCE_FLOAT64 = 1e-9
 TOLERANCE_FLOAT32 = 2e-5  # where any part of the graph is of lower precision
@@ -307,7 +307,7 @@ def _schedule_text(plan: Plan) -> str:
     if plan.pipeline is None:
         return ""
     return (
-        f"{plan.pipeline.schedule} with {format_count(plan.micro_batches, 'micro-batch')} through "
+        f"{plan.pipeline.schedule} with {counted(plan.micro_batches, 'micro-batch')} through "
         f"{plan.pipeline.stages} stages"
     )
 
@@ -476,10 +476,7 @@ def _gradient_errors(
         layout = program.plan.parameters[spec.name].storage
         errors[spec.name] = max(
             (
-                _largest(
-                    _gradient(x)
-                    - lockstep.shard(expected, spec.dims, layout, program.plan.mesh, rank)
-                )
+                _largest(_gradient(x) - shard(expected, spec.dims, layout, program.plan.mesh, rank))
                 for rank, x in enumerate(stored[spec.name])
             ),
             key=_nan_last,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ops.nodes import bound_arguments
 from autopar.rules.index import shifted
 from autopar.rules.notation import line, spec_of
 from autopar.rules.shape import along
@@ -21,7 +22,6 @@ from autopar.rules.spec import (
     Local,
     RuleDoesNotApply,
     Spec,
-    bound_arguments,
     local_arguments,
     parts,
     plain,

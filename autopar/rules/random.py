@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.ops.nodes import bound_arguments
 from autopar.rules.elementwise import elementwise
-from autopar.rules.spec import Call, Local, Spec, bound_arguments, plain, run_as_is
+from autopar.rules.spec import Call, Local, Spec, plain, run_as_is
 
 aten = torch.ops.aten
 _KEYS = 2**31 - 1

@@ -18,6 +18,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from autopar.ops.nodes import (
+    bound_arguments,
+    is_operator,
+    named_arguments,
+    tensor_operands,
+    tensor_results,
+)
+
 Dim = tuple[str, ...]
 Letters = tuple[Dim, ...]  # one tensor
 
@@ -179,8 +187,7 @@ class Call:
         self.operand_nodes = tensor_operands(node)
         self.operands: list[torch.Tensor] = [n.meta["val"] for n in self.operand_nodes]
         self.results: list[torch.Tensor] = tensor_results(node)
-        is_op = isinstance(node.target, torch._ops.OpOverload)
-        self.arguments = bound_arguments(node) if is_op else {}
+        self.arguments = bound_arguments(node) if is_operator(node) else {}
         floating = [i for i, x in enumerate(self.operands) if x.is_floating_point()]
         self.wanted = frozenset(floating if wanted is None else wanted)
 
@@ -199,41 +206,9 @@ class Call:
         return tuple(self.dim(d) for d in ([value] if isinstance(value, int) else value))
 
 
-def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor-valued nodes among the arguments, in order, with repetition."""
-    found: list[fx.Node] = []
-
-    def visit(argument: fx.Node) -> fx.Node:
-        if isinstance(argument.meta.get("val"), torch.Tensor):
-            found.append(argument)
-        return argument
-
-    fx.map_arg((node.args, node.kwargs), visit)
-    return found
-
-
-def tensor_results(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors a node yields: one, or those of its tuple."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def bound_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by the names of its schema, with defaults."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
-    bound = {a.name: a.default_value for a in node.target._schema.arguments}
-    return bound | _named(node, node.args) | dict(node.kwargs)
-
-
 def local_arguments(local: Local) -> dict[str, Any]:
     """The local arguments by the names of the schema, in its order, with defaults."""
-    return bound_arguments(local.node) | _named(local.node, local.args) | local.kwargs
-
-
-def _named(node: fx.Node, args: Sequence[Any]) -> dict[str, Any]:
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
-    return {a.name: x for a, x in zip(node.target._schema.arguments, args, strict=False)}
+    return bound_arguments(local.node) | named_arguments(local.node, local.args) | local.kwargs
 
 
 def flattens(tensor: torch.Tensor, *shapes: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.ops.nodes import draws
 from autopar.passes import (
     bind_groups,
     defer_loss_sum,
@@ -16,7 +17,6 @@ from autopar.passes import (
     retarget_device,
     verify_graph,
 )
-from autopar.passes.retarget import draws
 from autopar.program.program import Program
 from autopar.runtime.compiled import Executor
 from autopar.runtime.gather import Gathers

@@ -22,9 +22,8 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ir import Mesh
-from autopar.ops.collectives import result_shape
+from autopar.ops.collectives import is_collective, result_shape
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
-from autopar.passes.retarget import is_collective
 from autopar.runtime.parameters import overlapping_bytes
 from autopar.runtime.transfer import (
     Hop,

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import StepError
 from autopar.ir import local_shape
+from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
-from autopar.proof.lockstep import shard
 from autopar.runtime.world import World
 
 Shape = tuple[int, ...]

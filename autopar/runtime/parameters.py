@@ -26,8 +26,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from autopar import _torch
 from autopar.errors import CaptureError
 from autopar.ir import Layout, R, V, local_shape
+from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
-from autopar.proof.lockstep import shard
 from autopar.runtime.transfer import Route, Transfer, cast, route, signature, transposed, travel
 from autopar.runtime.world import World
 

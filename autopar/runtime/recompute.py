@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autopar.passes.retarget import draws
+from autopar.ops.nodes import draws
 from autopar.runtime.gather import Gathers
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from autopar.cost_model import Cost, Hardware, unruled
 from autopar.ir import Graph, ParameterPlan, Plan, R, State
 from autopar.search.recipes import is_model, resolve, split_recipe
+from autopar.units import counted, format_bytes
 
 
 def explain(
@@ -124,7 +125,7 @@ def _undivided_line(
     taken = Counter(
         _any_layer(op.choice(plan.ops[op.name][axis]).factor) or "nothing" for op in able
     )
-    instead = ", ".join(f"{name} ({format_count(n, 'op')})" for name, n in taken.most_common(3))
+    instead = ", ".join(f"{name} ({counted(n, 'op')})" for name, n in taken.most_common(3))
     more = f" and {len(stored) - 3} more" if len(stored) > 3 else ""
     lies = (", ".join([*stored][:3]) or "no parameter") + more
     above = -(-size // parts) * parts
@@ -190,20 +191,6 @@ def _memory_line(cost: Cost, bound_bytes: int) -> str:
     return f"{total} a rank, of {bound}: {parts or 'nothing'}"
 
 
-def format_count(number: int, word: str) -> str:
-    """`1 micro-batch`, `2 micro-batches`."""
-    plural = f"{word}es" if word.endswith(("ch", "s", "x")) else f"{word}s"
-    return f"{number} {word if number == 1 else plural}"
-
-
-def format_bytes(size: int) -> str:
-    """Bytes for people: 1.500 MB is 1,500,000 bytes."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3f} {unit}"
-    return f"{size} bytes"
-
-
 def _others_line(cost: Cost, descents_seconds: Sequence[float]) -> tuple[str, ...]:
     """The other local optima, if there are any; inf stands for one that does not fit."""
     others = sorted({f"{s * 1e3:.3f} ms" for s in descents_seconds if math.isfinite(s)})
@@ -219,7 +206,7 @@ def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ..
     if not found:
         return ()
     kinds = ", ".join(
-        f"{each.kind} ({format_count(each.count, 'call')}, {each.seconds * 1e3:.3f} ms, "
+        f"{each.kind} ({counted(each.count, 'call')}, {each.seconds * 1e3:.3f} ms, "
         f"{format_bytes(each.gathered_bytes)} gathered)"
         for each in found
     )

@@ -58,7 +58,6 @@ from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTable, StageTables
 from autopar.search.balance import Balance, Shape, balance, balance_of, least_overfull
-from autopar.search.notes import format_bytes, format_count
 from autopar.search.recipes import (
     NAIVE,
     RecipeLike,
@@ -68,6 +67,7 @@ from autopar.search.recipes import (
     split_recipe,
 )
 from autopar.search.search import search, search_mesh
+from autopar.units import counted, format_bytes
 
 # What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
 # a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.
@@ -97,7 +97,7 @@ class Setting:
         s = self.shape
         chunks = f" of {s.chunks} chunks" if s.chunks > 1 else ""
         again = f", {words}" if (words := words_of_recompute(self.recompute)) else ""
-        return f"{s.schedule}{chunks}, {format_count(s.micro_batches, 'micro-batch')}{again}"
+        return f"{s.schedule}{chunks}, {counted(s.micro_batches, 'micro-batch')}{again}"
 
 
 class KeptWhole(NamedTuple):
@@ -482,7 +482,7 @@ class _Search:
         graph, plan = self._graph(micro_batches), inner.plan
         if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
             self._refuse(
-                format_count(micro_batches, "micro-batch"),
+                counted(micro_batches, "micro-batch"),
                 SearchError(f"the mesh {self.stage_mesh} does not divide so small micro-batches"),
             )
             return
@@ -687,7 +687,7 @@ def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
         again = f", {words}" if (words := words_of_recompute(best.plan.recompute)) else ""
         what, idle = (
             "predicted step",
-            f"; a rank holds {held} with {format_count(best.plan.micro_batches, 'micro-batch')}{again}",
+            f"; a rank holds {held} with {counted(best.plan.micro_batches, 'micro-batch')}{again}",
         )
     yield f"{what} {best.seconds * 1e3:.3f} ms{idle}"
     if best.kept_whole is not None:

@@ -27,10 +27,11 @@ from autopar.errors import MeshError, SearchError
 from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, ParameterPlan, Plan
 from autopar.search.checks import check_axes, check_used
 from autopar.search.milp import Assignment, AxisProgram, Outcome
-from autopar.search.notes import explain, format_bytes
+from autopar.search.notes import explain
 from autopar.search.pins import Pins, resolve_pins
 from autopar.search.problem import Problem
 from autopar.search.recipes import RECIPES, RecipeLike, format_recipe, recipe_axes, resolve
+from autopar.units import format_bytes
 
 _MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
 _LEAN = 0.8  # of the memory that the best plan takes: enough to forbid it

@@ -72,7 +72,7 @@ def legend(parts: Sequence[Breakdown], colours: dict[str, Colour], whole: float)
     for part in parts:
         table.add_row(
             _Glyph(colours[part.name]) if part.name in colours else "",
-            Text(part.name), units.format_value(part),
+            Text(part.name), units.format_as(part.unit, part.value),
             units.format_share(part.value, whole), Text(part.note, style="dim"),
         )  # fmt: skip
     return table
@@ -106,7 +106,9 @@ def memory_headline(memory: Breakdown, bound_bytes: float) -> str:
     """`63.1 GB of 80.0 GB, 16.9 GB free`, or by how much it is over."""
     margin = bound_bytes - memory.value
     rest = f"{units.format_bytes(abs(margin))} {'free' if margin >= 0 else 'TOO MUCH'}"
-    return f"{units.format_value(memory)} of {units.format_bytes(bound_bytes)}, {rest}"
+    return (
+        f"{units.format_as(memory.unit, memory.value)} of {units.format_bytes(bound_bytes)}, {rest}"
+    )
 
 
 def time_bar(time: Breakdown, axes: Iterable[str] = ()) -> RenderableType:
@@ -125,9 +127,9 @@ def time_bar(time: Breakdown, axes: Iterable[str] = ()) -> RenderableType:
 def time_headline(time: Breakdown) -> str:
     """The time, and what a bar that is longer than it means."""
     if not savings(time):
-        return units.format_value(time)
+        return units.format_as(time.unit, time.value)
     saved = units.format_seconds(-sum(part.value for part in savings(time)))
-    return f"{units.format_value(time)}, up to the line; beyond it are {saved} that are hidden"
+    return f"{units.format_as(time.unit, time.value)}, up to the line; beyond it are {saved} that are hidden"
 
 
 def savings(breakdown: Breakdown) -> tuple[Breakdown, ...]:

@@ -39,7 +39,7 @@ def _segments(
         x, reached = scale(reached), reached + part.value
         wide = scale(reached) - x
         colour = colours[part.name]
-        title = f"{part.name}: {units.format_value(part)}"
+        title = f"{part.name}: {units.format_as(part.unit, part.value)}"
         bar = rect(x, TOP, wide, HEIGHT, fill=colour.fill, class_="segment", title=title)
         yield tag("g", bar, *_inscription(number, part, x, wide, colour))
 
@@ -53,7 +53,7 @@ def _inscription(
         return
     name = fitted(f"{number}  {part.name}", inner) or str(number)
     yield text(x + 6, TOP + 19, name, fill=colour.ink, class_="on")
-    value = units.format_value(part)
+    value = units.format_as(part.unit, part.value)
     if fitted(value, inner) == value:
         yield text(x + 6, TOP + 36, value, fill=colour.ink, class_="on strong")
 
@@ -89,7 +89,7 @@ def legend(
             "tr",
             tag("td", swatch(colours[part.name], str(number)) if part.name in colours else ""),
             tag("td", part.name),
-            tag("td", units.format_value(part), class_="number"),
+            tag("td", units.format_as(part.unit, part.value), class_="number"),
             tag("td", units.format_share(part.value, whole), class_="number"),
             tag("td", part.note, class_="quiet"),
         )

@@ -69,7 +69,7 @@ def _branches(
     node: Breakdown, whole: float, depth: int, deepest: int, smallest: float
 ) -> Iterator[Branch]:
     share = node.value / whole if whole else 0.0
-    yield Branch(depth, node.name, units.format_value(node), share, node.note)
+    yield Branch(depth, node.name, units.format_as(node.unit, node.value), share, node.note)
     if depth == deepest:
         return
     small = tuple(part for part in node.parts if abs(part.value) < smallest * whole)

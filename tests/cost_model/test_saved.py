@@ -16,6 +16,7 @@ from autopar.cost_model.items import Pricer
 from autopar.cost_model.software import AUTOPAR
 from autopar.cost_model.step import Run, Step
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S
+from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.proof import lockstep
@@ -159,7 +160,7 @@ def rank_kept_bytes(
     mesh, parameters = plan.mesh, dict(model.named_parameters())
     arguments = [
         [
-            lockstep.shard(parameters[s.name].detach(), s.dims, s.layout, mesh, rank)
+            shard(parameters[s.name].detach(), s.dims, s.layout, mesh, rank)
             .clone()
             .requires_grad_()
             for rank in range(mesh.size)
@@ -168,7 +169,7 @@ def rank_kept_bytes(
     ]
     stored = [x for ranks in arguments for x in ranks]
     for s, x in zip(program.inputs, inputs, strict=True):
-        shards = [lockstep.shard(x, s.dims, s.layout, mesh, rank) for rank in range(mesh.size)]
+        shards = [shard(x, s.dims, s.layout, mesh, rank) for rank in range(mesh.size)]
         arguments.append([shard.clone() for shard in shards])
     return kept_bytes(lambda: lockstep.run(program, arguments), stored) / mesh.size
 

@@ -7,7 +7,8 @@ import torch
 
 from autopar.ir import WHOLE, Mesh, P, R, S, V, calls, divides, steps
 from autopar.ir.conversion import TRANSITIONS
-from autopar.proof.lockstep import convert, shard
+from autopar.ops.sharding import shard
+from autopar.proof.lockstep import convert
 
 STATES = [R, V, P, S(0), S(0, 1), S(1)]
 DIMS = ((4, 4), (8,))

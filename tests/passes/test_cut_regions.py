@@ -5,8 +5,8 @@ import operator
 import torch
 from torch import fx, nn
 
+from autopar.ops.nodes import draws
 from autopar.passes import cut_regions
-from autopar.passes.retarget import draws
 from tests.passes.test_fold_blocks import text
 
 aten = torch.ops.aten

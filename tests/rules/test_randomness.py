@@ -21,6 +21,7 @@ from autopar.analysis.factors import Analysis, analyze
 from autopar.capture.captured import Captured
 from autopar.capture.export import capture_forward
 from autopar.ir import Mesh, R
+from autopar.ops.sharding import shard
 from autopar.passes import clean_up
 from autopar.program.program import Program, build_program
 from autopar.proof import lockstep
@@ -78,7 +79,7 @@ def whole_results(program: Program, seed: int) -> dict[str, Tensor]:
     mesh = program.plan.mesh
     (spec,) = program.inputs
     ones = torch.ones(SHAPE)
-    parts = [lockstep.shard(ones, spec.dims, spec.layout, mesh, r) for r in range(mesh.size)]
+    parts = [shard(ones, spec.dims, spec.layout, mesh, r) for r in range(mesh.size)]
     torch.manual_seed(seed)
     with torch.no_grad():
         found = lockstep.run(program, [parts])
@@ -87,7 +88,7 @@ def whole_results(program: Program, seed: int) -> dict[str, Tensor]:
     for name, result, ranks in zip(DRAWS, program.outputs, found, strict=True):
         full = lockstep.convert(ranks, result.dims, result.layout, whole, mesh)[0]
         for rank, part in enumerate(ranks):
-            again = lockstep.shard(full, result.dims, result.layout, mesh, rank)
+            again = shard(full, result.dims, result.layout, mesh, rank)
             assert torch.equal(part.reshape(again.shape), again), (name, rank)
         together[name] = full.reshape(SHAPE).double()
     return together

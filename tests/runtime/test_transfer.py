@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.ir import WHOLE, Dims, Layout, Mesh, R, S, V
-from autopar.proof.lockstep import shard
+from autopar.ops.sharding import shard
 from autopar.runtime.transfer import Transfer, route, signature, transposed, travel
 from autopar.runtime.world import World
 from tests.runtime.ranks import Ranks

@@ -281,7 +281,7 @@ def test_too_little_memory_says_by_how_much_and_what_would_help() -> None:
     with pytest.raises(SearchError) as error:
         search(llama(SMALL), {"x": 2, "y": 2}, hardware=TOY, recipe="ddp", memory_bytes=100_000)
     message = str(error.value)
-    assert "fits into 100.000 kB: the smallest found takes" in message
+    assert "fits into 100 kB: the smallest found takes" in message
     assert "too much" in message and 'recipe="auto" instead of' in message
     assert "more micro-batches" in message
 

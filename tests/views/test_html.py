@@ -71,7 +71,9 @@ def test_every_number_is_written(reader):
     for cost in (page.memory, page.time, page.traffic):
         for depth, node in cost.walk():
             if node.value > 0.002 * cost.value or (depth == 1 and node.value):
-                assert node.name in words and units.format_value(node) in words, node.name
+                assert node.name in words and units.format_as(node.unit, node.value) in words, (
+                    node.name
+                )
     for each in page.candidates:
         assert each.name in words and units.format_seconds(each.step_seconds) in words
         assert each.why_not in words

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar import _torch
 from autopar.capture.remedies import traced_line, uncaptured
-from autopar.rules.spec import bound_arguments
+from autopar.ops.nodes import bound_arguments
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.capture.remedies import traced_line, uncaptured
-from autopar.rules.spec import bound_arguments
+from autopar.ops.nodes import bound_arguments
 
 aten = torch.ops.aten
 

@@ -1,0 +1,68 @@
+"""What a node of an fx graph is: its operator, its tensors, its arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether a node calls an overload of a torch operator, such as `aten.add.Tensor`."""
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def schema(node: fx.Node) -> torch.FunctionSchema:
+    """The schema of the operator that a node calls."""
+    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    return node.target._schema
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor-valued nodes among the arguments, in order, with repetition."""
+    found: list[fx.Node] = []
+
+    def visit(argument: fx.Node) -> fx.Node:
+        if isinstance(argument.meta.get("val"), torch.Tensor):
+            found.append(argument)
+        return argument
+
+    fx.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+def tensor_results(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors a node yields: one, or those of its tuple."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its schema, with defaults."""
+    bound = {a.name: a.default_value for a in schema(node).arguments}
+    return bound | named_arguments(node, node.args) | dict(node.kwargs)
+
+
+def named_arguments(node: fx.Node, args: Sequence[Any]) -> dict[str, Any]:
+    """Positional arguments by the names that the schema of the node's operator gives them."""
+    return {a.name: x for a, x in zip(schema(node).arguments, args, strict=False)}
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node takes random numbers from the default generator.
+
+    Attention and recurrent layers do so only if they are called with dropout.
+    """
+    target = node.target
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded not in target.tags
+    ):
+        return False
+    arguments = bound_arguments(node)
+    if arguments.get("train") is False:
+        return False
+    return bool(arguments.get("dropout_p", arguments.get("dropout", True)))

@@ -1,0 +1,29 @@
+"""The part of a tensor that one rank holds."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from autopar.ir import WHOLE, Dims, Layout, Mesh, R, local_factors
+
+
+def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
+    """The part of a full tensor of shape `shape_of(dims)` that `rank` holds; R and V hold all of it."""
+    position = mesh.coordinates(rank)
+    for axis, (state, (_, size)) in enumerate(zip(layout, mesh.axes, strict=True)):
+        if state.kind != "S":
+            continue
+        before = (*layout[:axis], *(s if s.kind != "S" else R for s in layout[axis:]))
+        factors = [f or (1,) for f in local_factors(dims, before, mesh)]
+        index = sum(len(f) for f in factors[: state.dim]) + max(state.factor, 0)
+        shape = [n for f in factors for n in f]
+        if state.factor == WHOLE:
+            shape, index = list(full.shape), state.dim
+        expanded = full.reshape(shape)
+        width = expanded.shape[index] // size
+        part = expanded.narrow(index, position[axis] * width, width)
+        after = (*before[:axis], state, *before[axis + 1 :])
+        full = part.reshape([math.prod(f) for f in local_factors(dims, after, mesh)])
+    return full

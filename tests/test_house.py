@@ -1,0 +1,62 @@
+"""The house: which room imports which, as docs/design.md says."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import autopar
+
+PACKAGE = Path(autopar.__file__).parent
+
+# A room imports itself and what stands before it.
+ORDER = """
+    errors < units < _torch < ir < ops < rules < capture < analysis < cost_model < pipeline < search < passes
+    < program < planning < runtime < proof < views < models < explanation < backend < calibrate < api
+    < integrations < cli < __init__
+"""
+ROOMS = ORDER.replace("<", " ").split()
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of the package, by its dotted name."""
+    files = [p for top in PACKAGE.iterdir() if top.is_dir() for p in top.rglob("*.py")]
+    found = {}
+    for path in [*files, *PACKAGE.glob("*.py")]:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a file imports from the package, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "autopar":
+            yield from ((node.lineno, f"{node.module}.{a.name}") for a in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, a.name) for a in node.names if a.name.startswith("autopar."))
+
+
+def _room(name: str) -> str:
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def test_no_room_imports_upwards() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {imported}"
+        for name, path in _modules().items()
+        for line, imported in _imports(path)
+        if ROOMS.index(_room(imported)) > ROOMS.index(_room(name))
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    modules = _modules()
+    needs = {}
+    for name, path in modules.items():
+        imported = [i if i in modules else i.rpartition(".")[0] for _, i in _imports(path)]
+        needs[name] = set(imported) - {name}
+    while ready := [name for name, below in needs.items() if not below & needs.keys()]:
+        for name in ready:
+            del needs[name]
+    assert not needs, f"these stand on a cycle, or import one that does: {sorted(needs)}"
