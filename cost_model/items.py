@@ -7,7 +7,7 @@ With `Sizes` and a `Hardware` of numbers the prices are numbers; with symbols th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, own
 from autopar.cost_model.compute import OpPrice, inner_tensors, memory_seconds
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.memory import keeps
+from autopar.cost_model.memory import keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
 from autopar.ir import (
@@ -51,9 +51,12 @@ class Item:
         kernels: that the host issues for one.
         carries: "activation", "parameter" or "gradient", "" for compute.
         every_micro_batch: whether it runs once a micro-batch.
-        ranks: that take part.
+        ranks: number of participating ranks.
         of: the op that it is or that first needs it; the parameter's name for its gradients' sums, gathers
             and reductions.
+        recomputed: change of its number of executions where its layer is recomputed: 1 for work of
+            forward that recomputation repeats; 0 for work that it does not; -1 for a gather that backward
+            no longer needs, because the recomputed forward has made it.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Item:
     every_micro_batch: bool = True
     ranks: Quantity = 1
     of: str = ""
+    recomputed: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ class Pricer:
         regathers: whether an activation that is gathered for an op is kept in shards, and gathered
             again in backward (Korthikanti et al. 2022, section 4.2.2).
         bucket_bytes: of the collectives that parameters and gradients share.
+        blocks: op -> the block with which it is recomputed; by default its layer. Ops that are missing
+            belong to none and are never recomputed.
     """
 
     def __init__(
@@ -151,6 +157,7 @@ class Pricer:
         fused: bool = False,
         regathers: bool = False,
         bucket_bytes: float = BUCKET_BYTES,
+        blocks: Mapping[str, Hashable] | None = None,
     ) -> None:
         self.regathers, self.bucket_bytes = regathers, bucket_bytes
         self.graph, self.plan, self.sizes = graph, plan, sizes
@@ -159,6 +166,7 @@ class Pricer:
         self.flow = Flow(graph, plan)
         self.inner = inner_tensors(graph) if fused else frozenset()
         self.regions = _regions(graph)
+        self.recomputed = recomputed_ops(graph, layers_of_ops(graph) if blocks is None else blocks)
         self.modules = {name: op.module for op in graph.ops for name in op.results}
         self.modules |= {tensor: name for name, tensor in graph.parameters.items()}
 
@@ -215,6 +223,7 @@ class Pricer:
                 yield Item(
                     name, op.kind, COMPUTE, phase, region, count * part.passes,  # type: ignore[arg-type]
                     part.seconds, part.traffic_bytes, part.flops, kernels, of=op.name,
+                    recomputed=self._recomputed(op.name, phase),
                 )  # fmt: skip
 
     def _own_collectives(self, op: Op) -> Iterator[Item]:
@@ -265,9 +274,15 @@ class Pricer:
                     back, of=user,
                 )  # fmt: skip
             if again and tensor.needs_grad and forward == "all_gather":
+                spared = carries == "parameter" and user in self.recomputed
                 yield self._item(
-                    title, forward, axis, "backward", region, count, before, after, carries, of=user
-                )
+                    title, forward, axis, "backward", region, count, before, after, carries, of=user,
+                    recomputed=-int(spared),
+                )  # fmt: skip
+
+    def _recomputed(self, op: str, phase: str) -> int:
+        """See `Item.recomputed`."""
+        return int(phase == "forward" and op in self.recomputed)
 
     def _between_steps(self, name: str) -> Iterator[Item]:
         """A parameter's way from storage to its resident layout, and its gradient's way back."""
@@ -333,6 +348,7 @@ class Pricer:
     def _item(
         self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,
         before: Quantity, after: Quantity, carries: str, *, of: str, every_micro_batch: bool = True,
+        recomputed: int | None = None,
     ) -> Item:  # fmt: skip
         ranks = self.sizes.axis(axis)
         seconds = collective_seconds(
@@ -347,6 +363,7 @@ class Pricer:
             count, seconds, sent, kernels=int(carries == "activation"),
             carries="" if local else carries,
             every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of,
+            recomputed=self._recomputed(of, phase) if recomputed is None else recomputed,
         )  # fmt: skip
 
     # --- memory

@@ -17,7 +17,7 @@ here; neither are transient peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from autopar.cost_model.sizes import Sizes
@@ -105,6 +105,34 @@ class SavedTensors:
 def keeps(op: Op, tensors: Mapping[str, Tensor]) -> bool:
     """Whether autograd records `op`, and so keeps what it saves."""
     return any(tensors[name].needs_grad for name in op.results)
+
+
+def layers_of_ops(graph: Graph) -> Mapping[str, Hashable]:
+    """Op -> the repeated layer that it belongs to, without the ops outside of layers."""
+    places = {op.name: graph.stack_of(op.module) for op in graph.ops}
+    return {name: (at[0].path, at[1]) for name, at in places.items() if at is not None}
+
+
+def recomputed_ops(graph: Graph, blocks: Mapping[str, Hashable]) -> frozenset[str]:
+    """Ops that the recomputation of their block executes: all up to the block's last saved tensor.
+
+    `torch.utils.checkpoint` ends a recomputation as soon as backward has every tensor that it wants, so
+    that a sum over ranks at the end of a block is not repeated.
+
+    Args:
+        graph: the captured model.
+        blocks: op -> its block; ops that are missing are never recomputed.
+    """
+    pending: dict[Hashable, list[str]] = {}
+    found: set[str] = set()
+    for op in graph.ops:
+        if op.name not in blocks:
+            continue
+        block = blocks[op.name]
+        pending.setdefault(block, []).append(op.name)
+        if op.saved and keeps(op, graph.tensors):
+            found.update(pending.pop(block))
+    return frozenset(found)
 
 
 def _as_view(op: Op, position: int, tensors: Mapping[str, Tensor]) -> View | None:

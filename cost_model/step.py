@@ -206,18 +206,23 @@ class Step:
         return issued + self.software.skew_seconds * (item.ranks - 1) + several * stall * item.ranks
 
     @property
-    def times_forward(self) -> Quantity:
-        """How often a layer of a stage runs forward on the mean, in both directions."""
+    def recomputed_share(self) -> Quantity:
+        """Fraction of the layers, 0 to 1, that are recomputed in backward."""
         if isinstance(self.run.recompute, str):
-            return 2 if self.run.recompute == "full" else 1
+            return 1 if self.run.recompute == "full" else 0
         mean = self.layers / self.run.stages
-        return 1 + self.run.again(mean) / mean
+        return self.run.again(mean) / mean
+
+    def times(self, item: Item) -> Quantity:
+        """Mean number of executions of an item in a micro-batch, recomputation included."""
+        if item.region != "layers" or not item.recomputed:
+            return 1
+        return 1 + item.recomputed * self.recomputed_share
 
     def runs(self, region: Region, resource: str) -> list[tuple[Item, Quantity]]:
-        """Items that every micro-batch runs, with how often: layers run forward again."""
-        times = self.times_forward if region == "layers" else 1
+        """Items that every micro-batch executes, each with `times`."""
         return [
-            (item, times if item.phase == "forward" else 1)
+            (item, self.times(item))
             for item in self.items
             if item.region == region
             and item.resource == resource
@@ -424,8 +429,7 @@ class Step:
                 continue
             once = i.phase in ("gather", "reduce") and not i.every_micro_batch
             times = 1 if once else self.run.micro_batches
-            if i.region == "layers" and i.phase == "forward":
-                times = self.times_forward * times
+            times = self.times(i) * times
             share = 1 / self.run.stages if i.region == "layers" else 1
             of_axis = found.setdefault(i.resource, {})
             of_axis[i.name] = of_axis.get(i.name, 0) + times * share * i.count * i.traffic_bytes

@@ -241,9 +241,8 @@ def _collective(
 def _times_a_step(item: Item, phase: str, step: Step) -> float:
     run = step.run
     batches = 1.0 if phase == "once" else float(run.micro_batches)
-    again = float(step.times_forward) if (item.region, phase) == ("layers", "forward") else 1
     share = float(run.stages) if item.region == "layers" else 1.0
-    return float(item.count) * batches * again / share
+    return float(item.count) * batches * float(step.times(item)) / share
 
 
 def collective_table(step: Step) -> Table:

@@ -252,24 +252,29 @@ class SimulatedStep:
         return _sum(direction, "seconds", parts, f"{_batches(m)} on rank {rank}, the busiest")
 
     def _times(self, item: Item, direction: Direction) -> int:
-        """How often a micro-batch runs an item in one direction: what runs again does so in backward."""
+        """Executions of an item in one direction of a micro-batch; recomputation is part of backward."""
         if item.phase in ("gather", "reduce") and not item.every_micro_batch:
             return 0
         if direction == "forward":
             return int(item.phase == "forward")
-        return int(item.phase != "forward" or item.of in self._again)
+        return int(item.phase != "forward") + item.recomputed * (item.of in self._again)
 
     @cached_property
     def _again(self) -> frozenset[str]:
-        """Ops that run again in backward."""
-        parts, again = repeating_parts(self.graph, self.plan)
+        """Ops of the blocks that are recomputed in backward."""
+        _, again = repeating_parts(self.graph, self.plan)
+        return frozenset(name for name, number in self._blocks.items() if number in again)
+
+    @cached_property
+    def _blocks(self) -> Mapping[str, int]:
+        """Op -> the number of its block, or of the part of it that a stage has."""
+        parts, _ = repeating_parts(self.graph, self.plan)
         begins = {part.start: number for number, part in enumerate(parts)}
-        found, number = set(), 0
+        found, number = {}, 0
         for op in self.graph.ops:
             number = begins.get(op.name, number)
-            if number in again:
-                found.add(op.name)
-        return frozenset(found)
+            found[op.name] = number
+        return found
 
     def _stage_of(self, item: Item) -> int:
         """Of the op; of a parameter the first that uses it; of the graph's end the last."""
@@ -337,7 +342,7 @@ class SimulatedStep:
         links = [hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
         return Pricer(
             self.graph, self.plan, sizes=Sizes(mesh), hardware=hardware, links=links,
-            training_state=self.training_state,
+            training_state=self.training_state, blocks=self._blocks,
         )  # fmt: skip
 
     @cached_property

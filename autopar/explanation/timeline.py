@@ -47,28 +47,38 @@ def timeline(step: Step) -> tuple[Event, ...]:
 
 
 def _micro_batch(clock: _Clock, step: Step, number: int) -> None:
-    again = float(step.times_forward) - 1
+    again = float(step.recomputed_share)
     for region in REGIONS:
         _phase(clock, step, region, "forward", number)
     for region in reversed(REGIONS):
         if again and region == "layers":
-            _phase(clock, step, region, "forward", number, title="recompute", part=again)
+            _phase(clock, step, region, "forward", number, recomputes=True)
         _phase(clock, step, region, "backward", number)
 
 
 def _phase(
-    clock: _Clock, step: Step, region: Region, phase: Phase, number: int, title: str = "",
-    part: float = 1.0,
-) -> None:  # fmt: skip
-    share = part / float(step.run.stages) if region == "layers" else 1.0
+    clock: _Clock, step: Step, region: Region, phase: Phase, number: int, recomputes: bool = False
+) -> None:
+    share = 1 / float(step.run.stages) if region == "layers" else 1.0
     found = [i for i in step.items if i.phase == phase and i.region == region]
+    title = "recompute" if recomputes else phase
     for item in found if phase == "forward" else reversed(found):
-        count = float(item.count) * share
+        count = float(item.count) * share * _executions(step, item, recomputes)
+        if not count:
+            continue
         seconds = max(float(item.seconds), _issue_seconds(step, item))
         clock.run(
-            item.resource, f"{item.name} {title or phase}", count * seconds,
+            item.resource, f"{item.name} {title}", count * seconds,
             **_detail(item, count), micro_batch=number,
         )  # fmt: skip
+
+
+def _executions(step: Step, item: Item, recomputes: bool) -> float:
+    """Executions of an item by one phase of a micro-batch, as a mean over layers."""
+    further = float(step.times(item)) - 1
+    if recomputes:
+        return further
+    return 1.0 if item.phase == "forward" else 1 + further
 
 
 def _issue_seconds(step: Step, item: Item) -> float:

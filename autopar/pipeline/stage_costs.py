@@ -181,7 +181,7 @@ class StageTables:
         self.uses = self._uses()
         self.pricer = Pricer(
             graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, training_state=training_state,
-            links=[self._link(axis) for axis in plan.mesh.names],
+            links=[self._link(axis) for axis in plan.mesh.names], blocks=self.unit,
         )  # fmt: skip
         self.flow, self.sizes = self.pricer.flow, self.pricer.sizes
         self.items = list(self.pricer.items())
@@ -202,8 +202,8 @@ class StageTables:
         return self._found[recompute]
 
     def _with(self, recompute: Recompute, turn: _Turn) -> StageTable:
-        forward, backward, once = self._work
-        again = turn.first(_stretches(forward[:, :5] * self.repeating[:, None]))
+        forward, backward, recomputed, once = self._work
+        again = turn.first(_stretches(recomputed[:, :5] * self.repeating[:, None]))
         work = _stretches(backward[:, :5]) + again
         seconds = self._seconds(work)
         sent, gradients = self._sent
@@ -245,13 +245,10 @@ class StageTables:
     # --- time
 
     @cached_property
-    def _work(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every block: forward, backward (with the share of weights), and gathers and reductions."""
-        forward, backward, once = (
-            np.zeros((self.n, 6)),
-            np.zeros((self.n, 6)),
-            np.zeros((self.n, 2)),
-        )
+    def _work(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Work of every block: forward, backward, what recomputation changes, gathers and reductions."""
+        forward, backward, recomputed = (np.zeros((self.n, 6)) for _ in range(3))
+        once = np.zeros((self.n, 2))
         for item in self.items:
             unit = self._unit_of(item)
             if item.phase in ("gather", "reduce") and not item.every_micro_batch:
@@ -259,7 +256,8 @@ class StageTables:
             else:
                 into = forward if item.phase == "forward" else backward
                 into[unit] += self._row(item)
-        return forward, backward, once
+                recomputed[unit] += item.recomputed * self._row(item)
+        return forward, backward, recomputed, once
 
     def _unit_of(self, item: Item) -> int:
         if item.of in self.unit:

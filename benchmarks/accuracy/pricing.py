@@ -71,6 +71,8 @@ class Shape:
         scatters: whether each rank of a tensor-parallel group sends a part of what crosses from stage
             to stage, which the other side gathers.
         accumulates_in_products: whether a product adds a weight's gradient to the sum as it writes it.
+        repeats_layers: whether recomputation repeats whole layers, as a reentrant checkpoint does, and
+            does not end with the last tensor that backward wants.
     """
 
     family: Family
@@ -83,6 +85,7 @@ class Shape:
     bucket_bytes: float = BUCKET_BYTES
     scatters: bool = False
     accumulates_in_products: bool = False
+    repeats_layers: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,6 +115,9 @@ def expressions_of(shape: Shape) -> Expressions:
     )  # fmt: skip
     if shape.accumulates_in_products:
         found = replace(found, items=tuple(i for i in found.items if i.kind != "accumulate"))
+    if shape.repeats_layers:
+        whole = (replace(i, recomputed=1) if i.phase == "forward" else i for i in found.items)
+        found = replace(found, items=tuple(whole))
     return _vocabulary_parallel(found)
 
 

@@ -41,7 +41,8 @@ class Framework:
         dropout: share of activations and attention weights that is dropped.
         vocab: where a row has none.
         chunk_layers: layers of a chunk of an interleaved schedule, where a row does not tell chunks.
-        balances, fused, regathers, bucket_bytes, scatters, accumulates_in_products: see `Shape`.
+        balances, fused, regathers, bucket_bytes, scatters, accumulates_in_products, repeats_layers: see
+            `Shape`.
         sequence_parallel: with tensor parallelism, whatever a row says.
         network: of the cluster where a row names none: a suffix in the catalogue of hardware.
     """
@@ -61,6 +62,7 @@ class Framework:
     bucket_bytes: float = BUCKET_BYTES
     scatters: bool = False
     accumulates_in_products: bool = False
+    repeats_layers: bool = False
     network: str = ""
     sequence_parallel: bool = False
 
@@ -78,7 +80,13 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
             network="efa",
         ),
         "Megatron-DeepSpeed": Framework(
-            "megatron-deepspeed", "gpt", MIXED, pads_vocab=True, flash=False, scatters=True
+            "megatron-deepspeed",
+            "gpt",
+            MIXED,
+            pads_vocab=True,
+            flash=False,
+            scatters=True,
+            repeats_layers=True,
         ),
         "llm-foundry": Framework("llm-foundry", "llm-foundry", AUTOCAST, zero_stage=3),
         "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
@@ -97,9 +105,16 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
             vocab=32000,
             chunk_layers=1,
             accumulates_in_products=True,
+            repeats_layers=True,
         ),
         "Megatron-LM": Framework(
-            "megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False, scatters=True
+            "megatron-lm",
+            "gpt",
+            MIXED,
+            pads_vocab=True,
+            flash=False,
+            scatters=True,
+            repeats_layers=True,
         ),
         "NeMo": Framework(
             "nemo",
@@ -109,6 +124,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
             pads_vocab=True,
             fused=True,
             sequence_parallel=True,
+            repeats_layers=True,
         ),
         "Megatron-Core": Framework(
             "nemo",
@@ -118,6 +134,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
             pads_vocab=True,
             fused=True,
             sequence_parallel=True,
+            repeats_layers=True,
         ),
     }
 )
@@ -182,7 +199,7 @@ def shape_of(row: Row, framework: Framework) -> Shape:
         Family(description, grouped), stage,
         row.sequence_parallel or (framework.sequence_parallel and row.tp > 1), framework.training_state,
         framework.balances, framework.fused, framework.regathers, framework.bucket_bytes,
-        framework.scatters, framework.accumulates_in_products,
+        framework.scatters, framework.accumulates_in_products, framework.repeats_layers,
     )  # fmt: skip
 
 

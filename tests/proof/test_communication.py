@@ -231,3 +231,50 @@ def test_batch_statistics_send_what_they_are_priced_for(axes):
         for kind in ("all_gather", "reduce_scatter")
     )
     assert inside == {(a, title): (n - 1) * MOMENTS for title in titles for a, n in axes.items()}
+
+
+# --- recomputation, against what is priced
+
+
+class Layered(nn.Module):
+    """Four blocks as repeated layers of a model, between two linear maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("recompute", ["none", 2, "full"])
+@pytest.mark.parametrize("recipe", ["ddp", "zero2", "zero3", "tp", "tp+sp"])
+def test_recomputed_layers_send_what_they_are_priced_for(recipe, recompute):
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, SEQ, WIDTH)
+    compiled = autopar.compile(
+        Layered(), example_inputs=(x,), loss_fn=loss_fn, mesh={"x": RANKS}, recipe=recipe,
+        recompute=recompute, bucket_bytes=1,  # so that no parameter is gathered again for its neighbour
+    )  # fmt: skip
+    compiled.step(x)
+    compiled.zero_grad()
+    with Counted() as counted:
+        compiled.step(x)
+    assert priced_bytes(compiled.explain().step) == dict(counted.bytes)
+
+
+def priced_bytes(step):
+    """Kind of collective -> bytes in a step, counted as `Counted` does: those of the larger side."""
+    found = Counter()
+    for item in step.items:
+        if item.resource != COMPUTE:
+            once = item.phase in ("gather", "reduce") and not item.every_micro_batch
+            times = item.count * step.times(item) * (1 if once else step.run.micro_batches)
+            larger = item.traffic_bytes * item.ranks / (item.ranks - 1)
+            found[item.kind] += times * larger / (2 if item.kind == "all_reduce" else 1)
+    return found
