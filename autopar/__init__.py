@@ -7,11 +7,9 @@ autopar.explain(model, inputs, mesh=..., cluster="h100x8x16")      what it would
 """
 
 import importlib as _importlib
-from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING
+from typing import Any as _Any
 
-from autopar.api import compile, explain
-from autopar.backend.sharding import shard_
-from autopar.capture.forms import register_form
 from autopar.errors import (
     AutoparError,
     CaptureError,
@@ -24,20 +22,46 @@ from autopar.errors import (
     StepError,
 )
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, Plan
-from autopar.proof.verify import VerifyReport, verify
-from autopar.rules.registered import register_rule
-from autopar.runtime.module import CompiledModule
+
+if TYPE_CHECKING:
+    from autopar.api import compile, explain
+    from autopar.backend.sharding import shard_
+    from autopar.capture.forms import register_form
+    from autopar.proof.verify import VerifyReport, verify
+    from autopar.rules.registered import register_rule
+    from autopar.runtime import checkpoint
+    from autopar.runtime.module import CompiledModule
+
+# [Note: lazy names] `import autopar` costs no more than the plain data above. What needs torch, a solver or
+# the symbolic formulas is imported at its first use, from the module that stands here.
+_HOMES = {
+    "CompiledModule": "autopar.runtime.module",
+    "VerifyReport": "autopar.proof.verify",
+    "checkpoint": "autopar.runtime.checkpoint",
+    "compile": "autopar.api",
+    "explain": "autopar.api",
+    "register_form": "autopar.capture.forms",
+    "register_rule": "autopar.rules.registered",
+    "shard_": "autopar.backend.sharding",
+    "verify": "autopar.proof.verify",
+}
 
 __all__ = [
     "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "MixedPrecision",
-    "ParameterPlan",
-    "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError", "VerifyReport", "compile",
-    "explain", "register_form", "register_rule", "shard_", "verify",
+    "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
+    "VerifyReport", "checkpoint", "compile", "explain", "register_form", "register_rule", "shard_", "verify",
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """`autopar.checkpoint` is imported at its first use: torch.distributed.checkpoint takes half a second."""
-    if name == "checkpoint":
-        return _importlib.import_module("autopar.runtime.checkpoint")
-    raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+def __getattr__(name: str) -> _Any:
+    """Imports a public name at its first use; see [Note: lazy names]."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    home = _importlib.import_module(_HOMES[name])
+    value = home if name == "checkpoint" else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

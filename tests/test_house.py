@@ -1,6 +1,8 @@
 """The house: which room imports which, as docs/design.md says."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +62,22 @@ def test_no_module_imports_itself_through_others() -> None:
         for name in ready:
             del needs[name]
     assert not needs, f"these stand on a cycle, or import one that does: {sorted(needs)}"
+
+
+def _imported_by(code: str) -> set[str]:
+    """Names of all modules that a new interpreter has after running this code."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    return set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_the_runtime_loads_no_solver() -> None:
+    runtime = sorted(name for name in _modules() if name.startswith("autopar.runtime"))
+    loaded = _imported_by("\n".join(f"import {name}" for name in runtime))
+    assert "torch" in loaded
+    assert not loaded & {"highspy", "autopar.search", "autopar.planning", "autopar.api"}
+
+
+def test_importing_autopar_loads_nothing_heavy() -> None:
+    loaded = _imported_by("import autopar")
+    assert "autopar.ir" in loaded
+    assert not loaded & {"torch", "sympy", "highspy", "networkx", "scipy", "rich", "transformers"}

@@ -1,13 +1,39 @@
 import inspect
+import subprocess
+import sys
 
 import autopar
 
 
 def test_the_public_list_is_what_we_export():
+    for name in autopar.__all__:
+        assert getattr(autopar, name) is not None
     exported = {
-        n for n in vars(autopar) if not n.startswith("_") and not inspect.ismodule(vars(autopar)[n])
+        n
+        for n, value in vars(autopar).items()
+        if not n.startswith("_")
+        and n != "TYPE_CHECKING"
+        and (n == "checkpoint" or not inspect.ismodule(value))
     }
     assert exported == set(autopar.__all__)
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error():
+    assert not hasattr(autopar, "complie")
+    assert set(autopar.__all__) <= set(dir(autopar))
+
+
+def test_no_subpackage_hides_a_public_function():
+    code = (
+        "import importlib, pkgutil, autopar\n"
+        "for each in pkgutil.iter_modules(autopar.__path__):\n"
+        "    importlib.import_module(f'autopar.{each.name}')\n"
+        "print(*(n for n in autopar.__all__ if n[0].islower() and not callable(getattr(autopar, n))))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert found == ["checkpoint"]
 
 
 def test_everything_public_is_documented():
