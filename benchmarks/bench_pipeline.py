@@ -40,6 +40,7 @@ from autopar.cost_model import find_hardware
 from autopar.ir import Pipeline
 from autopar.pipeline.blocks import block_starts
 from autopar.planning.planning import make_plan, prepare_step
+from autopar.search.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -156,7 +157,7 @@ def ours(setup: Setup, row: Row) -> Step:
         model, tuple(x[: len(x) // micro_batches] for x in batch), loss_fn=loss_fn
     )
     plan = make_plan(
-        prepared, {"dp": 1}, hardware=find_hardware("cpu-gloo"), micro_batches=micro_batches
+        prepared, Request(find_hardware("cpu-gloo"), mesh={"dp": 1}, micro_batches=micro_batches)
     )
     starts = block_starts(prepared.analysis.graph)  # the embedding, the layers, the head
     cuts = tuple(starts[1 + i * (sizes.layers // count)] for i in range(1, count))

@@ -23,6 +23,7 @@ from autopar.cost_model import find_hardware
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
+from autopar.search.request import Request
 
 
 class Llama(nn.Module):
@@ -58,7 +59,7 @@ def measure(layers: int, mesh: Mesh, batch: int, sequence: int, recipe: str) -> 
     hardware = find_hardware("h100")
     prepared, capture_seconds = timed(lambda: prepare_step(model, (tokens, tokens)))
     plan, search_seconds = timed(
-        lambda: make_plan(prepared, mesh, hardware=hardware, recipe=recipe)
+        lambda: make_plan(prepared, Request(hardware, mesh=mesh, recipe=recipe))
     )
     _, rewrite_seconds = timed(lambda: build_program(prepared.captured, prepared.analysis, plan))
     total = capture_seconds + search_seconds + rewrite_seconds

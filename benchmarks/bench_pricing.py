@@ -18,6 +18,7 @@ from autopar.cost_model.step import Run, total
 from autopar.explanation.advice import Question, training_state_of
 from autopar.explanation.explanation import Explanation
 from autopar.search import search
+from autopar.search.request import Request
 
 CONFIGURATIONS = 10_000
 
@@ -28,7 +29,9 @@ CONFIGURATIONS = 10_000
 def main(target: str, repeat: int) -> None:
     """Print seconds of every part beside its goal."""
     cluster = find_cluster("h100x8x64")
-    seconds, (_, graph) = _timed(lambda: Question(target, cluster, seq=8192).captured(64), 1)
+    seconds, (_, graph) = _timed(
+        lambda: Question(target, Request.on(cluster), seq=8192).captured(64), 1
+    )
     _row("capture, few layers for all", seconds, None)
     plan = search(
         graph, {"dp": 64, "tp": 8}, hardware=cluster.hardware, recipe="dp:zero3,tp:tp+sp",

@@ -34,6 +34,7 @@ from autopar.pipeline.blocks import block_starts
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
 from autopar.planning.planning import make_plan, prepare_step
+from autopar.search.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -84,7 +85,7 @@ def plan_of(sizes: Sizes, schedule: str, ranks: int, micro_batches: int) -> tupl
     prepared = prepare_step(sizes.model(), part, loss_fn=loss_fn)
     graph = prepared.analysis.graph
     plan = make_plan(
-        prepared, {"dp": 1}, hardware=find_hardware("cpu-gloo"), micro_batches=micro_batches
+        prepared, Request(find_hardware("cpu-gloo"), mesh={"dp": 1}, micro_batches=micro_batches)
     )
     starts = block_starts(graph)
     cuts = tuple(starts[1 + i * (sizes.layers // ranks)] for i in range(1, ranks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from autopar.ir import Mesh, Plan
 from autopar.planning.planning import make_plan
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, Subject, tolerance
+from autopar.search.request import Request
 
 WITHOUT_STAGES = tuple(plan for plan in PLANS if plan != "pp=2")
 
@@ -165,9 +165,15 @@ def _plan(subject: Subject, name: str) -> Plan:
         return random_plan(graph, Mesh.of({"a": 2}), seed=0, fingerprint=fingerprint)
     mesh, recipe, micro_batches = SEARCHED[name]
     return make_plan(
-        prepared, mesh, hardware=find_hardware("cpu-gloo"), recipe=recipe,
-        memory_bytes=sys.maxsize, micro_batches=micro_batches,
-    )  # fmt: skip
+        prepared,
+        Request(
+            find_hardware("cpu-gloo"),
+            mesh=mesh,
+            recipe=recipe,
+            must_fit=False,
+            micro_batches=micro_batches,
+        ),
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.api.planner import MeshLike, Planner, axes_of
+from autopar.api.planner import MeshLike, Planner, axes_of, hardware_of
 from autopar.capture.export import LossFunction
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.explanation import Explanation, run_of
-from autopar.ir import (
-    MixedPrecision,
-    Plan,
-)
+from autopar.ir import Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import RecomputeWish
 from autopar.planning.planning import (
-    StageWishes,
     make_plan,
     policy_of,
     prepare_step,
@@ -33,9 +28,15 @@ from autopar.planning.planning import (
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.module import CompiledModule, Outputs, Settings
-from autopar.runtime.processes import BUCKET_BYTES
+from autopar.runtime.processes import (
+    BUCKET_BYTES,
+    check_world,
+    join_process_group,
+    world_size,
+)
 from autopar.runtime.together import warn_together
 from autopar.search import RecipeLike
+from autopar.search.request import HEADROOM, Request
 
 
 def compile(
@@ -54,6 +55,7 @@ def compile(
     precision: MixedPrecision | str | None = None,
     hardware: Hardware | str | None = None,
     memory_bytes: int | None = None,
+    headroom: float = HEADROOM,
     device: torch.device | str | None = None,
     init_fn: InitFunction | None = None,
     seed: int = 0,
@@ -92,7 +94,9 @@ def compile(
             own format, are cast once a step before they are gathered, and gradients are added up and
             reduced in theirs. By default everything is computed as the model has it (docs/precision.md).
         hardware: what to price for, a catalogue name or figures; by default that of the device's kind.
-        memory_bytes: bound on the memory of a rank; by default what the hardware has.
+        memory_bytes: bound on the memory of a rank, in bytes; by default the memory of the hardware less
+            the headroom.
+        headroom: fraction of the hardware's memory that the plan leaves free.
         device: where this rank computes; by default the model's own device, or the mesh's kind for a
             model on the meta device.
         init_fn: called with each meta-device module that owns tensors, in place of its
@@ -110,18 +114,27 @@ def compile(
     CaptureError, RecipeError or SearchError where no plan can be made.
     """
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    stages = StageWishes(schedule, chunks, recompute)
-    _refuse_other_wishes(loaded, stages)
-    policy = policy_of(precision, loaded)
-    planner = Planner(
-        loss_fn=loss_fn, mesh=mesh, plan=loaded, recipe=recipe, pins=pins, hardware=hardware,
-        memory_bytes=memory_bytes, timeout_seconds=timeout_seconds,
-        device=_device(model, mesh, device), stages=stages,
-        precision=policy,
+    _refuse_other_choices(
+        loaded, {"schedule": schedule, "chunks": chunks, "recompute": recompute}
     )  # fmt: skip
-    _warn_of_scaling(policy)  # which rank this is, is known by now
+    policy = policy_of(precision, loaded)
+    device = _device(model, mesh, device)
+    priced, assumed = hardware_of(hardware, device)
+    join_process_group(device)
+    request = Request(
+        priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
+        pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
+        micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
+        recompute=recompute, precision=policy,
+    )  # fmt: skip
+    planner = Planner(
+        request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=timeout_seconds,
+        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None, assumed=assumed,
+    )  # fmt: skip
+    # The warning comes from one rank, which is known now.
+    _warn_of_scaling(policy)
     settings = Settings(
-        micro_batches=_micro_batches(micro_batches, loaded), device=planner.device, device_mesh=planner.device_mesh(),
+        micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, bucket_bytes=bucket_bytes,
         executor=Executor(executor), timeout_seconds=timeout_seconds,
     )  # fmt: skip
@@ -153,7 +166,15 @@ def _warn_of_scaling(precision: MixedPrecision | None) -> None:
         )
 
 
-def _refuse_other_wishes(plan: Plan | None, wishes: StageWishes) -> None:
+def _checked(mesh: Mesh | None) -> Mesh | None:
+    """A mesh that has as many ranks as run; MeshError otherwise."""
+    if mesh is not None:
+        check_world(mesh)
+    return mesh
+
+
+def _refuse_other_choices(plan: Plan | None, choices: Mapping[str, object]) -> None:
+    """Raises AutoparError for a choice that the plan was not made with."""
     if plan is None:
         return
     pipeline = plan.pipeline
@@ -162,7 +183,7 @@ def _refuse_other_wishes(plan: Plan | None, wishes: StageWishes) -> None:
         "chunks": None if pipeline is None else pipeline.chunks,
         "recompute": plan.recompute,
     }
-    for name, asked in asdict(wishes).items():
+    for name, asked in choices.items():
         if asked not in (None, found[name]):
             raise AutoparError(
                 f"The plan has {name}={found[name]!r}, and compile was given {name}={asked!r}; leave it "
@@ -201,6 +222,7 @@ def explain(
     recipe: RecipeLike = "auto",
     pins: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
+    headroom: float = HEADROOM,
     micro_batches: int | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
@@ -215,7 +237,7 @@ def explain(
             out: a tuple of arguments, a dict of keyword arguments, or one tensor.
         mesh: the axes.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or a `Cluster`.
-        loss_fn, recipe, pins, memory_bytes, schedule, chunks, recompute: as in `compile`.
+        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute: as in `compile`.
         micro_batches: of a step; by default what the search finds best with stages, and 1 without.
         precision: as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest and two moments in the parameters' own.
@@ -228,17 +250,15 @@ def explain(
     assert axes is not None, "a mesh was given"
     if axes.size > found.ranks:
         raise MeshError(f"The mesh {axes} has {axes.size} ranks, and {found} has {found.ranks}.")
-    args, kwargs = split_example(example_inputs)
-    prepared = prepare_step(
-        model, args, kwargs, loss_fn=loss_fn, precision=MixedPrecision.of(precision)
-    )
-    plan = make_plan(
-        prepared, axes, hardware=found.hardware, recipe=recipe, pins=pins,
-        memory_bytes=memory_bytes, micro_batches=micro_batches,
-        stages=StageWishes(schedule, chunks, recompute),
+    request = Request(
+        found.hardware, mesh=axes, recipe=recipe, pins=pins or {}, memory_bytes=memory_bytes,
+        headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
+        recompute=recompute, precision=MixedPrecision.of(precision),
     )  # fmt: skip
+    args, kwargs = split_example(example_inputs)
+    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=request.precision)
+    plan = make_plan(prepared, request)
     graph = prepared.analysis.graph
     if micro_batches is None and plan.micro_batches > 1:
         graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
-    run = run_of(plan)
-    return Explanation(graph, plan, found, run, memory_bound_bytes=memory_bytes)
+    return Explanation(graph, plan, found, run_of(plan), memory_bound_bytes=request.bound_bytes)

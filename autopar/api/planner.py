@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import LossFunction
-from autopar.cost_model import Cluster, Hardware, find_hardware, price
+from autopar.cost_model import Hardware, find_hardware, price
 from autopar.errors import MeshError, RecipeError, SearchError
 from autopar.explanation.explanation import Explanation, run_of
 from autopar.ir import (
     PIPELINE_AXIS,
     Graph,
     Mesh,
-    MixedPrecision,
     ParameterPlan,
     Plan,
     R,
@@ -29,7 +28,6 @@ from autopar.ir import (
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
     Prepared,
-    StageWishes,
     has_same_ops,
     make_plan,
     plan_again,
@@ -43,21 +41,17 @@ from autopar.program.stages import cut_stages, cuts_where_parameters_lie
 from autopar.runtime.module import Fixed, Programs
 from autopar.runtime.processes import (
     agreed,
-    check_world,
-    join_process_group,
     make_world,
     world_size,
 )
 from autopar.runtime.world import World, set_timeout
-from autopar.search import RecipeLike
 from autopar.search.notes import axis_lines
-from autopar.search.recipes import format_recipe, split_recipe
+from autopar.search.request import Request
 from autopar.units import counted
 
 log = logging.getLogger("autopar")
 
 MeshLike = DeviceMesh | Mesh | Mapping[str, int]
-_NO_BOUND_BYTES = 2**62
 
 
 class Planner:
@@ -65,30 +59,30 @@ class Planner:
 
     def __init__(
         self,
+        request: Request,
         *,
         loss_fn: LossFunction | None,
-        mesh: MeshLike | None,
         plan: Plan | None,
-        recipe: RecipeLike,
-        pins: Mapping[str, str] | None,
-        hardware: Hardware | str | None,
-        memory_bytes: int | None,
         device: torch.device,
+        device_mesh: DeviceMesh | None,
         timeout_seconds: float | None,
-        stages: StageWishes,
-        precision: MixedPrecision | None,
+        assumed: Sequence[str] = (),
     ) -> None:
-        self.device, self._stages, self._precision = device, stages, precision
+        """Takes what was asked; the process group exists by now.
+
+        Args:
+            request: what is asked of a plan.
+            loss_fn: the loss function of a step; None where the model returns its loss.
+            plan: the plan that was given; None to search one.
+            device: where this rank computes.
+            device_mesh: the mesh that was given as processes, if it was.
+            timeout_seconds: how long a collective waits for the other ranks; None for the group's time.
+            assumed: notes on what was assumed, for the plan.
+        """
+        self.device, self._request, self._assumed = device, request, tuple(assumed)
         self._loss_fn, self._plan = loss_fn, plan
-        self._recipe, self._pins, self._memory_bytes = recipe, pins, memory_bytes
-        format_recipe(recipe)  # there is no first batch to wait for until a name is found wrong
-        self._hardware, self._assumed = hardware_of(hardware, device)
-        self._timeout_seconds = timeout_seconds
-        self._device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-        join_process_group(device)
-        self._mesh = axes_of(mesh, plan)
-        if self._mesh is not None:
-            check_world(self._mesh)
+        self._timeout_seconds, self._device_mesh = timeout_seconds, device_mesh
+        self._mesh = request.mesh
         self._world: World | None = None
         self._first: Prepared | None = None
         self._made: dict[bool, list[Plan]] = {True: [], False: []}  # of steps, of forwards
@@ -122,7 +116,7 @@ class Planner:
         if is_step:
             prepared = self._prepare_step(model, args, kwargs)
         else:
-            prepared = prepare_forward(model, args, kwargs, precision=self._precision)
+            prepared = prepare_forward(model, args, kwargs, precision=self._request.precision)
         plan = self._plan if fixed is None else None
         if plan is None:
             plan = agreed(
@@ -147,14 +141,13 @@ class Planner:
     def _prepare_step(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Prepared:
-        return prepare_step(model, args, kwargs, loss_fn=self._loss_fn, precision=self._precision)
+        return prepare_step(
+            model, args, kwargs, loss_fn=self._loss_fn, precision=self._request.precision
+        )
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
-        plan = make_plan(
-            prepared, self._mesh, world_size=world_size(), hardware=self._hardware,
-            recipe=self._recipe, pins=self._pins, memory_bytes=self._memory_bytes,
-            micro_batches=micro_batches, captured_micro_batches=captured, stages=self._stages,
-        )  # fmt: skip
+        request = self._request.but(mesh=self._mesh, micro_batches=micro_batches)
+        plan = make_plan(prepared, request, captured_micro_batches=captured)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
         for note in plan.notes:
@@ -194,28 +187,28 @@ class Planner:
         """Whether the plan fits into memory; stages and recomputation were sized for the first batch."""
         if plan.pipeline is not None or plan.recompute != "none":
             return True
-        bound = self._hardware.memory_bytes if self._memory_bytes is None else self._memory_bytes
-        return price(prepared.analysis.graph, plan, self._hardware).memory_bytes <= bound
+        found = price(prepared.analysis.graph, plan, self._request.hardware)
+        return found.memory_bytes <= self._request.bound_bytes
 
     def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
         assert self._mesh is not None, "there was a first program"
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
         parameters = _with_unused(fixed.parameters, prepared, mesh)
-        is_whole = fixed.pipeline is None and fixed.recompute == "none"
+        request = self._request.but(
+            mesh=mesh, recipe=self._request.inside, pins={}, micro_batches=micro_batches,
+            schedule=None, chunks=None, recompute=None,
+            must_fit=fixed.pipeline is None and fixed.recompute == "none",
+        )  # fmt: skip
 
-        def search(recipe: RecipeLike) -> Plan:
-            return make_plan(
-                prepared, mesh, hardware=self._hardware, recipe=recipe,
-                memory_bytes=self._memory_bytes if is_whole else _NO_BOUND_BYTES,
-                micro_batches=micro_batches, fixed_storage=parameters,
-            )  # fmt: skip
+        def search(asked: Request) -> Plan:
+            return make_plan(prepared, asked, fixed_storage=parameters)
 
         try:
-            plan = search(split_recipe(self._recipe)[1])
+            plan = search(request)
         except (MeshError, RecipeError, SearchError):
             try:
                 # The parameters lie as the recipe has it; this graph need not.
-                plan = search("auto")
+                plan = search(request.but(recipe="auto"))
             except MeshError:  # an axis divides nothing any more
                 plan = unsplit_plan(prepared, mesh, parameters, micro_batches)
         plan = replace(plan, recompute=fixed.recompute)
@@ -238,12 +231,12 @@ class Planner:
     def explain(self, plan: Plan) -> Explanation:
         """The plan of the first program for people, with what it costs."""
         assert self._first is not None, "a plan was made for a program"
-        return _explained(self._first.analysis.graph, plan, self._hardware)
+        return _explained(self._first.analysis.graph, plan, self._request)
 
 
-def _explained(graph: Graph, plan: Plan, hardware: Hardware) -> Explanation:
-    nodes = -(-plan.world_mesh.size // hardware.devices_per_node)
-    return Explanation(graph, plan, Cluster(hardware, nodes), run_of(plan))
+def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:
+    cluster = request.but(mesh=plan.world_mesh).cluster
+    return Explanation(graph, plan, cluster, run_of(plan), memory_bound_bytes=request.bound_bytes)
 
 
 def warn_of_idle_axes(plan: Plan) -> None:

@@ -44,7 +44,6 @@ from autopar.backend.sharding import (
 )
 from autopar.capture.captured import Captured
 from autopar.capture.export import capture_forward
-from autopar.cost_model import Hardware
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
 from autopar.ops.collectives import is_collective
@@ -53,7 +52,7 @@ from autopar.passes import bind_groups, clean_up, partition, verify_graph
 from autopar.planning.planning import Prepared, make_plan
 from autopar.program.program import check_plan
 from autopar.program.recomputation import mark_blocks
-from autopar.runtime.compiled import Executor, ExecutorName
+from autopar.runtime.compiled import Executor
 from autopar.runtime.entries import Entries
 from autopar.runtime.gather import Gathers
 from autopar.runtime.module import KEPT_PROGRAMS
@@ -67,6 +66,7 @@ from autopar.runtime.processes import (
 from autopar.runtime.world import World
 from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve, split_recipe
+from autopar.search.request import Request
 
 log = logging.getLogger("autopar")
 # Before Dynamo reads a frame, and so here, when torch.compile looks the backend up: `options` come with a graph.
@@ -74,57 +74,7 @@ _torch.trace_recurrent_layers()
 Run = Callable[[Sequence[Any]], list[Any]]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `torch.compile(..., options=...)` may hold.
-
-    Attributes:
-        mesh: axis name -> number of ranks; by default one axis `dp` of all ranks.
-        recipe: constraints on the split, as in `autopar.compile`; those on how parameters are stored
-            do not apply, as they stay where they lie.
-        hardware: what is priced, by name or path; by default a guess from the device.
-        executor: what runs the graph of a rank, as in `autopar.compile`: "eager", "aot_eager" or
-            "inductor".
-    """
-
-    mesh: Mesh | Mapping[str, int] | None = None
-    recipe: RecipeLike = "auto"
-    hardware: Hardware | str | None = None
-    executor: ExecutorName = "eager"
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Options:
-        """Raises AutoparError for an option there is none of."""
-        unknown = [name for name in options if name not in cls.__dataclass_fields__]
-        if unknown:
-            raise AutoparError(
-                f"The backend autopar has no option {unknown[0]!r}; it takes "
-                f"{', '.join(cls.__dataclass_fields__)}. Other settings are those of autopar.compile."
-            )
-        return cls(**options)
-
-    def axes(self, stored: Mesh | None) -> Mesh:
-        """The mesh, by default the one on which parameters are `stored`.
-
-        Raises MeshError unless it is that one and has as many ranks as run, and RecipeError.
-        """
-        mesh = stored or Mesh((("dp", world_size()),))
-        if self.mesh is not None:
-            mesh = Mesh.of(self.mesh)
-        refuse_stages(mesh)
-        if stored not in (None, mesh):
-            raise MeshError(
-                f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
-                f"{mesh}; leave the option out, or shard over the same."
-            )
-        if split_recipe(self.recipe)[0]:
-            raise RecipeError(
-                f"The recipe {self.recipe!r} is one of pipeline stages, and those need the whole step: use "
-                "autopar.compile and its `step`, or another recipe."
-            )
-        check_world(mesh)
-        resolve(self.recipe, mesh)
-        return mesh
+OPTIONS = ("mesh", "recipe", "hardware", "executor")
 
 
 def autopar(
@@ -134,22 +84,68 @@ def autopar(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., list[Any]]:
-    """The backend: what torch.compile calls with each graph; see `Options` for what can be asked.
+    """The backend: what torch.compile calls with each graph.
+
+    Args:
+        module: the graph that dynamo found.
+        example_inputs: its arguments.
+        options: what is asked, by name. `mesh` maps an axis to its number of ranks; by default one axis
+            `dp` of all ranks, or the mesh of `autopar.shard_`. `recipe` constrains the split, as in
+            `autopar.compile`; parameters stay stored as they lie. `hardware` is what is priced: a name,
+            the path of a file or figures; by default a guess from the device. `executor` runs the graph
+            of a rank, as in `autopar.compile`: "eager", "aot_eager" or "inductor".
+        mode: a mode of torch.compile, which this backend does not have.
 
     Raises AutoparError for an unknown option and for DTensors that `autopar.shard_` has not made, MeshError
     if the world or these do not match the mesh, RecipeError for an unknown recipe.
     """
     if mode is not None:
         raise AutoparError(f"The backend autopar has no mode {mode!r}; leave mode out.")
-    chosen = Options.of(options or {})
+    given = _known(options or {})
     names = argument_names(module)
     _refuse_distributed(module, names, example_inputs)
     device = device_of(example_inputs)
     join_process_group(device)
     stored = [mesh_of(x) for x in example_inputs if isinstance(x, DTensor)]
-    axes = chosen.axes(stored[0] if stored else None)
-    hardware_of(chosen.hardware, device)  # refuses what there is not: before a graph is planned
-    return _SplitGraph(module, names, chosen, world_of(axes, device))
+    request = _request(given, stored[0] if stored else None, device)
+    assert request.mesh is not None, "a request of the backend has a mesh"
+    executor = Executor(given.get("executor", "eager"))
+    return _SplitGraph(module, names, request, world_of(request.mesh, device), executor)
+
+
+def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises AutoparError for an option that the backend does not have."""
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise AutoparError(
+            f"The backend autopar has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}. "
+            "Other settings are those of autopar.compile."
+        )
+    return options
+
+
+def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.device) -> Request:
+    """What the options ask of every graph, on the mesh where parameters are `stored`, if they are.
+
+    Raises MeshError unless the mesh is that one and has as many ranks as run, and RecipeError.
+    """
+    given, recipe = options.get("mesh"), options.get("recipe", "auto")
+    mesh = stored or Mesh((("dp", world_size()),))
+    if given is not None:
+        mesh = Mesh.of(given)
+    refuse_stages(mesh)
+    if stored not in (None, mesh):
+        raise MeshError(
+            f"autopar.shard_ has cut the parameters over the mesh {stored}, and the backend is given "
+            f"{mesh}; leave the option out, or shard over the same."
+        )
+    if split_recipe(recipe)[0]:
+        raise RecipeError(
+            f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "
+            "autopar.compile and its `step`, or another recipe."
+        )
+    check_world(mesh)
+    return Request(hardware_of(options.get("hardware"), device), mesh=mesh, recipe=recipe)
 
 
 def _refuse_distributed(
@@ -197,11 +193,11 @@ class _SplitGraph:
     """
 
     def __init__(
-        self, module: fx.GraphModule, names: Sequence[str], options: Options, world: World
-    ) -> None:
+        self, module: fx.GraphModule, names: Sequence[str], request: Request, world: World,
+        executor: Executor,
+    ) -> None:  # fmt: skip
         self._module, self._names = module, names
-        self._options, self._world = options, world
-        self._executor = Executor(options.executor)
+        self._request, self._world, self._executor = request, world, executor
         self._runs: dict[Any, Run] = {}
 
     def __call__(self, *arguments: Any) -> list[Any]:
@@ -223,7 +219,7 @@ class _SplitGraph:
             lifted = lift(self._module, self._names, given, frozenset(sharded))
             prepared = _prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
             stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}
-            plan = _plan(prepared, self._world, self._options, stored)
+            plan = _plan(prepared, self._world, self._request, stored)
             local = _local_graph(prepared, plan)
         except AutoparError as error:
             self._tell_whole(error)
@@ -276,7 +272,7 @@ def _prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
 
 
 def _plan(
-    prepared: Prepared, world: World, options: Options, stored: Mapping[str, DTensor]
+    prepared: Prepared, world: World, request: Request, stored: Mapping[str, DTensor]
 ) -> Plan:
     """A plan, the same on all ranks, with everything whole at the edges of the graph.
 
@@ -286,7 +282,6 @@ def _plan(
     """
     replicated = (R,) * len(world.mesh.axes)
     graph = prepared.analysis.graph
-    hardware = hardware_of(options.hardware, world.device)
     layouts = {
         name: layout_of(stored[name], graph.tensors[tensor].dims, world.mesh)
         if name in stored
@@ -294,14 +289,13 @@ def _plan(
         for name, tensor in graph.parameters.items()
     }
 
+    lying = {name: ParameterPlan(at, at) for name, at in layouts.items()}
+
     def search(recipe: RecipeLike) -> Plan:
-        return make_plan(
-            prepared, world.mesh, hardware=hardware, recipe=recipe,
-            fixed_storage={name: ParameterPlan(at, at) for name, at in layouts.items()},
-        )  # fmt: skip
+        return make_plan(prepared, request.but(recipe=recipe), fixed_storage=lying)
 
     def search_any() -> Plan:
-        for recipe in _relaxed(options.recipe, world.mesh):
+        for recipe in _relaxed(request.recipe, world.mesh):
             try:
                 return search(recipe)
             except AutoparError as error:

@@ -41,6 +41,7 @@ from autopar.runtime.transfer import route, travel
 from autopar.runtime.world import World
 from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve
+from autopar.search.request import Request
 
 _OF_GRAPH = ("auto", "tp", "tp+sp")  # recipes whose storage depends on what is computed
 
@@ -158,11 +159,8 @@ def _planned(
             "give shard_ example_inputs=..., or a plan; zero3 and ddp need neither."
         )
     args, kwargs = split_example(example_inputs)
-    return agreed(
-        lambda: make_plan(
-            prepare_forward(model, args, kwargs), mesh, hardware=hardware, recipe=recipe
-        )
-    )
+    request = Request(hardware, mesh=mesh, recipe=recipe)
+    return agreed(lambda: make_plan(prepare_forward(model, args, kwargs), request))
 
 
 def _storage(name: str, parameter: Tensor, plan: Plan | RecipeLike, mesh: Mesh) -> Layout:

@@ -14,8 +14,9 @@ from autopar.errors import MeshError, PlanError
 from autopar.explanation.advice import Progress, Question
 from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
-from autopar.search.intents import AXES, REFUSALS, Wishes, is_intent
+from autopar.search.intents import is_intent
 from autopar.search.recipes import PIPELINE_RECIPES, RECIPES
+from autopar.search.request import AXES, HEADROOM, REFUSALS, Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -98,6 +99,9 @@ _WHERE = (
 _INTENTS = (
     click.option("--max-memory", "--memory", "max_memory", type=Bytes(),
                  help="Bound on the memory of a rank, such as 70GB."),
+    click.option("--headroom", type=click.FloatRange(0, 1, max_open=True), default=HEADROOM,
+                 metavar="PART",
+                 help="Part of a rank's memory that stays free, where --max-memory does not say."),
     click.option("--memory-gb", type=click.FloatRange(min=0, min_open=True), hidden=True),
     click.option("--keep-inside-node", "inside_node", multiple=True, type=click.Choice(AXES),
                  help="An axis whose ranks must share a node; may be repeated."),
@@ -125,7 +129,7 @@ _INTENTS = (
 
 
 def question_options(command: F) -> F:
-    """What to plan, for where, and under which wishes."""
+    """What to plan, for which machine, and under which constraints."""
     for option in reversed(_WHERE + _INTENTS):
         command = option(command)
     return command
@@ -138,23 +142,27 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
     memory = given["max_memory"]
     if memory is None and given["memory_gb"] is not None:
         memory = max(1, int(given["memory_gb"] * 1e9))
-    wishes = Wishes(
-        mesh=mesh, recipe=given["recipe"], pins=dict(given["pins"]),
-        micro_batches=given["micro_batches"],
-        stages=tuple(sorted({1, *given["stages"]})), schedule=given["schedule"],
-        chunks=given["chunks"], recompute=given["recompute"], max_memory_bytes=memory,
-        inside_node=given["inside_node"], without=frozenset(given["without"]),
+    request = Request(
+        cluster.hardware, ranks=cluster.ranks, mesh=mesh, batch=given["batch"],
+        recipe=given["recipe"], pins=dict(given["pins"]), memory_bytes=memory,
+        headroom=given["headroom"], micro_batches=given["micro_batches"],
+        stages=_depths(given["stages"], mesh), schedule=given["schedule"], chunks=given["chunks"],
+        recompute=given["recompute"], precision=MixedPrecision.of(given["precision"]),
+        without=frozenset(given["without"]), inside_node=given["inside_node"],
     )  # fmt: skip
-    _check_pins(wishes, mesh)
-    return Question(
-        target, cluster, given["batch"], given["seq"], wishes=wishes, progress=progress,
-        precision=MixedPrecision.of(given["precision"]),
-    )  # fmt: skip
+    _check_pins(request)
+    return Question(target, request, given["seq"], progress)
 
 
-def _check_pins(wishes: Wishes, mesh: Mesh | None) -> None:
+def _depths(stages: tuple[int, ...], mesh: Mesh | None) -> tuple[int, ...] | None:
+    """The depths that are named and 1; a mesh says its own."""
+    return None if mesh is not None else tuple({1, *stages})
+
+
+def _check_pins(request: Request) -> None:
+    mesh = request.mesh
     axes = AXES if mesh is None else tuple(n for n in mesh.names if n != PIPELINE_AXIS)
-    for name, choice in wishes.pins.items():
+    for name, choice in request.pins.items():
         if is_intent(choice) and choice not in axes:
             raise click.UsageError(
                 f"The pin {name}={choice} names no axis; the axes are {', '.join(axes)}."

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,28 +17,19 @@ from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
-from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step, Term
 from autopar.cost_model.symbols import factor_symbols
-from autopar.errors import AutoparError, MeshError, SearchError
+from autopar.errors import AutoparError, SearchError
 from autopar.explanation.explanation import Explanation, run_of
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, MixedPrecision, Plan
+from autopar.ir import Graph, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import Recompute
 from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.simulation import Simulation
-from autopar.planning.planning import (
-    NO_WISHES,
-    Prepared,
-    StageWishes,
-    make_plan,
-    prepare_step,
-    take_parts,
-)
+from autopar.planning.planning import Prepared, make_plan, prepare_step, take_parts
 from autopar.search.candidates import (
-    UNBOUNDED_BYTES,
     Priced,
     Setting,
     Space,
@@ -47,9 +38,10 @@ from autopar.search.candidates import (
     smallest,
     where_time_goes,
 )
-from autopar.search.intents import Wishes, expand_pins
+from autopar.search.intents import allows, check_closed_form, expand_pins, recomputations
 from autopar.search.pipeline import PipelineFound, search_pipeline
 from autopar.search.pipeline import Priced as PricedPipeline
+from autopar.search.request import Request
 
 _EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _TRIES = 3  # settings whose own search is tried, where the first turns out not to fit
@@ -141,36 +133,38 @@ class Advice(Explanation):
 
 @dataclass(frozen=True)
 class Question:
-    """A model, a cluster, and how much of it a step should train.
+    """A model, and what is asked of a plan for it.
 
     Attributes:
-        target: as `autopar.models.targets.resolve_target` reads it.
-        cluster: where.
-        batch: sequences of a step on all ranks; None for one per rank, or for the example's own.
-        seq: tokens of a sequence; None for what the model is known for.
-        wishes: constraints.
-        software: what the runtime adds or hides.
-        progress: told what is being done.
-        precision: a mixed-precision policy to capture the model under.
+        target: name of the model, as `autopar.models.targets.resolve_target` reads it.
+        request: what is asked, for a number of ranks; where its batch is None, the step has one sequence
+            for every rank, or the example's own batch.
+        seq: number of tokens of a sequence; None for what the model is known for.
+        progress: function that is called with what is being done.
     """
 
     target: str
-    cluster: Cluster
-    batch: int | None = None
+    request: Request
     seq: int | None = None
-    wishes: Wishes = field(default_factory=Wishes)
-    software: Software = AUTOPAR
     progress: Progress = silent
-    precision: MixedPrecision | None = None
     _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
         default_factory=dict, compare=False
     )
 
     @property
+    def cluster(self) -> Cluster:
+        """The machine that is asked for."""
+        return self.request.cluster
+
+    @property
     def bound_bytes(self) -> int:
-        """What a rank may use."""
-        bound = self.wishes.max_memory_bytes
-        return int(self.cluster.hardware.memory_bytes) if bound is None else bound
+        """Bytes that a rank may use."""
+        return self.request.bound_bytes
+
+    def _asked(self, graph: Graph) -> Request:
+        """The request with pins as the search reads them, and the training state of the graph."""
+        pins = expand_pins(self.request.pins, graph, self.request.hardware)
+        return self.request.but(pins=pins, training_state=training_state_of(graph))
 
     @cached_property
     def model(self) -> Target:
@@ -184,7 +178,7 @@ class Question:
         if batch not in self._captured:
             self.progress(f"capturing {self.target}")
             target = resolve_target(self.target, batch=batch or None, seq=self.seq)
-            self._captured[batch] = (target, *_capture(target, precision=self.precision))
+            self._captured[batch] = (target, *_capture(target, precision=self.request.precision))
         return self._captured[batch][1:]
 
     # --- all ways
@@ -193,48 +187,48 @@ class Question:
     def space(self) -> Space:
         """All settings of the captured model on the cluster."""
         _, graph = self.captured(_EXPLORED_BATCH)
-        wanted = self.wishes.recomputes
         again: tuple[Recompute, ...] = tuple(
             each
-            for each in wanted
+            for each in recomputations(self.request)
             if not isinstance(each, float) and (graph.stacks or each == "none")
         )
         own = "batch" in graph.factors and self.model.own_batch
         self.progress("searching the layouts of every recipe")
         return Space(
-            graph, self.cluster, self._global_batch(graph), training_state_of(graph), self.software,
-            stages=self.wishes.depths,
+            graph, self.cluster, self._global_batch(graph), training_state_of(graph),
+            self.request.software,
+            stages=self.request.depths or (1,),
             recomputes=again,
-            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
+            pins=self._asked(graph).pins,
             own_batch=own or "batch" not in graph.factors,
         )  # fmt: skip
 
     def _global_batch(self, graph: Graph) -> int:
         if not self.model.own_batch:
-            return self.batch or self.cluster.ranks
+            return self.request.batch or self.cluster.ranks
         factor = graph.factors.get("batch")
         own = factor.size if factor else 1
-        if (self.batch or own) % own:
+        if (self.request.batch or own) % own:
             raise AutoparError(
-                f"A batch of {self.batch} is no multiple of the {own} sequences of {self.target}'s own "
+                f"A batch of {self.request.batch} is no multiple of the {own} sequences of {self.target}'s own "
                 "example inputs; give the function a parameter named batch, or another --batch."
             )
-        return self.batch or own * (self.wishes.micro_batches or 1)
+        return self.request.batch or own * (self.request.micro_batches or 1)
 
     @cached_property
     def settings(self) -> tuple[Priced, ...]:
-        """Every setting that the wishes leave, priced, fastest first. Raises AutoparError for none."""
-        self.wishes.check()
+        """Every setting that the request leaves, priced, fastest first. Raises AutoparError for none."""
+        check_closed_form(self.request)
         priced = self.space.price()
         if {"none", "full"} <= {*self.space.recomputes}:  # and what lies between
             priced += self.space.with_fewest_blocks(priced, self.bound_bytes)
             priced.sort(key=lambda each: (each.seconds, each.setting.name))
         node = self.cluster.devices_per_node
-        found = tuple(each for each in priced if self.wishes.allow(each.setting, node))
+        found = tuple(each for each in priced if allows(self.request, each.setting, node))
         if not found:
             raise SearchError(
                 f"Nothing is left of the {len(priced)} ways to lay {self.target} on {self.cluster}: "
-                f"{self.wishes.text} rule out all of them. Drop one of these wishes."
+                f"{self.request.text} rule out all of them. Drop one of them."
             )
         return found
 
@@ -242,10 +236,9 @@ class Question:
 
     def answer(self) -> Advice:
         """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
-        if self.wishes.mesh is not None:
-            self._check_mesh(self.wishes.mesh)
-            if not self._needs_closed_form:
-                return self._given(self.wishes.mesh)
+        mesh = self.request.mesh
+        if mesh is not None and not self._needs_closed_form:
+            return self._staged(mesh) if self.request.has_stages else self._given(mesh)
         fitting = [each for each in self.settings if each.memory_bytes <= self.bound_bytes]
         if not fitting:
             raise SearchError(self.why_nothing_fits())
@@ -260,14 +253,14 @@ class Question:
         setting = priced.setting
         prepared, graph = self.captured(setting.micro_batch * setting.dp)
         self.progress(f"searching the plan for {setting.name}")
-        stages = StageWishes(setting.schedule or None, recompute=setting.recompute)
-        whole = not self._is_few
-        plan = make_plan(
-            _with_graph(prepared, graph), setting.world_mesh if whole else setting.mesh,
-            hardware=self.cluster.hardware, recipe=setting.recipe, memory_bytes=UNBOUNDED_BYTES,
-            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
-            micro_batches=setting.micro_batches, stages=stages if whole else NO_WISHES,
+        stage = self._asked(graph).but(
+            mesh=setting.mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
+            stages=None, schedule=None, chunks=None, recompute=None, must_fit=False,
         )  # fmt: skip
+        whole = stage.but(
+            mesh=setting.world_mesh, schedule=setting.schedule or None, recompute=setting.recompute
+        )
+        plan = make_plan(_with_graph(prepared, graph), stage if self._is_few else whole)
         plan = replace(plan, recompute=setting.recompute)
         run = Run(
             setting.micro_batches, setting.stages, recompute=setting.recompute,
@@ -283,44 +276,30 @@ class Question:
     @property
     def _needs_closed_form(self) -> bool:
         """Whether stages or layers that run again are asked of a model with few layers captured."""
-        asked = self.wishes.mesh is not None and PIPELINE_AXIS in self.wishes.mesh.names
-        return self._is_few and (asked or self.wishes.recompute not in (None, "none"))
-
-    def _check_mesh(self, mesh: Mesh) -> None:
-        if mesh.size != self.cluster.ranks:
-            raise MeshError(
-                f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.cluster.ranks}."
-            )
+        again = self.request.recompute not in (None, "none")
+        return self._is_few and (self.request.has_stages or again)
 
     def _given(self, mesh: Mesh) -> Advice:
-        """The plan for a mesh that was given, whether or not it fits."""
-        if PIPELINE_AXIS in mesh.names:
-            return self._staged(mesh)
-        self._stage_wishes.refuse_schedule(mesh)
+        """The plan for a mesh without stages that was given."""
         count, prepared, graph = self._micro_batch(mesh)
         self.progress(f"searching the plan for {mesh}")
-        plan = make_plan(
-            _with_graph(prepared, graph), mesh, hardware=self.cluster.hardware,
-            recipe=self.wishes.recipe, micro_batches=count, memory_bytes=self.bound_bytes,
-            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
-            stages=self._stage_wishes,
-        )  # fmt: skip
+        request = self._searched(graph).but(micro_batches=count)
+        plan = make_plan(_with_graph(prepared, graph), request)
         found = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
         return replace(found, candidates=(_row(found, f"{mesh} {plan.recipe}", "", ""),))
 
-    @property
-    def _stage_wishes(self) -> StageWishes:
-        wanted = self.wishes.recomputes
-        recompute = wanted[0] if len(wanted) == 1 else None
-        return StageWishes(self.wishes.schedule, self.wishes.chunks, recompute)
+    def _searched(self, graph: Graph) -> Request:
+        """What is searched on a mesh that was given: recomputation is decided where one choice is left."""
+        left = recomputations(self.request)
+        return self._asked(graph).but(recompute=left[0] if len(left) == 1 else None)
 
     def _micro_batch(self, mesh: Mesh) -> tuple[int, Prepared, Graph]:
         """How many micro-batches a step has, and one of them captured."""
-        count = self.wishes.micro_batches or 1
+        count = self.request.micro_batches or 1
         if self.model.own_batch:
             prepared, graph = self.captured(0)
             return self._own_batches(graph), prepared, graph
-        batch = self.batch or mesh.size * count
+        batch = self.request.batch or mesh.size * count
         if batch % count:
             raise AutoparError(f"{count} micro-batches do not divide a batch of {batch} sequences.")
         return count, *self.captured(batch // count)
@@ -329,11 +308,11 @@ class Question:
         """How many micro-batches a step has if each is the target's own example."""
         own = graph.factors["batch"].size if "batch" in graph.factors else 1
         count = self._global_batch(graph) // own
-        if self.wishes.micro_batches not in (None, count):
+        if self.request.micro_batches not in (None, count):
             raise AutoparError(
-                f"A batch of {self.batch} is {count} times the {own} sequences of {self.target}'s own "
+                f"A batch of {self.request.batch} is {count} times the {own} sequences of {self.target}'s own "
                 f"example inputs, which are a micro-batch, and --micro-batches says "
-                f"{self.wishes.micro_batches}. Leave one of them out."
+                f"{self.request.micro_batches}. Leave one of them out."
             )
         return count
 
@@ -341,21 +320,24 @@ class Question:
 
     def _staged(self, mesh: Mesh) -> Advice:
         """The plan with pipeline stages, and the other schedules that were searched."""
-        rows, count = self._rows(mesh), self.wishes.micro_batches
-        if self.model.own_batch and self.batch is not None:
+        rows, count = self._rows(mesh), self.request.micro_batches
+        if self.model.own_batch and self.request.batch is not None:
             count = self._own_batches(self.captured(0)[1])
         if rows % (count or 1):
             raise AutoparError(f"{count} micro-batches do not divide a batch of {rows} sequences.")
         self.progress(f"searching the stages for {mesh}")
-        found = self._search_stages(mesh, rows // (count or 1), count, asdict(self._stage_wishes))
+        _, graph = self._captured_rows(rows // (count or 1))
+        request = self._searched(graph).but(batch=rows, micro_batches=count)
+        found = self._search_stages(request)
         best = found.best.setting
         own, m = found, best.shape.micro_batches
         if m != (count or 1):  # a plan is of a graph that has its own size
-            only = {
-                "schedule": best.shape.schedule, "chunks": best.shape.chunks,
-                "recompute": best.recompute,
-            }  # fmt: skip
-            own = self._search_stages(mesh, rows // m, m, only)
+            own = self._search_stages(
+                request.but(
+                    micro_batches=m, schedule=best.shape.schedule, chunks=best.shape.chunks,
+                    recompute=best.recompute, without=frozenset(),
+                )
+            )  # fmt: skip
         _, graph = self._captured_rows(rows // m)
         plan = take_parts(own.plan, graph)
         answer = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
@@ -365,23 +347,19 @@ class Question:
 
     def _rows(self, mesh: Mesh) -> int:
         """Sequences of a step; where nobody says, one a rank or the example's, of every micro-batch."""
-        if self.batch is not None:
-            return self.batch
+        if self.request.batch is not None:
+            return self.request.batch
         own = captured_batch(self.captured(0)[1]) if self.model.own_batch else mesh.size
-        return own * (self.wishes.micro_batches or 1)
+        return own * (self.request.micro_batches or 1)
 
-    def _search_stages(
-        self, mesh: Mesh, rows: int, count: int | None, stages: Mapping[str, Any]
-    ) -> PipelineFound:
-        """The best pipeline for a graph of so many rows."""
-        prepared, graph = self._captured_rows(rows)
+    def _search_stages(self, request: Request) -> PipelineFound:
+        """The best pipeline for a request whose batch is known."""
+        assert request.batch is not None, "the batch of a step is known"
+        count = request.micro_batches or 1
+        prepared, graph = self._captured_rows(request.batch // count)
         return search_pipeline(
-            graph, mesh, hardware=self.cluster.hardware, recipe=self.wishes.recipe,
-            micro_batches=count, captured_micro_batches=count or 1, memory_bytes=self.bound_bytes,
-            pins=expand_pins(self.wishes.pins, graph, self.cluster.hardware),
-            fingerprint=prepared.captured.fingerprint, training_state=training_state_of(graph),
-            software=self.software, **stages,
-        )  # fmt: skip
+            graph, request, captured_micro_batches=count, fingerprint=prepared.captured.fingerprint
+        )
 
     def _captured_rows(self, rows: int) -> tuple[Prepared, Graph]:
         """A micro-batch of so many rows, of the example's where its batch is its own."""
@@ -390,7 +368,7 @@ class Question:
         if rows not in self._captured:
             own = captured_batch(self.captured(0)[1])
             self._captured[rows] = (
-                self.model, *_capture(self.model, (own, rows), precision=self.precision)
+                self.model, *_capture(self.model, (own, rows), precision=self.request.precision)
             )  # fmt: skip
         return self._captured[rows][1:]
 
@@ -399,7 +377,7 @@ class Question:
         plan = other.plan
         sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
         step = SimulatedStep(
-            sized, plan, self.cluster.hardware, training_state_of(graph), self.software
+            sized, plan, self.cluster.hardware, training_state_of(graph), self.request.software
         )
         memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
         return Candidate(
@@ -415,7 +393,7 @@ class Question:
             notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_second(plan)),
         )
         return Advice(
-            graph, plan, self.cluster, run, self.software, self.wishes.max_memory_bytes,
+            graph, plan, self.cluster, run, self.request.software, self.bound_bytes,
             tokens=tokens_of(graph), words=self.model.words,
         )  # fmt: skip
 
@@ -438,7 +416,9 @@ class Question:
             found.append(_change(what, priced, best, self.bound_bytes))
         for size_bytes in _memories(self.bound_bytes):
             what = f"{size_bytes / 1e9:.0f} GB of memory"
-            change = _change(what, self.settings, best, size_bytes)
+            hardware = replace(self.cluster.hardware, memory_bytes=size_bytes)
+            bound = self.request.but(hardware=hardware, memory_bytes=None).bound_bytes
+            change = _change(what, self.settings, best, bound)
             found.append(change if change and change.best != best.setting.name else None)
         return tuple(each for each in found if each is not None)
 

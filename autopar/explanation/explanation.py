@@ -36,6 +36,7 @@ from autopar.ir import Graph, Mesh, Plan
 from autopar.pipeline.simulation import Simulation
 from autopar.search import search as search_plan
 from autopar.search.pipeline import search_pipeline
+from autopar.search.request import Request
 from autopar.units import format_bytes, format_seconds
 
 # Words for what a person may change, and the symbols that each of them scales.
@@ -431,19 +432,23 @@ class Explanation:
                 f"A new search for another {sizes[0]} needs a new capture: explain the model again."
             )
         hardware = changed_hardware(self.cluster.hardware, changes)
-        settings: dict[str, Any] = {
-            "hardware": hardware, "recipe": self.plan.recipe, "memory_bytes": changed.bound_bytes,
-            "micro_batches": self.plan.micro_batches, "fingerprint": self.plan.fingerprint,
-        }  # fmt: skip
+        count = self.plan.micro_batches
+        request = Request(
+            hardware, mesh=self.plan.world_mesh, recipe=self.plan.recipe, micro_batches=count,
+            memory_bytes=changed.bound_bytes, training_state=self.run.training_state,
+            software=self.software,
+        )  # fmt: skip
         if self.plan.pipeline is None:
-            plan = search_plan(self.graph, self.plan.mesh, **settings)
-        else:
-            found = search_pipeline(
-                self.graph, self.plan.world_mesh, **settings,
-                captured_micro_batches=self.plan.micro_batches, recompute=self.plan.recompute,
-                training_state=self.run.training_state, software=self.software,
+            plan = search_plan(
+                self.graph, self.plan.mesh, hardware=hardware, recipe=request.recipe,
+                memory_bytes=request.bound_bytes, micro_batches=count,
+                fingerprint=self.plan.fingerprint,
             )  # fmt: skip
-            plan = found.plan
+        else:
+            plan = search_pipeline(
+                self.graph, request.but(recompute=self.plan.recompute),
+                captured_micro_batches=count, fingerprint=self.plan.fingerprint,
+            ).plan  # fmt: skip
         cluster = replace(self.cluster, hardware=hardware)
         run = replace(self.run, chunks=plan.pipeline.chunks) if plan.pipeline else self.run
         return replace(

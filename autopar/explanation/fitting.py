@@ -12,6 +12,7 @@ from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Advice, Question
 from autopar.search.candidates import DATA, Priced, Setting, best_that_fits, smallest
+from autopar.search.intents import allows
 
 _FACTORS = (2, 4, 8, 16, 32, 64)  # of nodes
 
@@ -60,7 +61,7 @@ class Fit:
 
 
 def will_it_fit(question: Question) -> Fit:
-    """Whether a question's wishes leave a way that fits, and what would change that."""
+    """Whether a request leaves a way that fits, and what would change that."""
     bound = question.bound_bytes
     asked = best_that_fits(question.settings, bound) or smallest(question.settings)
     advice = question.explain(asked)
@@ -128,9 +129,9 @@ def _kinds(s: Setting) -> list[_Kind]:
 
 
 def _refused(question: Question, setting: Setting) -> bool:
-    """Whether a setting uses what the wishes forbid by name; all else may be changed."""
-    wishes = replace(question.wishes, mesh=None, recipe="auto", micro_batches=None)
-    return not wishes.allow(setting, question.cluster.devices_per_node)
+    """Whether a setting uses what the request rules out by name; all else may be changed."""
+    request = question.request.but(mesh=None, recipe="auto", chunks=None, micro_batches=None)
+    return not allows(request, setting, question.cluster.devices_per_node)
 
 
 def _remedy(what: str, then: Priced, asked: Priced) -> Remedy:
@@ -146,7 +147,7 @@ def _other_clusters(question: Question, asked: Priced) -> Iterator[Remedy]:
             what = f"{factor} times the nodes, {cluster.ranks * factor} ranks"
             yield _remedy(what, more, asked)
             break
-    if question.wishes.max_memory_bytes is None:
+    if question.request.memory_bytes is None:
         yield from _other_devices(question, asked)
 
 
@@ -162,7 +163,8 @@ def _other_devices(question: Question, asked: Priced, count: int = 2) -> Iterato
             continue
         there = replace(hardware, devices_per_node=cluster.devices_per_node)
         priced = _on(question, as_eager_runs(Cluster(there, cluster.nodes)), asked)
-        if priced is not None and priced.memory_bytes <= hardware.memory_bytes:
+        bound_bytes = question.request.but(hardware=there, mesh=None).bound_bytes
+        if priced is not None and priced.memory_bytes <= bound_bytes:
             count -= 1
             yield _remedy(f"{hardware.name}, {hardware.memory_bytes / 1e9:.0f} GB", priced, asked)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,10 +12,8 @@ from torch import nn
 from autopar.analysis.factors import Analysis, analyze
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
-from autopar.cost_model import Hardware
-from autopar.errors import AutoparError, MeshError, PlanError, SearchError, StepError
+from autopar.errors import AutoparError, PlanError, SearchError, StepError
 from autopar.ir import (
-    PIPELINE_AXIS,
     UNSPLIT,
     Graph,
     Labels,
@@ -30,44 +28,14 @@ from autopar.ir import (
     is_legal,
     with_pipeline,
 )
-from autopar.ir.recompute import RecomputeWish, check_wish
+from autopar.ir.recompute import RecomputeWish
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import count_repeating, has_blocks
-from autopar.search import RecipeLike, search
 from autopar.search.notes import undivided_lines
 from autopar.search.pipeline import search_pipeline, search_pipeline_mesh, seconds_of_one_stage
-from autopar.search.search import search_with_cost
+from autopar.search.request import Request
+from autopar.search.search import Found, search_with_cost
 from autopar.units import counted
-
-
-@dataclass(frozen=True)
-class StageWishes:
-    """What a caller asks of pipeline stages and recomputation; None leaves it to the search.
-
-    Attributes:
-        schedule: one of `autopar.ir.SCHEDULES`.
-        chunks: stages of each pipeline rank.
-        recompute: how many blocks of every stage run again in backward, or the part of the memory for
-            activations that may be kept, see `autopar.ir.recompute`; None for the fewest that fit.
-    """
-
-    schedule: str | None = None
-    chunks: int | None = None
-    recompute: RecomputeWish | None = None
-
-    def __post_init__(self) -> None:
-        check_wish(self.recompute)
-
-    def refuse_schedule(self, mesh: Mesh) -> None:
-        """Raises MeshError if a schedule is asked for on a mesh without stages."""
-        if self.schedule is not None or self.chunks is not None:
-            raise MeshError(
-                f"schedule={self.schedule!r} and chunks={self.chunks} are of pipeline stages, and the mesh "
-                f"{mesh} has no axis {PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave them out."
-            )
-
-
-NO_WISHES = StageWishes()
 
 # What PyTorch takes on the CPU for an op of no size: 20 us for forward and backward, two to three kernels,
 # of a GPT of width 8 on one core of a cloud server, torch 2.13.
@@ -134,56 +102,132 @@ def policy_of(
 
 def make_plan(
     prepared: Prepared,
-    mesh: Mesh | Mapping[str, int] | None,
+    request: Request,
     *,
-    world_size: int | None = None,
-    hardware: Hardware,
-    recipe: RecipeLike = "auto",
-    pins: Mapping[str, str] | None = None,
-    memory_bytes: int | None = None,
-    micro_batches: int | None = None,
     captured_micro_batches: int | None = None,
-    stages: StageWishes = NO_WISHES,
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
 ) -> Plan:
-    """Searches a plan; without a mesh its shape is searched too, for `world_size` ranks.
+    """Searches a plan; without a mesh its shape is searched too, for the request's number of ranks.
 
     Args:
-        micro_batches: of a step; None leaves them open where there are stages, and is 1 elsewhere.
-        captured_micro_batches: how many of the captured batch make a step; by default `micro_batches`.
-        stages: what is asked of a pipeline and of recomputation.
+        prepared: the model, at the size of a micro-batch where the request says how many there are, and
+            otherwise of any number of them.
+        request: what is asked.
+        captured_micro_batches: number of captured batches that make a step; by default the request's
+            number of micro-batches.
+        fixed_storage: how parameters lie that were placed before, by name.
 
-    Raises MeshError, RecipeError or SearchError where none can be, and PlanError for recomputation of
-    more blocks than can run again.
+    Raises MeshError, RecipeError or SearchError where no plan can be made, and PlanError for
+    recomputation of more blocks than the model has.
     """
     graph = prepared.analysis.graph
-    if micro_batches is None and _batch_elsewhere(graph):
-        micro_batches = captured_micro_batches or 1  # nobody's time is cut unasked
-    settings: dict[str, Any] = {
-        "hardware": hardware, "recipe": recipe, "pins": pins, "memory_bytes": memory_bytes,
-        "fingerprint": prepared.captured.fingerprint,
-    }  # fmt: skip
-    outer = {
-        **settings, "hardware": _issuing(hardware), **asdict(stages), "micro_batches": micro_batches,
-        "captured_micro_batches": captured_micro_batches or micro_batches or 1,
-    }  # fmt: skip
+    if request.micro_batches is None and _batch_elsewhere(graph):
+        # Micro-batches are parts of dim 0, which is not the batch here.
+        request = request.but(micro_batches=captured_micro_batches or 1)
     if fixed_storage is None:
-        _refuse_more_blocks(graph, stages.recompute)
-    if mesh is None:
-        assert world_size is not None and not fixed_storage, "a searched mesh needs a world size"
-        return _finished(search_pipeline_mesh(graph, world_size, **outer).plan, prepared)
-    mesh = Mesh.of(mesh)
-    if PIPELINE_AXIS in mesh.names:
-        return _finished(search_pipeline(graph, mesh, **outer).plan, prepared)
-    stages.refuse_schedule(mesh)
-    settings |= {"micro_batches": micro_batches or 1, "fixed_storage": fixed_storage}
-    if fixed_storage is None:
-        _refuse_no_blocks(graph, stages.recompute)
-    if stages.recompute == "none" or fixed_storage is not None or not has_blocks(graph):
-        return _finished(search(graph, mesh, **settings), prepared)
-    if stages.recompute is None:
-        return _finished(_that_fits(graph, mesh, settings, outer), prepared)
-    return _finished(_recomputing(graph, mesh, outer), prepared)
+        _refuse_more_blocks(graph, request.recompute)
+    task = _Task(
+        graph, request, prepared.captured.fingerprint,
+        captured_micro_batches or request.micro_batches or 1, fixed_storage,
+    )  # fmt: skip
+    return _finished(task.plan(), prepared)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One search: what is asked, of which graph.
+
+    Attributes:
+        graph: the analyzed model.
+        request: what is asked.
+        fingerprint: name of the captured graph, which the plan notes.
+        captured: number of captured batches that make a step.
+        fixed_storage: how parameters lie already; None where that is open.
+    """
+
+    graph: Graph
+    request: Request
+    fingerprint: str
+    captured: int
+    fixed_storage: Mapping[str, ParameterPlan] | None
+
+    def plan(self) -> Plan:
+        request = self.request
+        if request.mesh is None:
+            assert request.ranks is not None and not self.fixed_storage, "ranks to make a mesh of"
+            return search_pipeline_mesh(
+                self.graph, self._issuing(), captured_micro_batches=self.captured,
+                fingerprint=self.fingerprint,
+            ).plan  # fmt: skip
+        if request.has_stages:
+            return self._staged(self._issuing())
+        if self.fixed_storage is None:
+            _refuse_no_blocks(self.graph, request.recompute)
+        if request.recompute == "none" or self.fixed_storage is not None:
+            return self._flat().plan
+        if not has_blocks(self.graph):
+            return self._flat().plan
+        return self._that_fits() if request.recompute is None else self._recomputing()
+
+    def _issuing(self) -> Request:
+        """The request with the time that issuing an op takes, without which micro-batches would be free."""
+        hardware = self.request.hardware
+        if hardware.host_seconds:
+            return self.request
+        return self.request.but(hardware=replace(hardware, host_seconds=_ISSUE_SECONDS))
+
+    def _flat(self) -> Found:
+        """The plan without pipeline stages and without recomputation."""
+        request = self.request
+        assert request.mesh is not None, "a mesh was given"
+        return search_with_cost(
+            self.graph, request.mesh, hardware=request.hardware, recipe=request.recipe,
+            pins=request.pins, memory_bytes=request.search_bound_bytes,
+            micro_batches=request.micro_batches or 1, fingerprint=self.fingerprint,
+            fixed_storage=self.fixed_storage,
+        )  # fmt: skip
+
+    def _staged(self, request: Request) -> Plan:
+        """The plan with pipeline stages."""
+        return search_pipeline(
+            self.graph, request, captured_micro_batches=self.captured,
+            fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
+        ).plan  # fmt: skip
+
+    def _recomputing(self) -> Plan:
+        """A plan without stages, found as a pipeline of one rank, whose schedule does not matter."""
+        request = self._issuing()
+        assert request.mesh is not None, "a mesh was given"
+        whole = request.but(
+            mesh=with_pipeline(request.mesh, 1, 0), schedule="gpipe",
+            micro_batches=request.micro_batches or 1,
+        )  # fmt: skip
+        return replace(self._staged(whole), pipeline=None)
+
+    def _that_fits(self) -> Plan:
+        """The faster one of the plan that recomputes nothing and the plan that may recompute blocks.
+
+        Recomputation is searched only where memory keeps the search from its fastest plan.
+        """
+        try:
+            found = self._flat()
+        except SearchError as error:
+            try:
+                return self._recomputing()
+            except SearchError as other:
+                if str(other) == str(error):
+                    raise error from None
+                raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
+        if not found.is_tight:
+            return found.plan
+        try:
+            again = self._recomputing()
+        except SearchError:
+            # The pipeline's memory counts the largest transient too, so that nothing may fit there.
+            return found.plan
+        hardware = self._issuing().hardware
+        seconds = [seconds_of_one_stage(self.graph, p, hardware) for p in (again, found.plan)]
+        return again if again.recompute != "none" and seconds[0] < seconds[1] else found.plan
 
 
 def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
@@ -305,44 +349,6 @@ def unsplit_plan(
         precision=graph.precision,
         notes=("no axis divides anything, so that every rank does all",),
     )  # fmt: skip
-
-
-def _issuing(hardware: Hardware) -> Hardware:
-    """The hardware with the time that it takes to issue an op, without which micro-batches would be free."""
-    return hardware if hardware.host_seconds else replace(hardware, host_seconds=_ISSUE_SECONDS)
-
-
-def _that_fits(
-    graph: Graph, mesh: Mesh, settings: Mapping[str, Any], outer: Mapping[str, Any]
-) -> Plan:
-    """A plan without stages, with blocks that run again where memory is too tight for what is fastest.
-
-    Of what fits without them and what fits with them it is the faster one.
-    """
-    try:
-        found = search_with_cost(graph, mesh, **settings)
-    except SearchError as error:
-        try:
-            return _recomputing(graph, mesh, outer)
-        except SearchError as other:
-            if str(other) == str(error):
-                raise error from None
-            raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
-    if not found.is_tight:
-        return found.plan
-    try:
-        again = _recomputing(graph, mesh, outer)
-    except SearchError:  # what is there for a moment counts there too
-        return found.plan
-    seconds = [seconds_of_one_stage(graph, p, outer["hardware"]) for p in (again, found.plan)]
-    return again if again.recompute != "none" and seconds[0] < seconds[1] else found.plan
-
-
-def _recomputing(graph: Graph, mesh: Mesh, settings: Mapping[str, Any]) -> Plan:
-    """A plan without stages is one of a pipeline of one rank, whose schedule is of no account."""
-    whole = with_pipeline(mesh, 1, 0)
-    settings = {**settings, "schedule": "gpipe", "micro_batches": settings["micro_batches"] or 1}
-    return replace(search_pipeline(graph, whole, **settings).plan, pipeline=None)
 
 
 def take_parts(plan: Plan, graph: Graph) -> Plan:

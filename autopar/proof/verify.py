@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,7 +22,6 @@ from autopar.ops.nodes import bound_arguments, draws
 from autopar.ops.sharding import shard
 from autopar.planning.planning import (
     Prepared,
-    StageWishes,
     make_plan,
     policy_of,
     prepare_step,
@@ -36,6 +34,7 @@ from autopar.proof.random_plan import random_plan
 from autopar.proof.rehearsal import Rehearsal, actions_of
 from autopar.rules.trial import dense
 from autopar.search import RecipeLike
+from autopar.search.request import Request
 from autopar.units import counted
 
 TOLERANCE_FLOAT64 = 1e-9
@@ -159,6 +158,10 @@ def verify(
         precision: as in `compile`; by default that of the plan. The single device runs the model with
             parameters and inputs cast in the same way.
     """
+    request = Request(
+        find_hardware("cpu-gloo"), mesh=Mesh.of(mesh), recipe=recipe, micro_batches=micro_batches,
+        schedule=schedule,
+    )  # fmt: skip
     policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
     subject = Subject.of(model, example_inputs, loss_fn=loss_fn, precision=policy)
     if isinstance(plan, Plan):
@@ -170,8 +173,7 @@ def verify(
         )
     if plan is not None:
         raise AutoparError(f'A plan to verify is a Plan, "random" or None, not {plan!r}.')
-    searched = _searched(subject.prepared, Mesh.of(mesh), recipe, micro_batches, schedule)
-    return subject.compare(searched)
+    return subject.compare(_searched(subject.prepared, request))
 
 
 @dataclass(frozen=True)
@@ -349,19 +351,11 @@ def tolerance(prepared: Prepared) -> float:
     return TOLERANCE_FLOAT32 if lowest_bytes < 8 else TOLERANCE_FLOAT64
 
 
-def _searched(
-    prepared: Prepared,
-    mesh: Mesh,
-    recipe: RecipeLike,
-    micro_batches: int | None,
-    schedule: str | None,
-) -> Plan:
-    # What is proved is the arithmetic: the ranks share this process's memory, whatever a plan would take.
-    depth = dict(mesh.axes).get(PIPELINE_AXIS)
-    return make_plan(
-        prepared, mesh, hardware=find_hardware("cpu-gloo"), recipe=recipe, memory_bytes=sys.maxsize,
-        micro_batches=micro_batches or (2 * depth if depth else 1), stages=StageWishes(schedule),
-    )  # fmt: skip
+def _searched(prepared: Prepared, request: Request) -> Plan:
+    """A plan for the proof of its arithmetic: the ranks share this process's memory."""
+    depth = dict(request.mesh.axes).get(PIPELINE_AXIS) if request.mesh else None
+    count = request.chosen_micro_batches or (2 * depth if depth else 1)
+    return make_plan(prepared, request.but(micro_batches=count, must_fit=False))
 
 
 def _single_device(

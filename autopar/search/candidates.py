@@ -31,7 +31,6 @@ from autopar.units import format_seconds
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
 TENSOR = ("tp", "tp+sp")
-UNBOUNDED_BYTES = 10**18  # where memory is judged by what a whole step takes, after the search
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ class Space:
             try:
                 self._plans[key] = search(
                     self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware,
-                    recipe=f"dp:{data},tp:{tensor}", pins=self.pins, memory_bytes=UNBOUNDED_BYTES,
+                    recipe=f"dp:{data},tp:{tensor}", pins=self.pins,
                 )  # fmt: skip
             except SearchError:
                 self._plans[key] = None

@@ -30,12 +30,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.cost_model import Hardware
-from autopar.cost_model.items import FULL, TrainingState
-from autopar.cost_model.software import AUTOPAR, Software
-from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
+from autopar.cost_model.software import AUTOPAR
+from autopar.errors import AutoparError, MeshError, PlanError, SearchError
 from autopar.ir import (
     PIPELINE_AXIS,
     SCHEDULES,
@@ -49,8 +48,6 @@ from autopar.ir import (
 from autopar.ir.batches import captured_batch, fits_graph, with_batch
 from autopar.ir.recompute import (
     Recompute,
-    RecomputeWish,
-    check_wish,
     format_recompute,
     words_of_recompute,
 )
@@ -59,13 +56,12 @@ from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTable, StageTables
 from autopar.search.balance import Balance, Shape, balance, balance_of, least_overfull
 from autopar.search.recipes import (
-    NAIVE,
-    RecipeLike,
     format_recipe,
     is_open,
     recipe_axes,
     split_recipe,
 )
+from autopar.search.request import Request
 from autopar.search.search import search, search_mesh
 from autopar.units import counted, format_bytes
 
@@ -75,7 +71,6 @@ SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 SEARCHED_CHUNKS = (2, 4)  # of schedules that run stages in rounds
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
-UNBOUNDED_BYTES = 10**18
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
 _EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
 _MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
@@ -156,104 +151,81 @@ class PipelineFound:
 
 def search_pipeline(
     graph: Graph,
-    mesh: Mesh | Mapping[str, int],
+    request: Request,
     *,
-    hardware: Hardware,
-    recipe: RecipeLike = "auto",
-    schedule: str | None = None,
-    chunks: int | None = None,
-    micro_batches: int | None = None,
     captured_micro_batches: int = 1,
-    recompute: RecomputeWish | None = None,
-    pins: Mapping[str, str] | None = None,
-    memory_bytes: int | None = None,
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
-    training_state: TrainingState = FULL,
-    software: Software = AUTOPAR,
 ) -> PipelineFound:
     """Finds the fastest plan with pipeline stages that fits into memory.
 
     Args:
         graph: the captured model with all its layers, at the size of a micro-batch.
-        mesh: of all ranks; its axis `pp` is the pipeline's.
-        hardware: what the prices are made of.
-        recipe: constraints, see `autopar.search.recipes`; one for the axis `pp` names the schedule.
-        schedule: one of `autopar.ir.SCHEDULES`; None leaves `SEARCHED_SCHEDULES` open.
-        chunks: stages of each pipeline rank; None leaves `SEARCHED_CHUNKS` open.
-        micro_batches: of a step; None leaves all open that divide the batch.
-        captured_micro_batches: how many of the graph's batch make a step.
-        recompute: how many blocks of every stage run again in backward, or the part of the memory for
-            activations that may be kept (`autopar.ir.recompute`); None for the fewest that fit.
-        pins, memory_bytes, fingerprint, fixed_storage: as in `search`.
-        training_state, software: see `autopar.cost_model`.
+        request: what is asked, with a mesh that has the axis `pp`. An open schedule is chosen among
+            `SEARCHED_SCHEDULES`, open chunks among `SEARCHED_CHUNKS`, an open number of micro-batches
+            among the divisors of the batch; open recomputation is that of the fewest blocks that fit.
+        captured_micro_batches: number of captured batches that make a step.
+        fingerprint, fixed_storage: as in `search`.
 
-    Raises MeshError for a mesh without `pp`, RecipeError for a recipe, pin or schedule that cannot hold,
-    PlanError for micro-batches that the schedule refuses, SearchError with more stages than blocks and
-    where no plan fits.
+    Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot hold, PlanError for
+    micro-batches that the schedule refuses, SearchError with more stages than blocks and where no plan
+    fits.
     """
-    mesh = Mesh.of(mesh)
-    if PIPELINE_AXIS not in mesh.names:
+    if not request.has_stages:
         raise MeshError(
-            f"The mesh {mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline."
+            f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline."
         )
-    wanted = _Wanted.of(recipe, schedule, chunks, micro_batches, recompute)
-    bound = hardware.memory_bytes if memory_bytes is None else memory_bytes
-    outer = _Search(
-        graph, mesh, hardware, wanted, bound, captured_micro_batches,
-        {
-            "recipe": wanted.inside, "pins": pins, "fixed_storage": fixed_storage,
-            "fingerprint": fingerprint,
-        },
-        {"training_state": training_state, "software": software},
-    )  # fmt: skip
-    found = outer.run()
-    plan = replace(found.plan, recipe=format_recipe(recipe))
+    found = _Search(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
+    plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))
 
 
 def search_pipeline_mesh(
-    graph: Graph,
-    world_size: int,
-    *,
-    hardware: Hardware,
-    recipe: RecipeLike = "auto",
-    **settings: Any,
+    graph: Graph, request: Request, *, captured_micro_batches: int = 1, fingerprint: str = ""
 ) -> PipelineFound:
     """The same over all depths of the pipeline, and the meshes of `search_mesh` inside a stage.
-
-    Args:
-        world_size: ranks of all stages. One stage is a pipeline of one rank.
-        settings: as in `search_pipeline`.
 
     Depths are open where nothing says otherwise. A schedule, or chunks, asks for several stages where there
     are several ranks. A recipe that names none does not ask for stages: then there are some only where no
     plan without them fits; `pp:auto,dp:ddp` leaves them open.
     A plan of one stage comes without a pipeline, if none was asked for by name.
+
+    Args:
+        graph, captured_micro_batches, fingerprint: as in `search_pipeline`.
+        request: what is asked, with the number of ranks of all stages together and no mesh.
+
     Raises SearchError with every depth's reason if none has a plan.
     """
-    wanted, inside = split_recipe(recipe)
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    wanted, _ = split_recipe(request.recipe)
     found: list[PipelineFound] = []
     reasons: list[str] = []
-    first, if_none_fits = _depths(world_size, recipe, settings)
+    first, if_none_fits = _depths(request)
     for depth in (*first, *if_none_fits):
         if found and depth in if_none_fits:
             break
         try:
-            mesh = _best_mesh(graph, depth, world_size // depth, hardware, inside, settings)
-            own = settings if wanted or depth > 1 else _whole_batch(settings)
-            found.append(search_pipeline(graph, mesh, hardware=hardware, recipe=recipe, **own))
+            own = request if wanted or depth > 1 else _whole_batch(request, captured_micro_batches)
+            own = own.but(
+                mesh=_best_mesh(graph, depth, request, captured_micro_batches), stages=None
+            )
+            found.append(
+                search_pipeline(
+                    graph, own, captured_micro_batches=captured_micro_batches,
+                    fingerprint=fingerprint,
+                )
+            )  # fmt: skip
         except (MeshError, PlanError, SearchError) as error:
             reasons.append(f"pp={depth}: {error}")
     if not found:
-        raise SearchError("\n".join([f"No plan on {world_size} ranks.", *reasons]))
+        raise SearchError("\n".join([f"No plan on {request.ranks} ranks.", *reasons]))
     best = min(found, key=lambda each: each.best.key)
     others = [
         f"{each.plan.world_mesh} {each.best.seconds * 1e3:.3f} ms"
         for each in found
         if each is not best
     ]
-    notes = [f"the fastest depth on {world_size} ranks; the others: {', '.join(others)}"]
+    notes = [f"the fastest depth on {request.ranks} ranks; the others: {', '.join(others)}"]
     plan = replace(best.plan, notes=(*best.plan.notes, *(notes if others else ())))
     if best.best.setting.shape.ranks == 1 and not wanted:
         plan = replace(plan, pipeline=None)
@@ -267,102 +239,62 @@ def seconds_of_one_stage(graph: Graph, plan: Plan, hardware: Hardware) -> float:
     return plan.micro_batches * each + float(table.once_seconds[0, -1]) + AUTOPAR.step_seconds
 
 
-def _depths(
-    world_size: int, recipe: RecipeLike, settings: Mapping[str, Any]
-) -> tuple[Sequence[int], Sequence[int]]:
+def _depths(request: Request) -> tuple[Sequence[int], Sequence[int]]:
     """The depths to choose from, and those to choose from if none of the first has a plan."""
-    depths = _divisors(world_size)
-    schedule, inside = split_recipe(recipe)
-    if schedule or settings.get("schedule") or settings.get("chunks"):
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    depths = _divisors(request.ranks)
+    if request.stages is not None:
+        return [depth for depth in depths if depth in request.stages], ()
+    if request.chosen_schedule or request.chunks:
         return depths[1:] or depths, ()
-    if PIPELINE_AXIS in recipe_axes(recipe) or is_open(inside):
+    if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
         return depths, ()
     return depths[:1], depths[1:]
 
 
-def _whole_batch(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _whole_batch(request: Request, captured: int) -> Request:
     """Without stages nobody's batch is cut unasked: that changes batch statistics, and means over masks."""
-    own = dict(settings)
-    own["micro_batches"] = own.get("micro_batches") or own.get("captured_micro_batches", 1)
-    return own
+    return request.but(micro_batches=request.micro_batches or captured)
 
 
-def _best_mesh(
-    graph: Graph, depth: int, ranks: int, hardware: Hardware, inside: RecipeLike,
-    settings: Mapping[str, Any],
-) -> Mesh:  # fmt: skip
+def _best_mesh(graph: Graph, depth: int, request: Request, captured: int) -> Mesh:
     """The mesh of all ranks whose stages have the mesh that `search_mesh` finds for them."""
-    pipeline = ((PIPELINE_AXIS, depth),)
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    ranks, pipeline = request.ranks // depth, ((PIPELINE_AXIS, depth),)
     if ranks == 1:
-        return Mesh((*pipeline, *((name, 1) for name in recipe_axes(inside))))
-    bound = settings.get("memory_bytes")
-    own: dict[str, Any] = {
-        "hardware": hardware, "recipe": inside, "pins": settings.get("pins"),
-        "micro_batches": settings.get("micro_batches") or settings.get("captured_micro_batches", 1),
-    }  # fmt: skip
-    relaxed = depth * (hardware.memory_bytes if bound is None else bound)
+        return Mesh((*pipeline, *((name, 1) for name in recipe_axes(request.inside))))
+    find = partial(
+        search_mesh, graph, ranks, hardware=request.hardware, recipe=request.inside,
+        pins=request.pins, micro_batches=request.micro_batches or captured,
+    )  # fmt: skip
+    bound = request.search_bound_bytes
     try:
-        plan = search_mesh(graph, ranks, memory_bytes=relaxed, **own)
+        plan = find(memory_bytes=None if bound is None else depth * bound)
     except SearchError:
-        if settings.get("recompute") == "none":
+        if request.recompute == "none":
             raise
-        plan = search_mesh(
-            graph, ranks, memory_bytes=UNBOUNDED_BYTES, **own
-        )  # blocks may run again
+        plan = find(memory_bytes=None)  # blocks may run again
     return Mesh((*pipeline, *plan.mesh.axes))
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What the caller leaves open: every field is what may be chosen, None for anything."""
+def _shapes(request: Request, ranks: int, micro_batches: int) -> Iterator[Shape]:
+    """Every schedule with every number of chunks that it can have; on one rank all are the same."""
+    chosen = request.chosen_schedule
+    schedules = (chosen,) if chosen else SEARCHED_SCHEDULES
+    for schedule in schedules if ranks > 1 else schedules[:1]:
+        for chunks in _chunks(request, schedule, ranks):
+            yield Shape(ranks, chunks, schedule, micro_batches)
 
-    inside: RecipeLike
-    schedules: tuple[str, ...]
-    chunks: int | None
-    micro_batches: int | None
-    recompute: RecomputeWish | None
 
-    @classmethod
-    def of(
-        cls, recipe: RecipeLike, schedule: str | None, chunks: int | None, micro_batches: int | None,
-        recompute: RecomputeWish | None,
-    ) -> _Wanted:  # fmt: skip
-        check_wish(recompute)
-        named, inside = split_recipe(recipe)
-        implied = "gpipe" if named == NAIVE else named or schedule
-        for each in (implied, schedule):
-            if each is not None and each not in SCHEDULES:
-                raise RecipeError(
-                    f"There is no schedule {each!r}; choose among {', '.join(SCHEDULES)}."
-                )
-        if schedule is not None and implied != schedule:
-            raise RecipeError(
-                f"The recipe names the pipeline {named!r}, and schedule={schedule!r} another; leave out one."
-            )
-        if named == NAIVE and micro_batches not in (None, 1):
-            raise RecipeError(
-                f"The recipe {NAIVE} runs one micro-batch, and micro_batches={micro_batches} was given; "
-                "use gpipe."
-            )
-        return cls(
-            inside, (implied,) if implied else SEARCHED_SCHEDULES, chunks,
-            1 if named == NAIVE else micro_batches, recompute,
-        )  # fmt: skip
-
-    def shapes(self, ranks: int, micro_batches: int) -> Iterator[Shape]:
-        """Every schedule with every number of chunks that it can have; on one rank all are the same."""
-        for schedule in self.schedules if ranks > 1 else self.schedules[:1]:
-            for chunks in self._chunks(schedule, ranks):
-                yield Shape(ranks, chunks, schedule, micro_batches)
-
-    def _chunks(self, schedule: str, ranks: int) -> tuple[int, ...]:
-        if self.chunks is not None and len(self.schedules) == 1:
-            return (self.chunks,)  # the plan refuses what the schedule cannot have
-        own = {"one": (1,), "v": (2,), "rounds": SEARCHED_CHUNKS}[SCHEDULES[schedule]]
-        if self.chunks is None:
-            return own if ranks > 1 or own == (1,) or len(self.schedules) == 1 else ()
-        rounds = own == SEARCHED_CHUNKS and self.chunks > 1
-        return (self.chunks,) if rounds or self.chunks in own else ()
+def _chunks(request: Request, schedule: str, ranks: int) -> tuple[int, ...]:
+    is_chosen = request.chosen_schedule is not None
+    if request.chunks is not None and is_chosen:
+        return (request.chunks,)
+    own = {"one": (1,), "v": (2,), "rounds": SEARCHED_CHUNKS}[SCHEDULES[schedule]]
+    if request.chunks is None:
+        return own if ranks > 1 or own == (1,) or is_chosen else ()
+    rounds = own == SEARCHED_CHUNKS and request.chunks > 1
+    return (request.chunks,) if rounds or request.chunks in own else ()
 
 
 class _Inner(NamedTuple):
@@ -386,15 +318,19 @@ class _Search:
     """One search: a mesh, and all that is open on it."""
 
     def __init__(
-        self, graph: Graph, mesh: Mesh, hardware: Hardware, wanted: _Wanted, bound: int, captured: int,
-        inside: Mapping[str, Any], pricing: Mapping[str, Any],
+        self, graph: Graph, request: Request, captured: int, fingerprint: str,
+        fixed_storage: Mapping[str, ParameterPlan] | None,
     ) -> None:  # fmt: skip
-        self.graph, self.mesh, self.hardware = graph, mesh, hardware
-        self.wanted, self.bound, self.captured = wanted, bound, captured
-        self.inside, self.pricing = inside, pricing
-        self.position = mesh.index(PIPELINE_AXIS)
-        self.ranks = mesh.sizes[self.position]
-        self.stage_mesh = without_pipeline(mesh)
+        assert request.mesh is not None, "a mesh with stages"
+        self.graph, self.request, self.captured = graph, request, captured
+        self.mesh, self.hardware = request.mesh, request.hardware
+        self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
+        bound = request.search_bound_bytes
+        self.bound: float = math.inf if bound is None else bound
+        self.asked_micro_batches = request.chosen_micro_batches
+        self.position = self.mesh.index(PIPELINE_AXIS)
+        self.ranks = self.mesh.sizes[self.position]
+        self.stage_mesh = without_pipeline(self.mesh)
         self.graphs: dict[int, Graph] = {}
         self.found: dict[str, Priced] = {}
         self.tables: dict[
@@ -408,7 +344,7 @@ class _Search:
             promised = min((each.seconds for each in self.overfull), default=math.inf)
             if self.found and promised >= _WORTH * self._best_seconds():
                 break
-            inner = self._stage_plan(share, self.wanted.micro_batches or self.captured)
+            inner = self._stage_plan(share, self.asked_micro_batches or self.captured)
             if inner is not None:
                 for micro_batches in self._micro_batches():
                     self._price_all(inner, micro_batches)
@@ -446,15 +382,18 @@ class _Search:
         """
         graph = self._graph(micro_batches)
         for wider in _WIDER if share == 1 else (1.0,):
-            relaxed = int(min(UNBOUNDED_BYTES, self.ranks * self.bound * share * wider))
+            relaxed = self.ranks * self.bound * share * wider
             try:
                 plan = search(
-                    graph, self.stage_mesh, hardware=self.hardware, memory_bytes=relaxed,
-                    micro_batches=micro_batches, **self.inside,
+                    graph, self.stage_mesh, hardware=self.hardware,
+                    memory_bytes=int(relaxed) if math.isfinite(relaxed) else None,
+                    micro_batches=micro_batches, recipe=self.request.inside,
+                    pins=self.request.pins, fixed_storage=self.fixed_storage,
+                    fingerprint=self.fingerprint,
                 )  # fmt: skip
                 return _Inner(plan, share)
             except SearchError:
-                if relaxed == UNBOUNDED_BYTES:
+                if math.isinf(relaxed):
                     raise
         return None
 
@@ -472,8 +411,8 @@ class _Search:
         return self.graphs[micro_batches]
 
     def _micro_batches(self) -> Sequence[int]:
-        if self.wanted.micro_batches is not None:
-            return (self.wanted.micro_batches,)
+        if self.asked_micro_batches is not None:
+            return (self.asked_micro_batches,)
         rows = captured_batch(self.graph) * self.captured
         most = _MOST_MICRO_BATCHES * self.ranks
         return [m for m in _divisors(rows) if m <= max(most, self.captured)]
@@ -487,13 +426,16 @@ class _Search:
             )
             return
         own = inner._replace(plan=replace(plan, micro_batches=micro_batches))
-        tables = StageTables(graph, own.plan, self.hardware, world=self.mesh, **self.pricing)
-        for shape in self.wanted.shapes(self.ranks, micro_batches):
+        tables = StageTables(
+            graph, own.plan, self.hardware, world=self.mesh,
+            training_state=self.request.training_state, software=self.request.software,
+        )  # fmt: skip
+        for shape in _shapes(self.request, self.ranks, micro_batches):
             self._price_shape(own, tables, shape)
 
     def _price_shape(self, inner: _Inner, tables: StageTables, shape: Shape) -> None:
         """A shape with as many blocks run again as are asked for, or as few as fit."""
-        wish = self.wanted.recompute
+        wish = self.request.recompute
         if isinstance(wish, float):
             wish = _fewest(tables, partial(self._is_within, wish, tables, shape))
         if wish is not None:
@@ -614,13 +556,12 @@ class _Search:
 
     def _once_seconds(self, table: StageTable, shape: Shape, cuts: Balance) -> float:
         """What the slowest rank does once a step, all its stages together."""
-        software: Software = self.pricing["software"]
         edges = [0, *cuts.cuts, table.blocks]
         ranks = [0.0] * shape.ranks
         for stage in range(shape.stages):
             rank = shape.blank.rank_of(stage)
             ranks[rank] += float(table.once_seconds[edges[stage], edges[stage + 1]])
-        return max(ranks) + software.step_seconds
+        return max(ranks) + self.request.software.step_seconds
 
     def _cut(self, plan: Plan, table: StageTable, setting: Setting, cuts: Balance) -> Plan:
         names = [table.starts[block] for block in cuts.cuts]
@@ -630,7 +571,7 @@ class _Search:
         """Prices the best number of micro-batches with a plan made for them."""
         best = min(self.found.values(), key=lambda each: each.key)
         m = best.setting.shape.micro_batches
-        if m != (self.wanted.micro_batches or self.captured):
+        if m != (self.asked_micro_batches or self.captured):
             inner = self._stage_plan(best.share, m)
             if inner is not None:
                 self._price_all(inner, m)

@@ -34,6 +34,7 @@ from autopar.search.recipes import RECIPES, RecipeLike, format_recipe, recipe_ax
 from autopar.units import format_bytes
 
 _MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
+_ANY_BYTES = 10**18  # more than any machine has, where there is no bound
 _LEAN = 0.8  # of the memory that the best plan takes: enough to forbid it
 _TOLERANCE = 1e-6  # relative, between the solver's price and the plan's
 
@@ -57,7 +58,7 @@ def search(
         hardware: what the prices are made of.
         recipe: constraints, see `autopar.search.recipes`.
         pins: single choices that are fixed, see `autopar.search.pins`.
-        memory_bytes: bound on the bytes of a rank; None for what the hardware has.
+        memory_bytes: bound on the bytes of a rank; None for no bound.
         micro_batches: how many of them make a step.
         fingerprint: of the captured model, noted in the plan.
         fixed_storage: parameters whose plan is already made, by name.
@@ -116,7 +117,7 @@ def search_with_cost(
         graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
         micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
     )  # fmt: skip
-    bound = hardware.memory_bytes if memory_bytes is None else memory_bytes
+    bound = _ANY_BYTES if memory_bytes is None else memory_bytes
     descents = [_descend(problem, order, bound) for order in _orders(mesh)]
     descents += _from_presets(problem, bound)
     is_tight = any(each.thrifty for each in problem.solved.values())
@@ -132,7 +133,8 @@ def search_with_cost(
     _agree(best, cost)
     seconds = tuple(d.seconds if d.bytes <= bound else math.inf for d in descents)
     notes = explain(
-        graph, plan, cost, bound_bytes=bound, hardware=hardware, descents_seconds=seconds
+        graph, plan, cost, bound_bytes=memory_bytes or hardware.memory_bytes, hardware=hardware,
+        descents_seconds=seconds,
     )  # fmt: skip
     return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
 

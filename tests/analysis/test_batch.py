@@ -12,6 +12,7 @@ from autopar.ir import S
 from autopar.passes import clean_up
 from autopar.planning.planning import make_plan
 from autopar.proof.verify import Subject
+from autopar.search.request import Request
 from tests.search.toy import TOY
 
 
@@ -34,7 +35,7 @@ def planned(model, *inputs, axis="dp", recipe="ddp", micro_batches=None):
     """The plan for two ranks, which gives the loss and gradients of one."""
     subject = Subject.of(model.double(), inputs, loss_fn=loss)
     plan = make_plan(
-        subject.prepared, {axis: 2}, hardware=TOY, recipe=recipe, micro_batches=micro_batches
+        subject.prepared, Request(TOY, mesh={axis: 2}, recipe=recipe, micro_batches=micro_batches)
     )
     report = subject.compare(plan)
     assert report.passed, report
@@ -228,4 +229,4 @@ def test_micro_batches_are_cut_from_a_batch_alone():
     with pytest.raises(PlanError, match=r"shape \[6, 4, 8\] is dim 1: take one"):
         planned(nn.LSTM(8, 8), torch.zeros(6, 4, 8).double(), micro_batches=2)
     subject = Subject.of(nn.LSTM(8, 8), (torch.zeros(6, 4, 8),), loss_fn=loss)
-    assert make_plan(subject.prepared, None, hardware=TOY, world_size=2).micro_batches == 1
+    assert make_plan(subject.prepared, Request(TOY, ranks=2)).micro_batches == 1

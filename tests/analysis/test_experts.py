@@ -12,6 +12,7 @@ from autopar.ir import Mesh
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verify import Subject
+from autopar.search.request import Request
 from benchmarks.zoo_models import build
 
 
@@ -22,7 +23,7 @@ def layers(subject):
 
 
 def planned(subject, mesh, recipe):
-    return make_plan(subject.prepared, Mesh.parse(mesh), recipe=recipe, hardware=H100)
+    return make_plan(subject.prepared, Request(H100, mesh=Mesh.parse(mesh), recipe=recipe))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def test_the_search_moves_rows_where_experts_are_heavier():
     with torch.device("meta"):
         model, rows = Big().bfloat16(), torch.empty(4096, 4096, dtype=torch.bfloat16)
     prepared = prepare_step(model, (rows,))
-    plan = make_plan(prepared, Mesh.of({"x": 8}), hardware=H100)
+    plan = make_plan(prepared, Request(H100, mesh=Mesh.of({"x": 8})))
     (layer,) = (op for op in prepared.analysis.graph.ops if op.kind == "autopar.analysis.experts")
     choice = layer.choice(plan.ops[layer.name][0])
     assert choice.factor == "up[0]"  # experts, and the rows go to them and back

@@ -16,6 +16,7 @@ from autopar.errors import CaptureError, SearchError
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan
 from autopar.proof.verify import Subject
+from autopar.search.request import Request
 
 
 def tokens(low=2):
@@ -76,7 +77,7 @@ def test_switch_transformers_drops_tokens_and_splits_experts():
     model(**batch)
     assert dropped[0] > 0, "no row is beyond the capacity"
     plan = make_plan(
-        subject.prepared, Mesh.parse("dp=2,ep=2"), recipe="dp:zero3,ep:ep", hardware=H100
+        subject.prepared, Request(H100, mesh=Mesh.parse("dp=2,ep=2"), recipe="dp:zero3,ep:ep")
     )
     layers = [
         op for op in subject.prepared.analysis.graph.ops if op.kind == "autopar.analysis.experts"

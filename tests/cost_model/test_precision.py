@@ -12,6 +12,7 @@ from autopar.cost_model import Sizes, conversion_seconds, find_hardware, paramet
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Pricer, TrainingState
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, R, S, Tensor, V
 from autopar.planning.planning import make_plan, prepare_step
+from autopar.search.request import Request
 from tests.cost_model.test_price import MACHINE
 
 MESH = Mesh.of({"dp": 4})
@@ -51,7 +52,7 @@ def held(
     batch = (torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype))
     prepared = prepare_step(model, batch, loss_fn=nn.functional.mse_loss, precision=policy)
     hardware = find_hardware("cpu-gloo")
-    plan = make_plan(prepared, MESH, hardware=hardware, recipe="zero1")
+    plan = make_plan(prepared, Request(hardware, mesh=MESH, recipe="zero1"))
     pricer = Pricer(
         prepared.analysis.graph, plan, sizes=Sizes(MESH), hardware=hardware,
         links=[hardware.link(MESH, 0)], training_state=training_state,

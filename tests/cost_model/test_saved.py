@@ -20,6 +20,7 @@ from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.proof import lockstep
+from autopar.search.request import Request
 from benchmarks.saved_activations import (
     eager_kept_bytes,
     kept_bytes,
@@ -187,7 +188,7 @@ def test_ranks_keep_what_is_priced(recipe: str, tolerance: float) -> None:
     prepared = prepare_step(model, inputs, loss_fn=loss_fn)
     graph = prepared.analysis.graph
     plan = make_plan(
-        prepared, {"x": 2}, hardware=HARDWARE, recipe=recipe, memory_bytes=PLENTY_BYTES
+        prepared, Request(HARDWARE, mesh={"x": 2}, recipe=recipe, memory_bytes=PLENTY_BYTES)
     )
     found = rank_kept_bytes(prepared, model, inputs, plan)
     assert price(graph, plan, HARDWARE).saved_bytes == pytest.approx(found, rel=tolerance)

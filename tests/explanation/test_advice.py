@@ -12,13 +12,15 @@ from autopar.explanation.advice import Question, first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.ir import Mesh
 from autopar.search.candidates import best_that_fits
-from autopar.search.intents import Wishes, expand_pins
+from autopar.search.intents import expand_pins
+from autopar.search.request import Request
 
 TARGET = "examples.gpt:tiny_example"
 
 
-def ask(target="gpt2", cluster="h100x4", *, batch=16, seq=64, **wishes):
-    return Question(target, find_cluster(cluster), batch, seq, Wishes(**wishes))
+def ask(target="gpt2", cluster="h100x4", *, batch=16, seq=64, **options):
+    options = {"stages": None if "mesh" in options else (1,), **options}
+    return Question(target, Request.on(find_cluster(cluster), batch=batch, **options), seq)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     with pytest.raises(
         SearchError, match=r"\([\d,]+ bytes\) more than the 0.5 GB .*about \d+ ranks"
     ):
-        ask(max_memory_bytes=5 * 10**8).answer()
+        ask(memory_bytes=5 * 10**8).answer()
 
 
 def test_pins_over_an_axis_become_labels_of_products(question):
@@ -115,7 +117,7 @@ def test_pins_over_an_axis_become_labels_of_products(question):
 
 
 def test_remedies_fit_and_change_as_little_as_they_say():
-    fit = will_it_fit(ask(recipe="ddp", max_memory_bytes=3 * 10**9))
+    fit = will_it_fit(ask(recipe="ddp", memory_bytes=3 * 10**9))
     assert not fit.fits
     assert fit.remedies[0].what == "zero1 instead of ddp"
     assert all(each.memory_bytes <= 3e9 for each in fit.remedies)
@@ -139,11 +141,11 @@ def test_the_first_rows_of_inputs():
 
 def test_stages_of_a_function_are_cut_and_of_a_preset_are_not():
     mesh = Mesh.parse("pp=2,dp=2")
-    wishes = Wishes(mesh=mesh, recipe="pp:gpipe,dp:zero1", micro_batches=2, recompute="none")
-    whole = Question(TARGET, find_cluster("h100x4"), wishes=wishes).answer()
+    options = {"recipe": "pp:gpipe,dp:zero1", "micro_batches": 2, "recompute": "none"}
+    whole = ask(TARGET, batch=None, seq=None, mesh=mesh, **options).answer()
     assert whole.plan.pipeline is not None and whole.plan.world_mesh == mesh
     assert whole.step_seconds == whole.simulated.seconds
-    few = Question("gpt2", find_cluster("h100x4"), 16, 64, Wishes(mesh=mesh)).answer()
+    few = ask(mesh=mesh).answer()
     assert few.plan.pipeline is None and few.run.stages == 2
     assert few.setting.name.startswith("dp=2 ") and " x pp=2 " in few.setting.name
 

@@ -11,15 +11,15 @@ from autopar.explanation.advice import Question
 from autopar.explanation.differences import CostChange, Side, costs, differences, to_json, verdict
 from autopar.explanation.pages import page_of
 from autopar.ir import Pipeline
-from autopar.search.intents import Wishes
+from autopar.search.request import Request
 
 
 @pytest.fixture(scope="module")
 def sides():
     found = []
     for recipe in ("zero1", "zero3"):
-        wishes = Wishes(recipe=recipe)
-        answer = Question("gpt2", find_cluster("h100x4"), 16, 64, wishes).answer()
+        request = Request.on(find_cluster("h100x4"), batch=16, stages=(1,), recipe=recipe)
+        answer = Question("gpt2", request, 64).answer()
         document = json.loads(json.dumps(page_of(answer, "gpt2").document))
         found.append(Side(f"{recipe}.json", answer.plan, document))
     return found

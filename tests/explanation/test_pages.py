@@ -12,14 +12,15 @@ from autopar.explanation.pages import change_line, page_of, word_of
 from autopar.explanation.report import as_text, collectives
 from autopar.explanation.sheet import Sheet
 from autopar.ir import Mesh
-from autopar.search.intents import Wishes
+from autopar.search.request import Request
 from autopar.units import format_seconds
 from autopar.views import read_trace, show, to_html
 
 
 @pytest.fixture(scope="module")
 def answer():
-    return Question("gpt2", find_cluster("h100x4"), batch=16, seq=64).answer()
+    request = Request.on(find_cluster("h100x4"), batch=16, stages=(1,))
+    return Question("gpt2", request, seq=64).answer()
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +88,9 @@ def test_a_plan_that_does_not_fit_says_so(answer):
 
 @pytest.fixture(scope="module")
 def staged():
-    wishes = Wishes(mesh=Mesh.parse("pp=2,dp=2"), schedule="1f1b", micro_batches=4)
-    return Question("examples.gpt:tiny_example", find_cluster("h100x4"), wishes=wishes).answer()
+    mesh = Mesh.parse("pp=2,dp=2")
+    request = Request.on(find_cluster("h100x4"), mesh=mesh, schedule="1f1b", micro_batches=4)
+    return Question("examples.gpt:tiny_example", request).answer()
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +139,8 @@ def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
 
 
 def test_few_layers_stand_for_stages_by_the_closed_form():
-    wishes = Wishes(mesh=Mesh.parse("pp=2,dp=2"))
-    found = Question("gpt2", find_cluster("h100x4"), 16, 64, wishes=wishes).answer()
+    request = Request.on(find_cluster("h100x4"), mesh=Mesh.parse("pp=2,dp=2"), batch=16)
+    found = Question("gpt2", request, 64).answer()
     page = page_of(found, "gpt2")
     assert found.simulation is None and found.run.stages == 2
     assert "pp=2,dp=2 on h100x4x1, 1f1b by its closed form" in page.subtitle

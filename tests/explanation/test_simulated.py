@@ -16,6 +16,7 @@ from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.search import search
 from autopar.search.pipeline import PipelineFound, search_pipeline
+from autopar.search.request import Request
 from tests.search.stacked import Sizes, in_a_row, residual
 from tests.search.toy import TOY
 
@@ -25,8 +26,8 @@ FREE = Link(1e30, 0.0)
 
 
 def found(mesh: dict[str, int], **options) -> PipelineFound:
-    settings = {"captured_micro_batches": 8, "micro_batches": 8, "recompute": "none", **options}
-    return search_pipeline(GRAPH, mesh, hardware=MACHINE, **settings)
+    request = Request(MACHINE, mesh=mesh, **{"micro_batches": 8, "recompute": "none", **options})
+    return search_pipeline(GRAPH, request, captured_micro_batches=8)
 
 
 def explained(plan: Plan, graph: Graph = GRAPH) -> Explanation:
@@ -148,7 +149,8 @@ def test_stages_have_names_and_all_parameters(e: Explanation) -> None:
 def test_what_stages_share_is_held_by_each() -> None:
     tied = residual(2, Sizes(batch=4), tied=True)
     plan = search_pipeline(
-        tied, {"pp": 2}, hardware=MACHINE, micro_batches=2, captured_micro_batches=2, schedule="1f1b"
+        tied, Request(MACHINE, mesh={"pp": 2}, micro_batches=2, schedule="1f1b"),
+        captured_micro_batches=2,
     ).plan  # fmt: skip
     step = SimulatedStep(tied, plan, MACHINE)
     whole = sum(math.prod(tied.tensors[t].shape) for t in tied.parameters.values())

@@ -10,6 +10,7 @@ from autopar.models import PRESETS, build, example_inputs, parameter_count
 from autopar.models.targets import resolve_target
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
+from autopar.search.request import Request
 
 MESH = {"dp": 2, "tp": 2}
 UNBOUNDED = 10**15  # bytes: what is tested is the split, not the fit
@@ -37,7 +38,8 @@ def test_every_op_but_arange_has_a_rule(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_heads_and_ffn_are_split_along_tp(name, recipe):
     plan = make_plan(
-        prepared(name), MESH, hardware=find_hardware("h100"), recipe=recipe, memory_bytes=UNBOUNDED
+        prepared(name),
+        Request(find_hardware("h100"), mesh=MESH, recipe=recipe, memory_bytes=UNBOUNDED),
     )
     on_tp = {name: how.storage[1] for name, how in plan.parameters.items()}
     columns = [n for n in on_tp if n.endswith(COLUMNS) and name not in WITHOUT_HEADS]
@@ -86,7 +88,7 @@ def test_search_finds_expert_parallelism():
     with torch.device("meta"):
         model = build(description, layers=3)
     step = prepare_step(model, example_inputs(description, 16, 4096))
-    plan = make_plan(step, {"x": 8}, hardware=find_hardware("h100"), memory_bytes=60 * 10**9)
+    plan = make_plan(step, Request(find_hardware("h100"), mesh={"x": 8}, memory_bytes=60 * 10**9))
     experts = [f"layers.{i}.mlp.{name}" for i in range(3) for name in ("gate", "up", "down")]
     assert {str(plan.parameters[name].storage[0]) for name in experts} == {"S(0)"}
     assert str(plan.parameters["layers.1.attention.query.weight"].storage[0]) == "R"

@@ -21,6 +21,7 @@ from autopar.pipeline.blocks import block_starts
 from autopar.pipeline.stage_costs import StageTable, stage_table
 from autopar.planning.planning import make_plan
 from autopar.runtime.executor import Runner
+from autopar.search.request import Request
 from benchmarks.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
 from tests.runtime.models import Batch, make, mean_square
@@ -69,7 +70,9 @@ def planned(
     model, batch, loss = made
     part = tuple(x[: len(x) // micro_batches] for x in batch)
     prepared = prepared_once(model, part, loss)
-    plan = make_plan(prepared, mesh, hardware=HARDWARE, recipe=recipe, micro_batches=micro_batches)
+    plan = make_plan(
+        prepared, Request(HARDWARE, mesh=mesh, recipe=recipe, micro_batches=micro_batches)
+    )
     schedule, stages = pipeline
     if schedule:
         cuts = block_starts(prepared.analysis.graph)[1:stages]

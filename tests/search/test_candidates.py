@@ -19,11 +19,12 @@ from autopar.search.candidates import (
     where_time_goes,
     why_not,
 )
+from autopar.search.request import Request
 
 
 @pytest.fixture(scope="module")
 def question():
-    return Question("gpt2", find_cluster("h100x4x2"), batch=16, seq=64)
+    return Question("gpt2", Request.on(find_cluster("h100x4x2"), batch=16), seq=64)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_parts_add_up_to_the_step(priced):
 
 
 def test_pipelines_pay_a_bubble():
-    question = Question("gpt2", find_cluster("h100x4"), batch=16, seq=64)
+    question = Question("gpt2", Request.on(find_cluster("h100x4"), batch=16), seq=64)
     deep = replace(question.space, stages=(2,)).price()
     assert all(p.setting.stages == 2 and p.parts["bubble"] > 0 for p in deep)
 

@@ -7,6 +7,7 @@ from autopar.cost_model import H100
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
+from autopar.search.request import Request
 from tests.support.llama import Llama
 
 EIGHT = Mesh.of({"x": 8})
@@ -43,7 +44,7 @@ def splits(plan, graph):
 
 def test_one_sequence_is_split_as_megatron_does(one_sequence):
     graph = one_sequence.analysis.graph
-    plan = make_plan(one_sequence, EIGHT, hardware=H100)
+    plan = make_plan(one_sequence, Request(H100, mesh=EIGHT))
     found = splits(plan, graph)
     heads = graph.tensors[graph.parameters["layers.0.attention.key.weight"]].factors[0][0]
     inner = graph.tensors[graph.parameters["layers.0.mlp.up.weight"]].factors[0][0]
@@ -56,7 +57,7 @@ def test_one_sequence_is_split_as_megatron_does(one_sequence):
 
 
 def test_its_collectives_are_gathers_and_scatters_around_attention_and_mlp(one_sequence):
-    plan = make_plan(one_sequence, EIGHT, hardware=H100)
+    plan = make_plan(one_sequence, Request(H100, mesh=EIGHT))
     program = build_program(one_sequence.captured, one_sequence.analysis, plan)
     around = [
         n for n in program.module.graph.nodes
@@ -73,7 +74,7 @@ def test_its_collectives_are_gathers_and_scatters_around_attention_and_mlp(one_s
 
 def test_loose_memory_gives_plain_data_parallelism(many_sequences):
     graph = many_sequences.analysis.graph
-    plan = make_plan(many_sequences, EIGHT, hardware=H100, memory_bytes=10**15)
+    plan = make_plan(many_sequences, Request(H100, mesh=EIGHT, memory_bytes=10**15))
     assert {how.zero_stage(0) for how in plan.parameters.values()} == {0}
     linears = [
         f for (_, kind), fs in splits(plan, graph).items() if kind == "aten.linear" for f in fs
@@ -83,13 +84,13 @@ def test_loose_memory_gives_plain_data_parallelism(many_sequences):
 
 def test_tight_memory_shards_the_parameters(many_sequences):
     graph = many_sequences.analysis.graph
-    loose = make_plan(many_sequences, EIGHT, hardware=H100, memory_bytes=10**15)
+    loose = make_plan(many_sequences, Request(H100, mesh=EIGHT, memory_bytes=10**15))
     parameters = sum(
         2 * torch.Size(graph.tensors[t].shape).numel() for t in graph.parameters.values()
     )
     # replicas need 8 bytes of bfloat16 states a parameter: half of that is too little
     bound = memory_of(loose) - 2 * parameters
-    plan = make_plan(many_sequences, EIGHT, hardware=H100, memory_bytes=bound)
+    plan = make_plan(many_sequences, Request(H100, mesh=EIGHT, memory_bytes=bound))
     big = [n for n in plan.parameters if "norm" not in n]
     sharded = [n for n in big if plan.parameters[n].storage[0].kind == "S"]
     assert len(sharded) >= len(big) / 2

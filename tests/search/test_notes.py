@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from autopar.cost_model import find_hardware
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.proof.verify import Subject
+from autopar.search.request import Request
 
 
 class Attention(nn.Module):
@@ -50,7 +51,7 @@ def speaker(vocabulary: int, heads: int) -> tuple[nn.Module, tuple[Tensor, Tenso
 
 def said(vocabulary: int, heads: int, recipe: str) -> list[str]:
     prepared = prepare_step(*speaker(vocabulary, heads))
-    plan = make_plan(prepared, {"tp": 2}, hardware=find_hardware("h100"), recipe=recipe)
+    plan = make_plan(prepared, Request(find_hardware("h100"), mesh={"tp": 2}, recipe=recipe))
     return [note for note in plan.notes if "does not divide" in note]
 
 
@@ -82,7 +83,9 @@ def test_what_is_divided_or_not_wanted_is_not_said() -> None:
 @pytest.mark.parametrize("recipe", ["tp", "tp+sp"])
 def test_another_dim_is_split_and_nothing_is_wrong(recipe: str) -> None:
     subject = Subject.of(*speaker(97, 3))
-    plan = make_plan(subject.prepared, {"tp": 2}, hardware=find_hardware("h100"), recipe=recipe)
+    plan = make_plan(
+        subject.prepared, Request(find_hardware("h100"), mesh={"tp": 2}, recipe=recipe)
+    )
     assert plan.ops["linear_8"] != ("-",), "the columns of the mlp"
     report = subject.compare(plan)
     assert report.passed, report

@@ -19,6 +19,7 @@ from autopar.search.pipeline import (
     search_pipeline_mesh,
 )
 from autopar.search.recipes import PIPELINE_RECIPES, format_recipe, resolve, split_recipe
+from autopar.search.request import Request
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
@@ -26,9 +27,13 @@ GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
 
 
 def found(mesh: dict[str, int], graph: Graph = GRAPH, **options: Any) -> PipelineFound:
-    return search_pipeline(
-        graph, mesh, hardware=TOY, **{"captured_micro_batches": 8, "micro_batches": 8, **options}
-    )
+    request = Request(TOY, mesh=mesh, **{"micro_batches": 8, **options})
+    return search_pipeline(graph, request, captured_micro_batches=8)
+
+
+def over_depths(captured_micro_batches: int = 1, **options: Any) -> PipelineFound:
+    request = Request(TOY, **{"ranks": 4, **options})
+    return search_pipeline_mesh(GRAPH, request, captured_micro_batches=captured_micro_batches)
 
 
 def test_a_plan_has_stages_of_blocks_and_layouts_of_one_stage() -> None:
@@ -131,26 +136,22 @@ def test_notes_say_what_was_chosen_and_what_came_second() -> None:
 
 
 def test_depth_is_searched_too() -> None:
-    best = search_pipeline_mesh(GRAPH, 4, hardware=TOY, captured_micro_batches=8, micro_batches=8)
+    best = over_depths(8, micro_batches=8)
     depths = {1: {"pp": 1, "dp": 4}, 2: {"pp": 2, "dp": 2}, 4: {"pp": 4}}
     every = [found(mesh).best.seconds for mesh in depths.values()]
     assert best.best.seconds <= min(every) * (1 + 1e-9)
     assert "the fastest depth on 4 ranks; the others: pp=" in best.plan.notes[-1]
-    named = search_pipeline_mesh(
-        GRAPH, 4, hardware=TOY, recipe="gpipe", captured_micro_batches=8, micro_batches=8
-    )
+    named = over_depths(8, recipe="gpipe", micro_batches=8)
     assert named.plan.pipeline is not None and named.plan.pipeline.ranks > 1
 
 
 def test_depth_under_a_recipe_for_every_axis() -> None:
-    best = search_pipeline_mesh(
-        GRAPH, 4, hardware=TOY, recipe="dp:zero1,tp:tp", captured_micro_batches=8, micro_batches=8
-    )
+    best = over_depths(8, recipe="dp:zero1,tp:tp", micro_batches=8)
     assert best.plan.mesh.names == ("dp", "tp") and best.plan.world_mesh.size == 4
 
 
 def depth_under(recipe: str, **options: Any) -> int:
-    found = search_pipeline_mesh(GRAPH, 4, hardware=TOY, recipe=recipe, **options)
+    found = over_depths(recipe=recipe, **options)
     return 1 if found.plan.pipeline is None else found.plan.pipeline.ranks
 
 
@@ -170,7 +171,7 @@ def test_stages_beneath_a_recipe_where_nothing_fits_without() -> None:
 
 
 def test_one_stage_has_no_pipeline() -> None:
-    plan = search_pipeline_mesh(GRAPH, 1, hardware=TOY, captured_micro_batches=2).plan
+    plan = over_depths(2, ranks=1).plan
     assert plan.pipeline is None and plan.world_mesh.size == 1
 
 
@@ -214,7 +215,7 @@ def test_recipes_name_the_schedule(recipe: Any, schedule: str, inside: Any) -> N
         ({"recipe": {"pp": "tp"}}, RecipeError, "There is no recipe 'tp' for the axis pp"),
         ({"micro_batches": 5}, SearchError, "A batch of 32 cannot be divided into 5 micro-batches"),
         ({"schedule": "1f1b", "micro_batches": 1}, PlanError, "there are 1 for 2 stages"),
-        ({"schedule": "1f1b", "chunks": 2}, PlanError, "takes 2 stages on 2 pipeline ranks"),
+        ({"schedule": "1f1b", "chunks": 2}, PlanError, "runs 1 stage on each pipeline rank, and chunks=2"),
         ({"schedule": "gpipe", "mesh": {"pp": 16}}, SearchError, "8 blocks, and 16 pipeline ranks"),
         ({"mesh": {"dp": 2}}, MeshError, "has no axis 'pp'"),
         ({"memory_bytes": 10**5}, SearchError, "No cuts into .* stages fit into 100 kB"),

@@ -16,9 +16,10 @@ from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, blocks_again
 from autopar.pipeline.blocks import repeating_parts
 from autopar.pipeline.stage_costs import StageTables
-from autopar.planning.planning import StageWishes, make_plan, prepare_forward, prepare_step
+from autopar.planning.planning import make_plan, prepare_forward, prepare_step
 from autopar.search.balance import balance_of
 from autopar.search.pipeline import PipelineFound, search_pipeline, seconds_of_one_stage
+from autopar.search.request import Request
 from tests.pipeline.test_stage_costs import ROW, SIZES, WORLD, table, unsplit
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
@@ -28,8 +29,9 @@ WIDE = residual(LAYERS, Sizes(batch=64, width=16, hidden=256, vocab=16))
 
 
 def found(ranks: int, graph: Graph = WIDE, **options: Any) -> PipelineFound:
-    settings = {"schedule": "1f1b", "captured_micro_batches": 4, "micro_batches": 4, **options}
-    return search_pipeline(graph, {"pp": ranks}, hardware=TOY, **settings)
+    settings = {"schedule": "1f1b", "micro_batches": 4, **options}
+    request = Request(TOY, mesh={"pp": ranks}, **settings)
+    return search_pipeline(graph, request, captured_micro_batches=4)
 
 
 def fullest(each: PipelineFound) -> float:
@@ -100,7 +102,7 @@ def test_a_part_of_the_memory_for_activations() -> None:
 def test_recomputation_of_nothing_is_refused() -> None:
     prepared = prepare_forward(torch.nn.Flatten(), (torch.ones(4, 2, 2),))
     with pytest.raises(PlanError, match="recompute='full' was asked for, and nothing can run"):
-        make_plan(prepared, {"dp": 2}, hardware=TOY, stages=StageWishes(recompute="full"))
+        make_plan(prepared, Request(TOY, mesh={"dp": 2}, recompute="full"))
 
 
 def test_more_blocks_than_there_are_are_refused() -> None:
@@ -108,8 +110,7 @@ def test_more_blocks_than_there_are_are_refused() -> None:
     prepared = prepare_forward(model, (torch.ones(4, 4),))
 
     def recompute(count: int, mesh: dict[str, int]) -> Recompute:
-        wish = StageWishes(recompute=count)
-        return make_plan(prepared, mesh, hardware=TOY, stages=wish).recompute
+        return make_plan(prepared, Request(TOY, mesh=mesh, recompute=count)).recompute
 
     assert recompute(2, {"dp": 2}) == 2 and recompute(3, {"dp": 2}) == "full"
     for mesh in ({"dp": 2}, {"pp": 2}):
@@ -179,8 +180,7 @@ def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
     graph, hardware = prepared.analysis.graph, find_hardware("cpu-gloo")
 
     def plan_of(mesh: dict[str, int], **options: Any) -> Plan:
-        wishes = StageWishes(recompute=options.pop("recompute", None))
-        return make_plan(prepared, mesh, hardware=hardware, stages=wishes, **options)
+        return make_plan(prepared, Request(hardware, mesh=mesh, **options))
 
     def seconds(plan: Plan) -> float:
         return seconds_of_one_stage(graph, plan, hardware)

@@ -31,6 +31,7 @@ from autopar.ir import (
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.search import search, search_mesh, search_with_cost
+from autopar.search.request import Request
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY
 
@@ -130,7 +131,7 @@ def captured_program() -> str:
     """The plan of a captured model and one rank's program: ranks, each of which makes them, must agree."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     prepared = prepare_step(model, (torch.ones(4, 8),), loss_fn=torch.mean)
-    plan = make_plan(prepared, {"dp": 2, "tp": 2}, hardware=TOY, recipe="dp:zero3,tp:tp+sp")
+    plan = make_plan(prepared, Request(TOY, mesh={"dp": 2, "tp": 2}, recipe="dp:zero3,tp:tp+sp"))
     return f"{plan}\n{build_program(prepared.captured, prepared.analysis, plan).module.code}"
 
 

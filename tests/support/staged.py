@@ -15,6 +15,7 @@ from autopar.ir import SCHEDULES, Graph, Pipeline, Plan
 from autopar.pipeline.blocks import block_starts
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.search import RecipeLike
+from autopar.search.request import Request
 
 
 def block_cuts(graph: Graph, stages: int) -> tuple[str, ...]:
@@ -39,9 +40,14 @@ def with_stages(
 ) -> Plan:
     """A plan for the mesh of one stage, with a pipeline added."""
     plan = make_plan(
-        prepared, mesh or {"dp": 1}, hardware=find_hardware("cpu-gloo"), recipe=recipe,
-        micro_batches=micro_batches,
-    )  # fmt: skip
+        prepared,
+        Request(
+            find_hardware("cpu-gloo"),
+            mesh=mesh or {"dp": 1},
+            recipe=recipe,
+            micro_batches=micro_batches,
+        ),
+    )
     return replace(plan, pipeline=pipeline)
 
 

@@ -1,0 +1,308 @@
+"""What a person asks of a plan, as one value that every door builds and passes whole.
+
+    compile, explain, verify, torch.compile's backend, the command line
+        -> Request                               checked at birth
+        -> make_plan(prepared, request)          `autopar.planning.planning`
+        -> search_pipeline, search_mesh, search  inside it
+
+A field that is None is open: the search decides it. Contradictions are refused when the request is made,
+before a model is captured, so that nobody waits for a search that cannot succeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.errors import AutoparError, MeshError, PlanError, RecipeError
+from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh, MixedPrecision, without_pipeline
+from autopar.ir.recompute import RecomputeWish, check_wish
+from autopar.search.recipes import (
+    ALIASES,
+    NAIVE,
+    RecipeLike,
+    format_recipe,
+    resolve,
+    split_recipe,
+)
+
+HEADROOM = 0.05
+AXES = ("dp", "tp")
+REFUSALS = ("recompute", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that can be asked of a plan; None leaves a field to the search.
+
+    >>> from autopar.cost_model import find_hardware
+    >>> asked = Request(find_hardware("h100"), mesh={"dp": 2, "tp": 4}, recipe="dp:zero3")
+    >>> asked.ranks, asked.bound_bytes
+    (8, 76000000000)
+
+    Attributes:
+        hardware: the machine that the plan is priced for.
+        ranks: number of ranks; that of the mesh, where one is given.
+        mesh: axes and their sizes, `pp` being the axis of pipeline stages.
+        batch: number of samples of a step, over all ranks.
+        recipe: constraints on the search along each axis (`autopar.search.recipes`).
+        pins: choices that are fixed, by the name of a parameter or op (`autopar.search.pins`).
+        memory_bytes: bound on the memory of a rank, in bytes; None for the memory of the hardware
+            less the headroom.
+        headroom: fraction of the hardware's memory that a plan leaves free; no part of `memory_bytes`.
+        must_fit: whether the bound holds; False asks for the fastest plan whatever memory it takes.
+        micro_batches: number of micro-batches of a step.
+        stages: numbers of pipeline ranks that the search may choose among.
+        schedule: order in which pipeline stages run micro-batches, one of `autopar.ir.SCHEDULES`.
+        chunks: number of stages of each pipeline rank.
+        recompute: number of blocks of every stage to recompute in backward, or the fraction of the
+            activations' memory that may be kept (`autopar.ir.recompute`).
+        precision: mixed-precision policy under which the model is captured.
+        training_state: bytes of gradients, master weights and moments (`autopar.cost_model`).
+        software: what the runtime adds to a step and what it hides.
+        without: names among `REFUSALS` that must not be used.
+        inside_node: axes whose groups must not leave a node.
+
+    Raises AutoparError, or the member of its family that fits, where two fields contradict each other or
+    one of them names something that does not exist.
+    """
+
+    hardware: Hardware
+    ranks: int | None = None
+    mesh: Mesh | None = None
+    batch: int | None = None
+    recipe: RecipeLike = "auto"
+    pins: Mapping[str, str] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    headroom: float = HEADROOM
+    must_fit: bool = True
+    micro_batches: int | None = None
+    stages: tuple[int, ...] | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: RecomputeWish | None = None
+    precision: MixedPrecision | None = None
+    training_state: TrainingState = FULL
+    software: Software = AUTOPAR
+    without: frozenset[str] = frozenset()
+    inside_node: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        self._check_counts()
+        self._check_memory()
+        self._check_names()
+        check_wish(self.recompute)
+        format_recipe(self.recipe)
+        self._check_schedule()
+        self._check_mesh()
+        self._check_refusals()
+
+    @classmethod
+    def on(cls, cluster: Cluster, **fields: Any) -> Request:
+        """A request for all ranks of a cluster."""
+        return cls(cluster.hardware, ranks=cluster.ranks, **fields)
+
+    def but(self, **changes: Any) -> Request:
+        """The same request with some fields changed, checked again; another mesh has its own ranks."""
+        if changes.get("mesh") is not None:
+            changes.setdefault("ranks", None)
+        return replace(self, **changes)
+
+    # --- what follows from the fields
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes that a rank may take: `memory_bytes`, or the hardware's memory less the headroom."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes
+        return int(self.hardware.memory_bytes * (1 - self.headroom))
+
+    @property
+    def search_bound_bytes(self) -> int | None:
+        """The bound that the search has to keep; None where any memory is allowed."""
+        return self.bound_bytes if self.must_fit else None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The nodes that hold the ranks."""
+        assert self.ranks is not None, "a number of ranks is known where a cluster is spoken of"
+        return Cluster(self.hardware, -(-self.ranks // self.hardware.devices_per_node))
+
+    @property
+    def inside(self) -> RecipeLike:
+        """The recipe of the axes inside a pipeline stage."""
+        return split_recipe(self.recipe)[1]
+
+    @property
+    def chosen_schedule(self) -> str | None:
+        """The schedule that is asked for, by its own field or by the recipe."""
+        named, _ = split_recipe(self.recipe)
+        return "gpipe" if named == NAIVE else named or self.schedule
+
+    @property
+    def chosen_micro_batches(self) -> int | None:
+        """The number of micro-batches that is asked for; the recipe `naive-pp` runs one."""
+        return 1 if split_recipe(self.recipe)[0] == NAIVE else self.micro_batches
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the mesh has an axis of pipeline stages."""
+        return self.mesh is not None and PIPELINE_AXIS in self.mesh.names
+
+    @property
+    def depths(self) -> tuple[int, ...] | None:
+        """Numbers of pipeline ranks that may be chosen, by the mesh or by `stages`; None for any."""
+        if self.mesh is None:
+            return self.stages
+        return (dict(self.mesh.axes).get(PIPELINE_AXIS, 1),)
+
+    @property
+    def text(self) -> str:
+        """The constraints that were expressed, as a command line writes them."""
+        return ", ".join(self._words()) or "the model's sizes"
+
+    def _words(self) -> Iterator[str]:
+        options = {
+            "--mesh": self.mesh, "--micro-batches": self.micro_batches, "--schedule": self.schedule,
+            "--chunks": self.chunks, "--recompute": self.recompute,
+        }  # fmt: skip
+        yield from (f"{name} {value}" for name, value in options.items() if value is not None)
+        if self.recipe != "auto":
+            yield f"--recipe {format_recipe(self.recipe)}"
+        yield from (f"--pin {name}={choice}" for name, choice in self.pins.items())
+        yield from (f"--keep-inside-node {axis}" for axis in self.inside_node)
+        yield from (f"--no {what}" for what in sorted(self.without))
+
+    # --- checks
+
+    def _normalize(self) -> None:
+        """Reads values that may be given as text; a mesh decides the number of ranks."""
+
+        def become(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        become("pins", dict(self.pins or {}))
+        become("precision", MixedPrecision.of(self.precision))
+        become("without", frozenset(self.without))
+        become("inside_node", tuple(self.inside_node))
+        if self.stages is not None:
+            become("stages", tuple(sorted(set(self.stages))))
+        if self.mesh is None:
+            return
+        become("mesh", Mesh.of(self.mesh))
+        if self.ranks is None:
+            become("ranks", self.mesh.size)
+
+    def _check_counts(self) -> None:
+        counts = {
+            "ranks": self.ranks, "batch": self.batch, "micro_batches": self.micro_batches,
+            "chunks": self.chunks, "memory_bytes": self.memory_bytes,
+            "stages": min(self.stages) if self.stages else None,
+        }  # fmt: skip
+        for name, value in counts.items():
+            if value is not None and (isinstance(value, bool) or value < 1):
+                raise AutoparError(f"{name}={value!r} is less than 1.")
+        count = self.micro_batches
+        if self.batch is not None and count is not None and self.batch % count:
+            raise AutoparError(
+                f"{count} micro-batches do not divide a batch of {self.batch} sequences."
+            )
+
+    def _check_memory(self) -> None:
+        if not 0 <= self.headroom < 1:
+            raise AutoparError(
+                f"headroom={self.headroom!r} is a fraction of the memory, from 0 up to, not including, 1; "
+                f"the default is {HEADROOM}."
+            )
+
+    def _check_names(self) -> None:
+        for name, given, known in (
+            ("without", self.without, REFUSALS),
+            ("inside_node", self.inside_node, AXES),
+        ):
+            unknown = sorted(set(given) - {*known})
+            if unknown:
+                raise AutoparError(f"{name} names {unknown[0]!r}; choose among {', '.join(known)}.")
+
+    def _check_schedule(self) -> None:
+        named, _ = split_recipe(self.recipe)
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise RecipeError(
+                f"There is no schedule {self.schedule!r}; choose among {', '.join(SCHEDULES)}."
+            )
+        if named and self.schedule not in (None, self.chosen_schedule):
+            raise RecipeError(
+                f"The recipe names the pipeline {named!r}, and schedule={self.schedule!r} another; "
+                "leave out one."
+            )
+        if named == NAIVE and self.micro_batches not in (None, 1):
+            raise RecipeError(
+                f"The recipe {NAIVE} runs one micro-batch, and micro_batches={self.micro_batches} was "
+                "given; use gpipe."
+            )
+        if self.chosen_schedule is not None and self.chunks is not None:
+            self._check_chunks(self.chosen_schedule, self.chunks)
+
+    @staticmethod
+    def _check_chunks(schedule: str, chunks: int) -> None:
+        takes = {"one": 1, "v": 2}.get(SCHEDULES[schedule])
+        if takes not in (None, chunks):
+            raise PlanError(
+                f"The schedule {schedule} runs {takes} stage{'s' * (takes == 2)} on each pipeline rank, "
+                f"and chunks={chunks} was given; leave chunks out, or take 'interleaved'."
+            )
+
+    def _check_mesh(self) -> None:
+        mesh = self.mesh
+        if mesh is None:
+            return
+        if self.ranks != mesh.size:
+            raise MeshError(
+                f"The mesh {mesh} has {mesh.size} ranks, and {self.cluster} has {self.ranks}."
+            )
+        depth = dict(mesh.axes).get(PIPELINE_AXIS, 1)
+        if self.stages is not None and depth not in self.stages:
+            words = ", ".join(map(str, self.stages))
+            raise MeshError(
+                f"The mesh {mesh} has {depth} pipeline ranks, and stages asks for {words}."
+            )
+        if self.has_stages:
+            resolve(self.inside, without_pipeline(mesh))
+            return
+        resolve(self.recipe, mesh)
+        if self.schedule is not None or self.chunks is not None:
+            raise MeshError(
+                f"schedule={self.schedule!r} and chunks={self.chunks} are of pipeline stages, and the mesh "
+                f"{mesh} has no axis {PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave them out."
+            )
+
+    def _check_refusals(self) -> None:
+        """A thing cannot be both asked for and ruled out."""
+        if "recompute" in self.without and self.recompute not in (None, "none"):
+            raise AutoparError(
+                f"--recompute {self.recompute} and --no recompute cannot both hold; drop one."
+            )
+        sizes = dict(self.mesh.axes) if self.mesh else {}
+        for axis in sorted(self.without & {*AXES}):
+            if sizes.get(axis, 1) > 1:
+                raise MeshError(
+                    f"The mesh {self.mesh} has {sizes[axis]} ranks along {axis}, and --no {axis} rules the "
+                    "axis out; drop one."
+                )
+        for name in sorted(self.without & self._named_recipes()):
+            raise RecipeError(
+                f"The recipe {format_recipe(self.recipe)!r} and --no {name} cannot both hold; drop one."
+            )
+
+    def _named_recipes(self) -> set[str]:
+        """The recipes of the axes inside a stage; `tp+sp` is also the refusal `sp`."""
+        inside = self.inside
+        given = [inside] if isinstance(inside, str) else inside.values()
+        named = {ALIASES.get(name, name) for name in given}
+        return named | ({"sp"} if "tp+sp" in named else set())
