@@ -18,9 +18,12 @@ With equal stages the fourth line is the (p - 1) / (v m) of GPipe and interleave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Literal
+
+import numpy as np
 
 from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import collective_seconds
@@ -224,9 +227,7 @@ class Step:
         return [
             (item, self.times(item))
             for item in self.items
-            if item.region == region
-            and item.resource == resource
-            and item.phase in ("forward", "backward")
+            if item.region == region and item.resource == resource and _runs_every_time(item)
         ]
 
     def _by_name(self, found: Sequence[tuple[Item, Quantity]], name: str, share: Quantity) -> Term:
@@ -273,9 +274,8 @@ class Step:
     def _per_step(self, phase: str, shares: Mapping[str, Quantity]) -> Term:
         sums: dict[str, Quantity] = {}
         for i in self.items:
-            if i.phase == phase:
-                times = self.run.micro_batches if i.every_micro_batch else 1
-                cost = times * i.count * i.seconds * shares.get(i.region, 1)
+            if i.phase == phase and not i.every_micro_batch:
+                cost = i.count * i.seconds * shares.get(i.region, 1)
                 sums[i.kind + " along " + i.resource] = (
                     sums.get(i.kind + " along " + i.resource, 0) + cost
                 )
@@ -339,21 +339,36 @@ class Step:
         )
 
     def _transient(self, stage: Stage) -> Quantity:
-        """What is there for a moment: either the loss, or a layer's parameters and their gradients.
+        """The largest memory that is there for a moment, while one block runs.
 
         The loss reads and writes its operands, whose gradients are as large, and nothing keeps them.
-        Parameters stored in shards are whole while their layer runs, and so are their gradients.
+        Parameters stored in shards are whole while their block runs, and so are their gradients. A
+        recomputed block keeps all that it saves while it runs again; by then the blocks that follow
+        the recomputed ones have returned what they kept.
         """
-        loss = sum(
-            (
-                self._share(item.region, stage) * item.traffic_bytes
-                for item in self.items
-                if item.kind == "aten.cross_entropy_loss" and item.phase == "forward"
-            ),
-            start=0,
-        )
-        gathered = (h.bytes for h in self.holdings if self._is(h, "gathered", "layers"))
-        return larger(loss, 2 * sum(gathered, start=0) / self.layers)
+        moments = self._moments(stage)
+        found = list(moments.values())
+        if again := self._by_block("made again", stage):
+            returned = sum((h.bytes for h in self.holdings if h.kind == "returned"), start=0)
+            found += [moments.get(block, 0) + held - returned for block, held in again.items()]
+        return reduce(larger, _distinct(found), 0)
+
+    def _moments(self, stage: Stage) -> dict[Hashable, Quantity]:
+        """Block -> the operands of its loss, or its gathered parameters with their gradients."""
+        working, gathered = (self._by_block(kind, stage) for kind in ("working", "gathered"))
+        return {
+            block: larger(working.get(block, 0), 2 * gathered.get(block, 0))
+            for block in {**working, **gathered}
+        }
+
+    def _by_block(self, kind: str, stage: Stage) -> dict[Hashable, Quantity]:
+        """Block -> bytes of a momentary kind; those of a layer are whole on every stage."""
+        found: dict[Hashable, Quantity] = {}
+        for h in self.holdings:
+            if h.kind == kind:
+                share = 1 if h.region == "layers" else self._share(h.region, stage)
+                found[h.block] = found.get(h.block, 0) + share * h.bytes
+        return found
 
     def _share(self, region: Region, stage: Stage) -> Quantity:
         """How much of a region a stage has."""
@@ -442,3 +457,21 @@ class Step:
         if key not in self._sums:
             self._sums[key] = make()
         return self._sums[key]
+
+
+def _runs_every_time(item: Item) -> bool:
+    """Whether every micro-batch runs an item."""
+    return item.phase in ("forward", "backward") or (
+        item.phase == "reduce" and item.every_micro_batch
+    )
+
+
+def _distinct(values: Iterable[Quantity]) -> list[Quantity]:
+    """Values without repetitions; the formulas of blocks that are alike are equal. Arrays stay."""
+    kept, seen = [], set()
+    for value in values:
+        key = id(value) if isinstance(value, np.ndarray) else value
+        if key not in seen:
+            seen.add(key)
+            kept.append(value)
+    return kept

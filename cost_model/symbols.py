@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,8 @@ from sympy.printing.numpy import NumPyPrinter
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import FULL, Holding, Item, Pricer, TrainingState
+from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.ir import Graph, Plan
 
@@ -120,6 +121,7 @@ class Expressions:
         layers: repeated layers of the whole model.
         machine: the hardware with a symbol for every figure.
         values: the value of every symbol at the sizes and the hardware they were made with.
+        recomputes: whether the items contain recomputation, so that no formula has to add it.
     """
 
     items: tuple[Item, ...]
@@ -128,6 +130,7 @@ class Expressions:
     layers: Quantity
     machine: Hardware
     values: Mapping[str, float]
+    recomputes: bool = False
 
     @classmethod
     def of(
@@ -141,8 +144,13 @@ class Expressions:
         fused: bool = False,
         regathers: bool = False,
         bucket_bytes: float = BUCKET_BYTES,
+        blocks: Mapping[str, Hashable] | None = None,
+        again: Collection[str] = (),
     ) -> Expressions:
-        """Prices every node with symbols. `factors` names them, by default `factor_symbols`."""
+        """Prices every node with symbols. `factors` names them, by default `factor_symbols`.
+
+        Other arguments are those of `autopar.cost_model.pricer.Pricer`.
+        """
         names = factor_symbols(graph) if factors is None else factors
         machine, values = machine_symbols(hardware)
         layers = layer_symbols(graph)
@@ -151,7 +159,7 @@ class Expressions:
         pricer = Pricer(
             graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
             links=link_symbols(plan.mesh.names), layers=layers, training_state=training_state,
-            fused=fused, regathers=regathers, bucket_bytes=bucket_bytes,
+            fused=fused, regathers=regathers, bucket_bytes=bucket_bytes, blocks=blocks, again=again,
         )  # fmt: skip
         for position, axis in enumerate(plan.mesh.names):
             values |= link_values(hardware.link(plan.mesh, position), axis)
@@ -161,6 +169,7 @@ class Expressions:
         return cls(
             merged_items(pricer.items()), merged_holdings(pricer.holdings()),
             pricer.boundary_bytes(), sum(layers.values()) or sympy.Integer(1), machine, values,
+            recomputes=bool(again),
         )  # fmt: skip
 
     def at(self, **values: Quantity) -> Expressions:
@@ -171,7 +180,7 @@ class Expressions:
         peaks = tuple((size, given[str(flops)]) for size, flops in self.machine.peak_flops)
         return Expressions(
             *self._with(numbers), next(numbers), next(numbers),
-            dataclasses.replace(self.machine, peak_flops=peaks, **scalars), given,
+            dataclasses.replace(self.machine, peak_flops=peaks, **scalars), given, self.recomputes,
         )  # fmt: skip
 
     def _with(self, rest: Iterator[Quantity]) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.cost_model.compute import OpPrice, is_product
-from autopar.cost_model.items import COMPUTE, Pricer
+from autopar.cost_model.items import COMPUTE
+from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Graph, Op, Stack

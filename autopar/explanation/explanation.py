@@ -33,6 +33,7 @@ from autopar.explanation.report import as_text, explain
 from autopar.explanation.simulated import SimulatedStep
 from autopar.explanation.timeline import timeline
 from autopar.ir import Graph, Mesh, Plan
+from autopar.pipeline.composed import Recomputed
 from autopar.pipeline.simulation import Simulation
 from autopar.search import search as search_plan
 from autopar.search.pipeline import search_pipeline
@@ -115,9 +116,11 @@ class Explanation:
     @cached_property
     def expressions(self) -> Expressions:
         """Items and holdings over symbols."""
+        blocks = Recomputed.of(self.graph, self.plan)
         return self.built or Expressions.of(
-            self.graph, self.plan, self.cluster.hardware, training_state=self.run.training_state
-        )
+            self.graph, self.plan, self.software.on(self.cluster.hardware),
+            training_state=self.run.training_state, blocks=blocks.blocks, again=blocks.again,
+        )  # fmt: skip
 
     @cached_property
     def values(self) -> Mapping[str, float]:
@@ -547,6 +550,7 @@ def boundary_link(cluster: Cluster, mesh: Mesh, stages: int) -> Link:
 
 
 def _step(expressions: Expressions, run: Run, software: Software, link: Link) -> Step:
+    run = replace(run, recompute="none") if expressions.recomputes else run
     return Step(
         expressions.items, expressions.holdings, run, expressions.machine, software,
         layers=expressions.layers, boundary_bytes=expressions.boundary_bytes, boundary_link=link,

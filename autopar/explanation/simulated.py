@@ -1,10 +1,7 @@
-"""A plan with pipeline stages, run action by action: its time and memory, rank by rank and stage by stage.
+"""Where the time and memory of a plan with pipeline stages go, rank by rank and stage by stage.
 
-The closed form of `autopar.cost_model.step` gives every stage the same share of the layers. Here stages are
-those that the plan cuts, and their micro-batches go through them as the schedule says:
-
-    step   = the simulated schedule + what the slowest rank does once + what is fixed
-    memory = the largest peak of a rank in the simulation + what no tensor can have
+The closed form of `autopar.cost_model.step` gives every stage the same share of the layers. Here stages
+are those that the plan cuts; `autopar.pipeline.executed` has their sums.
 """
 
 from __future__ import annotations
@@ -19,17 +16,16 @@ from typing import Literal
 import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Unit
-from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.items import COMPUTE, FULL, Item, Pricer, TrainingState
+from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
-from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step, total
-from autopar.ir import Graph, Op, Pipeline, Plan
+from autopar.ir import Op
 from autopar.ir.recompute import words_of_recompute
-from autopar.pipeline.blocks import block_starts, repeating_parts
-from autopar.pipeline.schedules import actions, splits_backward, waits_for_sends
-from autopar.pipeline.simulation import Simulation, StageCosts, simulate
-from autopar.pipeline.stage_costs import StageTable, stage_table
+from autopar.pipeline.blocks import ops_again, parts_of_ops
+from autopar.pipeline.executed import ExecutedStep
+from autopar.pipeline.schedules import splits_backward
+from autopar.pipeline.simulation import StageCosts
 from autopar.search.balance import Shape
 from autopar.views.page import StageRow
 
@@ -41,81 +37,8 @@ KEPT = ("parameters", "gradients", "optimizer", "buffers")  # kinds of what a st
 
 
 @dataclass(frozen=True)
-class SimulatedStep:
-    """A step of a plan that has a pipeline.
-
-    Attributes:
-        graph: the captured model with all its layers, at the size of one micro-batch.
-        plan: its choices, with the cuts.
-        hardware: what the stages are priced for.
-        training_state, software: see `autopar.cost_model`.
-    """
-
-    graph: Graph
-    plan: Plan
-    hardware: Hardware
-    training_state: TrainingState = FULL
-    software: Software = AUTOPAR
-
-    @property
-    def pipeline(self) -> Pipeline:
-        assert self.plan.pipeline is not None, "only a plan with stages is simulated"
-        return self.plan.pipeline
-
-    # --- costs of the stages
-
-    @cached_property
-    def _starts(self) -> list[str]:
-        places = {op.name: i for i, op in enumerate(self.graph.ops)}
-        starts = {*block_starts(self.graph), *self.pipeline.cuts}
-        return sorted(starts, key=places.__getitem__)
-
-    @cached_property
-    def _table(self) -> StageTable:
-        return stage_table(
-            self.graph, self.plan, self.hardware, starts=self._starts, training_state=self.training_state,
-            software=self.software,
-        )  # fmt: skip
-
-    @cached_property
-    def _edges(self) -> tuple[tuple[int, int], ...]:
-        """Of every stage the block it begins with, and the one after its last."""
-        cuts = [self._starts.index(name) for name in self.pipeline.cuts]
-        return tuple(itertools.pairwise((0, *cuts, len(self._starts))))
-
-    @cached_property
-    def costs(self) -> tuple[StageCosts, ...]:
-        """Of every stage, for one micro-batch."""
-        return tuple(self._table.stage(*edge) for edge in self._edges)
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The schedule as it runs."""
-        order = actions(self.pipeline, self.plan.micro_batches)
-        waits = waits_for_sends(self.pipeline.schedule)
-        return simulate(order, self.costs, waits_for_sends=waits)
-
-    @cached_property
-    def once_seconds(self) -> tuple[float, ...]:
-        """Gathers, reductions and the optimizer of every pipeline rank, once a step."""
-        of_stage = [float(self._table.once_seconds[edge]) for edge in self._edges]
-        return tuple(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)
-
-    @property
-    def _stages_of_ranks(self) -> Iterator[tuple[int, ...]]:
-        return (self.pipeline.stages_of(rank) for rank in range(self.pipeline.ranks))
-
-    # --- figures
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.simulation.step_seconds + max(self.once_seconds) + self.software.step_seconds
-
-    @property
-    def memory_bytes(self) -> float:
-        """The peak of the fullest rank, with what no tensor can have."""
-        return max(self.simulation.peak_bytes) + self.hardware.reserved_bytes
+class SimulatedStep(ExecutedStep):
+    """A step of a plan that has a pipeline, with where its time and memory go."""
 
     @property
     def fullest_rank(self) -> int:
@@ -262,19 +185,7 @@ class SimulatedStep:
     @cached_property
     def _again(self) -> frozenset[str]:
         """Ops of the blocks that are recomputed in backward."""
-        _, again = repeating_parts(self.graph, self.plan)
-        return frozenset(name for name, number in self._blocks.items() if number in again)
-
-    @cached_property
-    def _blocks(self) -> Mapping[str, int]:
-        """Op -> the number of its block, or of the part of it that a stage has."""
-        parts, _ = repeating_parts(self.graph, self.plan)
-        begins = {part.start: number for number, part in enumerate(parts)}
-        found, number = {}, 0
-        for op in self.graph.ops:
-            number = begins.get(op.name, number)
-            found[op.name] = number
-        return found
+        return ops_again(self.graph, self.plan)
 
     def _stage_of(self, item: Item) -> int:
         """Of the op; of a parameter the first that uses it; of the graph's end the last."""
@@ -342,7 +253,7 @@ class SimulatedStep:
         links = [hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
         return Pricer(
             self.graph, self.plan, sizes=Sizes(mesh), hardware=hardware, links=links,
-            training_state=self.training_state, blocks=self._blocks,
+            training_state=self.training_state, blocks=parts_of_ops(self.graph, self.plan),
         )  # fmt: skip
 
     @cached_property

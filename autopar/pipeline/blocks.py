@@ -123,6 +123,22 @@ def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozens
     return parts, frozenset(again)
 
 
+def parts_of_ops(graph: Graph, plan: Plan) -> dict[str, int]:
+    """Name of every op -> number of its block, or of the part of it that a stage of the plan has."""
+    parts, _ = repeating_parts(graph, plan)
+    begins = {part.start: number for number, part in enumerate(parts)}
+    found, number = {}, 0
+    for op in graph.ops:
+        number = found[op.name] = begins.get(op.name, number)
+    return found
+
+
+def ops_again(graph: Graph, plan: Plan) -> frozenset[str]:
+    """Names of the ops of the blocks that a plan recomputes in backward."""
+    _, again = repeating_parts(graph, plan)
+    return frozenset(name for name, number in parts_of_ops(graph, plan).items() if number in again)
+
+
 def _refuse_folded(graph: Graph) -> None:
     for stack in graph.stacks:
         if stack.captured < stack.layers:

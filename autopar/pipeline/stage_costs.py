@@ -27,9 +27,10 @@ import numpy as np
 
 from autopar.cost_model import Hardware, Link, Sizes, collective_seconds, keeps
 from autopar.cost_model.compute import is_product, memory_seconds
-from autopar.cost_model.items import COMPUTE, FULL, Item, Pricer, TrainingState
+from autopar.cost_model.items import COMPUTE, FULL, Item, TrainingState
+from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Run, Step
+from autopar.cost_model.step import REGIONS, Run, Step
 from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, Op, Plan
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.blocks import block_starts, end_of_repeats, find_parts
@@ -202,19 +203,19 @@ class StageTables:
         return self._found[recompute]
 
     def _with(self, recompute: Recompute, turn: _Turn) -> StageTable:
-        forward, backward, recomputed, once = self._work
-        again = turn.first(_stretches(recomputed[:, :5] * self.repeating[:, None]))
-        work = _stretches(backward[:, :5]) + again
-        seconds = self._seconds(work)
+        work = self._work
+        again = turn.first(_stretches(work.recomputed * self.repeating[:, None, None]))
+        second = _stretches(work.backward) + again
+        forward, backward = self._seconds(_stretches(work.forward), second)
         sent, gradients = self._sent
         return StageTable(
             starts=self.starts,
             recompute=recompute,
             repeating=tuple(map(bool, self.repeating)),
-            forward_seconds=self._seconds(_stretches(forward[:, :5])),
-            backward_seconds=seconds,
-            weight_seconds=np.minimum(_stretches(backward[:, 5]), seconds),
-            once_seconds=self._once_seconds(_stretches(once), work[..., _COMPUTE])
+            forward_seconds=forward,
+            backward_seconds=backward,
+            weight_seconds=np.minimum(_stretches(work.weights), backward),
+            once_seconds=self._once_seconds(_stretches(work.once), second[..., _COMPUTE].sum(-1))
             + self._optimizer_seconds,
             saved_bytes=self._saved(turn),
             kept_bytes=self._held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
@@ -245,19 +246,20 @@ class StageTables:
     # --- time
 
     @cached_property
-    def _work(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Work of every block: forward, backward, what recomputation changes, gathers and reductions."""
-        forward, backward, recomputed = (np.zeros((self.n, 6)) for _ in range(3))
-        once = np.zeros((self.n, 2))
+    def _work(self) -> _Work:
+        work = _Work.nothing(self.n)
         for item in self.items:
-            unit = self._unit_of(item)
+            unit, region = self._unit_of(item), REGIONS.index(item.region)
             if item.phase in ("gather", "reduce") and not item.every_micro_batch:
-                once[unit, int(item.phase == "reduce")] += item.count * item.seconds
-            else:
-                into = forward if item.phase == "forward" else backward
-                into[unit] += self._row(item)
-                recomputed[unit] += item.recomputed * self._row(item)
-        return forward, backward, recomputed, once
+                work.once[unit, int(item.phase == "reduce")] += item.count * item.seconds
+                continue
+            row = self._row(item)
+            (work.forward if item.phase == "forward" else work.backward)[unit, region] += row
+            work.recomputed[unit, region] += item.recomputed * row
+            if item.phase != "forward":
+                share = self._weight_share(item)
+                work.weights[unit] += item.count * item.seconds * share
+        return work
 
     def _unit_of(self, item: Item) -> int:
         if item.of in self.unit:
@@ -267,8 +269,8 @@ class StageTables:
         return self.n - 1  # for the end of the graph
 
     def _row(self, item: Item) -> np.ndarray:
-        """An item in the columns of a block's work; the last is what makes gradients of parameters."""
-        row = np.zeros(6)
+        """An item in the columns of a block's work."""
+        row = np.zeros(5)
         seconds = item.count * item.seconds
         late = item.count * (self.step.issue_seconds(item) - item.seconds)
         if item.resource == COMPUTE:
@@ -277,7 +279,6 @@ class StageTables:
             row[_ACTIVATIONS if item.carries == "activation" else _STORED] = seconds
         row[_WAITS] = max(0.0, late) if item.kernels else 0.0
         row[_AHEAD] = late
-        row[5] = seconds * self._weight_share(item) if item.phase != "forward" else 0.0
         return row
 
     def _weight_share(self, item: Item) -> float:
@@ -299,13 +300,27 @@ class StageTables:
                 found.update(op.results)
         return frozenset(found)
 
-    def _seconds(self, work: np.ndarray) -> np.ndarray:
-        """Of one direction: `work` has shape `(n + 1, n + 1, 5)`; see `autopar.cost_model.step`."""
-        compute, stored, activations, waits, ahead = np.moveaxis(work, -1, 0)
-        hidden = self.software.hides * np.minimum(stored, compute)
-        hidden = hidden + self.software.hides_activations * np.minimum(activations, compute)
-        late = np.maximum(0, ahead + hidden) if self.software.runs_ahead else waits
-        return compute + stored + activations - hidden + late
+    def _seconds(self, forward: np.ndarray, backward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of both directions, each given as work of shape `(n + 1, n + 1, 3, 5)`.
+
+        What is hidden is found region by region for both together, as `autopar.cost_model.step` does
+        it, and attributed to each direction by its part of the communication.
+        """
+        software, both = self.software, forward + backward
+        compute, stored, activations, _, ahead = np.moveaxis(both, -1, 0)
+        own = software.hides * np.minimum(stored, compute)
+        other = software.hides_activations * np.minimum(activations, compute)
+        late = np.maximum(0, ahead + own + other)
+        device = both[..., :3].sum(-1)
+
+        def seconds(work: np.ndarray) -> np.ndarray:
+            hidden = own * _share(work[..., _STORED], stored)
+            hidden = hidden + other * _share(work[..., _ACTIVATIONS], activations)
+            busy = work[..., :3].sum(-1)
+            waits = late * _share(busy, device) if software.runs_ahead else work[..., _WAITS]
+            return np.asarray((busy - hidden + waits).sum(-1))
+
+        return seconds(forward), seconds(backward)
 
     def _once_seconds(self, once: np.ndarray, backward: np.ndarray) -> np.ndarray:
         gathers, reductions = np.moveaxis(once, -1, 0)
@@ -413,9 +428,8 @@ class StageTables:
         for h in self.holdings:
             if h.kind == "gathered":
                 gathered[self.unit.get(h.of, self.n - 1)] += h.bytes
-        for item in self.items:
-            if item.kind == "aten.cross_entropy_loss" and item.phase == "forward":
-                losses[self.unit[item.of]] += item.traffic_bytes
+            elif h.kind == "working":
+                losses[self.unit[h.of]] += h.bytes
         for at, units in self._kept.items():
             again[units[0]] += self._bytes(at)
             if len(units) == 1 and at not in self._wires:
@@ -462,6 +476,35 @@ class StageTables:
             hardware=self.hardware,
         )  # fmt: skip
         return np.where(sizes > 0, seconds, 0.0)
+
+
+class _Work(NamedTuple):
+    """Work of every block for one micro-batch, by region of the model and column.
+
+    Attributes:
+        forward, backward: seconds of shape `(n, 3, 5)`.
+        recomputed: change of backward where the block is recomputed, see `Item.recomputed`.
+        weights: seconds of backward that make gradients of parameters, of shape `(n,)`.
+        once: seconds of gathers and reductions once a step, of shape `(n, 2)`.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    recomputed: np.ndarray
+    weights: np.ndarray
+    once: np.ndarray
+
+    @classmethod
+    def nothing(cls, blocks: int) -> _Work:
+        """Work of no seconds."""
+        shape = (blocks, len(REGIONS), 5)
+        zeros = (np.zeros(shape), np.zeros(shape), np.zeros(shape))
+        return cls(*zeros, np.zeros(blocks), np.zeros((blocks, 2)))
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """The part of a whole; 0 where there is nothing."""
+    return np.divide(part, whole, out=np.zeros_like(whole), where=whole != 0)
 
 
 class _Turn(NamedTuple):

@@ -19,7 +19,8 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.compute import memory_seconds
-from autopar.cost_model.items import COMPUTE, Pricer, TrainingState
+from autopar.cost_model.items import COMPUTE, TrainingState
+from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Stage, Step, Term, total

@@ -14,7 +14,7 @@ from autopar.cost_model import H100
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import Pricer
+from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR
 from autopar.cost_model.step import Run, Step, total

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from autopar.cost_model import Sizes, conversion_seconds, find_hardware, parameter_bytes
-from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, Pricer, TrainingState
+from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
+from autopar.cost_model.pricer import Pricer
 from autopar.ir import Mesh, MixedPrecision, ParameterPlan, R, S, Tensor, V
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search.request import Request

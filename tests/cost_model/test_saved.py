@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.cost_model import SavedTensors, Sizes, find_hardware, price
-from autopar.cost_model.items import Pricer
+from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.software import AUTOPAR
 from autopar.cost_model.step import Run, Step
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S

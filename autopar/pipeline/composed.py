@@ -1,0 +1,107 @@
+"""The price of a plan: what a search ranks plans by is what an explanation prints.
+
+A plan without stages is composed by the formulas of `autopar.cost_model.step`, a plan with stages by
+running its schedule (`autopar.pipeline.executed`), both over the items and holdings of
+`autopar.cost_model.pricer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.pricer import Pricer
+from autopar.cost_model.sizes import Sizes
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Run, Step
+from autopar.ir import Graph, Plan
+from autopar.ir.recompute import Recompute
+from autopar.pipeline.blocks import has_blocks, ops_again, parts_of_ops
+from autopar.pipeline.executed import ExecutedStep
+
+
+class Composed(NamedTuple):
+    """Time and memory of a plan.
+
+    Attributes:
+        step_seconds: duration of a step.
+        peak_bytes: peak memory of the fullest rank, with the memory that no tensor can have.
+    """
+
+    step_seconds: float
+    peak_bytes: float
+
+
+def composed(
+    graph: Graph,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    software: Software = AUTOPAR,
+    training_state: TrainingState = FULL,
+) -> Composed:
+    """Time and memory of a plan, as `Explanation.step_seconds` and `memory_bytes` print them.
+
+    Args:
+        graph: the captured model, at the size of one micro-batch.
+        plan: its choices, with or without stages.
+        hardware: the machine, as its catalogue has it.
+        software: figures of the runtime, which change those of the machine.
+        training_state: bytes that training keeps in addition to parameters.
+    """
+    if plan.pipeline is not None:
+        executed = ExecutedStep(graph, plan, hardware, training_state, software)
+        return Composed(executed.seconds, executed.memory_bytes)
+    step = step_of(graph, plan, hardware, software=software, training_state=training_state)
+    return Composed(float(step.seconds()), float(step.peak_bytes()))
+
+
+def step_of(
+    graph: Graph,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    software: Software = AUTOPAR,
+    training_state: TrainingState = FULL,
+) -> Step:
+    """The step of a plan without stages, in numbers; arguments as in `composed`."""
+    machine = software.on(hardware)
+    blocks = Recomputed.of(graph, plan)
+    pricer = Pricer(
+        graph, plan, sizes=Sizes(plan.mesh), hardware=machine,
+        links=[machine.link(plan.mesh, axis) for axis in range(len(plan.mesh.axes))],
+        training_state=training_state, blocks=blocks.blocks, again=blocks.again,
+    )  # fmt: skip
+    run = Run(plan.micro_batches, recompute=blocks.left, training_state=training_state)
+    return Step(
+        tuple(pricer.items()), tuple(pricer.holdings()), run, machine, software,
+        layers=sum(stack.layers for stack in graph.stacks) or 1,
+        boundary_bytes=pricer.boundary_bytes(),
+    )  # fmt: skip
+
+
+class Recomputed(NamedTuple):
+    """How the recomputation of a plan without stages enters its price.
+
+    Attributes:
+        blocks: op -> its block, where the graph has all layers; None where one stands for several.
+        again: ops that run again in backward, priced item by item.
+        left: recomputation that is left to the formulas of `autopar.cost_model.step`, in which all
+            layers are alike; "none" where the items have it already.
+    """
+
+    blocks: Mapping[str, int] | None
+    again: frozenset[str]
+    left: Recompute
+
+    @classmethod
+    def of(cls, graph: Graph, plan: Plan) -> Recomputed:
+        """The blocks of a graph and those that a plan recomputes."""
+        if not has_blocks(graph):
+            return cls(None, frozenset(), plan.recompute)
+        if plan.pipeline is not None:
+            return cls(parts_of_ops(graph, plan), frozenset(), plan.recompute)
+        again = ops_again(graph, plan) if plan.recompute != "none" else frozenset()
+        return cls(parts_of_ops(graph, plan), again, "none")

@@ -1,0 +1,198 @@
+"""The items and holdings of one plan, made node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from autopar.cost_model.arith import Quantity, larger
+from autopar.cost_model.collectives import BUCKET_BYTES
+from autopar.cost_model.flow import Flow
+from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.memory import keeps, layers_of_ops, recomputed_ops
+from autopar.cost_model.nodes import NodePricer, numbers_out, words_of
+from autopar.cost_model.sizes import Sizes
+from autopar.ir import Graph, Layout, Op, Plan
+
+_Memory = tuple[str, Layout]
+
+
+class Pricer:
+    """Prices a plan.
+
+    Args:
+        graph: the captured model.
+        plan: its choices.
+        sizes, hardware, links, layers, training_state, fused, bucket_bytes: see `NodePricer`.
+        regathers: whether an activation that is gathered for an op is kept in shards, and gathered
+            again in backward (Korthikanti et al. 2022, section 4.2.2).
+        blocks: op -> the block with which it is recomputed; by default its layer. Ops that are missing
+            belong to none and are never recomputed.
+        again: names of the ops that run again in backward, whole blocks of them.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        *,
+        sizes: Sizes,
+        hardware: Hardware,
+        links: Sequence[Link],
+        layers: Mapping[str, Quantity] | None = None,
+        training_state: TrainingState = FULL,
+        fused: bool = False,
+        regathers: bool = False,
+        bucket_bytes: float = BUCKET_BYTES,
+        blocks: Mapping[str, Hashable] | None = None,
+        again: Collection[str] = (),
+    ) -> None:
+        self.graph, self.plan, self.sizes, self.regathers = graph, plan, sizes, regathers
+        self.flow, self.again = Flow(graph, plan), frozenset(again)
+        self.blocks = layers_of_ops(graph) if blocks is None else blocks
+        self.nodes = NodePricer(
+            graph, sizes=sizes, hardware=hardware, links=links, layers=layers,
+            training_state=training_state, fused=fused, bucket_bytes=bucket_bytes,
+            recomputed=recomputed_ops(graph, self.blocks),
+        )  # fmt: skip
+
+    def _block(self, op: str) -> Hashable:
+        """The block of an op; outside of blocks the region of the model, or the op alone."""
+        if op in self.blocks or op not in self.graph.by_name:
+            return self.blocks.get(op, "")
+        region, _ = self.nodes.place(op, self.graph.by_name[op].module)
+        return region if self.graph.stacks else op
+
+    # --- work
+
+    def items(self) -> Iterator[Item]:
+        """What a step does, with what ops that run again repeat and what that spares."""
+        for item in self._once():
+            change = item.recomputed if item.of in self.again else 0
+            if change >= 0:
+                yield item
+            if change > 0:
+                yield replace(item, phase="backward")
+
+    def _once(self) -> Iterator[Item]:
+        for op in self.graph.ops:
+            yield from self.nodes.op(op, self.plan.ops[op.name])
+        for name, targets in self.flow.targets.items():
+            for target, user in targets.items():
+                yield from self._conversion(name, target, user)
+        for name in self.graph.parameters:
+            yield from self.nodes.between_steps(name, self.plan.parameters[name])
+
+    def _conversion(self, name: str, target: Layout, user: str) -> Iterator[Item]:
+        stays_split = name in self._parameters or self.regathers
+        again = stays_split and name in self.flow.saved_roots
+        return self.nodes.conversion(name, self.flow.produced[name], target, user, again=again)
+
+    def into(self, op: Op, position: int) -> Iterator[Item]:
+        """The forward of the conversion that an operand of `op` goes through."""
+        name, target = op.operands[position], self.flow.operands[op.name][position]
+        for item in self._conversion(name, target, op.name):
+            if item.phase == "forward":
+                yield item
+
+    # --- memory
+
+    def holdings(self) -> Iterator[Holding]:
+        """What a rank holds: parameters with what training keeps, and saved activations once."""
+        for name in self.graph.parameters:
+            yield from self.nodes.parameter(name, self.plan.parameters[name])
+        for public, name in self.graph.buffers.items():
+            region, count = self.nodes.place(name, public)
+            held = count * self.sizes.bytes(self.graph.tensors[name], self.flow.whole)
+            yield Holding(numbers_out(public), "buffers", region, held, name)
+        yield from self._gathered()
+        for op in self.graph.ops:
+            yield from self.nodes.working(op, self.plan.ops[op.name], self._block(op.name))
+        for at, ops in self._kept(self.again).items():
+            yield self._saved(at, ops[0])
+        if self.again:
+            yield from self._made_again()
+
+    def _gathered(self) -> Iterator[Holding]:
+        for name in self.graph.parameters.values():
+            for target, user in self.flow.targets.get(name, {}).items():
+                source, block = self.flow.produced[name], self._block(user)
+                yield from self.nodes.gathered(name, source, target, user, block)
+
+    def _saved(self, at: _Memory, op: Op) -> Holding:
+        name, layout = at
+        region, count = self.nodes.place(op.name, op.module)
+        held = count * self.sizes.bytes(self.graph.tensors[name], layout)
+        return Holding(words_of(op), "saved activations", region, held, op.name)
+
+    def _kept(self, again: Collection[str]) -> dict[_Memory, list[Op]]:
+        """Memory that stays for backward -> the ops for which it does; `again` are ops that rerun."""
+        stored = {*self._parameters, *self.graph.buffers.values()}
+        found: dict[_Memory, list[Op]] = {}
+        for op in self.graph.ops:
+            names: Collection[str] = op.saved if keeps(op, self.graph.tensors) else ()
+            if op.name in again:
+                names = self._entering(op)
+            operands = self.flow.operands[op.name]
+            if self.regathers:
+                operands = tuple(map(self._shards, op.operands, operands))
+            layouts = (*operands, *self.flow.results[op.name])
+            for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
+                if name in names and self.flow.saved.root(name) not in stored:
+                    found.setdefault(self.flow.saved.memory(name, layout), []).append(op)
+        return found
+
+    def _entering(self, op: Op) -> list[str]:
+        """Operands of an op that come from outside its block."""
+        block = self._block(op.name)
+        makers = {name: self.graph.producer.get(name) for name in op.operands}
+        return [n for n, m in makers.items() if m is None or self._block(m.name) != block]
+
+    def _made_again(self) -> Iterator[Holding]:
+        """What recomputed blocks keep while they run again, and what later blocks returned by then."""
+        order = list(dict.fromkeys(self._block(op.name) for op in self.graph.ops))
+        again = {self._block(name) for name in self.again}
+        later = order[1 + max(order.index(block) for block in again) :]
+        for at, ops in self._kept(()).items():
+            holding, blocks = self._saved(at, ops[0]), [self._block(op.name) for op in ops]
+            if blocks[0] in again:
+                yield replace(holding, kind="made again", name="made again", block=blocks[0])
+            if blocks[0] in later and len({*blocks}) == 1:
+                yield replace(holding, kind="returned", name="returned")
+
+    def boundary_bytes(self) -> Quantity:
+        """Bytes of what crosses from one repeated layer to the next, on one rank."""
+        produced, largest = self.flow.produced, 0
+        for names in _crossing(self.graph).values():
+            held = sum(
+                (self.sizes.bytes(self.graph.tensors[n], produced[n]) for n in names), start=0
+            )
+            largest = larger(largest, held)
+        return largest
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(self.graph.parameters.values())
+
+    def _shards(self, name: str, layout: Layout) -> Layout:
+        """An operand as its maker left it on the axes along which it is gathered for a use."""
+        made = self.flow.produced[name]
+        return tuple(a if a.kind == "S" and b.kind in ("R", "V") else b
+                     for a, b in zip(made, layout, strict=True))  # fmt: skip
+
+
+def _crossing(graph: Graph) -> dict[str, dict[str, None]]:
+    """Of every stack the tensors that the layer before its middle makes for that in the middle."""
+    found: dict[str, dict[str, None]] = {}
+    for op in graph.ops:
+        place = graph.stack_of(op.module)
+        for name in op.operands:
+            maker = graph.producer.get(name)
+            source = graph.stack_of(maker.module) if maker else None
+            if place is None or source is None or source[0] != place[0]:
+                continue
+            if (source[1], place[1]) == (place[0].middle - 1, place[0].middle):
+                found.setdefault(place[0].path, {})[name] = None
+    return found
