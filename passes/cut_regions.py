@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ops.nodes import draws
+from autopar.ops.nodes import draws, is_operator
 
 Make = Callable[[fx.GraphModule], torch.nn.Module]
 
@@ -70,7 +70,7 @@ def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    is_op = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    is_op = is_operator(node) or node.target is operator.getitem
     return node.op == "call_function" and is_op and not draws(node)
 
 

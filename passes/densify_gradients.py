@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
+
+from autopar.ops.nodes import is_operator, schema
 
 _FLAGS = ("sparse", "sparse_grad")  # as ATen's schemas call them
 
@@ -11,8 +12,8 @@ _FLAGS = ("sparse", "sparse_grad")  # as ATen's schemas call them
 def densify_gradients(module: fx.GraphModule) -> None:
     """What is looked up gets a dense gradient: no collective takes a sparse one."""
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            for i, argument in enumerate(node.target._schema.arguments):
+        if is_operator(node):
+            for i, argument in enumerate(schema(node).arguments):
                 _clear(node, i, argument.name)
     module.recompile()
 

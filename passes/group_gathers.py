@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from autopar.ops.collectives import is_collective
+from autopar.ops.collectives import Collective, is_collective
 
 _RESHAPE = torch.ops.aten.reshape.default
 MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -62,9 +62,9 @@ def find_entries(module: fx.GraphModule, parameters: int) -> list[Chain]:
     """The chains from the first `parameters` placeholders that take communication in backward alone."""
 
     def only_back(chain: Chain) -> bool:
-        calls = [node for node in chain.nodes if is_collective(node)]
-        moves_there = any(_name(node) in MOVING for node in calls)
-        return not moves_there and any(node.args[4] in MOVING for node in calls)
+        calls = [call for node in chain.nodes if (call := Collective.of(node))]
+        moves_there = any(call.name in MOVING for call in calls)
+        return not moves_there and any(call.backward in MOVING for call in calls)
 
     return _by_first_use(module, parameters, only_back)
 
@@ -97,7 +97,8 @@ def _converts(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1] if is_collective(node) else ""  # type: ignore[union-attr]
+    call = Collective.of(node)
+    return call.name if call else ""
 
 
 def _first_use(node: fx.Node, position: dict[fx.Node, int]) -> int:

@@ -14,24 +14,25 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopar.ops.collectives import is_collective
+from autopar.ops.collectives import Collective
 
 
 def defer_loss_sum(module: fx.GraphModule) -> tuple[str, ...]:
     """Takes the sums off the last output, and returns the axes they ran over, in order."""
     output = next(iter(module.graph.find_nodes(op="output")))
     axes: list[str] = []
-    while _is_final_sum(loss := output.args[0][-1]) and output.args[0].count(loss) == 1:
-        axes.insert(0, str(loss.args[3]))
-        output.args = ((*output.args[0][:-1], loss.args[0]),)
+    while (call := _final_sum(loss := output.args[0][-1])) and output.args[0].count(loss) == 1:
+        axes.insert(0, call.group)
+        output.args = ((*output.args[0][:-1], call.x),)
         module.graph.erase_node(loss)
     module.recompile()
     return tuple(axes)
 
 
-def _is_final_sum(node: fx.Node) -> bool:
-    sums = is_collective(node) and "all_reduce" in str(node.target) and node.args[4] == "vary"
-    return sums and len(node.users) == 1
+def _final_sum(node: fx.Node) -> Collective | None:
+    call = Collective.of(node)
+    sums = call is not None and (call.name, call.backward) == ("all_reduce", "vary")
+    return call if sums and len(node.users) == 1 else None
 
 
 def hoist_input_sums(
@@ -57,7 +58,7 @@ def hoist_input_sums(
     sums = [
         n
         for n in graph.nodes
-        if n not in depends and is_collective(n) and "all_reduce" in str(n.target)
+        if n not in depends and (call := Collective.of(n)) and call.name == "all_reduce"
     ]
     for node in sums:
         with graph.inserting_before(node):

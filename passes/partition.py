@@ -28,7 +28,7 @@ from autopar.ir import (
     result_layouts,
 )
 from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
-from autopar.ops.collectives import is_collective
+from autopar.ops.collectives import Collective
 from autopar.ops.nodes import tensor_operands
 from autopar.passes.group_gathers import MOVING
 
@@ -182,12 +182,12 @@ class _LocalCall:
 
     def _is_stated(self, new: fx.Node) -> bool:
         """Whether the rule says that the op sends this: a collective that nobody states has no price."""
-        name = new.target._schema.name.split("::")[1] if is_collective(new) else ""  # type: ignore[union-attr]
-        if name not in MOVING:
+        call = Collective.of(new)
+        if call is None or call.name not in MOVING:
             return True
-        axis = self._owner.mesh.names.index(new.args[3])
+        axis = self._owner.mesh.index(call.group)
         own = self._owner.analysis.graph.by_name[self.node.name].collectives
-        return any(name == each.forward and self._labels[axis] in each.labels for each in own)
+        return any(call.name == each.forward and self._labels[axis] in each.labels for each in own)
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]

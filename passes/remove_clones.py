@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar._torch import OpOverload
+from autopar.ops.nodes import schema
+
 aten = torch.ops.aten
 
 
@@ -27,7 +30,7 @@ def remove_clones(module: fx.GraphModule) -> None:
 
 
 def _is_aten(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -40,4 +43,4 @@ def _is_given(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return any(r.alias_info is not None for r in node.target._schema.returns)  # type: ignore[union-attr]
+    return any(r.alias_info is not None for r in schema(node).returns)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autopar.ops.collectives import is_collective
+from autopar.ops.collectives import Collective
 
 
 def retarget_device(module: fx.GraphModule, device: torch.device) -> None:
@@ -21,7 +21,6 @@ def retarget_device(module: fx.GraphModule, device: torch.device) -> None:
 def bind_groups(module: fx.GraphModule, groups: Mapping[str, str]) -> None:
     """autopar::op(..., axis, ...) -> autopar::op(..., c10d group of that axis, ...)."""
     for node in module.graph.nodes:
-        if is_collective(node):
-            x, dims, size, axis, backward = node.args
-            node.args = (x, dims, size, groups[axis], backward)
+        if call := Collective.of(node):
+            node.args = call._replace(group=groups[call.group]).args
     module.recompile()

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.ops.build import call_like
-from autopar.ops.nodes import bound_arguments
+from autopar.ops.nodes import bound_arguments, schema
 from autopar.rules.loss import MEAN, REDUCED, SUM
 
 aten = torch.ops.aten
@@ -33,9 +33,9 @@ def _unreduce(graph: fx.Graph, node: fx.Node) -> None:
     if reduction not in _REDUCTIONS:
         return
     arguments = {**bound_arguments(node), "reduction": _NONE}
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    args = [arguments[a.name] for a in schema if not a.kwarg_only]
-    kwargs = {a.name: arguments[a.name] for a in schema if a.kwarg_only}
+    wanted = schema(node).arguments
+    args = [arguments[a.name] for a in wanted if not a.kwarg_only]
+    kwargs = {a.name: arguments[a.name] for a in wanted if a.kwarg_only}
     with graph.inserting_before(node):
         each = call_like(graph, node, node.target, *args, **kwargs)
         total = call_like(graph, node, _REDUCTIONS[reduction], each)

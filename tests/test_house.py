@@ -1,6 +1,7 @@
 """The house: which room imports which, as docs/design.md says."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,3 +82,29 @@ def test_importing_autopar_loads_nothing_heavy() -> None:
     loaded = _imported_by("import autopar")
     assert "autopar.ir" in loaded
     assert not loaded & {"torch", "sympy", "highspy", "networkx", "scipy", "rich", "transformers"}
+
+
+def _private_names(path: Path) -> Iterator[str]:
+    """Names of torch that begin with an underscore, but for operators of `torch.ops.aten`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+            if node.attr in {"_schema", "_cdata", "_spec", "_local_tensor", "_orig_mod"}:
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno} {names[0]}"
+        for name in names:
+            is_torch = name.startswith(("torch.", "dist.")) and not name.startswith(
+                "torch.ops.aten."
+            )
+            if is_torch and any(re.match(r"_[^_]", part) for part in name.split(".")):
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno} {name}"
+
+
+def test_private_names_of_torch_stay_in_their_room() -> None:
+    outside = [path for name, path in _modules().items() if _room(name) != "_torch"]
+    inside = [path for name, path in _modules().items() if _room(name) == "_torch"]
+    assert any(list(_private_names(path)) for path in inside)
+    found = [name for path in outside for name in _private_names(path)]
+    assert not found, "\n".join(found)

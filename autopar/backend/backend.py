@@ -46,7 +46,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.export import capture_forward
 from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
 from autopar.ir import Graph, Mesh, ParameterPlan, Plan, R
-from autopar.ops.collectives import is_collective
+from autopar.ops.collectives import Collective
 from autopar.ops.nodes import draws
 from autopar.passes import bind_groups, clean_up, partition, verify_graph
 from autopar.planning.planning import Prepared, make_plan
@@ -479,8 +479,8 @@ def _summary(graph: Graph, plan: Plan, local: fx.GraphModule) -> str:
     splits = [
         f"{axis} splits {_what_splits(graph, plan, i)}" for i, axis in enumerate(plan.mesh.names)
     ]
-    names = [n.target._schema.name.split("::")[1] for n in local.graph.nodes if is_collective(n)]
-    moved = Counter(name for name in names if name != "vary")
+    calls = [call for node in local.graph.nodes if (call := Collective.of(node))]
+    moved = Counter(call.name for call in calls if call.name != "vary")
     inserted = ", ".join(f"{count} {name}" for name, count in sorted(moved.items())) or "none"
     return (
         f"graph of {len(graph.ops)} ops on {plan.mesh} (recipe {plan.recipe}): {'; '.join(splits)}; "

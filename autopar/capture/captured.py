@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.capture.casts import dtype_of
 from autopar.ir import MixedPrecision
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from autopar import _torch
+from autopar._torch import BatchNormBase, pytree
 from autopar.ir import MixedPrecision
 
 aten = torch.ops.aten
@@ -44,7 +43,7 @@ def cast_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     kept = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, _BatchNorm)
+        if isinstance(module, BatchNormBase)
         for parameter in module.parameters(recurse=False)
     }
     for name, parameter in model.named_parameters():

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopar import _torch
+from autopar._torch import pytree
 from autopar.capture.captured import Captured
 from autopar.capture.casts import absorb_casts, call_cast
 from autopar.capture.forgotten import OutsideLeaves, watching

@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware

@@ -16,13 +16,15 @@ process-group kernels in `KERNELS`, built on `torch.ops._c10d_functional`, must 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar import _torch
+from autopar._torch import OpOverload
+from autopar.ir import CollectiveCall, Mesh
 from autopar.ops.nodes import schema
 
 SIGNATURE = "(Tensor x, int[] dims, int size, str group, str backward) -> Tensor"
@@ -71,10 +73,49 @@ LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[int]], Tensor]] = {
 NAMES = tuple(LOCAL)
 
 
+class Collective(NamedTuple):
+    """A collective of a rewritten graph, read from its node.
+
+    Attributes:
+        name: operator in `torch.ops.autopar`, one of `NAMES`.
+        x: node of the local tensor that a rank puts in.
+        dims: dimensions of `x`, as the operator takes them.
+        size: number of ranks of the group.
+        group: name of the mesh axis; once the graph is bound, of the c10d group.
+        backward: the transposed operator, which autograd runs on the gradient.
+    """
+
+    name: str
+    x: fx.Node
+    dims: tuple[int, ...]
+    size: int
+    group: str
+    backward: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Collective | None:
+        """The collective that a node calls; None for any other node."""
+        if not is_collective(node):
+            return None
+        x, dims, size, group, backward = node.args
+        assert isinstance(x, fx.Node) and isinstance(dims, Sequence), node.format_node()
+        name = schema(node).name.removeprefix("autopar::")
+        return cls(name, x, tuple(dims), size, group, backward)  # type: ignore[arg-type]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments of the node."""
+        return self.x, list(self.dims), self.size, self.group, self.backward
+
+    def call(self, mesh: Mesh) -> CollectiveCall:
+        """The same along an axis of a mesh, of a graph that is not bound to groups yet."""
+        return CollectiveCall(self.name, self.backward, self.dims, mesh.index(self.group))
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether a node is a collective of torch.ops.autopar."""
     target = node.target
-    ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "autopar"
+    ours = isinstance(target, OpOverload) and target.namespace == "autopar"
     return ours and schema(node).name.removeprefix("autopar::") in NAMES
 
 

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar import _torch
+from autopar._torch import OpOverload
+
 
 def is_operator(node: fx.Node) -> bool:
     """Whether a node calls an overload of a torch operator, such as `aten.add.Tensor`."""
-    return isinstance(node.target, torch._ops.OpOverload)
+    return isinstance(node.target, OpOverload)
 
 
 def schema(node: fx.Node) -> torch.FunctionSchema:
     """The schema of the operator that a node calls."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
-    return node.target._schema
+    assert is_operator(node), node.target
+    return _torch.schema(node.target)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
@@ -57,10 +60,7 @@ def draws(node: fx.Node) -> bool:
     Attention and recurrent layers do so only if they are called with dropout.
     """
     target = node.target
-    if (
-        not isinstance(target, torch._ops.OpOverload)
-        or torch.Tag.nondeterministic_seeded not in target.tags
-    ):
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     arguments = bound_arguments(node)
     if arguments.get("train") is False:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autopar._torch import schema
+
 
 def keep_mask(x: Tensor, key: Tensor, p: float) -> Tensor:
     """A bool mask of the shape of `x`, False with probability `p`; a function of key and shape alone."""
@@ -41,7 +43,7 @@ def _call(
     tensors, numbers = iter(operands), iter(scalars)
     arguments = (
         next(tensors if isinstance(argument.type, torch.TensorType) else numbers)
-        for argument in function._schema.arguments
+        for argument in schema(function).arguments
         if argument.name != "generator" and not argument.kwarg_only
     )
     found: Tensor = function(*arguments, generator=generator, **types)

@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from autopar.errors import VerifierError
 from autopar.ir.conversion import TRANSITIONS
-from autopar.ops.collectives import is_collective
+from autopar.ops.collectives import Collective
+from autopar.ops.nodes import is_operator, schema
 
 DIMS = {"vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2}  # the others have one
 
@@ -33,17 +33,16 @@ def verify_graph(module: fx.GraphModule, *, after: str) -> None:
 
 
 def _verify_node(node: fx.Node, after: str) -> None:
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+    if is_operator(node) and schema(node).is_mutable:
         raise _broken(node, "an op must not change its arguments", after)
-    if is_collective(node):
-        _verify_collective(node, after)
+    if call := Collective.of(node):
+        _verify_collective(node, call, after)
 
 
-def _verify_collective(node: fx.Node, after: str) -> None:
-    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-    _, dims, size, _, backward = node.args
-    if len(dims) != DIMS.get(name, 1):  # type: ignore[arg-type]
-        raise _broken(node, f"{name} takes {DIMS.get(name, 1)} dims, not {dims}", after)
+def _verify_collective(node: fx.Node, call: Collective, after: str) -> None:
+    name, _, dims, size, _, backward = call
+    if len(dims) != DIMS.get(name, 1):
+        raise _broken(node, f"{name} takes {DIMS.get(name, 1)} dims, not {list(dims)}", after)
     if not isinstance(size, int) or size < 2:
         raise _broken(node, f"a collective over {size} ranks", after)
     if not any(t.forward == name and t.backward == backward for t in TRANSITIONS.values()):

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.analysis.factors import Analysis, output_nodes
 from autopar.capture.captured import Captured
 from autopar.errors import PlanError

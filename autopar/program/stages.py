@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar._torch import FakeTensorMode
 from autopar.errors import PlanError
 from autopar.ir import Graph, local_shape
 from autopar.passes import cut_stage_graphs, retarget_device, verify_graph

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
-from autopar.ops.collectives import LOCAL, is_collective
+from autopar.ops.collectives import LOCAL, Collective
 from autopar.ops.nodes import draws
 from autopar.program.program import Program
 
@@ -84,11 +84,8 @@ def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
 
 
 def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> list[Any]:
-    if is_collective(node):
-        x, dims, _, axis, backward = node.args
-        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-        call = CollectiveCall(name, backward, tuple(dims), mesh.index(axis))  # type: ignore[arg-type]
-        return collective(call, mesh, values[x])  # type: ignore[index]
+    if call := Collective.of(node):
+        return collective(call.call(mesh), mesh, values[call.x])
     results = []
     generator_state = torch.get_rng_state() if draws(node) else None
     for rank in range(mesh.size):

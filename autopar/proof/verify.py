@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from rich.text import Text
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, run_with_loss
 from autopar.capture.remedies import traced_line

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar._torch import OpOverload
 from autopar.rules import (
     contract,
     elementwise,
@@ -57,7 +58,7 @@ def find_rule(node: fx.Node) -> Rule | None:
     target, name = node.target, operator_name(node)
     if rule := registered_rule(name) or RULES.get(name):
         return rule
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return getattr(target, "rule", None)  # a call that a pass has put in brings its own
     # A random op without a rule of its own would draw the same numbers for every part.
     draws = torch.Tag.nondeterministic_seeded in target.tags
@@ -72,7 +73,7 @@ def spec(node: fx.Node, wanted: Iterable[int] | None = None) -> tuple[Spec, bool
     """
     call = Call(node, wanted)
     found, has_rule = _ruled(call)
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return found, has_rule
     return replace(found, kept=kept(operator_name(node), call, found)), has_rule
 

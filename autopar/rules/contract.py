@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.ops.nodes import schema
 from autopar.rules.notation import spec_of
 from autopar.rules.spec import Call, Dim, Local, RuleDoesNotApply, Spec, parts, run_as_is
 
@@ -128,8 +129,8 @@ def tensordot(call: Call) -> Spec:
 
 
 def _convolve_locally(local: Local) -> fx.Node:
-    schema = [argument.name for argument in local.node.target._schema.arguments]  # type: ignore[union-attr]
-    position = schema.index("groups")
+    names = [argument.name for argument in schema(local.node).arguments]
+    position = names.index("groups")
     if position >= len(local.args):
         return run_as_is(local)
     groups = local.args[position] // parts(local, ["g"])

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autopar.ops.nodes import bound_arguments
+from autopar.ops.nodes import bound_arguments, named_arguments, schema
 from autopar.rules.elementwise import elementwise
 from autopar.rules.spec import Call, Local, Spec, plain, run_as_is
 
@@ -67,10 +67,9 @@ class _Draw:
         self.letters = letters
 
     def __call__(self, local: Local) -> fx.Node:
-        overload = local.node.target
-        schema = overload._schema.arguments  # type: ignore[union-attr]
-        given = dict(zip((a.name for a in schema), local.args, strict=False)) | local.kwargs
-        values = [given.get(a.name, a.default_value) for a in schema if not a.kwarg_only]
+        overload, arguments = local.node.target, schema(local.node).arguments
+        given = named_arguments(local.node, local.args) | local.kwargs
+        values = [given.get(a.name, a.default_value) for a in arguments if not a.kwarg_only]
         operands = [x for x in values if isinstance(x, fx.Node)]
         scalars = [x for x in values if isinstance(x, (bool, int, float))]
         return _drawn(

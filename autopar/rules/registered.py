@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from autopar._torch import schema
 from autopar.errors import RecipeError
 from autopar.ir import P, S, State, V
 from autopar.rules.notation import parse, spec_of
@@ -71,7 +72,7 @@ def register_rule(op: str, row: str) -> None:
             f"There is no op {op!r} to give a rule; write namespace::name, and import the module that "
             "defines it with torch.library first."
         )
-    if any(getattr(packet, overload)._schema.is_mutable for overload in packet.overloads()):
+    if any(schema(getattr(packet, overload)).is_mutable for overload in packet.overloads()):
         raise RecipeError(
             f"The op {op} changes its arguments, and autopar splits functional ops only; return the new "
             "value instead."

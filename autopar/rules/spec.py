@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from autopar._torch import storage_key
 from autopar.ops.nodes import (
     bound_arguments,
     is_operator,
@@ -215,7 +216,7 @@ def flattens(tensor: torch.Tensor, *shapes: Sequence[int]) -> bool:
     """Whether a tensor expands to the first of two shapes, and reshapes to the last, without a copy."""
     same = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
     expanded = same.expand(shapes[0]) if len(shapes) > 1 else same
-    return expanded.reshape(shapes[-1]).untyped_storage()._cdata == same.untyped_storage()._cdata
+    return storage_key(expanded.reshape(shapes[-1])) == storage_key(same)
 
 
 def plain(shape: Sequence[int], prefix: str = "d") -> tuple[Letters, dict[str, int]]:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from autopar import _torch
+from autopar._torch.pytree import tree_leaves
 from autopar.errors import CaptureError, StepError
 
 # id of the old -> old, new; None for the new where the parameter now lies on other ranks

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar._torch import pytree
 from autopar.ops.nodes import draws
 from autopar.passes import (
     bind_groups,
@@ -251,4 +252,4 @@ def unflatten_outputs(program: Program, outputs: Sequence[Any]) -> Any:
     count = len(outputs) + len(program.out_literals)
     literals = program.out_literals
     leaves = [literals[i] if i in literals else next(remaining) for i in range(count)]
-    return torch.utils._pytree.tree_unflatten(leaves, program.out_spec)
+    return pytree.tree_unflatten(leaves, program.out_spec)

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ir import Mesh
-from autopar.ops.collectives import is_collective, result_shape
+from autopar.ops.collectives import Collective, result_shape
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
 from autopar.runtime.parameters import overlapping_bytes
 from autopar.runtime.transfer import (
@@ -164,7 +164,7 @@ class Gathers:
         return next((g for g in self.groups if earlier and g.block == max(earlier)), None)
 
     def _pack(self, x: Tensor) -> Tensor | _Handle:
-        _, call, position = self._saved.get(x.untyped_storage()._cdata, (None, None, 0))
+        _, call, position = self._saved.get(_torch.storage_key(x), (None, None, 0))
         if call is None or x.is_conj() or x.is_neg():  # of which strides do not tell all
             return x
         call.is_saved = True
@@ -357,17 +357,19 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
     hops: list[Hop] = []
     before = viewed = shape
     for node in chain.nodes:
-        if not is_collective(node):
+        found = Collective.of(node)
+        if found is None:
             viewed = tuple(node.args[1])  # type: ignore[arg-type]
             continue
         if hops:
             hops[-1] = _ending(hops[-1], viewed)
             before = viewed
-        _, dims, size, axis, backward = node.args
-        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-        result = tuple(result_shape(name, viewed, dims, size))  # type: ignore[arg-type]
+        call, size = found.call(mesh), found.size
+        result = tuple(result_shape(call.name, viewed, call.dims, size))
         hops.append(
-            Hop(name, backward, tuple(dims), mesh.index(axis), size, before, viewed, result, result)  # type: ignore[arg-type]
+            Hop(
+                call.name, call.backward, call.dims, call.axis, size, before, viewed, result, result
+            )
         )
         viewed = result
     hops[-1] = _ending(hops[-1], viewed)

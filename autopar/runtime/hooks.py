@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from autopar._torch import has_backward_hooks
+
 _MOST_NAMED = 5
 
 
@@ -17,14 +19,12 @@ def backward_hooks(model: nn.Module) -> list[str]:
     compute is part of the graph.
     """
     parameters = [
-        f"parameter {name!r}"
-        for name, p in model.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        f"parameter {name!r}" for name, p in model.named_parameters() if has_backward_hooks(p)
     ]
     modules = [
         f"module {name!r}" if name else "the model itself"
         for name, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks
+        if has_backward_hooks(module)
     ]
     return parameters + modules
 

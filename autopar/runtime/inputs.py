@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from autopar._torch import pytree
 from autopar.errors import StepError
 from autopar.ir import local_shape
 from autopar.ops.sharding import shard

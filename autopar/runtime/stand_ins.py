@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar._torch import FakeTensorMode
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from autopar import _torch
+from autopar._torch import DropoutBase, FakeTensor, pytree
 from autopar.capture.forms.mixtures import ROWS
 from autopar.errors import CaptureError
 from autopar.rules.trial import distance, weights
@@ -254,7 +252,7 @@ def _gradients(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[Ten
 
 @contextlib.contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    active = [m for m in module.modules() if isinstance(m, _DropoutNd) and m.training]
+    active = [m for m in module.modules() if isinstance(m, DropoutBase) and m.training]
     try:
         for dropout in active:
             dropout.training = False

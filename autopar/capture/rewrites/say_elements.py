@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from autopar import _torch
+from autopar._torch import pytree
 from autopar.capture.remedies import traced_line, uncaptured
 from autopar.ops.nodes import bound_arguments
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.capture.remedies import traced_line, uncaptured
-from autopar.ops.nodes import bound_arguments
+from autopar.ops.nodes import bound_arguments, is_operator, schema
 
 aten = torch.ops.aten
 
@@ -90,8 +90,7 @@ def _call(beside: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _writes(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in _SILENT:
+    if not is_operator(node) or schema(node).name not in _SILENT:
         return False
     given = bound_arguments(node)
     trains = given.get("training", given.get("use_input_stats", True))

@@ -1,0 +1,70 @@
+"""The one room that touches torch APIs without a stability promise; tests/_torch has a test of each."""
+
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autopar._torch.autograd import below_autograd, handed_on, has_backward_hooks, run_node
+from autopar._torch.compiling import (
+    compile_graph,
+    computes_complex,
+    dynamo_source,
+    is_functional,
+    missing_cpp_compiler,
+    on_second_derivative,
+    trace_recurrent_layers,
+    uncompiled,
+)
+from autopar._torch.dtensors import (
+    accumulate_gradient,
+    differentiable_local,
+    dtensor,
+    lines_along,
+    local_gradient,
+    local_tensor,
+    replicates_implicitly,
+)
+from autopar._torch.exporting import (
+    DependsOnValues,
+    SizeDependsOnValues,
+    as_if_compiling,
+    call_with,
+    custom_functions,
+    fake_mode,
+    quiet_export,
+    user_line,
+    validates_distribution,
+    without_value_checks,
+)
+from autopar._torch.groups import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broke_in_communication,
+    default_store,
+    reduce_scatter,
+    resolve_group,
+    set_group_timeout,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    store_seconds,
+)
+from autopar._torch.modules import BatchNormBase, DropoutBase
+from autopar._torch.operators import autopar_op, required_arguments, schema
+from autopar._torch.pipelining import pipeline_actions, pipeline_stage, runs_one_stage
+from autopar._torch.tensors import has_storage, storage_key, storage_reference, without_memory
+
+__all__ = [
+    "BatchNormBase", "DependsOnValues", "DropoutBase", "FakeTensor", "FakeTensorMode",
+    "OpOverload", "SizeDependsOnValues", "accumulate_gradient", "all_gather", "all_reduce",
+    "all_to_all", "as_if_compiling", "autopar_op", "below_autograd", "broke_in_communication",
+    "call_with", "compile_graph", "computes_complex", "custom_functions", "default_store",
+    "differentiable_local", "dtensor", "dynamo_source", "fake_mode", "handed_on",
+    "has_backward_hooks", "has_storage", "is_functional", "lines_along", "local_gradient",
+    "local_tensor", "missing_cpp_compiler", "on_second_derivative", "pipeline_actions",
+    "pipeline_stage", "quiet_export", "reduce_scatter", "replicates_implicitly",
+    "required_arguments", "resolve_group", "run_node", "runs_one_stage", "schema",
+    "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
+    "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "uncompiled",
+    "user_line", "validates_distribution", "without_memory", "without_value_checks",
+]  # fmt: skip

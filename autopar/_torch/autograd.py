@@ -1,0 +1,81 @@
+"""Autograd, node by node and below."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Inside it, custom ops are dispatched to their kernels instead of their autograd formulas."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+class _Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def handed_on(x: Tensor) -> Tensor:
+    """The same values, contiguous, as a tensor that autograd saves nowhere and takes for no view.
+
+    So it can be detached in place when its graph is no longer needed.
+    """
+    return _Handed.apply(x.contiguous()) if x.requires_grad else x.contiguous()
+
+
+@torch.no_grad()
+def run_node(node: Node, gradients: Sequence[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
+    """Runs one node of an autograd graph and none behind it.
+
+    Args:
+        gradients: that arrived at it, one for each of its results.
+
+    Returns:
+        The edges that leave it with what it gives to each, as autograd hands it on: in the shape and
+        dtype of what the edge leads to.
+    """
+    if callable(node):
+        found = node(*gradients)
+        found = found if isinstance(found, tuple) else (found,)
+        given = list(zip(node.next_functions, found, strict=True))
+    else:  # an autograd.Function: has no edge for an argument that is no tensor
+        found = node.apply(*_materialized(node, gradients))  # type: ignore[attr-defined]
+        found = found if isinstance(found, tuple) else (found,)
+        wanted = itertools.compress(found, node.needs_input_grad)  # type: ignore[attr-defined]
+        given = list(zip((f for f in node.next_functions if f[0] is not None), wanted, strict=True))
+    return [
+        (GradientEdge(following, number), _as_input(following, number, gradient))
+        for (following, number), gradient in given
+        if following is not None and gradient is not None
+    ]
+
+
+def _materialized(node: Node, gradients: Sequence[Tensor | None]) -> Iterator[Tensor]:
+    for gradient, like in zip(gradients, node._input_metadata, strict=True):
+        if gradient is None:
+            gradient = torch.zeros(tuple(like.shape), dtype=like.dtype, device=like.device)
+        yield gradient
+
+
+def _as_input(node: Node, number: int, gradient: Tensor) -> Tensor:
+    like = node._input_metadata[number]
+    return gradient.sum_to_size(tuple(like.shape)).to(like.dtype)
+
+
+def has_backward_hooks(x: Tensor | nn.Module) -> bool:
+    """Whether hooks are registered on the backward of a parameter or a module."""
+    if isinstance(x, nn.Module):
+        return bool(x._backward_hooks or x._backward_pre_hooks)
+    return bool(x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None))

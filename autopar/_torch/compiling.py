@@ -1,0 +1,109 @@
+"""torch.compile: its backends, what AOTAutograd traces, and what Dynamo says of a graph."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar._torch.exporting import fake_mode
+
+
+def is_functional(x: Tensor) -> bool:
+    """Whether AOTAutograd is tracing `x`, and wants ops that neither change nor alias what they take."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(x, FunctionalTensor)
+
+
+def compile_graph(
+    module: fx.GraphModule, arguments: Sequence[Tensor], backend: str
+) -> Callable[..., Any]:
+    """What a backend of torch.compile makes of a graph, for arguments of the kind of these.
+
+    Autograd is on or off as it is now. What watches saved tensors outside does not see those of the trace.
+    """
+    from torch._dynamo import lookup_backend
+
+    def unchanged(x: Any) -> Any:
+        return x
+
+    examples = _examples(arguments)
+    for example, x in zip(examples, arguments, strict=True):
+        example.requires_grad_(x.requires_grad)
+    with torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged):
+        return lookup_backend(backend)(copy.deepcopy(module), examples)
+
+
+def _examples(arguments: Sequence[Tensor]) -> list[Tensor]:
+    with fake_mode():
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in arguments
+        ]
+
+
+@torch.no_grad()
+def computes_complex(module: fx.GraphModule, arguments: Sequence[Tensor]) -> bool:
+    """Whether a graph has complex numbers, for arguments of the kind of these."""
+    seen: list[Tensor] = []
+
+    class Watching(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            found = super().run_node(n)
+            seen.extend(x for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, Tensor))
+            return found
+
+    Watching(module).run(*_examples(arguments))
+    return any(x.is_complex() for x in seen)
+
+
+def missing_cpp_compiler() -> str:
+    """What Inductor says of the C++ compiler that it does not find; "" where it finds one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error)
+    return ""
+
+
+def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> None:
+    """Has `call` called where a backward of the backward of a graph that AOTAutograd made begins.
+
+    Args:
+        results: of the graph.
+    """
+
+    def in_backward(gradients: Sequence[Tensor | None], _: Any) -> None:
+        if torch.is_grad_enabled():
+            for x in gradients:
+                if x is not None and x.grad_fn is not None:
+                    x.grad_fn.register_prehook(call)
+
+    nodes = (x.grad_fn for x in results if isinstance(x, Tensor) and x.requires_grad)
+    made = (n for n in nodes if n is not None and n.name() == "CompiledFunctionBackward")
+    for node in itertools.islice(made, 1):  # the results share it
+        node.register_hook(in_backward)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile` was given, whose names have no prefix; any other as it is."""
+    return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+
+
+def dynamo_source(node: fx.Node) -> str:
+    """Where an argument of a dynamo graph comes from: `L['self']._modules['up']._parameters['weight']`."""
+    source = getattr(node, "_dynamo_source", None)
+    return "" if source is None else source.name
+
+
+def trace_recurrent_layers() -> None:
+    """Lets Dynamo trace frames with nn.RNN, nn.LSTM and nn.GRU, which else it runs as they are, and says nothing."""
+    torch._dynamo.config.allow_rnn = True

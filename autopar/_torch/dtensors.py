@@ -1,0 +1,65 @@
+"""DTensors made of local shards, and the local shards of DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The local shard of a DTensor parameter, or a plain parameter's values, without autograd."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> Tensor:
+    """A DTensor of this global shape over a local shard that is on any device, also on meta."""
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def replicates_implicitly() -> bool:
+    """Whether DTensors now take plain tensors for replicated ones.
+
+    Inside `torch.distributed.tensor.experimental.implicit_replication` they do.
+    """
+    return DTensor._op_dispatcher._allow_implicit_replication
+
+
+def differentiable_local(parameter: Tensor) -> Tensor:
+    """The local shard as a function of the parameter, whose gradient is of the same placements."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local(grad_placements=parameter.placements)
+    return parameter
+
+
+def accumulate_gradient(parameter: nn.Parameter, local: Tensor) -> None:
+    """Adds a local gradient to `parameter.grad`."""
+    if parameter.grad is not None:
+        grad = parameter.grad
+        (grad._local_tensor if isinstance(grad, DTensor) else grad).add_(local)
+    elif isinstance(parameter, DTensor):
+        parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+    else:
+        parameter.grad = local
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """The local shard of a gradient, which is there."""
+    assert parameter.grad is not None
+    return parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+def lines_along(mesh: DeviceMesh, axis: str) -> list[list[int]]:
+    """The global ranks of a mesh in lines along one axis, in the order of the other axes."""
+    assert mesh.mesh_dim_names is not None
+    position = mesh.mesh_dim_names.index(axis)
+    return mesh.mesh.movedim(position, -1).reshape(-1, mesh.mesh.shape[position]).tolist()

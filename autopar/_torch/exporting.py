@@ -1,0 +1,161 @@
+"""torch.export: traces without values, checks that a trace cannot make, and where an error came from."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+# What a fake tensor answers to an op that has to read values.
+DependsOnValues = DataDependentOutputException
+
+
+# The same of an op with the size of whose result it does.
+SizeDependsOnValues = DynamicOutputShapeException
+
+
+def call_with(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls a model with other tensors in place of parameters and buffers, under every name that these have.
+
+    It is `torch.func.functional_call`, which leaves its tensors in a module that has two names (2.13): it swaps
+    them in twice, and takes the first for the module's own.
+    """
+    every = (model.named_parameters, model.named_buffers)
+    own = {name: x for named in every for name, x in named(remove_duplicate=False)}
+    given = {id(own[name]): x for name, x in tensors.items()}
+    once = {
+        f"{prefix}.{name}".lstrip("."): given[id(x)]
+        for prefix, module in model.named_modules()
+        for name, x in itertools.chain(module._parameters.items(), module._buffers.items())
+        if id(x) in given
+    }
+    return torch.func.functional_call(model, once, args, dict(kwargs), tie_weights=False)
+
+
+@contextlib.contextmanager
+def custom_functions() -> Iterator[list[str]]:
+    """Collects the names of the autograd.Functions applied inside, whose backward a graph would not keep."""
+    seen: list[str] = []
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith(("torch.", "autopar.")):
+            seen.append(cls.__qualname__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield seen
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def user_line(error: BaseException) -> str | None:
+    """The innermost line of a traceback (or of the trace that export attached) outside torch and autopar."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(__file__)),
+        os.path.dirname(traceback.__file__),
+    )
+    outside = [
+        f for f in frames if not f.filename.startswith(ours) and not f.filename.startswith("<")
+    ]
+    if outside:
+        frame = outside[-1]
+        return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return None
+
+
+def fake_mode() -> Any:
+    """A context in which calls compute shapes alone; its `from_tensor` makes a tensor without values.
+
+    Tensors that share memory, or are views, stay so.
+    """
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` is true, as it is for code that torch.export traces."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def without_value_checks() -> Iterator[None]:
+    """Inside, torch's own modules compute without looking at values, which a trace has none of.
+
+    Distributions do not validate their arguments, unless they are told to one by one; the layers of
+    `nn.Transformer` apply a mask that they are given, and do not find out whether it is the causal one.
+    """
+    from torch._dynamo.eval_frame import TorchPatcher
+    from torch.distributions import Distribution
+    from torch.nn.modules import transformer
+
+    def is_causal(
+        mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+    ) -> bool:
+        return is_causal is True
+
+    patches = TorchPatcher.patch.cache_info().currsize
+    validates, detect = Distribution._validate_args, transformer._detect_is_causal_mask
+    Distribution.set_default_validate_args(False)
+    transformer._detect_is_causal_mask = is_causal
+    try:
+        yield
+    finally:
+        if TorchPatcher.patch.cache_info().currsize == patches:
+            Distribution.set_default_validate_args(validates)
+        # else Dynamo, which an op inside has started, has switched it off, once and for all
+        transformer._detect_is_causal_mask = detect
+
+
+def validates_distribution(error: BaseException) -> bool:
+    """Whether an error was raised where a distribution checks the values of its arguments."""
+    from torch.distributions import distribution
+
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename == distribution.__file__ for frame in frames)
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Inside, a failing `torch.export.export` only raises: it neither prints the graph so far nor logs the failure."""
+    from torch.export import _trace
+
+    def was_asked_for(record: logging.LogRecord) -> bool:  # by TORCH_LOGS
+        return record.levelno < logging.WARNING
+
+    names = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    logs = list(map(logging.getLogger, names))
+    for log in logs:
+        log.addFilter(was_asked_for)
+    vars(_trace)["print"] = lambda *_, **__: None  # in front of the builtin, for that module alone
+    try:
+        yield
+    finally:
+        vars(_trace).pop("print", None)
+        for log in logs:
+            log.removeFilter(was_asked_for)

@@ -1,0 +1,76 @@
+"""Process groups of c10d: found by name, their collectives, their store and their timeouts."""
+
+from __future__ import annotations
+
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of this c10d group name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Lets collectives of this group fail after waiting for so long."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Sum of `x` over the group."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", group))
+
+
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """The `x` of all ranks of the group, concatenated along dim 0."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group))
+
+
+def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """This rank's part of the sum of `x` over the group, cut along dim 0."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", size, group))
+
+
+def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
+    """Part i of `x` along dim 0 goes to rank i; the parts received, concatenated along dim 0."""
+    ops = torch.ops._c10d_functional
+    parts = [x.shape[0] // size] * size
+    return ops.wait_tensor(ops.all_to_all_single(x, parts, parts, group))
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to sum `x` over the group, in place."""
+    return group.allreduce([x])
+
+
+def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to concatenate the `x` of all ranks into `result`, both flat."""
+    return group._allgather_base(result, x)
+
+
+def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to sum `x` over the group and to leave this rank's part in `result`, both flat."""
+    return group._reduce_scatter_base(result, x, dist.ReduceScatterOptions())
+
+
+def broke_in_communication(error: BaseException) -> bool:
+    """Whether an error was raised by sending, receiving or waiting for it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return frame.filename.endswith("distributed_c10d.py") or frame.name == "_wait_batch_p2p"
+
+
+def default_store() -> dist.Store:
+    """The key-value store through which the default process group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def store_seconds(store: dist.Store) -> float:
+    """How long a store waits for a key if it is not told."""
+    return store.timeout.total_seconds()  # type: ignore[attr-defined]

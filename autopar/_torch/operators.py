@@ -1,0 +1,26 @@
+"""Operators of torch.ops: their schemas and their overloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def schema(operator: Any) -> torch.FunctionSchema:
+    """The schema of an operator's overload: names, types and defaults of its arguments."""
+    return operator._schema
+
+
+def autopar_op(name: str) -> Any:
+    """The default overload of `torch.ops.autopar.<name>`."""
+    return getattr(torch.ops.autopar, name).default
+
+
+def required_arguments(name: str) -> int | None:
+    """How many arguments the ATen operator of this name must be given; None where there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or "default" not in packet.overloads():
+        return None
+    arguments = packet.default._schema.arguments
+    return sum(not a.has_default_value() and not a.kwarg_only for a in arguments)

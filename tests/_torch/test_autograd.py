@@ -1,0 +1,57 @@
+"""Autograd, node by node and below."""
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from autopar import _torch
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def test_a_node_of_autograd_runs_alone():
+    x, row = torch.ones(2, 3, requires_grad=True), torch.ones(3, requires_grad=True)
+    hit = []
+    row.register_hook(hit.append)
+    node = (x.float() + row).grad_fn
+    (first, gradient), (second, summed) = _torch.run_node(node, [X])
+    assert first.node is get_gradient_edge(x).node and torch.equal(gradient, X)
+    assert second.node is get_gradient_edge(row).node and torch.equal(summed, X.sum(0))
+    assert hit == [] and not gradient.requires_grad
+
+
+def test_a_node_of_a_function_written_in_python_runs_alone():
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, number, x, y):
+            return x * number, y * number
+
+        @staticmethod
+        def backward(ctx, a, b):
+            return None, a * 2, b * 3
+
+    x, y = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
+    node = Both.apply(2, x, y)[0].grad_fn
+    assert [g.sum() for _, g in _torch.run_node(node, [X, None])] == [30, 0]
+    node = Both.apply(2, x.detach(), y)[1].grad_fn
+    ((edge, gradient),) = _torch.run_node(node, [None, X])
+    assert edge.node is get_gradient_edge(y).node and torch.equal(gradient, 3 * X)
+
+
+def test_backward_hooks_of_parameters_and_modules_are_seen():
+    for register in (
+        lambda m: m.weight.register_hook(lambda g: None),
+        lambda m: m.weight.register_post_accumulate_grad_hook(lambda p: None),
+    ):
+        module = nn.Linear(2, 2)
+        assert not _torch.has_backward_hooks(module.weight)
+        register(module)
+        assert _torch.has_backward_hooks(module.weight)
+        assert not _torch.has_backward_hooks(module)
+    for register in (
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+    ):
+        module = nn.Linear(2, 2)
+        register(module)
+        assert _torch.has_backward_hooks(module)

@@ -1,0 +1,98 @@
+"""torch.compile: its backends, what AOTAutograd traces, and what Dynamo says of a graph."""
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import _torch
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_backend_compiles_a_graph_for_arguments_like_these(backend):
+    graph = torch.fx.symbolic_trace(lambda x, w: (torch.tanh(x) @ w, x.view(-1)))
+    x, w = torch.randn(2, 3), torch.randn(4, 3).t().requires_grad_()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        run = _torch.compile_graph(graph, (x, w), backend)
+        assert not seen
+    y, flat = run(x, w)
+    torch.testing.assert_close(y, torch.tanh(x) @ w)
+    assert torch.equal(flat, x.view(-1)) and y.requires_grad and not flat.requires_grad
+    torch.testing.assert_close(
+        *torch.autograd.grad(y.sum(), w), torch.tanh(x).t().sum(1, keepdim=True).expand(3, 4)
+    )
+
+
+def test_a_missing_compiler_is_told(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    assert "no-such-compiler" in _torch.missing_cpp_compiler()
+
+
+def test_complex_numbers_inside_a_graph_are_seen():
+    module = torch.fx.symbolic_trace(lambda x: torch.view_as_real(torch.fft.fft(x)))
+    assert _torch.computes_complex(module, (torch.ones(4),))
+    assert not _torch.computes_complex(
+        torch.fx.symbolic_trace(lambda x: x.tanh()), (torch.ones(4),)
+    )
+
+
+def test_a_second_derivative_is_noticed():
+    module, x = torch.fx.symbolic_trace(lambda x: (x.exp(),)), torch.ones(2, requires_grad=True)
+    run, seen = _torch.compile_graph(module, (x,), "aot_eager"), []
+    results = run(x)
+    _torch.on_second_derivative(results, lambda *_: seen.append(1))
+    (gradient,) = torch.autograd.grad(results[0].sum(), x, create_graph=True)
+    assert not seen
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.sum().backward()
+    assert seen
+
+
+def test_aot_autograd_traces_functional_tensors():
+    seen = []
+
+    def twice(x):
+        seen.append(_torch.is_functional(x))
+        return x * 2
+
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(twice, (graph.placeholder("x"),)),))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    _torch.compile_graph(module, (torch.ones(2, requires_grad=True),), "aot_eager")
+    assert any(seen)
+    seen.clear()
+    module(torch.ones(2))
+    assert seen == [False]
+
+
+def test_what_torch_compile_gave_has_the_module_inside():
+    model = nn.Linear(2, 2)
+    assert _torch.uncompiled(torch.compile(model)) is model is _torch.uncompiled(model)
+
+
+def test_dynamo_says_where_the_arguments_of_a_graph_come_from():
+    sources = []
+
+    def backend(graph, _):
+        sources.extend(map(_torch.dynamo_source, graph.graph.find_nodes(op="placeholder")))
+        return graph
+
+    torch.compile(nn.Sequential(nn.BatchNorm1d(3)).eval(), backend=backend)(X)
+    assert any(s.endswith("._modules['0']._parameters['weight']") for s in sources)
+    assert any(s.endswith("._modules['0']._buffers['running_mean']") for s in sources)
+
+
+def test_recurrent_layers_are_traced_by_dynamo():
+    graphs = []
+
+    def seen(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    _torch.trace_recurrent_layers()
+    torch.compile(torch.nn.LSTM(2, 2), backend=seen)(torch.ones(1, 1, 2))
+    assert any("lstm" in str(node.target) for graph in graphs for node in graph.graph.nodes)

@@ -1,0 +1,37 @@
+"""DTensors made of local shards, and the local shards of DTensors."""
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+
+from autopar import _torch
+
+
+def test_the_local_tensor_is_the_storage_of_the_dtensor(parameter):
+    _torch.local_tensor(parameter).add_(1)
+    assert parameter.full_tensor().tolist() == [1, 2, 3, 4]
+
+
+def test_a_dtensor_over_a_meta_shard(parameter):
+    made = _torch.dtensor(
+        torch.empty(4, 3, device="meta"), parameter.device_mesh, [Replicate()], (4, 3)
+    )
+    assert isinstance(made, DTensor) and made.shape == (4, 3) and made.is_meta
+
+
+def test_a_differentiable_local_leaves_a_dtensor_gradient(parameter):
+    _torch.differentiable_local(parameter).pow(2).sum().backward()
+    assert parameter.grad.placements == (Shard(0),)
+    assert parameter.grad.full_tensor().tolist() == [0, 2, 4, 6]
+
+
+def test_gradients_accumulate(parameter):
+    _torch.accumulate_gradient(parameter, torch.ones(4))
+    _torch.accumulate_gradient(parameter, torch.ones(4))
+    assert parameter.grad.full_tensor().tolist() == [2, 2, 2, 2]
+
+
+def test_plain_tensors_may_be_taken_for_replicated_ones():
+    with implicit_replication():
+        assert _torch.replicates_implicitly()
+    assert not _torch.replicates_implicitly()

@@ -1,0 +1,47 @@
+"""Process groups of c10d: found by name, their collectives, their store and their timeouts."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from autopar import _torch
+from autopar.ops.collectives import group_name
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def test_a_group_is_found_by_its_name(group):
+    assert _torch.resolve_group(group_name(group)).rank() == 0
+
+
+def test_the_timeout_of_a_group_is_set(group):
+    _torch.set_group_timeout(group, 7.0)
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7.0
+
+
+def test_functional_collectives_of_one_rank_return_their_input(group):
+    name = group_name(group)
+    assert torch.equal(_torch.all_reduce(X, name), X)
+    assert torch.equal(_torch.all_gather(X, 1, name), X)
+    assert torch.equal(_torch.reduce_scatter(X, 1, name), X)
+    assert torch.equal(_torch.all_to_all(X, 1, name), X)
+
+
+def test_started_collectives_leave_their_result(group):
+    x, result = X.flatten().clone(), torch.zeros(6)
+    _torch.start_all_reduce(x, group).wait()
+    assert torch.equal(x, X.flatten())
+    _torch.start_all_gather(result, x, group).wait()
+    assert torch.equal(result, x)
+    result.zero_()
+    _torch.start_reduce_scatter(result, x, group).wait()
+    assert torch.equal(result, x)
+
+
+def test_the_store_of_the_default_group_is_found(group):
+    _torch.default_store().set("key", "value")
+    assert _torch.default_store().get("key") == b"value"
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=7))
+    assert _torch.store_seconds(store) == 7

@@ -1,0 +1,23 @@
+"""Nested containers, flattened and put together again."""
+
+from autopar._torch import pytree
+
+TREE = {"a": [1, (2, None)], "b": 3}
+
+
+def test_leaves_come_back_to_their_places():
+    leaves, spec = pytree.tree_flatten(TREE)
+    assert [x for x in leaves if x is not None] == [1, 2, 3]
+    assert pytree.tree_leaves([1, (2,)]) == [1, 2]
+    assert isinstance(spec, pytree.TreeSpec)
+    assert pytree.tree_unflatten(leaves, spec) == TREE
+
+
+def test_every_leaf_or_those_of_a_type_are_mapped():
+    assert pytree.tree_map(lambda x: 0, [1, (2,)]) == [0, (0,)]
+    assert pytree.tree_map_only(int, lambda x: x + 1, [1, ("a",)]) == [2, ("a",)]
+
+
+def test_a_path_is_written_as_python():
+    pairs, _ = pytree.tree_flatten_with_path({"a": [1]})
+    assert [(pytree.keystr(path), x) for path, x in pairs] == [("['a'][0]", 1)]
