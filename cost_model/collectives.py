@@ -27,7 +27,7 @@ from typing import NamedTuple
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Labels, Layout, Op, Step, Tensor, steps
+from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, steps
 
 
 class Seconds(NamedTuple):
@@ -119,7 +119,7 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
 _TRAFFIC = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
 
 
-def communicates(step: Step) -> bool:
+def communicates(step: LayoutStep) -> bool:
     """Whether the forward of a step sends anything to other ranks."""
     return step.transition.forward in _TRAFFIC
 
@@ -212,7 +212,7 @@ def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> 
 
 
 def _along(
-    step: Step,
+    step: LayoutStep,
     name: str,
     before: float,
     after: float,

@@ -26,7 +26,7 @@ from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Labels, Op, Tensor, Work, operand_layouts, result_layouts
 
 
-class Part(NamedTuple):
+class Direction(NamedTuple):
     """One direction of an op on one rank.
 
     Attributes:
@@ -45,8 +45,8 @@ class Part(NamedTuple):
 class OpPrice(NamedTuple):
     """Both directions of an op."""
 
-    forward: Part
-    backward: Part
+    forward: Direction
+    backward: Direction
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class OpPrice(NamedTuple):
     ) -> OpPrice:
         """Prices `op`, run with one choice per mesh axis; what is `inner` stays in registers."""
         if op.is_view:
-            forward = Part(1, 0.0, 0.0, 0.0)
+            forward = Direction(1, 0.0, 0.0, 0.0)
         else:
             flops = sum(sizes.flops(op, work, labels) for work in works(op))
             moved = local_bytes(op, labels, tensors, sizes, inner)
@@ -68,7 +68,7 @@ class OpPrice(NamedTuple):
                 _arithmetic_seconds(op, labels, tensors, sizes, hardware),
                 memory_seconds(moved, hardware),
             )
-            forward = Part(1, seconds, moved, flops)
+            forward = Direction(1, seconds, moved, flops)
         return cls(forward, forward._replace(passes=backward_passes(op, tensors)))
 
 

@@ -42,7 +42,7 @@ CURVES = ("matmul", "collective")
 LINKS = ("inside_node", "across_nodes")
 
 
-class _Rule(NamedTuple):
+class _FigureRule(NamedTuple):
     """What a figure may be, in words and as a test."""
 
     words: str
@@ -50,12 +50,12 @@ class _Rule(NamedTuple):
     whole: bool = False
 
 
-_COUNT = _Rule("a positive whole number", lambda x: x >= 1, whole=True)
-_WHOLE = _Rule("a whole number, 0 or more", lambda x: x >= 0, whole=True)
-_POSITIVE = _Rule("a positive number", lambda x: x > 0)
-_DURATION = _Rule("a number, 0 or more", lambda x: x >= 0)
-_FRACTION = _Rule("a fraction, above 0 and up to 1", lambda x: 0 < x <= 1)
-_ONE_TO_TWO = _Rule("a number from 1 to 2", lambda x: 1 <= x <= 2)
+_COUNT = _FigureRule("a positive whole number", lambda x: x >= 1, whole=True)
+_WHOLE = _FigureRule("a whole number, 0 or more", lambda x: x >= 0, whole=True)
+_POSITIVE = _FigureRule("a positive number", lambda x: x > 0)
+_DURATION = _FigureRule("a number, 0 or more", lambda x: x >= 0)
+_FRACTION = _FigureRule("a fraction, above 0 and up to 1", lambda x: 0 < x <= 1)
+_ONE_TO_TWO = _FigureRule("a number from 1 to 2", lambda x: 1 <= x <= 2)
 
 _REQUIRED = {
     "devices_per_node": _COUNT,
@@ -81,7 +81,7 @@ _LINK_OPTIONAL = {
     "exchange_gain": _POSITIVE,
     "send_gain": _POSITIVE,
 }
-_TABLES: Mapping[str, Mapping[str, _Rule]] = {
+_TABLES: Mapping[str, Mapping[str, _FigureRule]] = {
     "": _REQUIRED | _OPTIONAL | {"nodes": _COUNT},
     "peak_flops": dict.fromkeys(DTYPE_BYTES, _POSITIVE),
     **{link: _LINK_REQUIRED | _LINK_OPTIONAL for link in LINKS},
@@ -209,7 +209,7 @@ class _File:
             if part not in entry:
                 self._fail(f"{path[-1]} lacks its {part}.", path)
 
-    def _number(self, value: object, rule: _Rule, path: tuple[str, ...]) -> float:
+    def _number(self, value: object, rule: _FigureRule, path: tuple[str, ...]) -> float:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if fits and rule.whole and isinstance(value, float):
             fits = value.is_integer()

@@ -212,7 +212,7 @@ class Expressions:
         dummies = [sympy.Symbol(f"x{i}", positive=True) for i in range(len(self._symbols))]
         renamed = dict(zip(self._symbols, dummies, strict=True))
         flat = [expression.xreplace(renamed) for expression in self._flat]
-        return sympy.lambdify(dummies, flat, modules="numpy", printer=_Printer, cse=True)
+        return sympy.lambdify(dummies, flat, modules="numpy", printer=_ArrayPrinter, cse=True)
 
 
 def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
@@ -242,7 +242,7 @@ def merged_holdings(holdings: Any) -> tuple[Holding, ...]:
     return tuple(dataclasses.replace(h, bytes=held) for h, held in sums.items())
 
 
-class _Printer(NumPyPrinter):
+class _ArrayPrinter(NumPyPrinter):
     """Prints Max and Min so that numbers and arrays mix; numpy.amax wants equal shapes."""
 
     def _print_Max(self, expr: sympy.Max) -> str:

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +109,17 @@ def test_private_names_of_torch_stay_in_their_room() -> None:
     assert any(list(_private_names(path)) for path in inside)
     found = [name for path in outside for name in _private_names(path)]
     assert not found, "\n".join(found)
+
+
+# Names whose second use is being rewritten; a name goes from here when it is unique.
+NAMED_TWICE = {"Planner", "Priced", "Program", "Recomputed", "Setting"}
+
+
+def test_no_class_name_is_used_twice() -> None:
+    used = Counter(
+        node.name
+        for path in _modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in used.items() if count > 1} == NAMED_TWICE

@@ -82,13 +82,13 @@ class Experts:
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """The whole op, as it stands in the captured graph."""
-        run = _Run(self, operands, _apply, self.count, self.slots)
+        run = _LayerRun(self, operands, _apply, self.count, self.slots)
         found: Tensor = run.result(_call)
         return found
 
     def rule(self, call: Call) -> Spec:
         """The letters of operands and result, and what the body keeps for backward."""
-        return _Rule(self, call).spec()
+        return _BodyRule(self, call).spec()
 
 
 def _apply(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def _apply(target: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _LayerRun:
     """One run of the layer: in the captured graph, or written down for one rank.
 
     Attributes:
@@ -158,7 +158,7 @@ class _Run:
         return self.emit(aten.masked_fill.Scalar, rows, gone, 0)
 
 
-class _Rule:
+class _BodyRule:
     """The ops of a body with their letters unified, as `autopar.analysis.factors` does over a whole graph."""
 
     def __init__(self, experts: Experts, call: Call) -> None:
@@ -405,9 +405,9 @@ class _Rule:
                     else local.emit(node.target, *args)
                 )
             args = self._count_once(local, node, args)
-            return self.specs[node].localize(_Inner(self, local, node, args, kwargs))
+            return self.specs[node].localize(_BodyLocal(self, local, node, args, kwargs))
 
-        found: fx.Node = _Run(
+        found: fx.Node = _LayerRun(
             experts, args, local.emit, count, self._slots(local), bool(axes)
         ).result(run)
         return found
@@ -437,12 +437,12 @@ class _Rule:
         return position
 
 
-class _Inner:
+class _BodyLocal:
     """An op of the body as its localizer sees it: axes of its letters are those of the whole op."""
 
     def __init__(
         self,
-        rule: _Rule,
+        rule: _BodyRule,
         local: Local,
         node: fx.Node,
         args: tuple[Any, ...],

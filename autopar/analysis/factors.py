@@ -27,11 +27,11 @@ from autopar.ir import (
     UNSPLIT,
     VARIED,
     Choice,
-    Collective,
     Factor,
     Graph,
     Leaf,
     Op,
+    OwnCollective,
     P,
     R,
     S,
@@ -327,10 +327,10 @@ class _Analyzer:
             collectives=tuple(self._collectives(node.name, spec)),
         )
 
-    def _collectives(self, node: str, spec: Spec) -> Iterable[Collective]:
+    def _collectives(self, node: str, spec: Spec) -> Iterable[OwnCollective]:
         for each in spec.collectives:
             over = (leaf for letter in each.over for leaf in self._leaves(node, letter))
-            yield Collective(
+            yield OwnCollective(
                 frozenset(leaf.label for leaf in over), each.forward, each.backward, each.itemsize_bytes,
                 tuple(leaf for letter in each.letters for leaf in self._leaves(node, letter)),
             )  # fmt: skip

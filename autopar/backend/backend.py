@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.analysis.factors import analyze
-from autopar.backend.lifting import Lifted, View, argument_names, lift
+from autopar.backend.lifting import Lifted, ReturnedView, argument_names, lift
 from autopar.backend.sharding import (
     check_alike,
     device_of,
@@ -437,7 +437,7 @@ class _Split:
     def _results(self, made: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         fresh = iter(made)
         return [
-            next(fresh) if r is None else r.of(arguments) if isinstance(r, View) else r
+            next(fresh) if r is None else r.of(arguments) if isinstance(r, ReturnedView) else r
             for r in self._lifted.results
         ]
 

@@ -10,7 +10,7 @@ its arguments, and makes a module of it for one set of shapes:
     any other tensor  ->  an input
     a number  ->  a constant
 
-What the graph returns as a view of an argument is made of that argument again (`View`), as users may
+What the graph returns as a view of an argument is made of that argument again (`ReturnedView`), as users may
 change either in place and look at the other.
 """
 
@@ -34,7 +34,7 @@ _STEP = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
 @dataclass(frozen=True)
-class View:
+class ReturnedView:
     """A result that shares memory with an argument.
 
     Attributes:
@@ -230,7 +230,9 @@ def _result(x: Any, arguments: Sequence[Any]) -> Any:
             if x.dtype != argument.dtype:
                 raise CaptureError("A result is an argument's memory in another number format.")
             shape, stride = tuple(x.shape), tuple(x.stride())
-            return View(i, shape, stride, int(x.storage_offset()), x is argument, x.requires_grad)
+            return ReturnedView(
+                i, shape, stride, int(x.storage_offset()), x is argument, x.requires_grad
+            )
     return None
 
 

@@ -56,7 +56,7 @@ STAGES: tuple[Literal["first", "last"], ...] = ("first", "last")
 
 
 @dataclass(frozen=True)
-class Solution:
+class LargestFit:
     """The largest value of a size that fits into memory.
 
     Attributes:
@@ -328,7 +328,7 @@ class Explanation:
         }
         return dict(sorted(changes.items(), key=lambda pair: (-abs(pair[1]), pair[0])))
 
-    def solve_for(self, name: str) -> Solution:
+    def solve_for(self, name: str) -> LargestFit:
         """The largest value of a size such as `batch` at which a rank's memory is just enough.
 
         Of the closed form where there is a pipeline. Raises AutoparError for a name that is no symbol of
@@ -351,7 +351,7 @@ class Explanation:
             )
         at_limit = {symbol(n): v for n, v in self.values.items()} | {x: limit}
         branch = _active(expression, at_limit)
-        return Solution(name, value, limit, _solved(branch, x, symbol("memory_bound_bytes")))
+        return LargestFit(name, value, limit, _solved(branch, x, symbol("memory_bound_bytes")))
 
     def _largest(self, name: str) -> float:
         """Where memory meets the bound, by bisection: memory rises with every size."""

@@ -189,7 +189,7 @@ def _times(count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveTotal:
     """The messages of one kind of a step, on one rank.
 
     Attributes:
@@ -213,7 +213,7 @@ class Collective:
     seconds: float
 
 
-def collectives(step: Step) -> tuple[Collective, ...]:
+def collectives(step: Step) -> tuple[CollectiveTotal, ...]:
     """Where collectives stand in a step, those that take longest first."""
     found: dict[tuple[str, str, str, str], list[Item]] = {}
     for item in step.items:
@@ -227,11 +227,11 @@ def collectives(step: Step) -> tuple[Collective, ...]:
 
 def _collective(
     axis: str, name: str, carries: str, phase: str, items: list[Item], step: Step
-) -> Collective:
+) -> CollectiveTotal:
     counts = [_times_a_step(item, phase, step) for item in items]
     titles = dict.fromkeys(" ".join(item.name.split()[1:]) for item in items)
     pairs = list(zip(counts, items, strict=True))
-    return Collective(
+    return CollectiveTotal(
         axis, name, carries, phase, tuple(titles), sum(counts),
         sum(count * float(item.traffic_bytes) for count, item in pairs),
         sum(count * float(item.seconds) for count, item in pairs),
@@ -261,7 +261,7 @@ def collective_table(step: Step) -> Table:
     return table
 
 
-def _moved(each: Collective) -> str:
+def _moved(each: CollectiveTotal) -> str:
     """`gradients`, or the few tensors by name."""
     kind = "activations" if each.carries == "activation" else f"{each.carries}s"
     if len(each.tensors) > 2:
@@ -305,24 +305,6 @@ def _folded(
         key = (_numbers_out(name), row)
         counts[key] = counts.get(key, 0) + count
     return [(name, count, row) for (name, row), count in counts.items()]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A plan with the graph it was made for; prints as tables, in a terminal and as text."""
-
-    plan: Plan
-    graph: Graph
-
-    def __rich__(self) -> RenderableType:
-        return explain(self.plan, self.graph)
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def to_json(self) -> Mapping[str, object]:
-        """The plan, and the shape and factors of every parameter."""
-        return {"plan": self.plan.to_json(), **described(self.plan, self.graph)}
 
 
 def described(plan: Plan, graph: Graph) -> Mapping[str, object]:

@@ -24,7 +24,7 @@ from autopar.views import (
     CandidateTable,
     Page,
     SensitivityTable,
-    StageTable,
+    StageSummary,
     Tree,
     memory_bar,
     time_bar,
@@ -57,7 +57,7 @@ class Sheet:
         yield time_bar(page.time, page.axes)
         if page.simulation is not None:
             yield Gantt(page.simulation)
-            yield StageTable(page.stages)
+            yield StageSummary(page.stages)
         yield parameter_table(plan, advice.graph)
         yield op_table(plan, advice.graph, advice.factor_words)
         if collectives(advice.step):

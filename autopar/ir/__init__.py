@@ -1,17 +1,17 @@
 """The words everyone shares: mesh, layout, conversion, graph, plan. Plain data, no torch."""
 
-from autopar.ir.conversion import CollectiveCall, Step, calls, steps, walk
+from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, steps, walk
 from autopar.ir.graph import (
     PARTIAL,
     UNSPLIT,
     VARIED,
     Choice,
-    Collective,
     Factor,
     Graph,
     Labels,
     Leaf,
     Op,
+    OwnCollective,
     Stack,
     Tensor,
     Work,
@@ -44,8 +44,8 @@ from autopar.ir.precision import MixedPrecision
 
 __all__ = [
     "PARTIAL", "PIPELINE_AXIS", "SCHEDULES", "UNSPLIT", "VARIED", "WHOLE",
-    "Choice", "Collective", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh",
-    "MixedPrecision", "Op", "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "Step",
+    "Choice", "OwnCollective", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh",
+    "MixedPrecision", "Op", "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "LayoutStep",
     "Tensor", "V", "Work",
     "calls", "divides", "find_stacks", "format_layout", "is_legal", "local_elements", "local_factors",
     "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar.errors import SearchError
-from autopar.ir import Choice, Collective, Graph, Leaf, Op, Plan, Tensor, Work, divides, is_legal
+from autopar.ir import Choice, Graph, Leaf, Op, OwnCollective, Plan, Tensor, Work, divides, is_legal
 
 
 def captured_batch(graph: Graph) -> int:
@@ -85,7 +85,7 @@ def _op(op: Op, sizes: Mapping[str, int]) -> Op:
     )
 
 
-def _collective(collective: Collective, sizes: Mapping[str, int]) -> Collective:
+def _collective(collective: OwnCollective, sizes: Mapping[str, int]) -> OwnCollective:
     return dataclasses.replace(collective, leaves=_leaves(collective.leaves, sizes))
 
 

@@ -74,7 +74,7 @@ _ORDER = (
 
 
 @dataclass(frozen=True)
-class Step:
+class LayoutStep:
     """One change of state along one mesh axis; `axis` is the axis' position in the mesh."""
 
     axis: int
@@ -87,14 +87,14 @@ class Step:
 
 
 @functools.cache
-def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+def steps(source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
     """The steps from one layout to another, in an order that respects nesting.
 
     See [Note: nested splits]. The same layouts give no steps.
     """
     current = list(source)
     goal = list(target)
-    result: list[Step] = []
+    result: list[LayoutStep] = []
     while current != goal:
         step = _next_legal(current, goal) or _unnest(current, goal)
         result.append(step)
@@ -102,24 +102,26 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     return tuple(result)
 
 
-def _next_legal(current: list[State], goal: list[State]) -> Step | None:
-    pending = [Step(a, s, g) for a, (s, g) in enumerate(zip(current, goal, strict=True)) if s != g]
+def _next_legal(current: list[State], goal: list[State]) -> LayoutStep | None:
+    pending = [
+        LayoutStep(a, s, g) for a, (s, g) in enumerate(zip(current, goal, strict=True)) if s != g
+    ]
     pending = [_detour(step) for step in pending]
     legal = [step for step in pending if _is_legal(step, current, goal)]
     return min(legal, key=lambda step: _ORDER.index(step.transition.forward), default=None)
 
 
-def _detour(step: Step) -> Step:
+def _detour(step: LayoutStep) -> LayoutStep:
     """A chunk S(d.*) has no factor structure: it is gathered before anything else is done with it."""
     if step.source.kind == step.target.kind == "S" and WHOLE in (
         step.source.factor,
         step.target.factor,
     ):
-        return Step(step.axis, step.source, R)
+        return LayoutStep(step.axis, step.source, R)
     return step
 
 
-def _is_legal(step: Step, current: list[State], goal: list[State]) -> bool:
+def _is_legal(step: LayoutStep, current: list[State], goal: list[State]) -> bool:
     later = range(step.axis + 1, len(current))
     if step.source.kind == "S" and any(current[t] == step.source for t in later):
         return False
@@ -137,16 +139,16 @@ def _chunk_meets_factor(a: State, b: State) -> bool:
     return a.kind == b.kind == "S" and a.dim == b.dim and (a.factor == WHOLE) != (b.factor == WHOLE)
 
 
-def _unnest(current: list[State], goal: list[State]) -> Step:
+def _unnest(current: list[State], goal: list[State]) -> LayoutStep:
     """Gathers the most minor axis that stands in the way of a pending step."""
     for axis in reversed(range(len(current))):
         state = current[axis]
         blocks = any(current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis))
         if state.kind == "S" and blocks:
-            return Step(axis, state, R)
+            return LayoutStep(axis, state, R)
     for axis in reversed(range(len(current))):
         if current[axis].kind == "S" and current[axis] != goal[axis]:
-            return Step(axis, current[axis], R)
+            return LayoutStep(axis, current[axis], R)
     raise AssertionError(f"no legal step from {current} to {goal}")
 
 
@@ -183,7 +185,9 @@ def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[Colle
     return tuple(result)
 
 
-def _call(dims: Dims, step: Step, before: Layout, after: Layout, mesh: Mesh) -> CollectiveCall:
+def _call(
+    dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh
+) -> CollectiveCall:
     splits = [state for state in (step.source, step.target) if state.kind == "S"]
     name, backward = step.transition
     if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(
@@ -200,7 +204,9 @@ def _call(dims: Dims, step: Step, before: Layout, after: Layout, mesh: Mesh) -> 
     )  # fmt: skip
 
 
-def walk(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Iterator[tuple[Step, int, int]]:
+def walk(
+    dims: Dims, source: Layout, target: Layout, mesh: Mesh
+) -> Iterator[tuple[LayoutStep, int, int]]:
     """Yields every step with the elements that a rank holds before and after it."""
     layout = list(source)
     before = local_elements(dims, source, mesh)

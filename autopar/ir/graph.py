@@ -155,7 +155,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Collective:
+class OwnCollective:
     """A collective of an op's own, which its parts run among themselves.
 
     Attributes:
@@ -205,7 +205,7 @@ class Op:
     has_rule: bool = True
     work: tuple[Work, ...] = ()
     hidden: tuple[str, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[OwnCollective, ...] = ()
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists."""

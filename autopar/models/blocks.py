@@ -194,7 +194,7 @@ class MLP(nn.Module):
         return (both if self.gate_up_bias is None else both + self.gate_up_bias).unbind(2)
 
 
-class Experts(nn.Module):
+class ExpertLayer(nn.Module):
     """A mixture of experts with tokens looked up, not multiplied by a mask: FLOPs are those of the experts.
 
     Every token chooses its T best experts. Of every sequence an expert takes the first C = T S / E tokens
@@ -252,7 +252,7 @@ def _look_up(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then MLP or experts, each with its norm and added to the residual stream.
 
     With `looks_back`, an attention to the encoder's result stands between them.
@@ -268,7 +268,7 @@ class Block(nn.Module):
             Attention(blocks, causal=False, looks_back=True) if looks_back else None
         )
         self.mlp_norm = norm(blocks)
-        self.mlp = Experts(blocks) if blocks.experts else MLP(blocks)
+        self.mlp = ExpertLayer(blocks) if blocks.experts else MLP(blocks)
         self.dropout = dropout(blocks)
 
     def forward(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError
-from autopar.models.blocks import INIT_STD, Block, Positions, dropout, norm
+from autopar.models.blocks import INIT_STD, Positions, TransformerBlock, dropout, norm
 from autopar.models.description import (
     RELATIVE_BUCKETS,
     Description,
@@ -125,7 +125,8 @@ class LanguageModel(nn.Module):
             self.position_embedding = nn.Embedding(description.max_positions, hidden)
         self.dropout = dropout(description)
         self.layers = nn.ModuleList(
-            Block(description, causal=description.causal) for _ in range(description.layers)
+            TransformerBlock(description, causal=description.causal)
+            for _ in range(description.layers)
         )
         self.norm = norm(description)
         self.head = nn.Linear(hidden, vocab, bias=False)
@@ -159,11 +160,12 @@ class EncoderDecoderModel(nn.Module):
         self.decoder_positions = nn.Embedding(RELATIVE_BUCKETS, heads)
         self.dropout = dropout(description)
         self.encoder = nn.ModuleList(
-            Block(description, causal=False) for _ in range(description.encoder_layers)
+            TransformerBlock(description, causal=False) for _ in range(description.encoder_layers)
         )
         self.encoder_norm = norm(description)
         self.decoder = nn.ModuleList(
-            Block(description, causal=True, looks_back=True) for _ in range(description.layers)
+            TransformerBlock(description, causal=True, looks_back=True)
+            for _ in range(description.layers)
         )
         self.norm = norm(description)
         self.head = nn.Linear(hidden, description.vocab, bias=False)
@@ -205,7 +207,7 @@ class VisionModel(nn.Module):
         self.position_embedding = nn.Parameter(nn.init.normal_(positions, std=INIT_STD))
         self.dropout = dropout(description)
         self.layers = nn.ModuleList(
-            Block(description, causal=False) for _ in range(description.layers)
+            TransformerBlock(description, causal=False) for _ in range(description.layers)
         )
         self.norm = norm(description)
         self.head = nn.Linear(hidden, description.classes)

@@ -112,7 +112,7 @@ def _examples(program: Program) -> dict[str, Tensor]:
     retarget_device(module, torch.device("cpu"))
     values: dict[str, Tensor] = {}
 
-    class Run(fx.Interpreter):
+    class Recording(fx.Interpreter):
         def run_node(self, n: fx.Node) -> object:
             result = super().run_node(n)
             if isinstance(result, Tensor):
@@ -120,7 +120,7 @@ def _examples(program: Program) -> dict[str, Tensor]:
             return result
 
     with FakeTensorMode(), torch.enable_grad():
-        Run(module).run(*_fake_arguments(program))
+        Recording(module).run(*_fake_arguments(program))
     return values
 
 

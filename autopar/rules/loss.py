@@ -26,10 +26,10 @@ from autopar.rules.index import shifted, zeroed
 from autopar.rules.notation import line
 from autopar.rules.spec import (
     Call,
-    Collective,
     Local,
     RuleDoesNotApply,
     Spec,
+    StatedCollective,
     local_arguments,
     plain,
     run_as_is,
@@ -82,7 +82,7 @@ class _Localizer:
         self.tokens, self.channel = [letter for dim in tokens for letter in dim], channel
         self.has_probabilities, self.normalizes = target.ndim == x.ndim, normalizes
 
-    def collectives(self, call: Call) -> tuple[Collective, ...]:
+    def collectives(self, call: Call) -> tuple[StatedCollective, ...]:
         """What `_log_sum_exp` and `_divided` send: of every token two numbers, and a count."""
         x, weight, tokens = call.operands[0], call["weight"], frozenset(self.tokens)
         found, size = [], x.element_size()
@@ -91,11 +91,11 @@ class _Localizer:
             backward = "all_reduce" if 0 in call.wanted and not shares else ""
             for forward, back in (("all_gather", ""), ("all_reduce", backward)):
                 over = frozenset(self.channel)
-                found.append(Collective(over, forward, back, tuple(self.tokens), size))
+                found.append(StatedCollective(over, forward, back, tuple(self.tokens), size))
         if self.reduction == MEAN and not self.has_probabilities:
             over = tokens if weight is None else tokens | {*self.channel}
             count = torch.int64.itemsize if weight is None else size
-            found.append(Collective(over, "all_reduce", "", (), count))
+            found.append(StatedCollective(over, "all_reduce", "", (), count))
         return tuple(each for each in found if each.over)
 
     def __call__(self, local: Local) -> fx.Node:

@@ -16,12 +16,12 @@ from autopar.rules.notation import line, spec_of
 from autopar.rules.shape import along
 from autopar.rules.spec import (
     Call,
-    Collective,
     Dim,
     Letters,
     Local,
     RuleDoesNotApply,
     Spec,
+    StatedCollective,
     local_arguments,
     parts,
     plain,
@@ -81,11 +81,13 @@ class _BatchNorm:
         self.letters, self.ndim, self.count = letters, x.ndim, x.numel() // x.shape[1]
         self.widens = x.dtype in (torch.float16, torch.bfloat16)
 
-    def collectives(self, call: Call, channel: Dim) -> tuple[Collective, ...]:
+    def collectives(self, call: Call, channel: Dim) -> tuple[StatedCollective, ...]:
         """Mean and variance of every channel, which `_moments` gathers."""
         size = torch.float32.itemsize if self.widens else call.operands[0].element_size()
         backward = "reduce_scatter" if 0 in call.wanted else ""
-        return (Collective(frozenset(self.letters), "all_gather", backward, channel, 2 * size),)
+        return (
+            StatedCollective(frozenset(self.letters), "all_gather", backward, channel, 2 * size),
+        )
 
     def __call__(self, local: Local) -> fx.Node | tuple[fx.Node, ...]:
         axes = [axis for letter in self.letters for axis in local.axes(letter)]

@@ -81,7 +81,7 @@ class Hidden(NamedTuple):
     times: int = 1
 
 
-class Collective(NamedTuple):
+class StatedCollective(NamedTuple):
     """A collective of an op's own: what its parts send each other while it runs.
 
     Attributes:
@@ -144,7 +144,7 @@ class Spec:
     sums: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     agreed: frozenset[str] = frozenset()
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[StatedCollective, ...] = ()
     contiguous: frozenset[str] = frozenset()
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()

@@ -48,7 +48,9 @@ class Executor:
             raise AutoparError(f"There is no executor {name!r}; executor is one of {known}.")
         self.name = name
         # By code and kind of arguments; what no region uses any more goes with the last program that had it.
-        self._runs: weakref.WeakValueDictionary[Any, _Run] = weakref.WeakValueDictionary()
+        self._runs: weakref.WeakValueDictionary[Any, _CompiledRegion] = (
+            weakref.WeakValueDictionary()
+        )
 
     @property
     def compiles(self) -> bool:
@@ -83,11 +85,11 @@ class Region(nn.Module):
     """
 
     def __init__(
-        self, graph: fx.GraphModule, backend: str, shared: MutableMapping[Any, _Run]
+        self, graph: fx.GraphModule, backend: str, shared: MutableMapping[Any, _CompiledRegion]
     ) -> None:
         super().__init__()
         self._graph, self._backend, self._shared = graph, backend, shared
-        self._runs: dict[Any, _Run] = {}
+        self._runs: dict[Any, _CompiledRegion] = {}
 
     def forward(self, *arguments: Tensor) -> Sequence[Tensor]:
         kind = (*_modes(arguments), *map(_kind, arguments))
@@ -98,11 +100,13 @@ class Region(nn.Module):
         _torch.on_second_derivative(results, _refuse_second_derivative)
         return results
 
-    def _found(self, key: Any, arguments: Sequence[Tensor]) -> _Run:
+    def _found(self, key: Any, arguments: Sequence[Tensor]) -> _CompiledRegion:
         run = self._shared.get(key)
         if run is None:
             backend = self._backend_for(arguments)
-            run = self._shared[key] = _Run(_torch.compile_graph(self._graph, arguments, backend))
+            run = self._shared[key] = _CompiledRegion(
+                _torch.compile_graph(self._graph, arguments, backend)
+            )
         return run
 
     def _backend_for(self, arguments: Sequence[Tensor]) -> str:
@@ -115,7 +119,7 @@ class Region(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _CompiledRegion:
     """What a region was compiled to, for one kind of arguments."""
 
     call: Callable[..., Sequence[Tensor]]

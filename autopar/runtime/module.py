@@ -46,7 +46,7 @@ from autopar.runtime.inputs import (
 )
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import ParameterStore
-from autopar.runtime.part import Part, Users, as_stored, held_by, take_part, users_of
+from autopar.runtime.part import RankPart, Users, as_stored, held_by, take_part, users_of
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.stand_ins import stand_ins
@@ -207,7 +207,7 @@ class CompiledModule(nn.Module):
         self._plan: Plan | None = None
         self._micro_batches = settings.micro_batches
         self._fixed: Fixed | None = None
-        self._part = Part()
+        self._part = RankPart()
         self._shared: SharedParameters | None = None
         self._ready: dict[bool, list[_Ready]] = {True: [], False: []}  # of steps, of forwards
         self._first_step: Program | None = None

@@ -42,7 +42,7 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
 
 
 @dataclass
-class Kept:
+class ParameterAtRest:
     """A parameter at rest.
 
     Attributes:
@@ -72,7 +72,7 @@ class ParameterStore:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, ParameterAtRest] = {}
 
     def fill(
         self,
@@ -110,7 +110,7 @@ class ParameterStore:
         own = shard(value, spec.dims, storage, mesh, rank)
         local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
         self._swap(parameter, local, spec, storage)
-        self.kept[spec.name] = Kept(spec, parameter, storage, gathered, full, part)
+        self.kept[spec.name] = ParameterAtRest(spec, parameter, storage, gathered, full, part)
 
     def _swap(
         self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, storage: Layout
@@ -236,7 +236,7 @@ class Residents:
         is_alike = full is not None and full.dtype == self.specs[i].dtype
         return is_alike and without_v(self._layouts[i]) == self.kept[i].gathered
 
-    def _settle(self, i: int, kept: Kept) -> bool:
+    def _settle(self, i: int, kept: ParameterAtRest) -> bool:
         """Points a leaf at the stored shard or its full buffer, unless it does already.
 
         A leaf whose parameter was frozen or unfrozen meanwhile is made anew.

@@ -26,7 +26,7 @@ Users = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What this rank holds of a model; without a pipeline, all of it.
 
     Attributes:
@@ -85,7 +85,7 @@ def take_part(
     users: Users,
     world: World,
     adoption: Adoption,
-) -> Part:
+) -> RankPart:
     """Lets go of what other pipeline ranks hold."""
     pipeline = stages[0].plan.pipeline
     assert world.pipe is not None and pipeline is not None and world.device_mesh is not None
@@ -96,7 +96,7 @@ def take_part(
     buffers = {
         name for name, home in _buffer_homes(model, stages, pipeline).items() if home != rank
     }
-    return Part(
+    return RankPart(
         absent=absent,
         elsewhere=frozenset(n for n in before if n not in after or n in buffers),
         counted_elsewhere=frozenset(

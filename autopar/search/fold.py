@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost_model import SavedTensors, keeps
-from autopar.ir import Collective, Graph, Op, Tensor
+from autopar.ir import Graph, Op, OwnCollective, Tensor
 
 MIN_BLOCK = 8  # ops; below it a "block" would be one linear and its activation
 _CANDIDATE_PERIODS = 64
@@ -170,7 +170,7 @@ def _signature(op: Op, graph: Graph) -> Hashable:
     )
 
 
-def _nameless(collective: Collective) -> Hashable:
+def _nameless(collective: OwnCollective) -> Hashable:
     leaves = tuple(leaf._replace(factor="") for leaf in collective.leaves)
     return replace(collective, leaves=leaves)
 

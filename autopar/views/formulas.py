@@ -63,7 +63,7 @@ def _sum(expression: sympy.Add) -> Markup:
 
 
 def _mathml(expression: sympy.Expr) -> Markup:
-    return _serialised(_Printer({"mul_symbol": "dot"})._print(expression))
+    return _serialised(_FormulaPrinter({"mul_symbol": "dot"})._print(expression))
 
 
 def _serialised(node: Any) -> Markup:
@@ -75,7 +75,7 @@ def _serialised(node: Any) -> Markup:
     return tag(node.tagName, *map(_serialised, node.childNodes), **attributes)
 
 
-class _Printer(MathMLPresentationPrinter):
+class _FormulaPrinter(MathMLPresentationPrinter):
     """Names as words, with a short last one as a subscript, and numbers short enough to read."""
 
     def _print_Symbol(self, symbol: sympy.Symbol, style: str = "plain") -> Any:

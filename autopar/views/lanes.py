@@ -14,7 +14,7 @@ _TOUCHING_SECONDS = 1e-9  # events that meet may overlap by a rounding of their 
 
 
 @dataclass(frozen=True)
-class Row:
+class LaneRow:
     """Events that do not overlap.
 
     Attributes:
@@ -32,13 +32,13 @@ class Row:
         return f"{self.lane} ({self.index + 1})" if self.index else self.lane
 
 
-def rows(events: Iterable[Event]) -> tuple[Row, ...]:
+def rows(events: Iterable[Event]) -> tuple[LaneRow, ...]:
     """All events in as few rows as hold them; compute first, then lanes by their first event."""
     lanes: dict[str, list[list[Event]]] = {COMPUTE: []}
     for event in sorted(events, key=lambda e: (e.start_seconds, -e.duration_seconds)):
         _place(lanes.setdefault(event.lane, []), event)
     return tuple(
-        Row(lane, index, tuple(row))
+        LaneRow(lane, index, tuple(row))
         for lane, found in lanes.items()
         for index, row in enumerate(found)
     )

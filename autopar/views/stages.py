@@ -21,7 +21,7 @@ NARROW = ("stage", "rank", "modules", "forward", "backward", "in flight", "peak 
 
 
 @dataclass(frozen=True)
-class StageTable:
+class StageSummary:
     """What every stage has and costs, the slowest and the fullest marked; fewer columns where few fit."""
 
     stages: tuple[StageRow, ...]

@@ -10,7 +10,7 @@ from rich.text import Text
 from autopar.views.bars import headline, memory_bar, time_bar
 from autopar.views.gantt import Gantt
 from autopar.views.page import Page
-from autopar.views.stages import StageTable
+from autopar.views.stages import StageSummary
 from autopar.views.tables import CandidateTable, SensitivityTable, Tree
 
 
@@ -26,7 +26,7 @@ def _sections(page: Page) -> Iterator[RenderableType]:
     yield time_bar(page.time, page.axes)
     if page.simulation is not None:
         yield Gantt(page.simulation)
-        yield StageTable(page.stages)
+        yield StageSummary(page.stages)
     for breakdown in (page.time, page.memory, page.traffic):
         if breakdown.parts:
             yield Tree(breakdown)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar import units
 from autopar.cost_model.breakdown import Event
 from autopar.views import lanes
-from autopar.views.lanes import COMPUTE, Row, Span
+from autopar.views.lanes import COMPUTE, LaneRow, Span
 from autopar.views.markup import Markup, join, tag
 from autopar.views.palette import REST, Colour
 from autopar.views.stack import swatch
@@ -48,7 +48,7 @@ def _window(events: Sequence[Event]) -> Span | None:
 
 
 def _figure(
-    label: str, found: Sequence[Row], compute: Sequence[Span], window: Span,
+    label: str, found: Sequence[LaneRow], compute: Sequence[Span], window: Span,
     colours: Mapping[str, Colour],
 ) -> Markup:  # fmt: skip
     left = 22 + max(text_width(row.name) for row in found)
@@ -82,7 +82,7 @@ class Bar:
     events: tuple[Event, ...]
 
 
-def bars(row: Row, scale: Linear) -> tuple[Bar, ...]:
+def bars(row: LaneRow, scale: Linear) -> tuple[Bar, ...]:
     """The bars of a row inside the scale; together they cover every event in it."""
     found: list[Bar] = []
     for event in row.events:
@@ -104,12 +104,12 @@ def _narrow(bar: Bar) -> bool:
     return (bar.stop - bar.start) / len(bar.events) < NARROW
 
 
-def _row(row: Row, compute: Sequence[Span], scale: Linear, y: float, colour: Colour) -> Markup:
+def _row(row: LaneRow, compute: Sequence[Span], scale: Linear, y: float, colour: Colour) -> Markup:
     return tag("g", *(_bar(bar, row, compute, scale, y, colour) for bar in bars(row, scale)))
 
 
 def _bar(
-    bar: Bar, row: Row, compute: Sequence[Span], scale: Linear, y: float, colour: Colour
+    bar: Bar, row: LaneRow, compute: Sequence[Span], scale: Linear, y: float, colour: Colour
 ) -> Markup:
     wide = bar.stop - bar.start
     shade = "hidden" if row.lane != COMPUTE else "busy"
@@ -149,7 +149,7 @@ def _title(bar: Bar) -> str:
     return f"{len(bar.events)} events, {units.format_seconds(total)}\n{names}"
 
 
-def _key(found: Sequence[Row], colours: Mapping[str, Colour]) -> Markup:
+def _key(found: Sequence[LaneRow], colours: Mapping[str, Colour]) -> Markup:
     names = dict.fromkeys(row.lane for row in found)
     swatches = [
         tag("span", swatch(colours.get(name, REST)), f" {name}", class_="key") for name in names

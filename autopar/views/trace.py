@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost_model.breakdown import Event
-from autopar.views.lanes import Row, end, rows
+from autopar.views.lanes import LaneRow, end, rows
 
 PROCESS = 0  # rank; one stands for all
 _NANOSECONDS = 1e9
@@ -52,7 +52,7 @@ def _metadata(kind: str, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": PROCESS, "tid": tid, "args": args}
 
 
-def _complete(event: Event, tid: int, row: Row) -> dict[str, Any]:
+def _complete(event: Event, tid: int, row: LaneRow) -> dict[str, Any]:
     # Both ends are rounded, not start and duration: events that meet then still meet.
     start = round(event.start_seconds * _NANOSECONDS)
     stop = round(end(event) * _NANOSECONDS)

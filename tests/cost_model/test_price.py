@@ -22,10 +22,10 @@ from autopar.cost_model import (
 )  # fmt: skip
 from autopar.ir import (
     Choice,
-    Collective,
     Leaf,
     Mesh,
     Op,
+    OwnCollective,
     P,
     ParameterPlan,
     Plan,
@@ -179,7 +179,7 @@ def test_collectives_inside_an_op_by_hand() -> None:
     """1000 tokens of 4 bytes on each of 4 ranks: a gather of 16 kB and a sum of 4 kB, at 1 GB/s, 1 us a hop."""
     tokens = (Leaf("n", "tokens", 1000),)
     own = tuple(
-        Collective(frozenset("c"), name, back, 4, tokens)
+        OwnCollective(frozenset("c"), name, back, 4, tokens)
         for name, back in (("all_gather", ""), ("all_reduce", "all_reduce"))
     )
     choices = tuple(Choice(label, (), (), int(label != "-")) for label in "-nc")

@@ -15,7 +15,7 @@ from autopar.models import (
     example_inputs,
     with_layers,
 )
-from autopar.models.blocks import Attention, Experts, Positions, rotate
+from autopar.models.blocks import Attention, ExpertLayer, Positions, rotate
 from autopar.models.build import alibi_slopes, positions_of, relative_bucket
 from autopar.proof.verify import verify
 
@@ -151,7 +151,7 @@ def test_fused_projections_compute_the_same():
 
 
 def by_hand(experts, x):
-    """Every token in turn, as the words of `Experts` say it."""
+    """Every token in turn, as the words of `ExpertLayer` say it."""
     capacity = math.ceil(experts.per_token * x.shape[1] / experts.experts)
     result = torch.zeros_like(x)
     for b, sequence in enumerate(x):
@@ -172,7 +172,7 @@ def test_experts_take_the_first_tokens_that_choose_them(per_token):
     description = Transformer.from_dimensions(
         "llama", **SMALL, experts=4, experts_per_token=per_token
     )
-    experts = Experts(description).double()
+    experts = ExpertLayer(description).double()
     x = torch.randn(3, 10, 32, dtype=torch.float64)
     assert torch.allclose(experts(x), by_hand(experts, x))
 
