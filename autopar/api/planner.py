@@ -38,7 +38,7 @@ from autopar.planning.planning import (
 )
 from autopar.program.program import build_program
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie
-from autopar.runtime.module import Fixed, Programs
+from autopar.runtime.module import Fixed, Programs, StandIns
 from autopar.runtime.processes import (
     agreed,
     make_world,
@@ -93,41 +93,73 @@ class Planner:
             return self.world().device_mesh
         return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
 
-    def micro_batches(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> int:
-        """How many micro-batches are best for a step of this whole batch."""
-        if self._mesh is not None and PIPELINE_AXIS not in self._mesh.names:
-            return 1
-        prepared = self._prepare_step(model, args, kwargs)
-        return agreed(lambda: self._search(prepared, None, captured=1)).micro_batches
-
     def program(
         self,
         model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        stand_ins: StandIns,
         *,
-        micro_batches: int,
+        micro_batches: int | None,
         is_step: bool,
         fixed: Fixed | None,
     ) -> Programs:
-        """Captures and plans; `fixed` is where parameters already lie."""
-        if is_step:
-            prepared = self._prepare_step(model, args, kwargs)
-        else:
-            prepared = prepare_forward(model, args, kwargs, precision=self._request.precision)
-        plan = self._plan if fixed is None else None
-        if plan is None:
-            plan = agreed(
-                lambda: (
-                    self._search(
-                        prepared, micro_batches if is_step else None, captured=micro_batches
-                    )
-                    if fixed is None
-                    else self._following(prepared, fixed, micro_batches, is_step=is_step)
-                )
-            )
+        """Captures and plans a step or a forward.
+
+        An open number of micro-batches is found for the whole batch. The model is captured again only where
+        that number is not 1, and the plan is kept.
+
+        Args:
+            model: the user's model.
+            stand_ins: makes the arguments of one of so many micro-batches.
+            micro_batches: number of micro-batches of a step; None leaves it open.
+            is_step: whether a step is captured, or a forward.
+            fixed: where parameters already lie; None for the first program.
+        """
+        if micro_batches is None and fixed is not None:
+            micro_batches = self._best_count(model, stand_ins)
+        count = micro_batches or 1
+        with stand_ins(count) as (args, kwargs):
+            prepared = self._prepare(model, args, kwargs, is_step)
+            plan = agreed(lambda: self._chosen(prepared, micro_batches, fixed, is_step))
+            if not is_step or micro_batches is not None or plan.micro_batches == count:
+                return self._programs(prepared, plan, is_step)
+        with stand_ins(plan.micro_batches) as (args, kwargs):
+            smaller = self._prepare(model, args, kwargs, is_step)
+            plan = agreed(lambda: self._for_micro_batch(plan, smaller))
+            return self._programs(smaller, plan, is_step)
+
+    def _best_count(self, model: nn.Module, stand_ins: StandIns) -> int:
+        """The best number of micro-batches of a step that comes after a forward."""
+        if self._mesh is not None and PIPELINE_AXIS not in self._mesh.names:
+            return 1
+        with stand_ins(1) as (args, kwargs):
+            prepared = self._prepare(model, args, kwargs, True)
+            return agreed(lambda: self._search(prepared, None, captured=1)).micro_batches
+
+    def _prepare(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_step: bool
+    ) -> Prepared:
+        precision = self._request.precision
+        if not is_step:
+            return prepare_forward(model, args, kwargs, precision=precision)
+        return prepare_step(model, args, kwargs, loss_fn=self._loss_fn, precision=precision)
+
+    def _chosen(
+        self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool
+    ) -> Plan:
+        count = micro_batches or 1
+        if fixed is not None:
+            return self._following(prepared, fixed, count, is_step=is_step)
+        if self._plan is not None:
+            return self._plan
+        return self._search(prepared, micro_batches if is_step else None, captured=count)
+
+    def _for_micro_batch(self, plan: Plan, prepared: Prepared) -> Plan:
+        """The plan of the whole batch for the captured micro-batch, searched again if it is not legal there."""
+        if why_not_again(plan, prepared):
+            return self._search(prepared, plan.micro_batches, captured=plan.micro_batches)
+        return replace(plan, fingerprint=prepared.captured.fingerprint)
+
+    def _programs(self, prepared: Prepared, plan: Plan, is_step: bool) -> Programs:
         if is_step and plan.pipeline is not None:
             check_micro_batches(plan.pipeline, plan.micro_batches)
         program = build_program(prepared.captured, prepared.analysis, plan)
@@ -137,13 +169,6 @@ class Planner:
         if all(plan.ops != made.ops for made in self._made[is_step]):
             self._made[is_step].append(plan)
         return Programs(program, stages)
-
-    def _prepare_step(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Prepared:
-        return prepare_step(
-            model, args, kwargs, loss_fn=self._loss_fn, precision=self._request.precision
-        )
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         request = self._request.but(mesh=self._mesh, micro_batches=micro_batches)

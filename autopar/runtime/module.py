@@ -12,9 +12,10 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -75,26 +76,31 @@ class Programs:
         return self.whole.plan.pipeline
 
 
+# Number of micro-batches -> a context in which the model can be captured with the arguments of one of them.
+StandIns = Callable[[int], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
 class Planner(Protocol):
     """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
-
-    def micro_batches(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> int:
-        """How many micro-batches are best for a step of this whole batch."""
-        ...
 
     def program(
         self,
         model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        stand_ins: StandIns,
         *,
-        micro_batches: int,
+        micro_batches: int | None,
         is_step: bool,
         fixed: Fixed | None,
     ) -> Programs:
-        """Captures and plans; `fixed` is where parameters already lie."""
+        """Captures and plans a step or a forward.
+
+        Args:
+            model: the user's model.
+            stand_ins: makes the arguments of one of so many micro-batches.
+            micro_batches: number of micro-batches of a step; None leaves it open.
+            is_step: whether a step is captured, or a forward.
+            fixed: where parameters already lie; None for the first program.
+        """
         ...
 
     def world(self) -> World:
@@ -381,14 +387,14 @@ class CompiledModule(nn.Module):
         start = time.perf_counter()
         model = self._original
         with _lasting():
-            if is_step and self._micro_batches is None:
-                with self._stand_ins(arguments, 1) as (args, kwargs):
-                    self._micro_batches = self._planner.micro_batches(model, args, kwargs)
-            count = self._count(arguments) if is_step else 1
-            with self._stand_ins(arguments, count) as (args, kwargs):
-                programs = self._planner.program(
-                    model, args, kwargs, micro_batches=count, is_step=is_step, fixed=self._fixed
-                )
+            programs = self._planner.program(
+                model, partial(self._stand_ins, arguments), fixed=self._fixed, is_step=is_step,
+                micro_batches=self._count(arguments) if is_step else 1,
+            )  # fmt: skip
+            count = 1
+            if is_step:
+                count = programs.whole.plan.micro_batches
+                self._micro_batches = self._micro_batches or count
             if self._store is None:
                 warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
                 self._place(programs)
@@ -423,12 +429,12 @@ class CompiledModule(nn.Module):
             stacklevel=5,
         )
 
-    def _count(self, arguments: Arguments) -> int:
-        """Micro-batches of a step: those of the first, where they divide the batch."""
-        assert self._micro_batches is not None, "they are known before the first step"
+    def _count(self, arguments: Arguments) -> int | None:
+        """Number of micro-batches of a step: that of the first, where it divides the batch; None if open."""
         if self._first_step is None:
             return self._micro_batches
         assert self._fixed is not None, "there was a first program"
+        assert self._micro_batches is not None, "the first step had some number"
         pipeline, usual = self._fixed.pipeline, self._micro_batches
         count = fitting_micro_batches(
             arguments.shapes, self._first_step, usual, self._planner.world(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.api import planner
+from autopar.planning.planning import make_plan, prepare_step
 from tests.runtime.models import MLP, make, mean_square
 
 
@@ -195,3 +198,32 @@ def test_the_public_names_are_these() -> None:
         "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
         "VerifyReport", "compile", "explain", "register_form", "register_rule", "shard_", "verify",
     ]  # fmt: skip
+
+
+def test_an_open_number_of_micro_batches_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is captured again for the micro-batch alone, and keeps the plan of the whole batch."""
+    captures: list[int] = []
+    searches: list[int] = []
+
+    def prepare(
+        model: nn.Module, args: tuple[Tensor, ...], *rest: object, **options: object
+    ) -> object:
+        captures.append(len(args[0]))
+        return prepare_step(model, args, *rest, **options)  # type: ignore[arg-type]
+
+    def search(*given: object, **options: object) -> autopar.Plan:
+        searches.append(1)
+        return replace(make_plan(*given, **options), micro_batches=2)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planner, "prepare_step", prepare)
+    made = compiled()
+    assert captures == [8] and made.plan.micro_batches == 1
+    monkeypatch.setattr(planner, "make_plan", search)
+    captures.clear()
+    made = compiled()
+    assert captures == [8, 4] and len(searches) == 1 and made.plan.micro_batches == 2
+    model, (x, y), _ = make("mlp")
+    loss = mean_square(model(x), y)
+    loss.backward()
+    assert made.step(x, y).item() == pytest.approx(loss.item(), rel=1e-12)
+    assert torch.allclose(made.up.weight.grad, model.up.weight.grad)
