@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +45,25 @@ class Cluster:
         return f"{self.hardware.name}x{self.devices_per_node}x{self.nodes}"
 
 
-def find_cluster(text: str) -> Cluster:
-    """The cluster that `text` names.
+def find_cluster(given: Cluster | Hardware | str | os.PathLike[str]) -> Cluster:
+    """The cluster that is given by name, by the path of a TOML file, or as a value.
+
+    >>> find_cluster("h100x8x16").ranks
+    128
 
     Args:
-        text: `h100x8x16` for 16 nodes of 8, `h100x4` for 4 in one node, `h100` for one whole node,
-            or the path of a `.toml` file; the file may carry sizes too, `my.toml x 4 x 2`.
+        given: `h100x8x16` for 16 nodes of 8, `h100x4` for 4 in one node, `h100` for one whole node,
+            or the path of a `.toml` file; the file may carry sizes too, `my.toml x 4 x 2`. Figures of a
+            machine are one whole node of it, and a cluster is returned as it is.
 
     Raises AutoparError for what is not a positive number, an unknown GPU (with the nearest names),
     more ranks than a node has, and a file that is missing or wrong.
     """
+    if isinstance(given, Cluster):
+        return given
+    if isinstance(given, Hardware):
+        return Cluster(given)
+    text = os.fspath(given)
     gpu, node, nodes = _split(text)
     if gpu.endswith(".toml"):
         file = read_hardware(Path(gpu).expanduser())

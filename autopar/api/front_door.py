@@ -53,7 +53,7 @@ def compile(
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
     precision: MixedPrecision | str | None = None,
-    hardware: Hardware | str | None = None,
+    hardware: Hardware | str | os.PathLike[str] | None = None,
     memory_bytes: int | None = None,
     headroom: float = HEADROOM,
     device: torch.device | str | None = None,
@@ -93,7 +93,8 @@ def compile(
         precision: a mixed-precision policy, such as "bf16" or a `MixedPrecision`: parameters stay in their
             own format, are cast once a step before they are gathered, and gradients are added up and
             reduced in theirs. By default everything is computed as the model has it (docs/precision.md).
-        hardware: what to price for, a catalogue name or figures; by default that of the device's kind.
+        hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar
+            calibrate` writes, or figures; by default a guess from the kind of the device.
         memory_bytes: bound on the memory of a rank, in bytes; by default the memory of the hardware less
             the headroom.
         headroom: fraction of the hardware's memory that the plan leaves free.
@@ -217,7 +218,7 @@ def explain(
     example_inputs: Any,
     *,
     mesh: MeshLike,
-    cluster: Cluster | str = "h100",
+    cluster: Cluster | Hardware | str | os.PathLike[str] = "h100",
     loss_fn: LossFunction | None = None,
     recipe: RecipeLike = "auto",
     pins: Mapping[str, str] | None = None,
@@ -236,7 +237,7 @@ def explain(
         example_inputs: one micro-batch of all ranks, or the whole batch if `micro_batches` is left
             out: a tuple of arguments, a dict of keyword arguments, or one tensor.
         mesh: the axes.
-        cluster: a name such as `h100x8x16`, the path of a TOML file, or a `Cluster`.
+        cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
         loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute: as in `compile`.
         micro_batches: of a step; by default what the search finds best with stages, and 1 without.
         precision: as in `compile`. Gradients are priced in the format that they are reduced in, and
@@ -245,7 +246,9 @@ def explain(
     Raises CaptureError, MeshError, RecipeError or SearchError as `compile` does, AutoparError for an
     unknown cluster.
     """
-    found = as_eager_runs(find_cluster(cluster)) if isinstance(cluster, str) else cluster
+    found = find_cluster(cluster)
+    if isinstance(cluster, (str, os.PathLike)):
+        found = as_eager_runs(found)
     axes = axes_of(mesh, None)
     assert axes is not None, "a mesh was given"
     if axes.size > found.ranks:

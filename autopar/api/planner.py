@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -157,7 +158,8 @@ class Planner:
         """The plan of the whole batch for the captured micro-batch, searched again if it is not legal there."""
         if why_not_again(plan, prepared):
             return self._search(prepared, plan.micro_batches, captured=plan.micro_batches)
-        return replace(plan, fingerprint=prepared.captured.fingerprint)
+        shapes = prepared.analysis.graph.edge_shapes
+        return replace(plan, fingerprint=prepared.captured.fingerprint, shapes=shapes)
 
     def _programs(self, prepared: Prepared, plan: Plan, is_step: bool) -> Programs:
         if is_step and plan.pipeline is not None:
@@ -297,11 +299,9 @@ def _with_unused(
 
 
 def hardware_of(
-    hardware: Hardware | str | None, device: torch.device
+    hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
 ) -> tuple[Hardware, tuple[str, ...]]:
-    """What to price for, and a note where it was assumed."""
-    if isinstance(hardware, Hardware):
-        return hardware, ()
+    """The machine to price for, given by name, path or value, and a note where it was assumed."""
     if hardware is not None:
         return find_hardware(hardware), ()
     name = "cpu-gloo" if device.type == "cpu" else "h100"

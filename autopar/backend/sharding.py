@@ -11,6 +11,7 @@ what is gathered, when, and where its gradient goes is the plan's. Where a forwa
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -52,7 +53,7 @@ def shard_(
     *,
     mesh: Mesh | Mapping[str, int] | None = None,
     example_inputs: Any = None,
-    hardware: Hardware | str | None = None,
+    hardware: Hardware | str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Turns a model's parameters into DTensors of which each rank holds its shard, in place.
 
@@ -290,10 +291,10 @@ def device_of(tensors: Any) -> torch.device:
     return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 
 
-def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
+def hardware_of(
+    hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
+) -> Hardware:
     """What is priced: by name or path, or a guess from the device."""
-    if isinstance(hardware, Hardware):
-        return hardware
     return find_hardware(hardware or ("cpu-gloo" if device.type == "cpu" else "h100"))
 
 

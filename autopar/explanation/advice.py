@@ -339,7 +339,7 @@ class Question:
                 )
             )  # fmt: skip
         _, graph = self._captured_rows(rows // m)
-        plan = take_parts(own.plan, graph)
+        plan = replace(take_parts(own.plan, graph), shapes=graph.edge_shapes)
         answer = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
         others = tuple(self._other(each, graph, rows, answer) for each in found.others[:_OTHERS])
         chosen = _row(answer, str(best), _idle(answer.simulation), "")

@@ -332,6 +332,13 @@ class Graph:
         }
 
     @cached_property
+    def edge_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shapes of inputs and parameters, by `input tokens` or `parameter up.weight`."""
+        edges = [(f"input {name}", tensor) for name, tensor in self.inputs.items()]
+        edges += [(f"parameter {name}", tensor) for name, tensor in self.parameters.items()]
+        return {name: tuple(self.tensors[tensor].shape) for name, tensor in edges}
+
+    @cached_property
     def by_name(self) -> Mapping[str, Op]:
         return {op.name: op for op in self.ops}
 

@@ -14,6 +14,7 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
                                                       storage | resident | when gradients are reduced
     input tokens: S(0)@dp
     op linear_1: b j                                  one label per mesh axis
+    shape input tokens: 8 64                          whole shapes that the plan was made for
     note ...                                          what was chosen and why
 
 A parameter lives in its *storage* layout between steps (as a DTensor), is converted once per step to
@@ -30,7 +31,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -44,6 +45,7 @@ from autopar.ir.precision import MixedPrecision
 from autopar.ir.recompute import Recompute, check_recompute, format_recompute, parse_recompute
 
 VERSION = 1
+_SCALAR = "scalar"
 Reduction = Literal["step", "micro_batch"]
 
 
@@ -88,6 +90,8 @@ class Plan:
         recompute: how many blocks of every stage keep only what enters them, and run again in backward;
             see `autopar.ir.recompute`.
         precision: the policy of the captured graph; None where parameters are used as they are stored.
+        shapes: whole shapes of inputs and parameters of the captured graph, by `input tokens` or
+            `parameter up.weight`; they say how another model differs. Empty where nobody noted them.
     """
 
     mesh: Mesh
@@ -101,6 +105,7 @@ class Plan:
     pipeline: Pipeline | None = None
     recompute: Recompute = "none"
     precision: MixedPrecision | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
@@ -111,7 +116,14 @@ class Plan:
             )
         if self.micro_batches < 1:
             raise PlanError(f"A plan needs at least one micro-batch, not {self.micro_batches}.")
-        for text in (self.fingerprint, self.recipe, *self.parameters, *self.inputs, *self.ops):
+        for text in (
+            self.fingerprint,
+            self.recipe,
+            *self.parameters,
+            *self.inputs,
+            *self.ops,
+            *self.shapes,
+        ):
             _check_one_line(text)
         notes = tuple(" ".join(note.splitlines()) for note in self.notes)
         object.__setattr__(self, "notes", notes)  # a note is a line of the text
@@ -153,6 +165,10 @@ class Plan:
         ]
         lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
         lines += [f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()]
+        lines += [
+            f"shape {name}: {' '.join(map(str, shape)) or _SCALAR}"
+            for name, shape in self.shapes.items()
+        ]
         return lines + [f"note {note}" for note in self.notes]
 
     @classmethod
@@ -200,7 +216,7 @@ class Plan:
         }
 
     def _pipeline_json(self) -> dict[str, Any]:
-        """Fields that a plan without stages, recomputation and casts has not."""
+        """Fields that only some plans have: stages, recomputation, casts and shapes."""
         fields: dict[str, Any] = {}
         if self.pipeline is not None:
             fields["pipeline"] = [self.pipeline.schedule, " ".join(self.pipeline.cuts)]
@@ -208,6 +224,8 @@ class Plan:
             fields["recompute"] = self.recompute
         if self.precision is not None:
             fields["precision"] = str(self.precision)
+        if self.shapes:
+            fields["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
         return fields
 
     @classmethod
@@ -238,6 +256,7 @@ class Plan:
                 pipeline=_pipeline(document.get("pipeline"), whole),
                 recompute=document.get("recompute", "none"),
                 precision=_precision(document.get("precision")),
+                shapes=_shapes(document.get("shapes", {})),
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
@@ -349,6 +368,15 @@ def _precision(text: object) -> MixedPrecision | None:
         raise PlanError(f"The plan is damaged: {error}") from error
 
 
+def _shapes(document: object) -> dict[str, tuple[int, ...]]:
+    if not isinstance(document, dict):
+        raise PlanError(f"The shapes of a plan are lists of sizes by name, not {document!r}.")
+    for name, sizes in document.items():
+        if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+            raise PlanError(f"The shape of {name} is a list of whole numbers, not {sizes!r}.")
+    return {name: tuple(sizes) for name, sizes in document.items()}
+
+
 def _labels(text: str, name: str, mesh: Mesh) -> Labels:
     labels = tuple(text.split())
     if len(labels) != len(mesh.axes):
@@ -356,6 +384,14 @@ def _labels(text: str, name: str, mesh: Mesh) -> Labels:
             f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}."
         )
     return labels
+
+
+def _sizes(text: str, number: int) -> list[int]:
+    """The inverse of how a shape is written: `8 64`, or `scalar`."""
+    words = [] if text == _SCALAR else text.split(" ")
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise PlanError(f"Cannot read the shape {text!r} in line {number} of the plan; write 8 64.")
+    return [int(word) for word in words]
 
 
 def _once(word: str, number: int, document: dict[str, Any]) -> None:
@@ -375,8 +411,11 @@ def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
         document[word] = [schedule, cuts] if word == "pipeline" else value
         return
     name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
-    if not colon or word not in ("parameter", "input", "op"):
+    if not colon or word not in ("parameter", "input", "op", "shape"):
         raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
+    if word == "shape":
+        document.setdefault("shapes", {})[name] = _sizes(value, number)
+        return
     if name in document[word + "s"]:
         raise PlanError(f"Line {number} of the plan gives {word} {name} again: {line!r}.")
     document[word + "s"][name] = value.split(" | ") if word == "parameter" else value

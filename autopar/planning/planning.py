@@ -255,7 +255,7 @@ def _finished(plan: Plan, prepared: Prepared) -> Plan:
         _check_batch_first(graph, plan.micro_batches)
     plan = take_parts(plan, graph)
     said = (*plan.notes, *undivided_lines(graph, plan), *prepared.captured.forms)
-    return replace(plan, notes=said)
+    return replace(plan, notes=said, shapes=graph.edge_shapes)
 
 
 def _check_batch_first(graph: Graph, micro_batches: int) -> None:
@@ -290,6 +290,7 @@ def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | Non
     return replace(
         plan, fingerprint=prepared.captured.fingerprint, micro_batches=micro_batches,
         notes=("the choices of the plan for other shapes",),
+        shapes=prepared.analysis.graph.edge_shapes,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from autopar.capture.captured import Captured
 from autopar.errors import PlanError
 from autopar.ir import (
     Dims,
+    Graph,
     Layout,
     Mesh,
     Op,
@@ -189,7 +190,7 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     if plan.fingerprint != captured.fingerprint:
         raise PlanError(
             f"The plan was made for a model with fingerprint {plan.fingerprint}, and this one has "
-            f"{captured.fingerprint}: {_difference(analysis, plan)}. Make a plan for this model."
+            f"{captured.fingerprint}: {_difference(analysis.graph, plan)}. Make a plan for this model."
         )
     graph = analysis.graph
     _check_names("parameter", plan.parameters, graph.parameters)
@@ -300,9 +301,35 @@ def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
         )
 
 
-def _difference(analysis: Analysis, plan: Plan) -> str:
-    ours, theirs = set(analysis.graph.parameters), set(plan.parameters)
+def _difference(graph: Graph, plan: Plan) -> str:
+    """The first thing in which a graph is not the one that the plan was made for, in words."""
+    ours, theirs = set(graph.parameters), set(plan.parameters)
     for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
         if names:
             return f"it {what} parameter {min(names)}"
-    return "shapes, inputs or ops differ"
+    ours, theirs = set(graph.inputs), set(plan.inputs)
+    for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
+        if names:
+            return f"it {what} input {min(names)}"
+    return _shape_difference(graph, plan) or _op_difference(graph, plan)
+
+
+def _shape_difference(graph: Graph, plan: Plan) -> str:
+    for name, shape in graph.edge_shapes.items():
+        planned = plan.shapes.get(name, shape)
+        if planned != shape:
+            is_part = name.startswith("input ") and plan.micro_batches > 1
+            part = f" in each of {plan.micro_batches} micro-batches" if is_part else ""
+            return (
+                f"its {name} has the shape {list(shape)}, and the plan takes {list(planned)}{part}"
+            )
+    return ""
+
+
+def _op_difference(graph: Graph, plan: Plan) -> str:
+    for ours, theirs in itertools.zip_longest((op.name for op in graph.ops), plan.ops):
+        if ours != theirs:
+            return (
+                f"where the plan has {theirs or 'no further op'}, it runs {ours or 'nothing more'}"
+            )
+    return "an op has other arguments, or a tensor another dtype"

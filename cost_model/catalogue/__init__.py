@@ -6,12 +6,14 @@ The files are data for people to read and correct: every figure stands beside it
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.hardware_toml import catalogue_names, named_hardware
+from autopar.cost_model.hardware_toml import catalogue_names, named_hardware, read_hardware
 from autopar.errors import AutoparError
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
@@ -34,9 +36,24 @@ _CHIP = re.compile(r"(?:gb|gh|rtx|mi|[a-z])\d{1,4}[a-z]*|\d{4}")
 _VENDOR = re.compile(r"^(?:nvidia|amd|instinct|geforce|tesla|\s|-|_)+")
 
 
-def find_hardware(name: str) -> Hardware:
-    """The hardware of the catalogue that `name` means, see `canonical_gpu`."""
-    return HARDWARE[canonical_gpu(name)]
+def find_hardware(given: Hardware | str | os.PathLike[str]) -> Hardware:
+    """The hardware that is given by name, by the path of a TOML file, or as a value.
+
+    >>> find_hardware("A100-40GB SXM").name
+    'a100-40'
+
+    Args:
+        given: a name as people write it, see `canonical_gpu`; a path that ends with `.toml`, such as
+            `autopar calibrate` writes; or the figures themselves, which are returned as they are.
+
+    Raises AutoparError with the nearest names for an unknown name, and for a file that is missing or wrong.
+    """
+    if isinstance(given, Hardware):
+        return given
+    text = os.fspath(given)
+    if text.endswith(".toml"):
+        return read_hardware(Path(text).expanduser()).hardware
+    return HARDWARE[canonical_gpu(text)]
 
 
 def canonical_gpu(text: str) -> str:

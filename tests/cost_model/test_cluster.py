@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,16 @@ def test_a_file_is_a_cluster(tmp_path: Path) -> None:
 def test_a_cluster_checks_itself() -> None:
     with pytest.raises(AutoparError, match="a positive number of nodes, not 0"):
         Cluster(find_hardware("h100"), 0)
+
+
+def test_hardware_is_a_name_a_path_or_a_value(tmp_path: Path) -> None:
+    h100 = find_hardware("h100")
+    path = tmp_path / "own.toml"
+    save_hardware(dataclasses.replace(h100, name="own"), path)
+    assert find_hardware(h100) is h100
+    assert find_hardware(path).name == find_hardware(str(path)).name == "own"
+    assert find_cluster(h100) == find_cluster("h100") == Cluster(h100)
+    assert find_cluster(path).hardware == find_hardware(path)
+    assert find_cluster(Cluster(h100, 3)).ranks == 24
+    with pytest.raises(AutoparError, match="Cannot read the hardware of"):
+        find_hardware(tmp_path / "missing.toml")

@@ -37,6 +37,15 @@ def test_text_and_back():
     assert hash(Plan.parse(TEXT)) == hash(PLAN)
 
 
+def test_shapes_are_lines_of_their_own():
+    plan = dataclasses.replace(PLAN, shapes={"input tokens": (8, 64), "parameter scale": ()})
+    text = TEXT.replace("note ", "shape input tokens: 8 64\nshape parameter scale: scalar\nnote ")
+    assert str(plan) == text and Plan.parse(text) == plan
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    with pytest.raises(PlanError, match="Cannot read the shape '8 x' in line 9"):
+        Plan.parse(text.replace("8 64", "8 x"))
+
+
 def test_json_and_back(tmp_path):
     path = tmp_path / "plan.json"
     PLAN.save(path)

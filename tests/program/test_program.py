@@ -70,6 +70,28 @@ def test_another_fingerprint(mlp):
     refused(mlp, plan, "fingerprint 5be0c1", "Make a plan for this model")
 
 
+def test_the_first_difference_is_named(mlp):
+    """A shape before an op; parameters and inputs that one of both lacks before either."""
+    plan = dataclasses.replace(unsplit(mlp, Mesh.of({"tp": 2})), fingerprint="5be0c1")
+    own = mlp[1].graph.edge_shapes
+    width = own["parameter up.weight"][0]
+    assert own["input x"] == (6, 4) and own["parameter up.weight"] == (width, 4)
+    batch = changed(dataclasses.replace(plan, shapes=own), "shapes", **{"input x": (3, 4)})
+    refused(mlp, batch, "its input x has the shape [6, 4], and the plan takes [3, 4]. Make")
+    parts = dataclasses.replace(batch, micro_batches=2)
+    refused(mlp, parts, "the plan takes [3, 4] in each of 2 micro-batches")
+    narrow = changed(batch, "shapes", **{"input x": (6, 4), "parameter up.weight": (1, 4)})
+    refused(
+        mlp, narrow, "its parameter up.weight has the shape [32, 8], and the plan takes [16, 8]"
+    )
+    first, *others = plan.ops
+    other = dataclasses.replace(plan, ops={"gelu": plan.ops[first], **plan.ops})
+    refused(mlp, other, f"where the plan has gelu, it runs {first}")
+    fewer = dataclasses.replace(plan, ops={name: plan.ops[name] for name in (first, *others[:-1])})
+    refused(mlp, fewer, f"where the plan has no further op, it runs {others[-1]}")
+    refused(mlp, plan, "an op has other arguments, or a tensor another dtype")
+
+
 @pytest.mark.parametrize(
     ("field", "what", "name"),
     [("ops", "op", "relu"), ("parameters", "parameter", "up.weight"), ("inputs", "input", "x")],
