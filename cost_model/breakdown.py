@@ -17,9 +17,9 @@ class Breakdown:
 
     Attributes:
         name: what it is, in words a person reads, such as `saved activations` or `aten.linear`.
-        unit: of the value.
-        expression: of named symbols; its free symbols are those of the explanation.
-        value: of the expression at the explanation's numbers, in `unit`.
+        unit: unit of the value.
+        expression: formula in named symbols; its free symbols are those of the explanation.
+        value: value of the expression at the explanation's numbers, in `unit`.
         parts: what it is made of, largest first. `value` is their sum, unless `note` says otherwise.
         note: what a reader should know about it, such as "hidden behind compute".
     """

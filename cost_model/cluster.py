@@ -19,7 +19,7 @@ class Cluster:
     """A number of equal nodes.
 
     Attributes:
-        hardware: of every node; `hardware.devices_per_node` ranks in each.
+        hardware: kind of every node; `hardware.devices_per_node` ranks in each.
         nodes: how many.
     """
 

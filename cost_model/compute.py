@@ -30,9 +30,9 @@ class Direction(NamedTuple):
     """One direction of an op on one rank.
 
     Attributes:
-        passes: how often the kernel runs, each time with the following.
-        seconds: that it keeps the device at work, the launch left out.
-        traffic_bytes: read and written in the device's own memory.
+        passes: number of times that the kernel runs, each with the following figures.
+        seconds: device time, without the launch.
+        traffic_bytes: bytes read and written in the device's own memory.
         flops: floating-point operations.
     """
 

@@ -30,7 +30,7 @@ def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: floa
 
     Args:
         layers: repeated layers, each of weight 1.
-        stages: of the pipeline.
+        stages: number of pipeline stages.
         before, after: weights of what comes before and after them, in layers.
     """
     counts = [0] * stages

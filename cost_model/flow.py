@@ -16,7 +16,7 @@ class Flow:
         produced: tensor name -> the layout it is made, held or fed in.
         targets: tensor name -> the distinct layouts its consumers need, each with the op that first does,
             "" for the end of the graph; in order of first use.
-        saved: which memory saved tensors lie in.
+        saved: the memory that saved tensors lie in.
         saved_roots: tensors whose memory autograd keeps.
     """
 

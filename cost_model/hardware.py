@@ -46,11 +46,11 @@ class Hardware:
     """One kind of cluster: equal devices in equal nodes.
 
     Attributes:
-        name: in the catalogue.
+        name: name in the catalogue.
         peak_flops: pairs (itemsize in bytes, FLOP/s) of dense matrix products, itemsize rising.
         memory_bytes_per_second: bandwidth of the device's own memory.
         memory_bytes: capacity of the device's own memory.
-        launch_seconds: that a kernel takes from end to end when it has nothing to do.
+        launch_seconds: duration of a kernel that has nothing to do, from end to end.
         devices_per_node: ranks that reach each other over `inside_node`.
         inside_node: the link between two ranks of a node.
         across_nodes: the link of one rank to other nodes: its NIC, or its share of the node's.
@@ -60,8 +60,8 @@ class Hardware:
         memory_efficiency: fraction of `memory_bytes_per_second` that element-wise kernels reach.
         attention_efficiency: fraction of `peak_flops` that fused attention reaches, all of the square
             of scores counted, masked or not.
-        host_seconds: of the CPU to issue one op; the device waits if that is longer than its work.
-        reserved_bytes: of the device's memory that no tensor can have: context, buffers of NCCL.
+        host_seconds: time of the CPU to issue one op; the device waits if that is longer than its work.
+        reserved_bytes: device memory that no tensor can have: context, buffers of NCCL.
         dtype_flops: pairs (number format, FLOP/s), as in `DTYPE_BYTES`.
         wired_ranks: devices of which every pair has a wire of its own, all of which together are
             `inside_node`; 0 where a switch gives every group the whole bandwidth.

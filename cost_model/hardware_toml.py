@@ -94,7 +94,7 @@ class HardwareFile:
 
     Attributes:
         hardware: with the source of every figure.
-        nodes: of the cluster; 1 where the file is silent.
+        nodes: number of nodes in the cluster; 1 where the file does not say.
         curves: rows of measurements, by table.
     """
 
@@ -325,8 +325,8 @@ def save_hardware(
 
     Args:
         hardware: figures must be numbers.
-        path: of the file, which is replaced.
-        nodes: of the cluster.
+        path: path of the file, which is replaced.
+        nodes: number of nodes in the cluster.
         curves: rows of measurements by table, `matmul` or `collective`.
     """
     Path(path).write_text(format_hardware(hardware, nodes=nodes, curves=curves), encoding="utf-8")

@@ -41,13 +41,13 @@ class Link:
     """What carries the messages of one rank. The defaults make it a plain ring.
 
     Attributes:
-        bandwidth_bytes_per_second: that a rank can send while it receives as much, in a ring.
-        latency_seconds: of one step of a ring.
-        start_seconds: of a collective, besides the launch of a kernel.
-        fill_seconds: that a long message takes to fill the pipeline; a short one takes its own
+        bandwidth_bytes_per_second: rate at which a rank of a ring can send while it receives as much.
+        latency_seconds: latency of one step of a ring.
+        start_seconds: start-up time of a collective, on top of the launch of a kernel.
+        fill_seconds: time that a long message takes to fill the pipeline; a short one takes its own
             transfer time once more (NCCL: half the bandwidth in LL, set-up in Simple).
-        reduce_gain: of an all-reduce in bandwidth, 1 to 2: switches that add up (NVLink SHARP).
-        reduce_rounds: of the ring's steps whose latency an all-reduce pays: 2 for reduce-scatter
+        reduce_gain: factor on the bandwidth of an all-reduce, 1 to 2: switches that add up (NVLink SHARP).
+        reduce_rounds: number of rounds of the ring whose latency an all-reduce pays: 2 for reduce-scatter
             and all-gather, 1 for a tree, which is the faster way between nodes.
         exchange_gain: bandwidth of an all-to-all, as a fraction of the ring's.
         send_gain: bandwidth of one rank that sends to one other, as a fraction of the ring's.
@@ -90,7 +90,7 @@ def axis_link(
     Args:
         hardware: its figures may be numbers or symbols.
         stride, size: numbers, or arrays of one shape, which give a link of arrays.
-        ranks: of the whole mesh; None for more than a node has. It matters only where groups fit
+        ranks: number of ranks of the whole mesh; None for more than a node has. It matters only where groups fit
             into a node but do not divide it, so that one of them lies across a boundary.
     """
     node = hardware.devices_per_node

@@ -17,23 +17,23 @@ class Software:
     """Figures of one runtime on one kind of device; None leaves the hardware's own.
 
     Attributes:
-        name: of the runtime.
+        name: name of the runtime.
         matmul_efficiency: fraction of the peak that its large matrix products reach.
         memory_efficiency: fraction of the memory bandwidth that its element-wise kernels reach.
         attention_efficiency: the same for fused attention, all scores counted.
-        host_seconds: that it takes the CPU to issue one op, Python included.
+        host_seconds: time of the CPU to issue one op, Python included.
         network_efficiency: fraction of the bandwidth between nodes that is left to a collective.
         hides: fraction of the compute of a phase that parameters and gradients hide behind on the way.
         hides_activations: the same for activations, sent piece by piece as a product needs them.
-        skew_seconds: that a collective of activations waits for its slowest rank, per further rank.
-        stall_seconds: that it waits, per rank, while messages between pipeline stages cross nodes;
+        skew_seconds: time that a collective of activations waits for its slowest rank, per further rank.
+        stall_seconds: time that it waits, per rank, while messages between pipeline stages cross nodes;
             it grows with the square root of the nodes that the group spans.
-        hop_seconds: that a step of a ring between nodes takes; None leaves the network's own.
-        send_seconds: that a message between stages in different nodes takes beside its transfer.
+        hop_seconds: duration of a step of a ring between nodes; None for the network's own latency.
+        send_seconds: time of a message between stages in different nodes, on top of its transfer.
         runs_ahead: whether the host issues a whole layer before the device has run it, so that only
             their sums compare; else every op waits for its own launch.
         step_seconds: fixed per step: logging, the data loader, the optimizer's launches.
-        source: of the figures.
+        source: source of the figures.
     """
 
     name: str = "autopar"

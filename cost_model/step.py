@@ -44,13 +44,13 @@ class Run:
     """How a step is run, beside the plan.
 
     Attributes:
-        micro_batches: of a step.
+        micro_batches: number of micro-batches in a step.
         stages: pipeline stages; 1 for none.
         cuts: layers of each of them; None for equal shares.
-        chunks: of layers per stage, interleaved.
+        chunks: number of interleaved chunks of layers per stage.
         recompute: how many layers of each chunk keep only what crosses from layer to layer, and run
             forward again in backward.
-        training_state: of what training keeps beside parameters.
+        training_state: formats of the states that training keeps as well as parameters.
     """
 
     micro_batches: Quantity = 1

@@ -19,10 +19,10 @@ class Unruled:
     Attributes:
         kind: `aten.histc`.
         count: how many calls of it there are.
-        seconds: of a step, forward and backward: the ops, as long as it takes to read their operands and
-            write their results, and the conversions that make their operands whole. A guess: nobody has
-            said how much such an op computes.
-        gathered_bytes: of a step, what a rank receives of those operands in forward.
+        seconds: their duration in a step, forward and backward: reading their operands, writing their
+            results, and the conversions that make their operands whole. A guess: nobody has said how
+            much such an op computes.
+        gathered_bytes: bytes of those operands that a rank receives in the forward of a step.
     """
 
     kind: str

@@ -55,8 +55,8 @@ def cut_stage_graphs(
 
     Args:
         module: the graph of one rank.
-        stage_of: of every call; no smaller than that of any call it uses.
-        count: of stages.
+        stage_of: stage of every call; no smaller than that of any call it uses.
+        count: number of stages.
         kept: placeholders on which nothing may depend that is computed twice: parameters, and buffers
             that a stage changes.
         weights: those of `kept` that are parameters. What is made of one of them alone (gathered, cast,

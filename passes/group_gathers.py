@@ -27,7 +27,7 @@ class Chain:
 
     Attributes:
         parameter: position of the parameter among the placeholders.
-        nodes: in order; the last one is what the users take.
+        nodes: nodes of the chain in order; users take the last one.
     """
 
     parameter: int

@@ -41,7 +41,7 @@ class _Layer:
 
     Attributes:
         ids: what is sorted.
-        count: of experts.
+        count: number of experts.
         entries: lookups of rows by the order -> how many ids each row has.
         body: calls on sorted rows.
         routing: what the body takes of what depends on the ids alone -> "ordered" (ids) or "ends".

@@ -40,7 +40,7 @@ def run_node(node: Node, gradients: Sequence[Tensor | None]) -> list[tuple[Gradi
     """Runs one node of an autograd graph and none behind it.
 
     Args:
-        gradients: that arrived at it, one for each of its results.
+        gradients: gradient of each result of the node; None for a result that has none.
 
     Returns:
         The edges that leave it with what it gives to each, as autograd hands it on: in the shape and

@@ -78,7 +78,7 @@ def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> N
     """Has `call` called where a backward of the backward of a graph that AOTAutograd made begins.
 
     Args:
-        results: of the graph.
+        results: what the compiled graph returned.
     """
 
     def in_backward(gradients: Sequence[Tensor | None], _: Any) -> None:

@@ -127,9 +127,9 @@ def pipeline_stage(
 
     Args:
         module: called with what is received and keyword arguments; returns what is sent, or the loss.
-        number, count: of the stage, and of all.
+        number, count: position of the stage, and number of stages.
         received, sent: examples on the meta device, which need a gradient where one comes back.
-        split_backward: of results, their gradients and inputs makes what has `input_gradients` and
+        split_backward: function of results, their gradients and inputs; returns an object with `input_gradients` and
             `run_weights()`, the two halves of a backward.
         before_backward: called with `last`, whether the micro-batch is the step's last.
     """

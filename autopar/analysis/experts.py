@@ -51,7 +51,7 @@ class Experts:
         body: what is done with rows that are sorted by expert, as a function of the sorted rows, the sorted
             ids, the end of every expert's rows (as `grouped_mm` takes it), and the weights.
         slots: for every operand of rows, how many entries of `ids` belong to one row of it.
-        count: of experts.
+        count: number of experts.
     """
 
     __name__ = "experts"
@@ -101,7 +101,7 @@ class _LayerRun:
 
     Attributes:
         emit: makes a call, or adds it to a graph.
-        count: of experts that are here.
+        count: number of experts on this rank.
         slots: as those of the experts, of the ids that are here.
         is_part: whether ids of others are among `operands`; they are then `count`, and sort behind all.
     """

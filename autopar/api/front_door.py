@@ -83,7 +83,7 @@ def compile(
         pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
         micro_batches: into how many parts `step` cuts the batch along dim 0 of every input; by default
             1, and with pipeline stages what the search finds best.
-        schedule: in which order stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
+        schedule: order in which stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
             dualpipev; by default what the search finds best.
         chunks: stages of each pipeline rank, for schedules that take several.
         recompute: "none" keeps everything for backward; "full" keeps of every layer only what enters it, and
@@ -102,7 +102,7 @@ def compile(
             model on the meta device.
         init_fn: called with each meta-device module that owns tensors, in place of its
             `reset_parameters()`.
-        seed: of the initial values of a meta-device model.
+        seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
         timeout_seconds: how long a collective may wait for the other ranks before the step ends with an
             error; by default as the process groups have it. Gloo notices a dead process at once.
@@ -239,7 +239,7 @@ def explain(
         mesh: the axes.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
         loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute: as in `compile`.
-        micro_batches: of a step; by default what the search finds best with stages, and 1 without.
+        micro_batches: number of micro-batches in a step; by default the search's choice with stages, 1 without.
         precision: as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest and two moments in the parameters' own.
 

@@ -386,7 +386,7 @@ class _Split:
         lifted: what the arguments are.
         captured: names the placeholders of the local graph.
         executor: what runs it.
-        examples: of the arguments.
+        examples: example value of each argument.
     """
 
     def __init__(

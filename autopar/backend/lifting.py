@@ -39,7 +39,7 @@ class ReturnedView:
 
     Attributes:
         argument: position of that argument.
-        shape, stride, offset: of the view, in elements.
+        shape, stride, offset: geometry of the view, in elements.
         is_argument: whether it is the argument itself.
         needs_grad: whether a gradient flows back.
     """

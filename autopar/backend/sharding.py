@@ -67,7 +67,7 @@ def shard_(
             zero1, zero2 and zero3 (fsdp) split a dim of every parameter that the axis divides, the first
             if possible; ddp, and an axis that is not named, leave parameters whole along it.
         mesh: axis name -> number of ranks; by default the plan's, or one axis `dp` of all ranks.
-        example_inputs: of the forward, as for `autopar.explain`; the recipes auto, tp and tp+sp, whose
+        example_inputs: inputs of the forward, as for `autopar.explain`; the recipes auto, tp and tp+sp, whose
             layouts depend on what is computed, need it (or a plan made elsewhere).
         hardware: what is then priced, by name or path; by default a guess from the device.
 

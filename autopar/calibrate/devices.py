@@ -75,13 +75,13 @@ class Effort:
 
     Attributes:
         samples: timed repeats of every point, of which the median counts.
-        sample_seconds: that one of them should take at least; what is shorter runs in a loop.
+        sample_seconds: shortest duration of one sample; a shorter kernel runs in a loop.
         point_seconds: a matrix product expected to take longer is left out.
-        extents: of square matrix products, rising.
+        extents: rows of the square matrices that are multiplied, rising.
         wide: the long extents of a skinny product.
         skinny: its short extent, one after the other.
-        memory_bytes: of each array of the element-wise kernels; far above any cache.
-        message_bytes: of the collectives, rising.
+        memory_bytes: size of each array of the element-wise kernels, far above any cache.
+        message_bytes: message sizes of the collectives, rising.
     """
 
     samples: int
@@ -99,7 +99,7 @@ class Device(ABC):
 
     Attributes:
         device: where tensors live.
-        backend: of the process group.
+        backend: backend of the process group.
     """
 
     backend: str

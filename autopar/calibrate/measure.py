@@ -66,12 +66,12 @@ class Measurements:
     Attributes:
         machine: name of the device.
         kind: cpu or cuda.
-        backend: of the process group, or "" for one rank alone.
-        samples: that each median is of.
+        backend: backend of the process group, or "" for one rank alone.
+        samples: number of samples behind each median.
         local_ranks, nodes: how the ranks lay; their product measured at the same time.
         devices_per_node: ranks that a node could have.
-        memory_bytes, reserved_bytes: of one rank's device.
-        launch_seconds, host_seconds: of a tiny op, on the device and for the CPU to issue it.
+        memory_bytes, reserved_bytes: capacity of one rank's device, and the part that no tensor can have.
+        launch_seconds, host_seconds: duration of a tiny op on the device, and of issuing it on the CPU.
         rates: pairs (element-wise kernel, bytes per second that it reads and writes).
         products, messages: the curves.
     """

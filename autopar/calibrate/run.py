@@ -38,7 +38,7 @@ def calibrate(
         device: "cpu" or "cuda"; by default cuda where there is one.
         ranks: to measure with, one per GPU or processor by default; of a process group, its size.
         quick: a few sizes and repeats, in seconds instead of minutes.
-        formats: of matrix products, by default all that the device has; see `devices.FORMATS`.
+        formats: number formats of matrix products, by default all that the device has; see `devices.FORMATS`.
         progress: called on the first rank with (what comes, steps done, steps in all).
 
     Raises AutoparError for what this machine does not have.

@@ -21,8 +21,8 @@ class Team:
     """The default process group, or one process alone.
 
     Attributes:
-        device: of this rank.
-        rank, size: in the whole group.
+        device: device of this rank.
+        rank, size: position in the whole group, and its number of ranks.
         local_size: ranks of one node, numbered one after the other.
     """
 

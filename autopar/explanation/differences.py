@@ -24,8 +24,8 @@ class Side:
     """A saved plan, or a whole document of `--json` with its costs.
 
     Attributes:
-        name: of the file.
-        plan: that it holds.
+        name: name of the file.
+        plan: the plan in the file.
         document: all of it; empty for a bare plan.
     """
 
@@ -53,9 +53,9 @@ class Difference:
 
     Attributes:
         subject: "mesh", "recipe", "run", "model", "parameter" or "op".
-        name: of the parameter or op, numbers of layers starred; "" for the others.
-        before, after: in the first and in the second plan.
-        count: of parameters or ops that differ so.
+        name: name of the parameter or op, numbers of layers starred; "" for the others.
+        before, after: values in the first and in the second plan.
+        count: number of parameters or ops with this difference.
     """
 
     subject: str

@@ -60,7 +60,7 @@ class LargestFit:
     """The largest value of a size that fits into memory.
 
     Attributes:
-        name: of the symbol.
+        name: name of the symbol.
         value: the largest whole number that the axes which split it divide.
         limit: where the memory would be exactly full.
         expression: the limit, as a function of the other symbols, while what is largest at the limit
@@ -95,8 +95,8 @@ class Explanation:
         cluster: what it runs on; its ranks are those of the mesh times the stages.
         run: micro-batches, stages, recomputation.
         software: what the runtime adds or hides.
-        memory_bound_bytes: of a rank; by default what the hardware has.
-        tokens: of a micro-batch; None where the model has no tokens.
+        memory_bound_bytes: memory that a rank may use; by default what the hardware has.
+        tokens: number of tokens in a micro-batch; None where the model has no tokens.
         candidates: other ways that were considered.
         overrides: values of symbols that differ from the cluster's or the graph's.
         built: the expressions, where another explanation of the same plan has made them.

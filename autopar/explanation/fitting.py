@@ -22,9 +22,9 @@ class Remedy:
     """A change with which it fits, or still does.
 
     Attributes:
-        what: in words, such as "ZeRO-2 instead of ZeRO-1".
+        what: the change in words, such as "ZeRO-2 instead of ZeRO-1".
         setting: the configuration then, in words.
-        memory_bytes: of a rank then.
+        memory_bytes: peak memory of a rank after the change.
         step_seconds: then.
         slower: relative to the step as asked; negative is faster.
     """

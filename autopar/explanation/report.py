@@ -193,14 +193,14 @@ class CollectiveTotal:
     """The messages of one kind of a step, on one rank.
 
     Attributes:
-        axis: that they run along.
+        axis: name of the mesh axis.
         name: such as `all_gather`.
         carries: "activation", "parameter" or "gradient".
         phase: "forward", "backward", or "once" a step.
         tensors: what they move, the layers folded.
-        count: of messages in a step, before small ones are put in one bucket.
-        traffic_bytes: sent in a step.
-        seconds: in a step, if nothing hid them.
+        count: number of messages in a step, before small ones share a bucket.
+        traffic_bytes: bytes sent in a step.
+        seconds: their duration in a step, if nothing hid them.
     """
 
     axis: str

@@ -116,7 +116,7 @@ class Leaf(NamedTuple):
     """One factor of an op's iteration space.
 
     Attributes:
-        label: of the choice that splits it, whether or not the op offers that choice.
+        label: label of the choice that splits it, whether or not the op offers that choice.
         factor: its name in the whole graph.
         size: elements.
     """
@@ -161,9 +161,9 @@ class OwnCollective:
     Attributes:
         labels: along every axis on which the op has one of these there is one such collective.
         forward: its name, as in `autopar.ir.conversion`.
-        backward: the same of what runs on the gradient, "" where nothing is sent.
-        itemsize_bytes: bytes of what the message has for one point of its leaves.
-        leaves: of the message that a rank puts in.
+        backward: name of the collective that runs on the gradient, "" where nothing is sent.
+        itemsize_bytes: bytes of the message for one point of its leaves.
+        leaves: factors of the message that a rank puts in.
     """
 
     labels: frozenset[str]
@@ -280,7 +280,7 @@ class Graph:
 
     Attributes:
         tensors: every tensor by name.
-        ops: in topological order.
+        ops: every op, in topological order.
         parameters: qualified parameter name -> tensor name. Tied parameters share one tensor and
             stand here once, under the first of their names.
         buffers: qualified buffer name -> tensor name; buffers are stored replicated.

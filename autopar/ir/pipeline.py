@@ -33,7 +33,7 @@ class Pipeline:
         ranks: size of the pipeline axis.
         schedule: one of `SCHEDULES`.
         cuts: names of the ops with which the stages after the first begin, in the graph's order.
-        position: of the pipeline axis among the axes of the mesh of all ranks.
+        position: index of the pipeline axis among the axes of the mesh of all ranks.
     """
 
     ranks: int

@@ -79,7 +79,7 @@ class Plan:
 
     Attributes:
         mesh: the axes, major first, on which each stage of the pipeline lies.
-        fingerprint: of the captured graph the plan was made for.
+        fingerprint: fingerprint of the captured graph that the plan was made for.
         recipe: the recipe it was searched under, as text.
         micro_batches: into how many parts `step` cuts its batch.
         parameters: parameter name -> how it lies.

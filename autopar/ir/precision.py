@@ -22,10 +22,10 @@ class MixedPrecision:
     Formats are given as `torch.dtype` or by name (`"bfloat16"`, `"bf16"`), and kept as names.
 
     Attributes:
-        param_dtype: of floating-point parameters in use and of the model's floating-point inputs.
-        reduce_dtype: in which gradients are added up over micro-batches and ranks; None for each
+        param_dtype: format of floating-point parameters in use and of the model's floating-point inputs.
+        reduce_dtype: format in which gradients are added up over micro-batches and ranks; None for each
             parameter's own format at rest.
-        output_dtype: to which the model's floating-point results are cast, before the loss function
+        output_dtype: format to which the model's floating-point results are cast, before the loss function
             sees them; None leaves them.
 
     Raises AutoparError for a format that is none of `FORMATS`.

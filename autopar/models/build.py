@@ -32,7 +32,7 @@ def build(
 
     Args:
         description: the sizes.
-        dtype: of all parameters.
+        dtype: element type of all parameters.
         layers: at most so many blocks in every stack, None for all.
     """
     if layers is not None:
@@ -69,7 +69,7 @@ def example_inputs(
         description: the sizes.
         batch: sequences or images.
         seq: tokens of a sequence; None for the longest, 512 of an encoder-decoder. Images have their own.
-        dtype: of pixels; tokens and labels are int64.
+        dtype: element type of pixels; tokens and labels are int64.
 
     Raises AutoparError for a batch or sequence below 1, or longer than the model's positions.
     """

@@ -35,8 +35,8 @@ class Blocks:
         norm: "layer" (LayerNorm) or "rms" (RMSNorm).
         bias: whether linear layers and LayerNorms have one.
         post_norm: whether the norm follows the residual sum, as in BERT, instead of leading in.
-        experts: of the feed-forward part, 0 for a dense one.
-        experts_per_token: how many of them a token visits.
+        experts: number of experts in the feed-forward part, 0 for a dense one.
+        experts_per_token: number of experts that a token visits.
         dropout: probability, of attention weights and of what is added to the residual stream.
         fused_attention: attention as one op that keeps no weights (scaled_dot_product_attention),
             or as product, softmax and product, as Megatron did.
@@ -212,8 +212,8 @@ class VisionTransformer(Blocks):
     Attributes:
         image: pixels of a side.
         patch: pixels of a side of a patch.
-        channels: of a pixel.
-        classes: to tell apart.
+        channels: number of colour channels of a pixel.
+        classes: number of classes to tell apart.
     """
 
     image: int

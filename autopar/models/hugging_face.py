@@ -36,7 +36,7 @@ class Task:
 
     Attributes:
         name: ends the name of an auto class and of a mapping of transformers.
-        mapping: of configuration classes to model classes.
+        mapping: name of the mapping from configuration classes to model classes.
         ends: how the names of such architectures end.
         of_images: whether inputs are pixels.
     """
@@ -63,10 +63,10 @@ class Pretrained:
     """A configuration and what it is trained for.
 
     Attributes:
-        path: of the configuration file.
+        path: path of the configuration file.
         config: the configuration object of transformers.
         task: what the model is trained for.
-        dtype: of its parameters.
+        dtype: element type of its parameters.
     """
 
     path: Path

@@ -96,7 +96,7 @@ def resolve_target(
             directory that has one, or package.module:function.
         batch: sequences or images of a micro-batch; 1 if None.
         seq: tokens of a sequence; None for the longest the model is known for, at most `DEFAULT_SEQ`.
-        dtype: of the parameters of a preset or configuration.
+        dtype: element type of the parameters of a preset or configuration.
 
     Raises AutoparError where there is no such model, or it cannot take such a batch.
     """

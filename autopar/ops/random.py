@@ -27,8 +27,8 @@ def draw(
     Args:
         op: an overload that takes a generator, such as `bernoulli.p` or `rand_like.generator`.
         operands, scalars: its positional arguments, tensors and numbers, in their order.
-        key: of one element.
-        dtype: of the result, for ops that take one.
+        key: integer tensor of one element, which seeds the generator.
+        dtype: element type of the result, for operators that take one.
     """
     return _call(op, operands, scalars, dtype, _generator(key, operands[0].device))
 

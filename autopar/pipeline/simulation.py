@@ -21,8 +21,8 @@ class StageCosts:
     """What a stage costs on its rank, for one micro-batch where nothing else is said.
 
     Attributes:
-        forward_seconds: of a forward.
-        backward_seconds: of a whole backward, with what is computed again.
+        forward_seconds: duration of a forward.
+        backward_seconds: duration of a whole backward, recomputation included.
         weight_seconds: the share of `backward_seconds` that makes the gradients of the weights, where a
             schedule splits the backward. Torch does not split that of stage 0, whose input needs no
             gradient: all of it is done there (`PipelineStage.backward_one_chunk`).
@@ -31,8 +31,8 @@ class StageCosts:
             gradients are made; None for all of it.
         working_bytes: held besides while the stage computes.
         kept_bytes: held in all of the step, such as parameters and gradients.
-        send_forward_seconds: of its output to the next stage.
-        send_backward_seconds: of the gradient of its input to the stage before.
+        send_forward_seconds: duration of sending its output to the next stage.
+        send_backward_seconds: duration of sending the gradient of its input to the previous stage.
     """
 
     forward_seconds: float
@@ -91,7 +91,7 @@ class Simulation:
 
     Attributes:
         step_seconds: from the first forward to the last backward or arrival.
-        busy_seconds: in which the rank computes.
+        busy_seconds: time during which the rank computes.
         peak_bytes: the most that the rank holds at once.
         peak_seconds: when it first holds that.
         spans: what takes time, sends included, in an order of execution.
@@ -124,8 +124,8 @@ def simulate(
     """Runs the actions of all ranks.
 
     Args:
-        actions: of every rank, as `schedules.actions` gives them.
-        costs: of every stage.
+        actions: actions of every rank, as `schedules.actions` gives them.
+        costs: durations of every stage.
         waits_for_sends: whether a rank goes on only when what it sends has arrived, see
             `schedules.waits_for_sends`.
     """

@@ -51,10 +51,10 @@ class StageTable:
         starts: the ops with which the blocks begin.
         recompute: how many of a stage's blocks run again in backward.
         repeating: for every block whether it may.
-        forward_seconds, backward_seconds: of one micro-batch, what nothing hides.
+        forward_seconds, backward_seconds: time of one micro-batch that nothing hides.
         weight_seconds: the part of backward that makes gradients of parameters.
         once_seconds: gathers, reductions and the optimizer, once a step.
-        saved_bytes: of every micro-batch in flight.
+        saved_bytes: saved activations of each micro-batch in flight.
         kept_bytes: parameters, gradients, optimizer states and buffers.
         transient_bytes: there for a moment, of one block at a time.
         sent_bytes, gradient_bytes: what crosses into block k, and its gradient, at `[k]` of shape `(n + 1,)`.

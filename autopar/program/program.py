@@ -42,8 +42,8 @@ class TensorSpec:
         name: qualified name of a parameter or buffer, or name of an input.
         dims: factors of its dims, globally.
         dtype: its element type; of a parameter, that in which the program takes it.
-        layout: of the local part that the program takes or returns.
-        reduced: of a parameter, the element type in which its gradient is added up; None for `dtype`.
+        layout: layout of the local part that the program takes or returns.
+        reduced: element type in which a parameter's gradient is added up; None for `dtype`.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Wire:
     """A local tensor on its way from one pipeline stage to the next.
 
     Attributes:
-        name: of the node that made it.
+        name: name of the node that computes it.
         shape: on every rank of a stage.
         needs_grad: whether a gradient comes back.
     """
@@ -84,8 +84,8 @@ class Program:
     Attributes:
         module: the local graph; collectives name mesh axes until they are bound to process groups.
         plan: what it carries out.
-        parameters: in argument order; their layout is the resident one.
-        buffers: in argument order, replicated.
+        parameters: parameters in argument order; their layout is the resident one.
+        buffers: buffers in argument order, replicated.
         constants: tensors that the model's code holds.
         inputs: tensor inputs, in pytree order.
         in_spec: pytree of (args, kwargs).

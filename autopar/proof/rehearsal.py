@@ -57,13 +57,13 @@ class Rehearsal:
         whole: the program before it was cut.
         stages: the programs of its stages.
         parameters, buffers: global values by name.
-        micro_batches: of the step; the loss and the gradients are means over them.
+        micro_batches: number of micro-batches; the loss and the gradients are means over them.
 
     Attributes:
         stored: parameter name -> the stored shard of every rank; gradients are left in `.grad`.
-        losses: of every micro-batch, on the ranks of the last stage.
+        losses: loss of every micro-batch, on the ranks of the last stage.
         buffers: buffer name -> its value on every rank.
-        updates: of the buffers that the program says it updates, the same.
+        updates: buffer name -> its new value on every rank, for buffers that the program updates.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class VerifyReport:
         worst_parameter: where that is.
         tolerance: what all errors must stay below.
         parameters: how many were compared.
-        buffer_error: of the buffers that the forward updates, on a single device or as captured, relative to
-            their largest entry, the worst of all buffers and ranks; 0.0 if there are none.
+        buffer_error: error of the buffers that the forward updates, on a single device or as captured,
+            relative to their largest entry, the worst of all buffers and ranks; 0.0 if there are none.
         worst_buffer: where that is, "" if there are none.
         buffers: how many were compared.
         schedule: how micro-batches went through pipeline stages, "" without stages.
@@ -152,9 +152,9 @@ def verify(
         mesh: the axes to simulate; `pp` is that of pipeline stages.
         plan: a plan, "random" for one drawn at random, or None to search one.
         recipe: constraints on the search.
-        seed: of the random plan.
+        seed: seed of the random plan.
         loss_fn, schedule: as in `compile`.
-        micro_batches: of a plan that is searched; by default 1, and two for each rank of a pipeline.
+        micro_batches: number of micro-batches of a searched plan; by default 1, and two for each rank of a pipeline.
         precision: as in `compile`; by default that of the plan. The single device runs the model with
             parameters and inputs cast in the same way.
     """

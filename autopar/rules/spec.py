@@ -69,10 +69,10 @@ class Hidden(NamedTuple):
     """A tensor that an op makes for its own backward alone: a mask, statistics, a copy of an operand.
 
     Attributes:
-        name: unique in the op.
-        letters: of its dims, among those of the op.
-        dtype: of its elements.
-        times: how many of it there are, where no letter says so.
+        name: name of the tensor, unique in the op.
+        letters: letters of its dims, among those of the op.
+        dtype: element type.
+        times: number of such tensors, where no letter counts them.
     """
 
     name: str
@@ -87,9 +87,9 @@ class StatedCollective(NamedTuple):
     Attributes:
         over: along every mesh axis that splits one of these letters there is one such collective.
         forward: its name, as in `autopar.ir.conversion`.
-        backward: the same of what runs on the gradient, "" where nothing is sent.
-        letters: of the message that a rank puts in; splitting one of them cuts the message.
-        itemsize_bytes: bytes of what the message has for one point of its letters.
+        backward: name of the collective that runs on the gradient, "" where nothing is sent.
+        letters: letters of the message that a rank puts in; splitting one of them cuts the message.
+        itemsize_bytes: bytes of the message for one point of its letters.
     """
 
     over: frozenset[str]
@@ -119,7 +119,7 @@ class Spec:
         whole: letters that cannot be split.
         agreed: letters over whose parts the op itself comes to one result, by collectives of its own:
             results that lack such a letter are in V.
-        collectives: of the op's own, where letters are split: every one that `localize` emits.
+        collectives: every collective that `localize` emits where letters are split.
         contiguous: letters of which only the most significant factor can be split, because the op
             counts positions from the first that a rank holds.
         additive: positions of operands that are added to the result, and so must be in P when a

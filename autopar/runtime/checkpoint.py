@@ -57,7 +57,7 @@ def save_checkpoint(
         path: a folder for this checkpoint alone.
         model: a compiled module that has its plan, or any module; of what `torch.compile` gave, the
             module inside.
-        optimizer: of the model's parameters.
+        optimizer: optimizer of the model's parameters; None to save the model alone.
         extra: small values to have back from `load_checkpoint`: numbers, text, lists, dicts, tensors
             (`step=7, scheduler=scheduler.state_dict()`). Those of the first rank are kept.
 

@@ -76,8 +76,8 @@ class Region(nn.Module):
     Dynamo, which traces Python, has no part in it: a region is a graph already, whose shapes are numbers.
 
     Args:
-        graph: of the region.
-        backend: of torch.compile.
+        graph: graph of the region.
+        backend: name of a backend of torch.compile.
         shared: what regions of the same code have compiled, which this one adds to.
 
     Raises AutoparError at a call if Inductor is to compile for the CPU and finds no C++ compiler, and in

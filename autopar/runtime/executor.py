@@ -35,7 +35,7 @@ class Runner:
         program: the portable program.
         store: the parameters at rest.
         model: whose buffers it reads and updates.
-        seeds: in the same state on every rank of the mesh; gives each run its seed, see
+        seeds: generator that gives each run its seed, in the same state on every rank of the mesh; see
             [Note: keys of random ops] in autopar/rules/random.py.
         bucket_bytes: about how much one collective carries.
         executor: what runs the ops.

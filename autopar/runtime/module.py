@@ -122,7 +122,7 @@ class Settings:
         device_mesh: any mesh over all ranks, for parameters to become DTensors before there is a plan;
             None for a single rank without process groups.
         init_fn: initialises one meta-device module in place of its `reset_parameters`.
-        seed: of the initial values of a meta-device model.
+        seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: local tensors, or DTensors.
         bucket_bytes: about how much one collective carries.
         executor: what runs the ops of a program.
@@ -147,7 +147,7 @@ class Fixed:
 
     Attributes:
         parameters: how each lies on the mesh of its stage.
-        pipeline, recompute: of the first program.
+        pipeline, recompute: stages and recomputation of the first program.
         users: parameter name -> the stages that use it.
     """
 

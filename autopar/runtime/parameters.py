@@ -156,7 +156,7 @@ class Residents:
     """The parameters of one program in their resident layouts, in the order of its arguments.
 
     Attributes:
-        specs: of the leaves.
+        specs: name, shape and layout of every leaf.
         leaves: what the program takes and gradients accumulate in; valid after `refresh`.
         returns: the route of every leaf's gradient back to its storage layout.
     """

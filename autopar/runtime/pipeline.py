@@ -34,12 +34,12 @@ class BoundPipeline:
     """A program of a whole model that runs on this rank, through stages.
 
     Args:
-        program: of the whole model.
+        program: program of the whole model.
         stages: the programs it was cut into.
         store, model, bucket_bytes, executor: see `Runner`.
         shared: the parameters that several ranks of the pipeline hold.
-        seeds: in the same state on every rank.
-        micro_batches: of a step.
+        seeds: generator of seeds, in the same state on every rank.
+        micro_batches: number of micro-batches in a step.
     """
 
     def __init__(

@@ -33,12 +33,12 @@ class SplitBackward:
     """Runs the first half at once, and the second when it is asked to.
 
     Args:
-        results: of a forward; those without a gradient are passed over.
-        gradients: of the results; None for ones.
-        inputs: of the forward, leaves; those without a gradient are passed over.
+        results: results of a forward; those that need no gradient are ignored.
+        gradients: gradient of each result; None stands for a tensor of ones.
+        inputs: leaves that the forward took; those that need no gradient are ignored.
 
     Attributes:
-        input_gradients: of `inputs`, None where there is none.
+        input_gradients: gradient of each input; None for an input that needs none.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Absent:
 
     Attributes:
         module, key: the module that had it, and its name there.
-        likeness: of its shape, on the meta device; the same for tied names.
+        likeness: parameter of the same shape on the meta device; tied names share one.
     """
 
     module: nn.Module

@@ -40,7 +40,7 @@ class Hop:
         viewed: shape it is viewed in for the op.
         result: shape of the op's result.
         after: shape that is viewed in then.
-        formats: of a cast, the element type that a gradient takes on its way back, and that which the
+        formats: the two element types of a cast, that of the gradient on its way back and that which the
             tensor takes. A cast that a tensor has behind it, in the type that it has by then, acts on the
             gradient alone: that is how gradients are reduced in another type than tensors are gathered in.
     """

@@ -24,7 +24,7 @@ class Pipe:
 
     Attributes:
         rank: its position along the pipeline axis.
-        device_mesh: of all ranks, the pipeline axis among its axes.
+        device_mesh: mesh of all ranks, with the pipeline axis among its axes.
         group_name: c10d name of the group of all positions that differ in nothing else.
     """
 

@@ -46,10 +46,10 @@ class Shape:
     """A pipeline before it is cut.
 
     Attributes:
-        ranks: of the pipeline.
+        ranks: number of pipeline ranks.
         chunks: stages of each rank.
         schedule: one of `autopar.ir.pipeline.SCHEDULES`.
-        micro_batches: of a step.
+        micro_batches: number of micro-batches in a step.
     """
 
     ranks: int
@@ -99,8 +99,8 @@ class Balance:
 
     Attributes:
         cuts: the blocks with which the stages after the first begin.
-        rank_seconds: of a micro-batch on every rank, in all its stages.
-        rank_bytes: of every rank at most.
+        rank_seconds: time of a micro-batch on every rank, in all its stages.
+        rank_bytes: peak memory of every rank.
     """
 
     cuts: tuple[int, ...]
@@ -120,7 +120,7 @@ def balance(
     Args:
         table: what every possible stage costs.
         shape: how many stages, and how many micro-batches each holds.
-        memory_bytes: of a rank.
+        memory_bytes: memory that a rank may use.
         executed: whether ranks with several stages are balanced by executing the schedule.
 
     Raises SearchError with fewer blocks than stages, and where no cuts fit: naming the rank that is too

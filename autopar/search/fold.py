@@ -55,7 +55,7 @@ class Entry:
 
     Attributes:
         tensor: the first of them.
-        names: of all of them.
+        names: names of all of them.
         leaf: "parameter", "buffer" or "input" for a leaf, else "".
         producer: class and position of the result, for what an op makes.
         consumers: class and position of every operand, distinct and in order.

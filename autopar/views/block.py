@@ -26,11 +26,11 @@ class Box:
     """What is drawn for an op, with the collectives of its parameters on top, or for a collective.
 
     Attributes:
-        width: in units of the drawing.
-        height: of all.
+        width: width in units of the drawing.
+        height: height of the box with everything in it.
         node: the op; None for a collective on its own.
-        layouts: that are written out.
-        collectives: of parameters and other tensors from outside the block, or the one on its own.
+        layouts: (axis, what is split over it) pairs to write out.
+        collectives: collectives of parameters and of other tensors from outside the block, or the single one.
     """
 
     width: float

@@ -18,9 +18,9 @@ class LaneRow:
     """Events that do not overlap.
 
     Attributes:
-        lane: that they are on.
-        index: of the row within its lane; the first is 0.
-        events: by start.
+        lane: name of the lane.
+        index: position of the row within its lane; the first is 0.
+        events: the events, sorted by start.
     """
 
     lane: str

@@ -32,7 +32,7 @@ class Placed:
         layers: vertices of every layer, left to right.
         middle: x of the middle of every vertex; the leftmost edge of all is at 0.
         routes: (source, target) -> vertices from one to the other, bends between them.
-        width: of all.
+        width: width of the whole drawing.
     """
 
     layers: tuple[tuple[Vertex, ...], ...]

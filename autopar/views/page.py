@@ -19,9 +19,9 @@ class RooflinePoint(NamedTuple):
 
     Attributes:
         name: such as `mlp.up linear`.
-        flops_per_byte: of device memory traffic.
-        flops_per_second: what it is predicted to reach.
-        seconds: it takes in a step; the area of its dot.
+        flops_per_byte: floating-point operations per byte of device memory traffic.
+        flops_per_second: predicted rate.
+        seconds: time of the op in a step, shown as the area of its dot.
     """
 
     name: str
@@ -36,8 +36,8 @@ class BlockCollective(NamedTuple):
     Attributes:
         axis: the mesh axis it runs over.
         name: such as `all_gather`.
-        bytes: sent by a rank.
-        seconds: it takes.
+        bytes: bytes sent by one rank.
+        seconds: duration of the collective.
         operand: the operand of the op that it converts; "" where it belongs to no single one.
     """
 
@@ -56,9 +56,9 @@ class BlockNode(NamedTuple):
         kind: such as `linear`; "input", "parameter" and "output" are drawn as pills.
         module: path of its module, such as `layers.*.mlp`.
         layouts: (axis, what is split over it) pairs, such as `("tp", "heads")`.
-        seconds: it takes, without its collectives.
+        seconds: duration of the op, without its collectives.
         operands: names of nodes of the block, which edges are drawn from, and of other tensors.
-        collectives: in the order in which they run.
+        collectives: collectives before the op, in the order in which they run.
     """
 
     name: str
@@ -74,17 +74,17 @@ class StageRow(NamedTuple):
     """A stage of the pipeline; seconds and bytes are of one micro-batch on one rank of its mesh.
 
     Attributes:
-        number: of the stage, in the model's order.
+        number: position of the stage in the model's order.
         rank: the pipeline rank that runs it.
         first, last: paths of the layers, or modules, that it begins and ends with.
         layers: how many layers of stacks it has.
         parameters: elements of those that it uses, in all ranks of its mesh together.
         forward_seconds, backward_seconds: on the rank.
-        send_seconds, gradient_seconds: of what it sends to the next stage and to the one before.
-        in_flight: micro-batches that it holds at most.
-        saved_bytes: of each of them.
+        send_seconds, gradient_seconds: duration of its messages to the next stage and to the previous one.
+        in_flight: largest number of micro-batches whose activations it holds at once.
+        saved_bytes: saved activations of one micro-batch.
         kept_bytes: parameters, gradients, optimizer states and buffers.
-        rank_bytes: the peak of its rank, with all stages of that.
+        rank_bytes: peak memory of its rank, with all stages that the rank runs.
     """
 
     number: int
@@ -129,19 +129,19 @@ class Page:
         title: what was planned.
         subtitle: cluster and run in words.
         figures: (label, value) pairs of the headline.
-        memory: of a rank, by kind.
+        memory: peak memory of a rank, by kind.
         memory_bound_bytes: what a rank may use.
-        time: of a step.
-        traffic: sent by a rank in a step.
+        time: duration of a step, by part.
+        traffic: bytes sent by a rank in a step.
         events: the predicted step, in any order.
         simulation: the step of all pipeline ranks, action by action; None without stages.
-        stages: of the pipeline.
+        stages: one row for every pipeline stage.
         candidates: ways to run the model, among them the chosen one.
-        roofline: its ops.
-        peak_flops: of the device, in FLOP/s; the flat part of the roof.
-        memory_bytes_per_second: of the device; the slope of the roof.
+        roofline: one point for every op.
+        peak_flops: peak rate of the device in FLOP/s, the flat part of the roof.
+        memory_bytes_per_second: memory bandwidth of the device, the slope of the roof.
         block: ops of the repeated block in topological order.
-        formulas: to be typeset.
+        formulas: formulas to typeset.
         sensitivity: name -> relative change of the step time when it grows by 1 %.
         notes: sentences.
         document: everything above as JSON, with units in the keys.

@@ -14,10 +14,10 @@ class Colour(NamedTuple):
     """A fill and what goes with it.
 
     Attributes:
-        fill: of an area, as #rrggbb; it stands out from white and from near-black alike.
-        ink: of text on it.
+        fill: colour of an area, as #rrggbb; it stands out from white and from near-black alike.
+        ink: colour of text on the area.
         terminal: name of the nearest terminal colour.
-        glyph: of a bar in a terminal.
+        glyph: character that draws a bar in a terminal.
         ascii_glyph: the same where only ASCII can be printed.
     """
 

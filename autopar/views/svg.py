@@ -109,9 +109,9 @@ class Labels:
     """Places short texts beside points, where no other text or point is; what has no place is left out.
 
     Attributes:
-        frame: that texts stay in.
+        frame: box that no text may leave.
         taken: boxes that are in use.
-        size: of the letters.
+        size: height of the letters, in units of the drawing.
     """
 
     frame: Box

@@ -21,8 +21,8 @@ def _grouped(rows: Tensor, ids: Tensor, shares: Tensor, **layer: Any) -> Tensor:
     """The grouped form of `transformers`, of the experts of `ids` for each row, weighted and added up.
 
     Args:
-        rows: of shape (t, d).
-        ids, shares: of shape (t, k).
+        rows: rows of tokens, of shape `(t, d)`.
+        ids, shares: experts of each row and their weights, of shape `(t, k)`.
         layer: what the form reads of a module of experts beyond what it does by default.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
