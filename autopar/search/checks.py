@@ -41,18 +41,30 @@ def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
 
 
 def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
-    """Raises SearchError if a recipe was asked for on an axis where it could split nothing."""
+    """Raises SearchError if a recipe was asked for on an axis where it could split nothing.
+
+    A recipe that keeps parameters in shards (ZeRO) is of use without any op that is split: a batch of 1 is
+    trained by every rank, from parameters, gradients and optimizer states of which each keeps a part.
+    """
     for position, (axis, size) in enumerate(plan.mesh.axes):
         recipe = recipes[position]
         if recipe.may is None or size == 1:
             continue
         split = (op.choice(plan.ops[op.name][position]) for op in graph.ops)
+        if _shards_parameters(plan, recipe, position):
+            continue
         if not any(choice.splits and _is_own(graph, recipe, choice) for choice in split):
             raise SearchError(
                 f"The recipe {recipe.name} splits nothing along {axis}={size}: "
                 f"{_splittable(graph, recipe)}"
                 + ("" if _own(recipe) else f" {_about_batch(graph, axis, size)}")
             )
+
+
+def _shards_parameters(plan: Plan, recipe: Recipe, position: int) -> bool:
+    """Whether a recipe asks for parameters in shards along an axis, and the plan has some there."""
+    asks = 0 not in recipe.stages
+    return asks and any(each.storage[position].kind == "S" for each in plan.parameters.values())
 
 
 def _about_batch(graph: Graph, axis: str, size: int) -> str:

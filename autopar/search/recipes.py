@@ -219,6 +219,7 @@ class ChoiceFilter:
         self.recipe = recipe
         self._graph = graph
         self._from_parameters = _from_parameters(graph)
+        self._activations = _activations(graph)
 
     def allowed(self, op: Op, legal: Sequence[Choice]) -> list[Choice]:
         """The choices among `legal` that the recipe leaves to `op`; never none if `-` is there."""
@@ -229,10 +230,13 @@ class ChoiceFilter:
         if forced := self._splitting(op, legal, kinds or self._of_stack(op)):
             return forced
         free = self._splitting(op, legal, recipe.may)
-        forced = self._splitting(op, legal, recipe.must)
+        forced = self._splitting(op, legal, recipe.must) if self._makes_activation(op) else []
         if forced and all(choice in forced for choice in free):
             return forced
         return [choice for choice in legal if not choice.splits or choice in free]
+
+    def _makes_activation(self, op: Op) -> bool:
+        return any(name in self._activations for name in op.results)
 
     def _splitting(self, op: Op, legal: Sequence[Choice], kinds: Iterable[Which]) -> list[Choice]:
         return [
@@ -267,6 +271,19 @@ class ChoiceFilter:
         """Whether `op` sums over a dim of a matrix that comes from a parameter (or looks it up)."""
         sums = any(c.splits and any(s.kind == "P" for s in c.results) for c in op.choices)
         return sums and any(name in self._from_parameters for name in op.operands)
+
+
+def _activations(graph: Graph) -> frozenset[str]:
+    """Tensors that depend on a parameter.
+
+    The others are tables of positions, masks, and targets. A recipe does not insist on splitting these: it
+    saves little, and an op that needs a table whole would have to gather it. The search decides by price.
+    """
+    found = set(graph.parameters.values())
+    for op in graph.ops:
+        if found.intersection(op.operands):
+            found.update(op.results)
+    return frozenset(found)
 
 
 def _from_parameters(graph: Graph) -> frozenset[str]:

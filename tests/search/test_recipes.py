@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import autopar
+from autopar.cost_model import Sizes
+from autopar.cost_model.items import COMPUTE, Pricer
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import Graph, Mesh, Plan, R, S, V, operand_layouts
+from autopar.planning.planning import make_plan, prepare_step
 from autopar.search import RECIPES, format_recipe, resolve, search
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.toy import TOY
@@ -218,3 +226,57 @@ def test_a_pin_against_the_recipe_says_so() -> None:
     with pytest.raises(RecipeError) as error:
         pinned({"add_*": "d@tp"}, recipe="dp:ddp,tp:tp")
     assert "the recipe tp leaves it only -, +0+1" in str(error.value)
+
+
+# --- what depends on no parameter
+
+
+class Rotated(nn.Module):
+    """Attention with a table of positions and a causal mask that it makes in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 3 * 16, bias=False)
+        self.outer = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inner(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        positions = torch.arange(x.shape[1])
+        table = torch.cos(positions[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.125]))
+        mask = positions[:, None] >= positions[None, :]
+        y = F.scaled_dot_product_attention(q * table, k * table, v, attn_mask=mask)
+        return (x + self.outer(y.transpose(1, 2).flatten(2))).pow(2).mean()
+
+
+def test_tables_and_masks_stay_whole_under_sequence_parallelism() -> None:
+    """They depend on no parameter. The stream, an input, is whole for free; its sum over heads is scattered."""
+    prepared = prepare_step(Rotated(), (torch.randn(4, 8, 16),))
+    graph = prepared.analysis.graph
+    plan = make_plan(prepared, {"tp": 2}, hardware=TOY, recipe="tp+sp")
+    links = [TOY.link(plan.mesh, 0)]
+    pricer = Pricer(graph, plan, sizes=Sizes(plan.mesh), hardware=TOY, links=links)
+    sent = Counter(
+        item.kind for item in pricer.items() if item.resource != COMPUTE and item.phase == "forward"
+    )
+    assert sent == {"reduce_scatter": 1, "all_reduce": 1}  # the second is of the loss
+
+
+# --- parameters in shards without a batch that divides
+
+
+@pytest.mark.parametrize(
+    ("batch", "mesh"),
+    [(1, {"dp": 2}), (2, {"dp": 2, "cp": 2}), (3, {"dp": 2})],
+    ids=["one sample", "two samples on four ranks", "an odd number"],
+)
+def test_zero3_needs_no_batch_that_divides(batch: int, mesh: dict[str, int]) -> None:
+    """Where the batch cannot be split every rank runs it, from parameters of which each keeps a part."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    inputs = (torch.randn(batch, 8).double(), torch.randn(batch, 8).double())
+    prepared = prepare_step(model, inputs, loss_fn=F.mse_loss)
+    plan = make_plan(prepared, mesh, hardware=TOY, recipe="zero3")
+    for axis in range(len(mesh)):
+        assert stages(plan, axis) == {3}
+    report = autopar.verify(model, inputs, mesh=mesh, plan=plan, loss_fn=F.mse_loss)
+    assert report.passed, report
