@@ -2,8 +2,9 @@
 
     parameters   the resident copy (the stored shard is a part of it, never more); where a mixed-precision
                  policy casts, the stored shard in its own number format beside the cast copy
-    gradients    as large as the resident copy, or as the stored shard if every micro-batch reduces; in the
-                 number format that they are reduced in
+    gradients    the larger of the sum, as large as the resident copy, or as the stored shard if every
+                 micro-batch reduces, in the number format that it is reduced in; and of `.grad`, in which
+                 it ends up: the stored shard's size and number format, because optimizers want those
     optimizer    AdamW: two moments in the stored shard's number format
     saved        every tensor that autograd keeps, once for each layout a consumer saw it in
     buffers      whole
@@ -46,7 +47,7 @@ def parameter_bytes(tensor: Tensor, plan: ParameterPlan, sizes: Sizes) -> Parame
     if not tensor.needs_grad:
         return ParameterBytes(held, 0, 0)
     accumulated = plan.storage if plan.reduce == "micro_batch" else plan.resident
-    gradient = sizes.bytes(tensor.gradient, accumulated)
+    gradient = max(sizes.bytes(tensor.gradient, accumulated), stored)
     return ParameterBytes(held, gradient, OPTIMIZER_STATES * stored)
 
 

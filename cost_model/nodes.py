@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
-from autopar.cost_model.arith import Quantity, smaller
+from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, own_collectives
 from autopar.cost_model.compute import OpPrice, inner_tensors, local_bytes, memory_seconds
 from autopar.cost_model.hardware import Hardware, Link
@@ -196,6 +196,8 @@ class NodePricer:
         fresh = state.fresh_gradient_bytes / tensor.itemsize_bytes
         gradient = self._gradient_scale(tensor) + fresh
         summed = gradient * count * self.sizes.bytes(tensor, accumulated)
+        if state.gradient_bytes is None and tensor.gradient_scale * tensor.itemsize_bytes < size:
+            summed = larger(summed, stored)  # `.grad` has the parameter's own format
         yield Holding(title, "gradients", region, summed, name)
         updated = (state.master_bytes + moments) / size * stored
         yield Holding(title, "optimizer", region, updated, name)

@@ -290,7 +290,9 @@ def _chunks(request: Request, schedule: str, ranks: int) -> tuple[int, ...]:
     is_chosen = request.chosen_schedule is not None
     if request.chunks is not None and is_chosen:
         return (request.chunks,)
-    own = {"one": (1,), "v": (2,), "rounds": SEARCHED_CHUNKS}[SCHEDULES[schedule]]
+    # with one stage a rank the interleaved schedules that are searched are 1f1b and gpipe
+    rounds_of = (1, *SEARCHED_CHUNKS) if is_chosen else SEARCHED_CHUNKS
+    own = {"one": (1,), "v": (2,), "rounds": rounds_of}[SCHEDULES[schedule]]
     if request.chunks is None:
         return own if ranks > 1 or own == (1,) or is_chosen else ()
     rounds = own == SEARCHED_CHUNKS and request.chunks > 1

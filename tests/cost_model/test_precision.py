@@ -35,6 +35,22 @@ def test_bytes_by_hand(plan: ParameterPlan, parameter: int, gradient: int, optim
     assert parameter_bytes(CAST, plan, Sizes(MESH)) == (parameter, gradient, optimizer)
 
 
+@pytest.mark.parametrize(
+    ("plan", "gradient"),
+    [
+        (ParameterPlan((R,), (V,)), 4 * 256),  # the sum takes 2 * 256, `.grad` twice that
+        (ParameterPlan((S(0),), (V,)), 2 * 256),  # the sum, for `.grad` is of a quarter: 4 * 64
+        (ParameterPlan((S(0),), (V,), "micro_batch"), 4 * 64),
+        (ParameterPlan((S(0),), (S(0),)), 4 * 64),
+    ],
+    ids=["ddp", "zero1", "zero2", "zero3"],
+)
+def test_gradients_end_in_the_format_of_the_optimizer(plan: ParameterPlan, gradient: int) -> None:
+    """With `reduce=bf16` gradients are summed in bfloat16, and `.grad` is in float32 all the same."""
+    tensor = dataclasses.replace(CAST, gradient_itemsize_bytes=2)
+    assert parameter_bytes(tensor, plan, Sizes(MESH)).gradient == gradient
+
+
 def test_gathers_in_the_format_of_use_and_reductions_in_their_own() -> None:
     def seconds(tensor: Tensor) -> tuple[float, float]:
         return conversion_seconds(tensor, (S(0),), (V,), sizes=Sizes(MESH), hardware=MACHINE)

@@ -40,8 +40,10 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
-def model_bytes(recipe: str) -> float:
-    """Bytes held at the beginning of a step's second micro-batch, over the bytes of the parameters."""
+def model_bytes(recipe: str, precision: str | None = None) -> float:
+    """Bytes held over the bytes of the parameters: the larger figure of when a step's second micro-batch
+    begins and when its last gradient has arrived.
+    """
     before = live_bytes()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     parameter_bytes = sum(p.nbytes for p in model.parameters())
@@ -53,6 +55,7 @@ def model_bytes(recipe: str) -> float:
         recipe=recipe,
         micro_batches=2,
         bucket_bytes=100_000,
+        precision=precision,
     )
     optimizer = torch.optim.AdamW(made.parameters())
     made.step(*batch)
@@ -60,15 +63,22 @@ def model_bytes(recipe: str) -> float:
     optimizer.zero_grad()
     seen = []
     (ready,) = made._ready[True]
-    run = ready.bound._runner.run
+    runner = ready.bound._runner
+    run, finish = runner.run, runner._reducer.finish
 
     def measured(inputs: list[Tensor]) -> list[Tensor]:
         seen.append(live_bytes() - before)
         return run(inputs)
 
-    ready.bound._runner.run = measured  # type: ignore[method-assign]
+    def finished() -> None:
+        finish()
+        seen.append(live_bytes() - before)
+
+    runner.run = measured  # type: ignore[method-assign]
+    runner._reducer.finish = finished  # type: ignore[method-assign]
     made.step(*batch)
-    return seen[1] / parameter_bytes
+    _, _, begun, ended = seen
+    return max(begun, ended) / parameter_bytes
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,26 @@ def model_bytes(recipe: str) -> float:
 )
 def test_memory(four_ranks: Ranks, recipe: str, multiple: float) -> None:
     for found in four_ranks.run(model_bytes, recipe):
+        assert found == pytest.approx(multiple, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"),
+    [
+        ("ddp", (4 + 2 + 4 + 8) / 4),  # parameter, cast copy, `.grad`, moments
+        (
+            "zero1",
+            (2 + 2 + (4 + 8) / 4) / 4,
+        ),  # bfloat16: the gathered copy and the sum of gradients
+        ("zero2", (2 + (4 + 4 + 8) / 4) / 4),
+        ("zero3", (4 + 2 + 4 + 8) / 4 / 4),
+    ],
+)
+def test_memory_where_gradients_are_reduced_in_bfloat16(
+    four_ranks: Ranks, recipe: str, multiple: float
+) -> None:
+    """The figures that `autopar.cost_model.memory` prices: `.grad` is in the format of the parameter."""
+    for found in four_ranks.run(model_bytes, recipe, "bf16 reduce=bf16"):
         assert found == pytest.approx(multiple, rel=0.05)
 
 

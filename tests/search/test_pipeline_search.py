@@ -230,3 +230,18 @@ def test_refuses(options: dict[str, Any], error: type[AutoparError], words: str)
 def test_a_schedule_needs_the_axis() -> None:
     with pytest.raises(RecipeError, match=r"has no axis pp; give it one, such as mesh=\{'pp': 2\}"):
         resolve("1f1b", Mesh.of({"dp": 2}))
+
+
+@pytest.mark.parametrize("schedule", ["zb", "interleaved", "looped-bfs"])
+def test_a_schedule_in_rounds_may_have_one_stage_a_rank(schedule: str) -> None:
+    """It is searched where the schedule is named, and every rank then runs one stage."""
+    result = found({"pp": 2}, recipe=schedule)
+    shapes = {each.setting.shape.chunks for each in (result.best, *result.others)}
+    assert shapes == {1, 2, 4}
+    (one,) = (
+        each
+        for each in (result.best, *result.others)
+        if each.setting.shape.chunks == 1 and each.setting.recompute == "none"
+    )
+    assert one.plan.pipeline is not None and len(one.plan.pipeline.cuts) == 1
+    assert [len(actions(one.plan.pipeline, 8)[rank]) > 0 for rank in range(2)] == [True, True]

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost_model import Sizes
-from autopar.cost_model.items import COMPUTE, Pricer
+from autopar.cost_model.items import COMPUTE
+from autopar.cost_model.pricer import Pricer
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import Graph, Mesh, Plan, R, S, V, operand_layouts
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search import RECIPES, format_recipe, resolve, search
+from autopar.search.request import Request
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.toy import TOY
 
@@ -252,7 +254,7 @@ def test_tables_and_masks_stay_whole_under_sequence_parallelism() -> None:
     """They depend on no parameter. The stream, an input, is whole for free; its sum over heads is scattered."""
     prepared = prepare_step(Rotated(), (torch.randn(4, 8, 16),))
     graph = prepared.analysis.graph
-    plan = make_plan(prepared, {"tp": 2}, hardware=TOY, recipe="tp+sp")
+    plan = make_plan(prepared, Request(TOY, mesh={"tp": 2}, recipe="tp+sp"))
     links = [TOY.link(plan.mesh, 0)]
     pricer = Pricer(graph, plan, sizes=Sizes(plan.mesh), hardware=TOY, links=links)
     sent = Counter(
@@ -275,7 +277,7 @@ def test_zero3_needs_no_batch_that_divides(batch: int, mesh: dict[str, int]) -> 
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
     inputs = (torch.randn(batch, 8).double(), torch.randn(batch, 8).double())
     prepared = prepare_step(model, inputs, loss_fn=F.mse_loss)
-    plan = make_plan(prepared, mesh, hardware=TOY, recipe="zero3")
+    plan = make_plan(prepared, Request(TOY, mesh=mesh, recipe="zero3"))
     for axis in range(len(mesh)):
         assert stages(plan, axis) == {3}
     report = autopar.verify(model, inputs, mesh=mesh, plan=plan, loss_fn=F.mse_loss)
