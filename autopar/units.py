@@ -9,7 +9,11 @@ _SMALL = ("", "m", "µ", "n")
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Bytes in powers of 1000: 1_500_000 is `1.50 MB`."""
+    """Bytes in powers of 1000.
+
+    >>> format_bytes(1_500_000)
+    '1.50 MB'
+    """
     value, prefix = _scaled(size_bytes, _LARGE)
     if not prefix and math.isfinite(value):
         return f"{round(value)} bytes"
@@ -17,38 +21,62 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds with a prefix: 0.0123 is `12.3 ms`."""
+    """Seconds with a prefix.
+
+    >>> format_seconds(0.0123)
+    '12.3 ms'
+    """
     if 0 < abs(seconds) < 1:
         return f"{_shrunk(seconds)}s"
     return f"{_digits(seconds)} s"
 
 
 def format_flops(flops_per_second: float) -> str:
-    """A rate of arithmetic: `989 TFLOP/s`."""
+    """A rate of arithmetic.
+
+    >>> format_flops(989e12)
+    '989 TFLOP/s'
+    """
     value, prefix = _scaled(flops_per_second, _LARGE)
     return f"{_digits(value)} {prefix}FLOP/s"
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A bandwidth: `3.35 TB/s`."""
+    """A bandwidth.
+
+    >>> format_rate(3.35e12)
+    '3.35 TB/s'
+    """
     value, prefix = _scaled(bytes_per_second, _LARGE)
     return f"{_digits(value)} {prefix}B/s"
 
 
 def format_count(count: float) -> str:
-    """A number of things: 124_439_808 is `124 M`."""
+    """A number of things.
+
+    >>> format_count(124_439_808)
+    '124 M'
+    """
     value, prefix = _scaled(count, _LARGE)
     return f"{_digits(value)} {prefix}" if prefix else str(round(value))
 
 
 def counted(number: int, word: str) -> str:
-    """A number with its noun: `1 micro-batch`, `2 micro-batches`."""
+    """A number with its noun.
+
+    >>> counted(1, "micro-batch"), counted(2, "micro-batch")
+    ('1 micro-batch', '2 micro-batches')
+    """
     plural = f"{word}es" if word.endswith(("ch", "s", "x")) else f"{word}s"
     return f"{number} {word if number == 1 else plural}"
 
 
 def format_share(part: float, whole: float) -> str:
-    """A part of a whole in percent; a part too small to show is `<0.1 %`, not zero."""
+    """A part of a whole in percent; a part too small to show is `<0.1 %`, not zero.
+
+    >>> format_share(1, 8), format_share(1, 10_000)
+    ('12.5 %', '<0.1 %')
+    """
     share = 100 * part / whole if whole else 0.0
     if 0 < share < 0.1:
         return "<0.1 %"
@@ -56,14 +84,22 @@ def format_share(part: float, whole: float) -> str:
 
 
 def format_change(relative: float) -> str:
-    """A relative change with its sign: 0.0063 is `+0.630 %`."""
+    """A relative change with its sign.
+
+    >>> format_change(0.0063)
+    '+0.630 %'
+    """
     if abs(relative) < 5e-6:
         return "0 %"
     return f"{100 * relative:+.3f} %"
 
 
 def format_as(unit: str, value: float) -> str:
-    """A value in "bytes" or "seconds"."""
+    """A value in "bytes" or "seconds".
+
+    >>> format_as("seconds", 0.0123)
+    '12.3 ms'
+    """
     return format_bytes(value) if unit == "bytes" else format_seconds(value)
 
 

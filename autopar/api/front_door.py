@@ -110,6 +110,14 @@ def compile(
         executor: "eager" runs the plan op by op; "inductor" and "aot_eager" compile what lies between
             gathers of parameters, block by block, with these backends of torch.compile.
 
+    On one rank, without torchrun:
+
+    >>> import autopar, torch
+    >>> model = autopar.compile(torch.nn.Linear(8, 2), loss_fn=torch.nn.functional.mse_loss)
+    >>> loss = model.step(torch.ones(4, 8), torch.zeros(4, 2))
+    >>> loss.shape, model.plan.mesh.size
+    (torch.Size([]), 1)
+
     Raises AutoparError for an unknown executor, MeshError if the world does not match the mesh,
     PlanError for a plan of another model,
     CaptureError, RecipeError or SearchError where no plan can be made.
@@ -242,6 +250,13 @@ def explain(
         micro_batches: number of micro-batches in a step; by default the search's choice with stages, 1 without.
         precision: as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest and two moments in the parameters' own.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Linear(1024, 1024, device="meta")
+    >>> x = torch.empty(64, 1024, device="meta")
+    >>> found = autopar.explain(model, x, mesh={"dp": 8}, cluster="h100x8", loss_fn=torch.mean)
+    >>> found.plan.mesh.size, found.fits
+    (8, True)
 
     Raises CaptureError, MeshError, RecipeError or SearchError as `compile` does, AutoparError for an
     unknown cluster.

@@ -78,6 +78,13 @@ def shard_(
     inputs and has none, CaptureError for a model that is sharded already, holds its parameters elsewhere
     too or changes one in its forward (an embedding's max_norm), and AutoparError unless all ranks have the
     same parameters.
+
+    On one rank every shard is the whole tensor:
+
+    >>> import autopar, torch
+    >>> model = autopar.shard_(torch.nn.Linear(4, 2))
+    >>> model.weight.shape
+    torch.Size([2, 4])
     """
     named = dict(model.named_parameters())
     device = device_of(named.values())

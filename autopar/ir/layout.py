@@ -77,7 +77,12 @@ Layout = tuple[State, ...]  # one state per mesh axis, in the order of the axes
 
 
 def format_layout(layout: Layout, mesh: Mesh) -> str:
-    """Text of a layout, `S(0)@dp S(1)@tp`; the inverse of `parse_layout`."""
+    """Text of a layout; the inverse of `parse_layout`.
+
+    >>> from autopar.ir import Mesh
+    >>> format_layout((S(0), R), Mesh.parse("dp=2,tp=4"))
+    'S(0)@dp'
+    """
     named = [
         f"{state}@{name}" for state, name in zip(layout, mesh.names, strict=True) if state != R
     ]
@@ -89,6 +94,10 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
 
     Raises LayoutError for a state that cannot be read, or two for one axis; MeshError for an axis
     that the mesh has not.
+
+    >>> from autopar.ir import Mesh
+    >>> parse_layout("S(1)@tp", Mesh.parse("dp=2,tp=4")) == (R, S(1))
+    True
     """
     layout: dict[int, State] = {}
     for part in text.split():
@@ -164,15 +173,34 @@ def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
 
 
 def shape_of(dims: Dims) -> tuple[int, ...]:
-    """Shape of a tensor whose dims have these factors."""
+    """Shape of a tensor whose dims have these factors.
+
+    >>> shape_of(((2, 3), (5,)))
+    (6, 5)
+    """
     return tuple(math.prod(sizes) for sizes in dims)
 
 
 def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the part of a tensor that one rank holds."""
+    """Shape of the part of a tensor that one rank holds.
+
+    Args:
+        dims: sizes of the factors of every dim.
+        layout: state of the tensor along every axis of the mesh.
+        mesh: the mesh that the tensor lies on.
+
+    >>> from autopar.ir import Mesh
+    >>> local_shape(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))
+    (2, 3)
+    """
     return shape_of(local_factors(dims, layout, mesh))
 
 
 def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
-    """Number of elements that one rank holds."""
+    """Number of elements of a tensor that one rank holds.
+
+    >>> from autopar.ir import Mesh
+    >>> local_elements(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))
+    6
+    """
     return math.prod(local_shape(dims, layout, mesh))

@@ -20,6 +20,10 @@ class Mesh:
 
     Attributes:
         axes: pairs (name, size); ranks are numbered row-major, as in `torch.distributed.DeviceMesh`.
+
+    >>> mesh = Mesh.of({"dp": 2, "tp": 4})
+    >>> str(mesh), mesh.size
+    ('dp=2,tp=4', 8)
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -53,7 +57,11 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Reads `dp=2,tp=4`, the inverse of `str`."""
+        """Reads `dp=2,tp=4`, the inverse of `str`.
+
+        >>> Mesh.parse("dp=2,tp=4").sizes
+        (2, 4)
+        """
         axes = []
         for part in text.split(","):
             name, equals, size = (piece.strip() for piece in part.partition("="))
@@ -84,7 +92,11 @@ class Mesh:
         return self.names.index(name)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Position of `rank` along every axis, row-major."""
+        """Position of `rank` along every axis, row-major.
+
+        >>> Mesh.parse("dp=2,tp=4").coordinates(6)
+        (1, 2)
+        """
         assert 0 <= rank < self.size, (rank, self)
         result = []
         for size in reversed(self.sizes):
@@ -93,7 +105,11 @@ class Mesh:
         return tuple(reversed(result))
 
     def peers(self, rank: int, axis: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in their position along `axis` alone, in order."""
+        """The ranks that differ from `rank` in their position along `axis` alone, in order.
+
+        >>> Mesh.parse("dp=2,tp=4").peers(6, axis=0)
+        (2, 6)
+        """
         stride = math.prod(self.sizes[axis + 1 :])
         first = rank - self.coordinates(rank)[axis] * stride
         return tuple(first + position * stride for position in range(self.sizes[axis]))

@@ -29,6 +29,9 @@ class MixedPrecision:
             sees them; None leaves them.
 
     Raises AutoparError for a format that is none of `FORMATS`.
+
+    >>> MixedPrecision("bf16", reduce_dtype="float32")
+    MixedPrecision(param_dtype='bfloat16', reduce_dtype='float32', output_dtype=None)
     """
 
     param_dtype: str

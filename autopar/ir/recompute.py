@@ -47,7 +47,11 @@ def check_wish(wish: object) -> None:
 
 
 def format_recompute(recompute: Recompute) -> str:
-    """`none`, `1 block`, `3 blocks`, `full`."""
+    """Recomputation as text.
+
+    >>> format_recompute(3), format_recompute("full")
+    ('3 blocks', 'full')
+    """
     if isinstance(recompute, str):
         return recompute
     return f"{recompute} block{'s' * (recompute > 1)}"

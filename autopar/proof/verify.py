@@ -157,6 +157,12 @@ def verify(
         micro_batches: number of micro-batches of a searched plan; by default 1, and two for each rank of a pipeline.
         precision: as in `compile`; by default that of the plan. The single device runs the model with
             parameters and inputs cast in the same way.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+    >>> mesh = {"dp": 2, "tp": 2}
+    >>> autopar.verify(model, torch.ones(4, 8), mesh=mesh, loss_fn=torch.mean).passed
+    True
     """
     request = Request(
         find_hardware("cpu-gloo"), mesh=Mesh.of(mesh), recipe=recipe, micro_batches=micro_batches,

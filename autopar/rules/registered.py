@@ -64,6 +64,12 @@ def register_rule(op: str, row: str) -> None:
     Raises:
         RecipeError: for an op that is not defined, or changes its arguments, and a row that cannot be
             read. At capture: for a rule that does not fit the call or does not hold.
+
+    >>> import autopar, torch
+    >>> @torch.library.custom_op("example::scale", mutates_args=())
+    ... def scale(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    ...     return x * by
+    >>> autopar.register_rule("example::scale", "b s h, h -> b s h")
     """
     namespace, colons, name = op.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), name, None) if colons else None

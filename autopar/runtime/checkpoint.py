@@ -63,6 +63,13 @@ def save_checkpoint(
 
     Raises AutoparError on every rank for what cannot be saved or written, naming the rank and the
     reason; PlanError for a compiled module without a plan; PeerError if another rank died or hangs.
+
+    >>> import autopar, tempfile, torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     autopar.checkpoint.save_checkpoint(f"{folder}/last", model, step=7)
+    ...     autopar.checkpoint.load_checkpoint(f"{folder}/last", torch.nn.Linear(4, 2))
+    {'step': 7}
     """
     folder = Path(path).resolve()
     partial, model = _beside(folder, "partial"), _torch.uncompiled(model)
@@ -90,6 +97,15 @@ def load_checkpoint(
     Raises AutoparError on every rank for a checkpoint that is missing, damaged or of another model,
     naming what differs; PlanError for a compiled module without a plan; PeerError if another rank
     died or hangs.
+
+    >>> import autopar, tempfile, torch
+    >>> saved, loaded = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     autopar.checkpoint.save_checkpoint(f"{folder}/last", saved)
+    ...     autopar.checkpoint.load_checkpoint(f"{folder}/last", loaded)
+    {}
+    >>> torch.equal(saved.weight, loaded.weight)
+    True
     """
     ranks, model = Together(f"Loading {path}"), _torch.uncompiled(model)
     loading = ranks.each(lambda: _Loading.begin(Path(path).resolve(), model, optimizer))

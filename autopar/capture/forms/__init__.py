@@ -52,6 +52,12 @@ def register_form(module_class: type[nn.Module], form: Form) -> None:
     Raises:
         CaptureError: for what is no class of modules; at capture, where the form does not compute what the
             module does on the captured inputs.
+
+    >>> import autopar, torch
+    >>> class Halves(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x * 0.5 if x.sum().item() > 0 else x / 2
+    >>> autopar.register_form(Halves, lambda module, x: x * 0.5)
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise CaptureError(
