@@ -1,0 +1,1 @@
+"""Plans, recipes, operators and executors against a single device."""

@@ -1,0 +1,1 @@
+"""How long planning, pricing and steps take."""

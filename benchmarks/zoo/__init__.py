@@ -1,0 +1,1 @@
+"""Every architecture of transformers and diffusers, captured, planned and compared."""
