@@ -34,7 +34,7 @@ slow: $(STAMP)  ## run the slow tests too: whole zoo, all recipes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 bench: $(STAMP)  ## run the benchmarks, one after the other
-	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do \
+	@set -e; for script in $(sort $(wildcard benchmarks/speed/bench_*.py)); do \
 		echo "$$script"; $(BIN)/python "$$script"; \
 	done
 

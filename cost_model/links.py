@@ -18,7 +18,7 @@ of that size, whose later axes have `stride` ranks; ranks are numbered row-major
 Every rank has a NIC of its own (HGX, NVL72), or its share of the node's; so groups that run at the
 same time do not slow each other down beyond that share.
 
-Evidence, all in public nccl-tests tables (`benchmarks/collective_accuracy.py` prints the errors):
+Evidence, all in public nccl-tests tables (`benchmarks/accuracy/collective_accuracy.py` prints the errors):
 rings over 10 nodes with 1, 2, 4, 8 ranks in each run at 48, 97, 195, 324 GB/s on NICs of 48 GB/s and
 NVLink of 350; all-to-all over the same ranks at 44.7, 47.5, 49.5, 50.4 GB/s, which is 46 (n - 1) /
 (n - r); a step costs 4 to 10 us whether 0 or 7 of 8 hops stay in a node; 2 nodes with 50 GB/s of NICs

@@ -1,6 +1,6 @@
 """How far the formulas of collectives are from published nccl-tests.
 
-    python benchmarks/collective_accuracy.py --data DIR --json
+    python benchmarks/accuracy/collective_accuracy.py --data DIR --json
 
 Reads `collective_bandwidth.csv` of DIR: one collective of one size in a row, with its time in
 microseconds or its bus bandwidth, on so many GPUs in so many nodes. Says per GPU, nodes and collective

@@ -1,6 +1,6 @@
 """How true the cost model is to published runs of real clusters.
 
-    python benchmarks/cost_model_accuracy.py --data DIR [--json] [--markdown PATH] [--simulate]
+    python benchmarks/accuracy/cost_model_accuracy.py --data DIR [--json] [--markdown PATH] [--simulate]
 
 Reads every CSV file of training runs in DIR (or one file), builds each row's model from its
 dimensions, prices the row's configuration, and prints per file how far step times and peaks of memory
@@ -23,7 +23,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where it runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.errors import AutoparError
 from benchmarks.accuracy.metrics import Outcome, oom_accuracy, summary

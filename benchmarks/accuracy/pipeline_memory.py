@@ -1,6 +1,6 @@
 """The most that autograd saves on every pipeline rank, on Gloo ranks, against the formula and the simulation.
 
-    OMP_NUM_THREADS=1 python benchmarks/pipeline_memory.py
+    OMP_NUM_THREADS=1 python benchmarks/accuracy/pipeline_memory.py
 
 A rank r of p holds min(m, p - r) micro-batches of 1F1B at the most, and all m of GPipe (Narayanan et al. 2021,
 section 2.2). Measured are the storages that saved-tensor hooks see, each once, parameters left out;
@@ -36,10 +36,11 @@ from autopar.pipeline.simulation import simulate
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search.request import Request
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).parent))
-from bench_step_time import Sizes, free_port
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import loss_fn
+
+from benchmarks.speed.bench_step_time import Sizes, free_port
 
 
 @dataclass

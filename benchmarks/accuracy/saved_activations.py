@@ -1,6 +1,6 @@
 """What autograd keeps between forward and backward, against the price's saved bytes.
 
-    OMP_NUM_THREADS=1 python benchmarks/saved_activations.py --markdown docs/saved_activations.md
+    OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py --markdown docs/saved_activations.md
 
 Every architecture is captured and priced unsplit; then the program that the runtime would run on one
 rank runs under saved-tensor hooks, and so does the eager model. Storages that are kept alive are counted
@@ -27,8 +27,8 @@ from autopar.ir import UNSPLIT, Graph, Mesh, ParameterPlan, Plan, R
 from autopar.planning.planning import Prepared, prepare_step
 from autopar.program.program import build_program
 
-sys.path.insert(0, str(Path(__file__).parent))
-from zoo_models import NAMES, architecture, build
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.zoo.models import NAMES, architecture, build
 
 WITHIN = 0.02
 
@@ -153,7 +153,8 @@ def markdown(rows: list[Row]) -> str:
         "transformers leaves out causal masks and shares grouped heads without repeating them;",
         "bloom's activation is a hand-written `autograd.Function`, of which capture keeps the forward alone;",
         "whisper makes copies that capture takes out.",
-        "Made by `OMP_NUM_THREADS=1 python benchmarks/saved_activations.py --markdown docs/saved_activations.md`.",
+        "Made by",
+        "`OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py --markdown docs/saved_activations.md`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|---|---|" + "---:|" * (len(COLUMNS) - 2),

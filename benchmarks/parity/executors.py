@@ -1,6 +1,6 @@
 """What the executors of a plan take: seconds a step, and seconds to compile.
 
-    OMP_NUM_THREADS=1 python benchmarks/executors.py --markdown table.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/executors.py --markdown table.md
 
 The GPT of examples/gpt.py in float32 with AdamW, on Gloo ranks. The executors of a recipe train in turns,
 step by step, so that what else the machine does meets all of them. To compile is what the first step of an
@@ -26,10 +26,11 @@ import torch.multiprocessing as mp
 
 import autopar
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from bench_step_time import free_port
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
+
+from benchmarks.speed.bench_step_time import free_port
 
 EXECUTORS = ("eager", "aot_eager", "inductor")
 RECIPES = {"ddp": "dp", "zero3": "dp", "tp": "tp"}

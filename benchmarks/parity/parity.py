@@ -1,6 +1,6 @@
 """Parity of plans drawn at random with one device, over small architectures and meshes.
 
-    OMP_NUM_THREADS=1 python benchmarks/parity.py --seeds 5 --markdown docs/parity.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 5 --markdown docs/parity.md
 
 Every choice of every op and every storage layout is drawn; all ranks are simulated in one process; loss
 and every gradient of every rank are compared with the eager model's.
@@ -21,8 +21,8 @@ from autopar.ir import Mesh
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verify import Subject, VerifyReport
 
-sys.path.insert(0, str(Path(__file__).parent))
-from zoo_models import NAMES, build
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.zoo.models import NAMES, build
 
 MESHES = ("a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2")
 
@@ -79,7 +79,7 @@ def markdown(rows: list[Row], seeds: int) -> str:
         "",
         f"{seeds} plans drawn at random on each of the meshes {', '.join(MESHES)}, all ranks simulated, against the",
         "eager model on one device; relative errors, the worst of all plans and ranks. Made by",
-        f"`OMP_NUM_THREADS=1 python benchmarks/parity.py --seeds {seeds} --markdown docs/parity.md`.",
+        f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {seeds} --markdown docs/parity.md`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

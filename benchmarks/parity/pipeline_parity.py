@@ -1,8 +1,8 @@
 """Parity of plans with pipeline stages, drawn at random, with one device.
 
-    OMP_NUM_THREADS=1 python benchmarks/pipeline_parity.py --markdown docs/pipeline_parity.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --markdown docs/pipeline_parity.md
 
-The schedule is drawn, the cuts (between any two ops), and everything that benchmarks/parity.py draws. All
+The schedule is drawn, the cuts (between any two ops), and everything that benchmarks/parity/parity.py draws. All
 ranks are simulated in one process, micro-batches in the order of torch's own schedule.
 """
 
@@ -23,9 +23,9 @@ from autopar.ir import SCHEDULES, Mesh, Plan
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verify import Subject
 
-sys.path.insert(0, str(Path(__file__).parent))
-from parity import COLUMNS, Row
-from zoo_models import NAMES, build
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.parity.parity import COLUMNS, Row
+from benchmarks.zoo.models import NAMES, build
 
 MESHES = ("pp=2", "pp=4", "pp=2,tp=2", "pp=2,dp=2", "pp=2,dp=2,tp=2")
 
@@ -53,7 +53,8 @@ def markdown(rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: 
         f"{plans} plans drawn at random on each of the meshes {'; '.join(MESHES)}: schedule, cuts at any op,",
         "layouts, storage. All ranks simulated in one process, in the order of torch's schedule, against the eager",
         "model on one device; relative errors, the worst of all plans and ranks. Made by",
-        f"`OMP_NUM_THREADS=1 python benchmarks/pipeline_parity.py --plans {plans} --markdown docs/pipeline_parity.md`.",
+        f"`OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --plans {plans} "
+        "--markdown docs/pipeline_parity.md`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

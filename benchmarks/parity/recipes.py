@@ -1,6 +1,6 @@
 """Ten steps of AdamW on real Gloo ranks, every recipe, against the same training in one process.
 
-OMP_NUM_THREADS=1 python benchmarks/recipes.py --markdown docs/recipes.md
+OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown docs/recipes.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import autopar
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
 
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "auto")
@@ -140,7 +140,7 @@ def main(path: Path | None) -> None:
         head = (
             "# Recipes on real ranks\n\nTen AdamW steps of a two-layer GPT on Gloo ranks, clipped gradients, "
             "against one process: the largest relative\ndifference of the ten losses. Made by "
-            "`OMP_NUM_THREADS=1 python benchmarks/recipes.py --markdown docs/recipes.md`.\n\n"
+            "`OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown docs/recipes.md`.\n\n"
         )
         path.write_text(head + "\n".join(f"| {line} |" for line in lines) + "\n")
     sys.exit(0 if all(row[-1] == "yes" for row in found) else 1)

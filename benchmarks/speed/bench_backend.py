@@ -1,6 +1,6 @@
 """A training script under torch.compile(backend="autopar") against the same under DistributedDataParallel.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_backend.py [--layers 8 --width 256 --batch 8 --steps 20]
+    torchrun --nproc-per-node 2 benchmarks/speed/bench_backend.py [--layers 8 --width 256 --batch 8 --steps 20]
 
 Of each way the median time of a step, and the collectives of one step by name, from the profiler. The
 ways take turns, so that what else the machine does falls on all alike. The table stands in docs/backend.md.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
 
 Step = Callable[[], object]

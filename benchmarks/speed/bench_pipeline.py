@@ -1,6 +1,6 @@
 """Step time of pipeline stages on Gloo ranks, against the same stages written by hand, in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_pipeline.py --ranks 2
+    OMP_NUM_THREADS=1 python benchmarks/speed/bench_pipeline.py --ranks 2
 
 Both train the GPT of examples/gpt.py, cut at the same blocks, by the same schedule of
 torch.distributed.pipelining. They take turns, a step each, so that a drift of the machine's speed touches
@@ -42,10 +42,11 @@ from autopar.pipeline.blocks import block_starts
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search.request import Request
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-sys.path.insert(0, str(Path(__file__).parent))
-from bench_step_time import Sizes, Step, free_port, turn
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import GPT, loss_fn
+
+from benchmarks.speed.bench_step_time import Sizes, Step, free_port, turn
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Time to capture, search and rewrite Llama-3 8B for a cluster, on one core and without weights.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_planning.py --mesh dp=8,tp=8
+    OMP_NUM_THREADS=1 python benchmarks/speed/bench_planning.py --mesh dp=8,tp=8
 
 Says also how the search grows with depth: blocks are folded, so that 32 layers should cost what 8 do.
 """

@@ -1,7 +1,7 @@
 """How fast the cost model is: building the expressions of a folded Llama-3 405B, pricing one plan, and
 pricing ten thousand configurations of it at once.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_pricing.py
+    OMP_NUM_THREADS=1 python benchmarks/speed/bench_pricing.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Step time of recipes on Gloo ranks, against what a user would pick instead, in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_step_time.py --ranks 2
+    OMP_NUM_THREADS=1 python benchmarks/speed/bench_step_time.py --ranks 2
 
 Every contender trains the GPT of examples/gpt.py on the same batches. They take turns, a few steps
 each, so that a drift of the machine's speed touches all; the ratio is taken turn by turn.
@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import autopar
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
 
 Step = Callable[[], None]

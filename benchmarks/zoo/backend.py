@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from zoo_examine import make, one_line
-from zoo_rows import BEYOND, PASSED, SEARCHED, SPLIT_BY_BACKEND, Row, write
-from zoo_small import Small
 
 from autopar.proof.verify import TOLERANCE_FLOAT32, comparable
 from autopar.units import counted
+from benchmarks.zoo.examine import make, one_line
+from benchmarks.zoo.rows import BEYOND, PASSED, SEARCHED, SPLIT_BY_BACKEND, Row, write
+from benchmarks.zoo.small import Small
 
 RANKS = 2
 WAIT = timedelta(

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from zoo_models import VOCAB, without_dropout
-from zoo_overrides import OVERRIDES, Entries
+
+from benchmarks.zoo.models import VOCAB, without_dropout
+from benchmarks.zoo.overrides import OVERRIDES, Entries
 
 IMAGE, MEL, CLASSES, LAYERS = 32, 16, 2, 2
 FIRST_WORD, FIRST_SPECIAL = 10, 64  # ids of words lie between these two, special ones above

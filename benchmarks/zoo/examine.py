@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zoo_diffusers
-import zoo_small
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from zoo_rows import BEYOND, PASSED, PLANS, RANDOM, SEARCHED, WIDE, Row
-from zoo_small import Small
 
 from autopar.cost_model import find_hardware
 from autopar.errors import CaptureError
@@ -22,6 +18,10 @@ from autopar.planning.planning import make_plan
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verify import TOLERANCE_FLOAT32, TOLERANCE_FLOAT64, Subject, tolerance
 from autopar.search.request import Request
+from benchmarks.zoo import diffusion as zoo_diffusers
+from benchmarks.zoo import small as zoo_small
+from benchmarks.zoo.rows import BEYOND, PASSED, PLANS, RANDOM, SEARCHED, WIDE, Row
+from benchmarks.zoo.small import Small
 
 WITHOUT_STAGES = tuple(plan for plan in PLANS if plan != "pp=2")
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zoo_config import CLASSES, FIRST_SPECIAL, FIRST_WORD, IMAGE, MEL
-from zoo_models import BATCH, SEQ
+
+from benchmarks.zoo.config import CLASSES, FIRST_SPECIAL, FIRST_WORD, IMAGE, MEL
+from benchmarks.zoo.models import BATCH, SEQ
 
 FRAMES, SAMPLES, PREDICTED = 64, 3840, 4
 GRID = 4  # patches along height and width of an image that comes with its grid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zoo_models import VOCAB
+from benchmarks.zoo.models import VOCAB
 
 Entries = Mapping[str, Any]  # of a configuration; those of a part of it stand in a mapping
 

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from zoo_diffusers import NAMES, PREFIX, installed
-from zoo_rows import PASSED, PLANS, SPLIT_BY_BACKEND, WIDE, Row, packages_used
+from benchmarks.zoo.diffusion import NAMES, PREFIX, installed
+from benchmarks.zoo.rows import PASSED, PLANS, SPLIT_BY_BACKEND, WIDE, Row, packages_used
 
 # (part of an error, what lies behind it); the first that matches counts.
 CAUSES = (
@@ -79,7 +79,7 @@ def _making(rows: Sequence[Row], known: int, note: str) -> Iterator[str]:
     versions = sorted({row.version for row in rows})
     packages = ", ".join(f"{name} {version}" for name, version in packages_used().items())
     yield "Made by"
-    yield "`OMP_NUM_THREADS=1 python benchmarks/zoo.py --results RESULTS.jsonl --jobs 2 --markdown docs/zoo.md`,"
+    yield "`OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results RESULTS.jsonl --jobs 2 --markdown docs/zoo.md`,"
     yield f"in an order drawn at random: {len(rows)} of {known}, with {packages}."
     yield (
         f"The code was {versions[0] if versions else 'none'} (`zoo_rows.code_version`)."

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # name -> (mesh, recipe, micro-batches)
 SEARCHED: Mapping[str, tuple[dict[str, int], str, int]] = {
     "dp=2": ({"dp": 2}, "ddp", 1),
@@ -85,7 +85,7 @@ def code_version() -> str:
     packages = [ROOT / name for name in ("autopar", "passes", "cost_model")]
     files = [path for package in packages for path in package.rglob("*.py")]
     files += [
-        p for p in (ROOT / "benchmarks").glob("zoo*.py") if p.name not in ("zoo.py", "zoo_page.py")
+        p for p in (ROOT / "benchmarks" / "zoo").glob("*.py") if p.name not in ("run.py", "page.py")
     ]
     for path in sorted(files):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())

@@ -1,10 +1,10 @@
 """Parity of plans with one device over the architectures of `transformers`, and diffusion blocks of `diffusers`.
 
-    OMP_NUM_THREADS=1 python benchmarks/zoo.py --results /tmp/zoo.jsonl --jobs 2 --markdown docs/zoo.md
+    OMP_NUM_THREADS=1 python benchmarks/zoo/run.py --results /tmp/zoo.jsonl --jobs 2 --markdown docs/zoo.md
 
-Each is built small (zoo_small.py, zoo_diffusers.py), captured, and six plans of it are simulated and compared
-(zoo_examine.py); what cannot be captured goes through torch.compile(backend="autopar") on two real ranks
-(zoo_backend.py). All that runs in processes of their own, forked from this one, with a bound on time and memory.
+Each is built small (small.py, diffusion.py), captured, and six plans of it are simulated and compared
+(examine.py); what cannot be captured goes through torch.compile(backend="autopar") on two real ranks
+(backend.py). All that runs in processes of their own, forked from this one, with a bound on time and memory.
 Results are lines of JSON with the version of the code that gave them: an interrupted run goes on where it
 stopped, and after a change of the code begins anew. The order is drawn at random once, so that the first hundred
 are a fair sample of all.
@@ -31,13 +31,22 @@ from rich.console import Console
 from rich.progress import track
 from transformers.models.auto import modeling_auto
 
-sys.path.insert(0, str(Path(__file__).parent))
-import zoo_backend
-import zoo_diffusers
-from zoo_examine import examine
-from zoo_page import markdown
-from zoo_process import Task
-from zoo_rows import PASSED, SPLIT_BY_BACKEND, WIDE, Row, append, code_version, read, write
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.zoo import backend as zoo_backend
+from benchmarks.zoo import diffusion as zoo_diffusers
+from benchmarks.zoo.examine import examine
+from benchmarks.zoo.page import markdown
+from benchmarks.zoo.process import Task
+from benchmarks.zoo.rows import (
+    PASSED,
+    SPLIT_BY_BACKEND,
+    WIDE,
+    Row,
+    append,
+    code_version,
+    read,
+    write,
+)
 
 ORDER_SEED = 0
 

@@ -1,6 +1,6 @@
 """Small models of every architecture of `transformers`, derived from their default configurations.
 
-`make` picks a model class, shrinks its configuration (zoo_config.py), draws inputs (zoo_inputs.py), and takes
+`make` picks a model class, shrinks its configuration (config.py), draws inputs (inputs.py), and takes
 the first that run. Nothing is downloaded.
 """
 
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
-from zoo_config import DEGREES, NARROW, shrink
-from zoo_inputs import NoImage, image_and_words, input_sets
-from zoo_models import BATCH, perturb_constants
+
+from benchmarks.zoo.config import DEGREES, NARROW, shrink
+from benchmarks.zoo.inputs import NoImage, image_and_words, input_sets
+from benchmarks.zoo.models import BATCH, perturb_constants
 
 MOST_PARAMETERS = 10**8  # of a model whose widths are not shrunk
 

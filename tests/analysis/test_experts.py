@@ -13,7 +13,7 @@ from autopar.planning.planning import make_plan, prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verify import Subject
 from autopar.search.request import Request
-from benchmarks.zoo_models import build
+from benchmarks.zoo.models import build
 
 
 def layers(subject):

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from autopar.cost_model import H100
-from benchmarks.collective_accuracy import COLUMNS, FILE, Skip, main, measurement
+from benchmarks.accuracy.collective_accuracy import COLUMNS, FILE, Skip, main, measurement
 
 ROW = {
     "collective": "all_reduce", "gpu": "H100 80GB HBM3 SXM", "n_gpus": "8.0", "n_nodes": "1",

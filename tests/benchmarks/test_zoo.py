@@ -13,19 +13,15 @@ from click.testing import CliRunner
 from torch import nn
 
 pytest.importorskip("transformers")
-sys.path.insert(
-    0, str(Path(__file__).parents[2] / "benchmarks")
-)  # as a program that is run from there has it
-
-from zoo import Bounds, architectures, examined, main
-from zoo_backend import _error as backend_error
-from zoo_config import FILLED, SHALLOW, TRIMMED, shrink
-from zoo_diffusers import NAMES, installed
-from zoo_diffusers import make as make_diffusion_block
-from zoo_inputs import NoImage, image_and_words
-from zoo_page import markdown
-from zoo_rows import PASSED, PLANS, Row, append, code_version, read
-from zoo_small import Step, make
+from benchmarks.zoo.backend import _error as backend_error
+from benchmarks.zoo.config import FILLED, SHALLOW, TRIMMED, shrink
+from benchmarks.zoo.diffusion import NAMES, installed
+from benchmarks.zoo.diffusion import make as make_diffusion_block
+from benchmarks.zoo.inputs import NoImage, image_and_words
+from benchmarks.zoo.page import markdown
+from benchmarks.zoo.rows import PASSED, PLANS, Row, append, code_version, read
+from benchmarks.zoo.run import Bounds, architectures, examined, main
+from benchmarks.zoo.small import Step, make
 
 
 def test_a_text_family_keeps_grouped_heads() -> None:
@@ -111,7 +107,7 @@ def test_one_architecture_end_to_end(tmp_path: Path) -> None:
     results, page = tmp_path / "results.jsonl", tmp_path / "zoo.md"
     # a program of its own: it forks, which takes a process without other threads
     subprocess.run(
-        [sys.executable, "benchmarks/zoo.py", "--only", "vit", "--jobs", "2", "--results", str(results),
+        [sys.executable, "benchmarks/zoo/run.py", "--only", "vit", "--jobs", "2", "--results", str(results),
          "--markdown", str(page)],
         cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True, timeout=200, capture_output=True,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.zoo_models import ARCHITECTURES, NAMES, build
+from benchmarks.zoo.models import ARCHITECTURES, NAMES, build
 
 
 def test_there_are_twenty_six_names() -> None:

@@ -1,4 +1,4 @@
-"""Saved activations as priced, against what autograd keeps; benchmarks/saved_activations.py has all 26."""
+"""Saved activations as priced, against what autograd keeps; benchmarks/accuracy/saved_activations.py has all 26."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.proof import lockstep
 from autopar.search.request import Request
-from benchmarks.saved_activations import (
+from benchmarks.accuracy.saved_activations import (
     eager_kept_bytes,
     kept_bytes,
     measure,

@@ -98,7 +98,7 @@ def test_what_if_takes_factors_units_and_sizes(zero1: Explanation) -> None:
 
 
 def test_thousands_of_configurations_are_priced_at_once(zero1: Explanation) -> None:
-    """The same as one by one; how fast is measured in benchmarks/bench_pricing.py."""
+    """The same as one by one; how fast is measured in benchmarks/speed/bench_pricing.py."""
     batches = np.arange(4.0, 40004.0, 4.0)
     seconds = zero1.at(batch=batches).seconds()
     assert seconds.shape == (10_000,)

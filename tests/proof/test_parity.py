@@ -1,7 +1,7 @@
 """The constitution: any legal plan gives the loss and every gradient of one device.
 
 Every choice of every op, every storage and every residence are drawn at random, and all ranks are
-simulated. benchmarks/parity.py does the same for 26 architectures and more seeds.
+simulated. benchmarks/parity/parity.py does the same for 26 architectures and more seeds.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from torch import nn
 from autopar.ir import Mesh
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verify import Subject
-from benchmarks.zoo_models import build
+from benchmarks.zoo.models import build
 from tests.support.llama import Llama
 
 MESHES = ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2"]

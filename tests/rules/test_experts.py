@@ -8,7 +8,7 @@ from test_kept import Between
 from torch import nn
 
 from autopar.planning.planning import prepare_step
-from benchmarks.saved_activations import priced_bytes, program_kept_bytes
+from benchmarks.accuracy.saved_activations import priced_bytes, program_kept_bytes
 
 ROWS, SLOTS, EXPERTS, WIDTH, INNER = 8, 2, 4, 6, 10
 EXPERTS_KIND = "autopar.analysis.experts"

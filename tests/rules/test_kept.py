@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.planning.planning import prepare_step
-from benchmarks.saved_activations import priced_bytes, program_kept_bytes
+from benchmarks.accuracy.saved_activations import priced_bytes, program_kept_bytes
 
 SCALARS_BYTES = 32  # the weight of all targets of a loss is one number, and no tensor of the price
 

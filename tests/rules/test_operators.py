@@ -1,11 +1,11 @@
-"""Rules against samples of PyTorch's operator database; `benchmarks/operators.py` takes all of it."""
+"""Rules against samples of PyTorch's operator database; `benchmarks/parity/operators.py` takes all of it."""
 
 import warnings
 
 import pytest
 import torch
 
-from benchmarks.operators import Row, Sample, collect, database, measure, pytree, spread
+from benchmarks.parity.operators import Row, Sample, collect, database, measure, pytree, spread
 
 # Some of every family: a database entry -> the ATen op that it must reach with a rule.
 FAMILIES = {

@@ -22,7 +22,7 @@ from autopar.pipeline.stage_costs import StageTable, stage_table
 from autopar.planning.planning import make_plan
 from autopar.runtime.executor import Runner
 from autopar.search.request import Request
-from benchmarks.saved_activations import kept_bytes
+from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks

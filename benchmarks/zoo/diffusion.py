@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zoo_models import BATCH, SEQ, perturb_constants
-from zoo_small import Small, Step
+
+from benchmarks.zoo.models import BATCH, SEQ, perturb_constants
+from benchmarks.zoo.small import Small, Step
 
 PREFIX = "diffusers:"
 WIDTH = 32  # of conditions and of attention
