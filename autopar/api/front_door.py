@@ -279,4 +279,6 @@ def explain(
     graph = prepared.analysis.graph
     if micro_batches is None and plan.micro_batches > 1:
         graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
-    return Explanation(graph, plan, found, run_of(plan), memory_bound_bytes=request.bound_bytes)
+    return Explanation(
+        graph, plan, found, run_of(plan), memory_bound_bytes=request.bound_bytes, request=request
+    )

@@ -26,6 +26,8 @@ from autopar.ir import (
     R,
     without_pipeline,
 )
+from autopar.ir.recompute import words_of_recompute
+from autopar.pipeline.composed import composed
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
     Prepared,
@@ -48,7 +50,7 @@ from autopar.runtime.processes import (
 from autopar.runtime.world import World, set_timeout
 from autopar.search.notes import axis_lines
 from autopar.search.request import Request
-from autopar.units import counted
+from autopar.units import counted, format_bytes, format_seconds
 
 log = logging.getLogger("autopar")
 
@@ -168,17 +170,30 @@ class Planner:
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
             self._first, self._mesh = prepared, plan.world_mesh
+            self._announce(plan)
         if all(plan.ops != made.ops for made in self._made[is_step]):
             self._made[is_step].append(plan)
         return Programs(program, stages)
+
+    def _announce(self, plan: Plan) -> None:
+        """One line on the first rank: what was chosen, and what it is predicted to take."""
+        if log.isEnabledFor(logging.INFO) and self.world().rank == 0:
+            request = self._request
+            log.info("%s", start_line(plan, request, self._plan is not None, self.predicted(plan)))
+            for note in plan.notes:
+                log.debug("%s", note)
+
+    def predicted(self, plan: Plan) -> tuple[float, float]:
+        """Predicted seconds of a step and peak bytes of a rank, of the plan of the first program."""
+        assert self._first is not None, "a plan was made for a program"
+        found = composed(self._first.analysis.graph, plan, self._request.hardware)
+        return found.step_seconds, found.peak_bytes
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         request = self._request.but(mesh=self._mesh, micro_batches=micro_batches)
         plan = make_plan(prepared, request, captured_micro_batches=captured)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
-        for note in plan.notes:
-            log.info("%s", note)
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
     def _following(
@@ -263,20 +278,62 @@ class Planner:
 
 def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:
     cluster = request.but(mesh=plan.world_mesh).cluster
-    return Explanation(graph, plan, cluster, run_of(plan), memory_bound_bytes=request.bound_bytes)
+    return Explanation(
+        graph, plan, cluster, run_of(plan), memory_bound_bytes=request.bound_bytes, request=request
+    )
+
+
+def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[float, float]) -> str:
+    """What was chosen and why, in one line.
+
+    Args:
+        plan: the plan of the first program.
+        request: what was asked.
+        is_given: whether the plan was given rather than searched.
+        predicted: seconds of a step and bytes of a rank.
+    """
+    idle = idle_axes(plan)
+    used = [f"{n}={s}" for n, s in plan.world_mesh.axes if s > 1 and n not in idle]
+    words = [" ".join(used) or "nothing is split"]
+    if idle and not is_given:
+        words.append(
+            f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists"
+        )
+    words.append("as the given plan has it" if is_given else f"recipe {plan.recipe}")
+    if plan.pipeline is not None:
+        words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
+    words.append(counted(plan.micro_batches, "micro-batch"))
+    if again := words_of_recompute(plan.recompute):
+        words.append(again)
+    seconds, size = predicted
+    return (
+        f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "
+        f"{format_bytes(request.bound_bytes)} a rank on {request.hardware.name}"
+    )
+
+
+def idle_axes(plan: Plan) -> list[str]:
+    """Names of the axes inside a stage, of several ranks, whose ranks all do the same."""
+    return [
+        name
+        for axis, (name, size) in enumerate(plan.mesh.axes)
+        if size > 1
+        and all(p.storage[axis].kind != "S" for p in plan.parameters.values())
+        and all(labels[axis] in "-~" for labels in plan.ops.values())
+    ]
 
 
 def warn_of_idle_axes(plan: Plan) -> None:
     """Warns of axes of the mesh that was asked for whose ranks all do the same."""
-    for axis, (name, size) in enumerate(plan.mesh.axes):
-        stored = any(p.storage[axis].kind == "S" for p in plan.parameters.values())
-        if size > 1 and not stored and all(labels[axis] in "-~" for labels in plan.ops.values()):
-            warnings.warn(
-                f"The axis {name}={size} splits nothing: its {size} ranks all do the same, because that was "
-                "found cheapest for so small a model. Name a recipe to have it split, such as "
-                f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
-                stacklevel=2,
-            )
+    sizes = dict(plan.mesh.axes)
+    for name in idle_axes(plan):
+        size = sizes[name]
+        warnings.warn(
+            f"The axis {name}={size} splits nothing: its {size} ranks all do the same, because that was "
+            "found cheapest for so small a model. Name a recipe to have it split, such as "
+            f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
+            stacklevel=2,
+        )
 
 
 def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:

@@ -48,7 +48,7 @@ def explain_command(
     with working() as progress:
         found = question(target, progress, given).answer()
         progress("writing the report")
-        page = page_of(found, target)
+        page = page_of(found, target, save)
     if save is not None:
         found.plan.save(save)
     write_files(page, html, trace)

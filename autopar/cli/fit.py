@@ -33,7 +33,7 @@ def fit_command(target: str, as_json: bool, **given: Any) -> None:
     with working() as progress:
         fit = will_it_fit(question(target, progress, given))
     if as_json:
-        print_json(to_json(fit))
+        print_json(to_json(fit, target))
     else:
         console().print(FitSheet(target, fit))
     sys.exit(0 if fit.fits else 1)

@@ -169,7 +169,12 @@ class Question:
     @cached_property
     def model(self) -> Target:
         """The target. Raises AutoparError if there is none."""
-        return resolve_target(self.target, seq=self.seq)
+        return resolve_target(self.target, seq=self.seq, dtype=self._parameter_dtype)
+
+    @property
+    def _parameter_dtype(self) -> torch.dtype:
+        """The format at rest of a preset's parameters: float32 where a precision casts them for use."""
+        return torch.bfloat16 if self.request.precision is None else torch.float32
 
     def captured(self, batch: int) -> tuple[Prepared, Graph]:
         """The step at a micro-batch of `batch` sequences, few layers standing for all."""
@@ -177,7 +182,9 @@ class Question:
             batch = 0
         if batch not in self._captured:
             self.progress(f"capturing {self.target}")
-            target = resolve_target(self.target, batch=batch or None, seq=self.seq)
+            target = resolve_target(
+                self.target, batch=batch or None, seq=self.seq, dtype=self._parameter_dtype
+            )
             self._captured[batch] = (target, *_capture(target, precision=self.request.precision))
         return self._captured[batch][1:]
 
@@ -394,7 +401,7 @@ class Question:
         )
         return Advice(
             graph, plan, self.cluster, run, self.request.software, self.bound_bytes,
-            tokens=tokens_of(graph), words=self.model.words,
+            tokens=tokens_of(graph), words=self.model.words, request=self.request,
         )  # fmt: skip
 
     def _candidates(self, best: Priced, found: Advice) -> tuple[Candidate, ...]:

@@ -100,6 +100,7 @@ class Explanation:
         candidates: other ways that were considered.
         overrides: values of symbols that differ from the cluster's or the graph's.
         built: the expressions, where another explanation of the same plan has made them.
+        request: the request that the plan answers; None where nobody passed it on.
     """
 
     graph: Graph
@@ -112,6 +113,7 @@ class Explanation:
     candidates: tuple[Candidate, ...] = ()
     overrides: Mapping[str, float] = field(default_factory=dict)
     built: Expressions | None = field(default=None, repr=False)
+    request: Request | None = field(default=None, repr=False)
 
     @cached_property
     def expressions(self) -> Expressions:

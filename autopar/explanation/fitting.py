@@ -11,6 +11,7 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Advice, Question
+from autopar.explanation.launch import asked
 from autopar.search.candidates import DATA, Priced, Setting, best_that_fits, smallest
 from autopar.search.intents import allows
 
@@ -224,13 +225,14 @@ def _fewer_nodes(question: Question, asked: Priced) -> Iterator[Remedy]:
         yield _remedy(f"{fewest[0].ranks} ranks are enough", fewest[1], asked)
 
 
-def to_json(fit: Fit) -> dict[str, object]:
-    """The answer with units in the keys."""
+def to_json(fit: Fit, target: str) -> dict[str, object]:
+    """The answer about a model of this name, with units in the keys."""
     advice = fit.advice
     return {
         "fits": fit.fits,
         "setting": fit.asked.setting.name,
         "cluster": str(advice.cluster),
+        "asked": dict(asked(advice, target)),
         "memory_bytes": advice.memory_bytes,
         "memory_bound_bytes": advice.bound_bytes,
         "margin_bytes": fit.margin_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -14,6 +15,7 @@ from autopar.cost_model.symbols import symbol
 from autopar.explanation.advice import Advice, Change
 from autopar.explanation.block import block_of
 from autopar.explanation.explanation import Explanation
+from autopar.explanation.launch import asked, launch
 from autopar.explanation.report import collectives, described
 from autopar.ir import Graph, with_pipeline
 from autopar.ir.recompute import words_of_recompute
@@ -22,9 +24,19 @@ from autopar.units import format_bytes, format_seconds
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
 
 
-def page_of(explanation: Explanation, title: str) -> Page:
-    """Everything there is to show of a plan."""
-    page = _page(explanation, title)
+def page_of(explanation: Explanation, title: str, saved: Path | None = None) -> Page:
+    """Everything there is to show of a plan.
+
+    Args:
+        explanation: the plan with its costs.
+        title: name of the model.
+        saved: the file that the plan was saved in; None if it was not saved.
+    """
+    page = dataclasses.replace(
+        _page(explanation, title),
+        asked=asked(explanation, title),
+        launch=launch(explanation, saved),
+    )
     return dataclasses.replace(page, document=_document(explanation, page))
 
 
@@ -114,6 +126,8 @@ def _document(e: Explanation, page: Page) -> dict[str, Any]:
         **described(e.plan, e.graph),
         "title": page.title,
         "subtitle": page.subtitle,
+        "asked": dict(page.asked),
+        "launch": list(page.launch),
         "notes": list(page.notes),
         "collectives": [dataclasses.asdict(each) for each in collectives(e.step)],
         "peak_flops_per_second": page.peak_flops,

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from autopar.explanation.advice import Advice
 from autopar.explanation.fitting import Fit, Remedy
+from autopar.explanation.launch import asked
 from autopar.explanation.pages import change_line, word_of
 from autopar.explanation.report import (
     collective_table,
@@ -52,6 +53,7 @@ class Sheet:
         advice, page = self.advice, self.page
         plan = used_axes(advice.plan)
         yield headline(page)
+        yield _pairs(page.asked)
         yield Group(*(Text(f"- {note}") for note in page.notes if note not in self._changes))
         yield memory_bar(page.memory, page.memory_bound_bytes)
         yield time_bar(page.time, page.axes)
@@ -69,6 +71,7 @@ class Sheet:
         if len(page.candidates) > 1:
             yield CandidateTable(page.candidates)
         yield from self._what_would_change()
+        yield Group(Text("Launch", style="bold"), *(Text(f"  {line}") for line in page.launch))
 
     @property
     def _changes(self) -> tuple[str, ...]:
@@ -82,6 +85,14 @@ class Sheet:
         if strongest:
             words = {word_of(self.advice, name): value for name, value in strongest.items()}
             yield Group(SensitivityTable(words), *_legend(self.advice, strongest))
+
+
+def _pairs(asked: tuple[tuple[str, str], ...]) -> Table:
+    """What was asked, a line each."""
+    table = Table.grid(padding=(0, 2))
+    for what, value in asked:
+        table.add_row(Text(what, style="dim"), Text(value))
+    return table
 
 
 def _legend(advice: Advice, shown: Mapping[str, float]) -> Iterator[Text]:
@@ -107,6 +118,7 @@ class FitSheet:
             f"{format_bytes(advice.bound_bytes)}, {format_bytes(abs(fit.margin_bytes))} {over}",
             style="bold green" if fit.fits else "bold red",
         )
+        yield _pairs(asked(advice, self.target))
         yield Text(f"as {fit.asked.setting.name}, {format_seconds(advice.step_seconds)} a step\n")
         yield memory_bar(advice.memory, advice.bound_bytes)
         yield Text()

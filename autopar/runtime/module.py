@@ -29,6 +29,7 @@ from autopar.pipeline.schedules import takes
 from autopar.program.program import Program
 from autopar.runtime.adoption import Adoption, adopt
 from autopar.runtime.clipping import clip_grad_norm_
+from autopar.runtime.clock import StepClock
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
@@ -101,6 +102,10 @@ class Planner(Protocol):
             is_step: whether a step is captured, or a forward.
             fixed: where parameters already lie; None for the first program.
         """
+        ...
+
+    def predicted(self, plan: Plan) -> tuple[float, float]:
+        """Predicted seconds of a step and peak bytes of a rank, of the plan of the first program."""
         ...
 
     def world(self) -> World:
@@ -223,6 +228,7 @@ class CompiledModule(nn.Module):
         self._captures, self._capture_seconds = 0, 0.0  # of further shapes
         self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
+        self._clock = StepClock()
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, table, getattr(model, table))
@@ -254,6 +260,9 @@ class CompiledModule(nn.Module):
         bound = ready.bound
         parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
         self._steps += 1
+        if self._clock.tick() and bound.world.rank == 0 and log.isEnabledFor(logging.INFO):
+            predicted = self._planner.predicted(self.plan)
+            log.info("%s", self._clock.against(predicted, self._settings.device))
         try:
             with self._as_captured():
                 return bound.step(parts)

@@ -69,7 +69,14 @@ def _header(page: Page) -> Markup:
         tag("h1", page.title),
         tag("p", page.subtitle, class_="subtitle"),
         tag("dl", *tiles, class_="tiles"),
+        tag("dl", *_pairs(page), class_="asked") if page.asked else None,
     )
+
+
+def _pairs(page: Page) -> Iterator[Markup]:
+    """What was asked, as terms and values of a list."""
+    for what, value in page.asked:
+        yield tag("div", tag("dt", what), tag("dd", value))
 
 
 def _sections(page: Page) -> Iterator[Section]:
@@ -93,6 +100,10 @@ def _sections(page: Page) -> Iterator[Section]:
     yield Section("formulas", "Formulas", "", typeset)
     notes = tag("ul", *(tag("li", note) for note in page.notes)) if page.notes else Markup("")
     yield Section("notes", "Notes", "", notes)
+    lines = tag("pre", tag("code", "\n".join(page.launch))) if page.launch else Markup("")
+    yield Section(
+        "launch", "Launch", "The plan's file, the call that loads it, the command.", lines
+    )
 
 
 def _memory(page: Page) -> Section:

@@ -144,6 +144,8 @@ class Page:
         formulas: formulas to typeset.
         sensitivity: name -> relative change of the step time when it grows by 1 %.
         notes: sentences.
+        asked: (what, value) pairs of the question that the report answers.
+        launch: lines that launch the plan.
         document: everything above as JSON, with units in the keys.
     """
 
@@ -165,6 +167,8 @@ class Page:
     formulas: tuple[Formula, ...] = ()
     sensitivity: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    asked: tuple[tuple[str, str], ...] = ()
+    launch: tuple[str, ...] = ()
     document: Mapping[str, Any] = field(default_factory=dict)
 
     @property

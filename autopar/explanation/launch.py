@@ -1,0 +1,125 @@
+"""What was asked of a plan, and what launches it: the first and the last lines of every report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.items import TrainingState
+from autopar.explanation.explanation import Explanation
+from autopar.ir import Graph
+from autopar.ir.batches import captured_batch
+from autopar.units import counted, format_bytes
+
+PLAN_FILE = "plan.json"
+SCRIPT = "train.py"
+
+
+def asked(e: Explanation, model: str) -> tuple[tuple[str, str], ...]:
+    """Pairs (what, value) of the question that an explanation answers.
+
+    Args:
+        e: the explanation.
+        model: name of the model.
+
+    Returns:
+        The model, the batch, the length of a sequence, the cluster, the precision, the bound on memory, and
+        the constraints that were expressed.
+    """
+    return tuple(_asked(e, model))
+
+
+def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
+    yield "model", model
+    yield "batch", _batch(e.graph, int(e.run.micro_batches))
+    if "seq" in e.graph.factors:
+        yield "sequence", f"{e.graph.factors['seq'].size:,} tokens"
+    yield "cluster", f"{e.cluster}, {counted(e.ranks, 'rank')}"
+    yield "precision", _precision(e)
+    yield "memory bound", _bound(e)
+    if e.request is not None:
+        yield "constraints", e.request.text
+
+
+def _batch(graph: Graph, micro_batches: int) -> str:
+    if "batch" not in graph.factors:
+        return counted(micro_batches, "example")
+    size = captured_batch(graph)
+    whole = f"{size * micro_batches:,} samples"
+    return whole if micro_batches == 1 else f"{whole}, {micro_batches} micro-batches of {size:,}"
+
+
+def _precision(e: Explanation) -> str:
+    if e.plan.precision is not None:
+        return str(e.plan.precision)
+    sizes = [e.graph.tensors[t].itemsize_bytes for t in e.graph.parameters.values()]
+    return f"parameters of {min(sizes, default=4)} bytes; {_states(e.run.training_state)}"
+
+
+def _states(state: TrainingState) -> str:
+    if state == TrainingState():
+        return "gradients and two moments in the same format"
+    gradient = f"gradients of {state.gradient_bytes} bytes" if state.gradient_bytes else "gradients"
+    master = f", master weights of {state.master_bytes}" if state.master_bytes else ""
+    return f"{gradient}{master}, two moments of {state.moment_bytes} together"
+
+
+def _bound(e: Explanation) -> str:
+    request = e.request
+    if request is None or request.memory_bytes is not None or not request.headroom:
+        return f"{format_bytes(e.bound_bytes)} a rank"
+    whole = format_bytes(int(e.cluster.hardware.memory_bytes))
+    return (
+        f"{format_bytes(e.bound_bytes)} a rank: {whole} less {100 * request.headroom:g} % headroom"
+    )
+
+
+def launch(e: Explanation, saved: Path | None = None) -> tuple[str, ...]:
+    """The lines that launch a plan: how it is saved, the call that loads it, and the torchrun command.
+
+    A plan of a model of which only some layers were captured has no file that `compile` could load; its
+    settings are the arguments of the call instead.
+
+    Args:
+        e: the explanation of the plan.
+        saved: the file that the plan was saved in; None if it was not saved.
+    """
+    lines = [] if saved is not None or e.graph.stands_for else [f"--save {PLAN_FILE}"]
+    return (*lines, f"model = {_call(e, saved)}", _torchrun(e.cluster, e.ranks))
+
+
+def _call(e: Explanation, saved: Path | None) -> str:
+    if not e.graph.stands_for:
+        return f"autopar.compile(model, plan={json.dumps(str(saved or PLAN_FILE))})"
+    plan, stages = e.plan, int(e.run.stages)
+    axes = {name: size for name, size in plan.world_mesh.axes if size > 1} or {"dp": 1}
+    if plan.pipeline is None and stages > 1:
+        axes = {"pp": stages, **axes}
+    arguments = {
+        "mesh": axes, "recipe": _recipe(plan.recipe, axes), "micro_batches": plan.micro_batches,
+        "recompute": plan.recompute, "precision": plan.precision and str(plan.precision),
+    }  # fmt: skip
+    given = (f"{name}={json.dumps(value)}" for name, value in arguments.items() if value)
+    return f"autopar.compile(model, {', '.join(given)})"
+
+
+def _recipe(recipe: str, axes: dict[str, int]) -> str:
+    """The recipe without axes that the mesh does not have."""
+    if ":" not in recipe:
+        return recipe
+    parts = [part for part in recipe.split(",") if part.partition(":")[0] in axes]
+    return ",".join(parts) or "auto"
+
+
+def _torchrun(cluster: Cluster, ranks: int) -> str:
+    """The command that starts every rank; on several nodes it runs on each of them."""
+    in_node = min(ranks, cluster.devices_per_node)
+    nodes = -(-ranks // in_node)
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {in_node} {SCRIPT}"
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {in_node} --rdzv-backend c10d "
+        f"--rdzv-endpoint HOST:29500 {SCRIPT}"
+    )

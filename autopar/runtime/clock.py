@@ -1,0 +1,55 @@
+"""What steps take, measured without waiting for the device: from the start of one step to that of the next.
+
+The optimizer and the loading of data count, as they do in the prediction. After a few steps the host runs as
+far ahead of a GPU as it can, so that the time between starts is the time of a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from autopar.units import format_bytes, format_seconds
+
+WARM_UP, MEASURED = 3, 10
+
+
+class StepClock:
+    """The duration of steps after `WARM_UP` of them; speaks once, after `MEASURED` more.
+
+    >>> clock = StepClock()
+    >>> any(clock.tick() for _ in range(WARM_UP + MEASURED))
+    False
+    >>> clock.tick()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+
+    def tick(self) -> bool:
+        """Notes the start of a step; whether enough were measured, which is true once."""
+        if len(self._starts) > WARM_UP + MEASURED:
+            return False
+        self._starts.append(time.perf_counter())
+        return len(self._starts) > WARM_UP + MEASURED
+
+    @property
+    def seconds(self) -> float:
+        """Median duration of the measured steps."""
+        starts = self._starts[WARM_UP:]
+        return statistics.median(b - a for a, b in zip(starts, starts[1:], strict=False))
+
+    def against(self, predicted: tuple[float, float], device: torch.device) -> str:
+        """A line that sets what was measured against the predicted seconds of a step and bytes of a rank."""
+        seconds, size = predicted
+        words = (
+            f"measured {format_seconds(self.seconds)} a step (median of {MEASURED}), predicted "
+            f"{format_seconds(seconds)}"
+        )
+        if device.type != "cuda":
+            return f"{words}; predicted peak memory {format_bytes(size)} a rank"
+        peak = torch.cuda.max_memory_allocated(device)
+        return f"{words}; peak memory {format_bytes(peak)}, predicted {format_bytes(size)}"
