@@ -51,8 +51,8 @@ def write_files(page: Page, html: Path | None, trace: Path | None) -> None:
         write_html(page, html)
         _wrote(html)
     if trace is not None:
-        ranks = gantt.events(page.simulation) if page.simulation else ()
-        write_trace((*page.events, *ranks), trace)
+        # The events of a page are those of the closed form, in which all stages are alike.
+        write_trace(gantt.events(page.simulation) if page.simulation else page.events, trace)
         _wrote(trace)
 
 

@@ -39,6 +39,7 @@ from autopar.search.candidates import (
     where_time_goes,
 )
 from autopar.search.intents import allows, check_closed_form, expand_pins, recomputations
+from autopar.search.notes import head_factors
 from autopar.search.pipeline import PipelineFound, search_pipeline
 from autopar.search.pipeline import Priced as PricedPipeline
 from autopar.search.request import Request
@@ -120,8 +121,8 @@ class Advice(Explanation):
         """What people call the size that a symbol stands for; "" where nobody said."""
         if symbol in ("batch", "seq", "layers"):
             return symbol
-        sizes = {str(s): self.graph.factors[n].size for n, s in factor_symbols(self.graph).items()}
-        return self.words.get(sizes.get(symbol, 0), "")
+        names = (n for n, s in factor_symbols(self.graph).items() if str(s) == symbol)
+        return next((self.factor_words[n] for n in names if n in self.factor_words), "")
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -521,11 +522,20 @@ def _binds(found: Advice) -> str:
 
 
 def _words(graph: Graph, words: Mapping[int, str]) -> dict[str, str]:
-    """Factor -> what people call it, where its size has a word of its own."""
-    named = {
-        n: words.get(f.size, "") for n, f in graph.factors.items() if n not in ("batch", "seq")
-    }
-    return {name: word for name, word in named.items() if word}
+    """Factor -> what people call it: by its size where that has a word of its own, or by its use."""
+    heads = head_factors(graph)
+    found = {}
+    for name, factor in graph.factors.items():
+        op = graph.by_name.get(name.partition("~")[0])
+        if name in ("batch", "seq"):
+            continue
+        if word := words.get(factor.size, ""):
+            found[name] = word
+        elif name in heads:
+            found[name] = "heads"
+        elif op is not None and op.kind.startswith("aten.arange"):
+            found[name] = "positions"
+    return found
 
 
 def _folded(names: Sequence[str]) -> list[str]:

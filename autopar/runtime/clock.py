@@ -6,6 +6,7 @@ far ahead of a GPU as it can, so that the time between starts is the time of a s
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 
@@ -40,7 +41,7 @@ class StepClock:
     def seconds(self) -> float:
         """Median duration of the measured steps."""
         starts = self._starts[WARM_UP:]
-        return statistics.median(b - a for a, b in zip(starts, starts[1:], strict=False))
+        return statistics.median(b - a for a, b in itertools.pairwise(starts))
 
     def against(self, predicted: tuple[float, float], device: torch.device) -> str:
         """A line that sets what was measured against the predicted seconds of a step and bytes of a rank."""

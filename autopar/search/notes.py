@@ -60,7 +60,7 @@ def undivided_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
         row.may is None or is_model in row.may
         for row in resolve(split_recipe(plan.recipe)[1], plan.mesh)
     ]
-    large, heads = _large_factors(graph), _head_factors(graph)
+    large, heads = _large_factors(graph), head_factors(graph)
     return tuple(
         _undivided_line(
             graph, plan, axis, factors, "heads of attention" if factors[0] in heads else ""
@@ -90,7 +90,7 @@ def _large_factors(graph: Graph) -> dict[str, None]:
     }
 
 
-def _head_factors(graph: Graph) -> dict[str, None]:
+def head_factors(graph: Graph) -> dict[str, None]:
     """Factors of parameters by which products of activations are independent: the heads of attention."""
     weights = {*graph.parameters.values()}
     return {

@@ -1,0 +1,110 @@
+"""A report states the question, and ends with what launches the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar.api.planner import idle_axes, start_line
+from autopar.cost_model.cluster import find_cluster
+from autopar.explanation.advice import Question
+from autopar.explanation.explanation import Explanation
+from autopar.explanation.launch import asked, launch
+from autopar.explanation.pages import page_of
+from autopar.ir import Graph, R, Stack
+from autopar.search.request import Request
+from autopar.views import to_html
+from tests.support.llama import Llama
+
+
+@pytest.fixture(scope="module")
+def explained() -> Explanation:
+    with torch.device("meta"):
+        model = Llama(vocab=512, width=64, inner=128, heads=8, kv_heads=4, layers=2)
+        tokens = torch.zeros(16, 32, dtype=torch.int64)
+    return autopar.explain(
+        model, (tokens, tokens), mesh={"dp": 16}, cluster="h100x8x2", recipe="zero1",
+        micro_batches=2,
+    )  # fmt: skip
+
+
+def test_the_question_is_stated(explained: Explanation) -> None:
+    said = dict(asked(explained, "llama"))
+    assert said["model"] == "llama"
+    assert said["batch"] == "32 samples, 2 micro-batches of 16"
+    assert said["cluster"] == "h100x8x2, 16 ranks"
+    assert said["memory bound"] == "76.0 GB a rank: 80.0 GB less 5 % headroom"
+    assert said["constraints"] == "--mesh dp=16, --micro-batches 2, --recipe zero1"
+    exact = replace(explained, request=explained.request.but(memory_bytes=10**10))
+    assert dict(asked(replace(exact, memory_bound_bytes=10**10), "llama"))["memory bound"] == (
+        "10.0 GB a rank"
+    )
+
+
+def test_the_last_lines_launch_the_plan(explained: Explanation) -> None:
+    save, call, command = launch(explained)
+    assert save == "--save plan.json"
+    assert call == 'model = autopar.compile(model, plan="plan.json")'
+    assert command == (
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py"
+    )
+    call, command = launch(explained, Path("runs/a.json"))
+    assert call == 'model = autopar.compile(model, plan="runs/a.json")'
+    few = replace(explained, plan=replace(explained.plan, mesh=autopar.Mesh.of({"dp": 4})))
+    assert launch(few)[-1] == "torchrun --standalone --nproc-per-node 4 train.py"
+
+
+def test_a_plan_of_few_captured_layers_is_launched_by_its_settings(explained: Explanation) -> None:
+    stacks = (Stack("layers", 12, 2),)
+    many = replace(explained, graph=replace(explained.graph, stacks=stacks))
+    assert many.graph.stands_for, "one captured layer stands for several"
+    call, _ = launch(many)
+    assert call == (
+        'model = autopar.compile(model, mesh={"dp": 16}, recipe="zero1", micro_batches=2, recompute="none")'
+    )
+
+
+def test_the_page_shows_both(explained: Explanation) -> None:
+    page = page_of(explained, "llama")
+    html = to_html(page)
+    assert "32 samples, 2 micro-batches of 16" in html and "torchrun --nnodes 2" in html
+    assert page.document["asked"] == dict(page.asked)
+    assert page.document["launch"] == list(page.launch)
+
+
+def test_a_precision_is_honoured_for_presets() -> None:
+    """Parameters lie in float32 and are used in bfloat16; gradients take what the policy says."""
+
+    def formats(precision: str | None) -> tuple[int, int, int]:
+        request = Request.on(find_cluster("h100x4"), precision=precision)
+        _, graph = Question("gpt2", request, seq=16).captured(1)
+        return _formats(graph)
+
+    assert formats(None) == (2, 2, 2)
+    assert formats("bf16") == (2, 4, 4)
+    assert formats("bf16 reduce=bf16") == (2, 4, 2)
+
+
+def _formats(graph: Graph) -> tuple[int, int, int]:
+    """Bytes of an element of the first parameter in use, at rest, and of its gradient."""
+    tensor = graph.tensors[next(iter(graph.parameters.values()))]
+    return tensor.itemsize_bytes, tensor.at_rest.itemsize_bytes, tensor.gradient.itemsize_bytes
+
+
+def test_the_start_is_one_line(explained: Explanation) -> None:
+    plan, request = explained.plan, explained.request
+    assert not idle_axes(plan)
+    assert start_line(plan, request, False, (0.0415, 9.8e9)) == (
+        "dp=16; recipe zero1; 2 micro-batches: predicted 41.5 ms a step and 9.80 GB of 76.0 GB a rank on h100"
+    )
+    whole = {name: replace(how, storage=(R,)) for name, how in plan.parameters.items()}
+    idle = replace(plan, parameters=whole, ops=dict.fromkeys(plan.ops, ("-",)))
+    assert idle_axes(idle) == ["dp"]
+    assert start_line(idle, request, False, (1.0, 1e9)).startswith(
+        "nothing is split; dp left idle, because that was found cheapest; recipe='ddp' insists; "
+    )
+    assert "as the given plan has it" in start_line(idle, request, True, (1.0, 1e9))
