@@ -136,6 +136,7 @@ def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
     assert 'id="pipeline"' in (tmp_path / "page.html").read_text()
     lanes = {event.lane for event in read_trace(tmp_path / "step.json")}
     assert {"rank 0", "rank 1", "rank 0 sends"} <= lanes
+    assert all(lane.startswith("rank ") for lane in lanes)
 
 
 def test_few_layers_stand_for_stages_by_the_closed_form():
