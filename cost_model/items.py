@@ -42,6 +42,7 @@ class Item:
         recomputed: change of the number of executions where the item's block is recomputed: 1 for work
             of forward that recomputation repeats; 0 for work that it does not; -1 for a gather that
             backward no longer needs, because the recomputed forward has made it.
+        moves: tensor that a conversion inside the graph moves; "" for all other work.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Item:
     ranks: Quantity = 1
     of: str = ""
     recomputed: int = 0
+    moves: str = ""
 
 
 @dataclass(frozen=True)

@@ -127,19 +127,29 @@ class NodePricer:
         title = self._title(name)
         for axis, forward, backward, before, after in self._steps(tensor, source, target):
             yield self._item(
-                title, forward, axis, "forward", region, count, before, after, carries, of=user
+                title,
+                forward,
+                axis,
+                "forward",
+                region,
+                count,
+                before,
+                after,
+                carries,
+                of=user,
+                moves=name,
             )
             if tensor.needs_grad:
                 back = "gradient" if carries == "parameter" else carries
                 scale = self._gradient_scale(tensor) if carries == "parameter" else 1
                 yield self._item(
                     title, backward, axis, "backward", region, count, after * scale, before * scale,
-                    back, of=user,
+                    back, of=user, moves=name,
                 )  # fmt: skip
             if again and tensor.needs_grad and forward == "all_gather":
                 spared = carries == "parameter" and user in self.recomputed
                 yield self._item(
-                    title, forward, axis, "backward", region, count, before, after, carries, of=user,
+                    title, forward, axis, "backward", region, count, before, after, carries, of=user, moves=name,
                     recomputed=-int(spared),
                 )  # fmt: skip
 
@@ -245,6 +255,7 @@ class NodePricer:
         self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,
         before: Quantity, after: Quantity, carries: str, *, of: str, every_micro_batch: bool = True,
         recomputed: int | None = None,
+        moves: str = "",
     ) -> Item:  # fmt: skip
         ranks = self.sizes.axis(axis)
         seconds = collective_seconds(
@@ -258,7 +269,7 @@ class NodePricer:
             f"{name} {title}", name, COMPUTE if local else self.sizes.mesh.names[axis], phase, region,
             count, seconds, sent, kernels=int(carries == "activation"),
             carries="" if local else carries,
-            every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of,
+            every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of, moves=moves,
             recomputed=self._recomputed(of, phase) if recomputed is None else recomputed,
         )  # fmt: skip
 

@@ -6,9 +6,8 @@ are those that the plan cuts; `autopar.pipeline.executed` has their sums.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -17,13 +16,10 @@ import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Unit
 from autopar.cost_model.items import COMPUTE, Item
-from autopar.cost_model.pricer import Pricer
-from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.step import Run, Step, total
-from autopar.ir import Op
 from autopar.ir.recompute import words_of_recompute
-from autopar.pipeline.blocks import ops_again, parts_of_ops
 from autopar.pipeline.executed import ExecutedStep
+from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.simulation import StageCosts
 from autopar.search.balance import Shape
@@ -89,15 +85,17 @@ class SimulatedStep(ExecutedStep):
         )
 
     def _row(self, stage: int, cost: StageCosts, flight: int) -> StageRow:
-        ops, rank = self._ops[stage], self.pipeline.rank_of(stage)
-        modules = [op.module for op in ops if op.module]
-        held = {name for op in ops for name in self._parameters_of(op)}
+        rank, (begin, end) = self.pipeline.rank_of(stage), self._edges[stage]
+        names = [name for name in map(self._module, range(begin, end)) if name]
+        layers = {name for name in names if self.graph.stack_of(name)}
         return StageRow(
             stage, rank,
-            first=self._unit(modules[0]) if modules else "",
-            last=self._unit(modules[-1]) if modules else "",
-            layers=len({place for op in ops if (place := self._layer(op.module))}),
-            parameters=sum(self._numel(name) for name in held),
+            first=names[0] if names else "",
+            last=names[-1] if names else "",
+            layers=len(layers),
+            parameters=sum(
+                self._numel(name) * self._copies(name, stage) for name in self.graph.parameters
+            ),
             forward_seconds=cost.forward_seconds, backward_seconds=cost.backward_seconds,
             send_seconds=cost.send_forward_seconds if self._leaves(stage, stage + 1) else 0.0,
             gradient_seconds=cost.send_backward_seconds if self._leaves(stage, stage - 1) else 0.0,
@@ -105,32 +103,25 @@ class SimulatedStep(ExecutedStep):
             rank_bytes=self.simulation.peak_bytes[rank],
         )  # fmt: skip
 
-    @cached_property
-    def _ops(self) -> tuple[tuple[Op, ...], ...]:
-        """Of every stage."""
-        places = {op.name: i for i, op in enumerate(self.graph.ops)}
-        edges = (0, *(places[name] for name in self.pipeline.cuts), len(self.graph.ops))
-        return tuple(self.graph.ops[i:j] for i, j in itertools.pairwise(edges))
+    def _module(self, place: int) -> str:
+        """Path of the layer, or of the first module, that a block of the whole model is."""
+        repetition, part = self.tables.repetition, self.tables.parts[place]
+        if repetition.groups:
+            return repetition.module(place)
+        return repetition.blocks[part.block].module
 
-    def _layer(self, module: str) -> str:
-        """The layer of a stack that a module is, or lies in; "" outside."""
-        place = self.graph.stack_of(module)
-        return f"{place[0].path}.{place[1]}" if place else ""
-
-    def _unit(self, module: str) -> str:
-        return self._layer(module) or module
+    def _copies(self, name: str, stage: int) -> int:
+        """Number of the parameters that a captured one stands for in a stage."""
+        tensor, (begin, end) = self.graph.parameters[name], self._edges[stage]
+        spread = self.tables.spread(tensor, self.tables.uses.get(tensor, []))
+        return sum(
+            any(begin <= at < end for places in each.values() for at in places) for each in spread
+        )
 
     def _leaves(self, stage: int, other: int) -> bool:
         """Whether there is another stage, and on another rank."""
         inside = 0 <= other < self.pipeline.stages
         return inside and self.pipeline.rank_of(other) != self.pipeline.rank_of(stage)
-
-    @cached_property
-    def _names(self) -> Mapping[str, str]:
-        return {tensor: name for name, tensor in self.graph.parameters.items()}
-
-    def _parameters_of(self, op: Op) -> Iterator[str]:
-        return (self._names[name] for name in op.operands if name in self._names)
 
     def _numel(self, name: str) -> int:
         tensor = self.graph.tensors[self.graph.parameters[name]]
@@ -159,9 +150,9 @@ class SimulatedStep(ExecutedStep):
         m, stages = self.plan.micro_batches, self.pipeline.stages_of(rank)
         whole = m * sum(getattr(self.costs[s], f"{direction}_seconds") for s in stages)
         sums: dict[str, float] = {}
-        for item in self._pricer.items():
-            times = m * self._times(item, direction)
-            if times and self._stage_of(item) in stages:
+        for item in self.tables.items:
+            times = m * self._times(item, direction, stages)
+            if times:
                 name = (
                     "compute"
                     if item.resource == COMPUTE
@@ -174,31 +165,31 @@ class SimulatedStep(ExecutedStep):
         parts = [_leaf(name, "seconds", value) for name, value in sums.items()]
         return _sum(direction, "seconds", parts, f"{_batches(m)} on rank {rank}, the busiest")
 
-    def _times(self, item: Item, direction: Direction) -> int:
-        """Executions of an item in one direction of a micro-batch; recomputation is part of backward."""
+    def _times(self, item: Item, direction: Direction, stages: Sequence[int]) -> float:
+        """Executions of an item in one direction of a micro-batch, as a part of those of the whole model.
+
+        Recomputation is part of backward.
+        """
         if item.phase in ("gather", "reduce") and not item.every_micro_batch:
-            return 0
+            return 0.0
+        rows, share = self.tables.rows_of(item)
+        here = [row for row in rows if self._homes[row] in stages]
         if direction == "forward":
-            return int(item.phase == "forward")
-        return int(item.phase != "forward") + item.recomputed * (item.of in self._again)
+            return share * len(here) * (item.phase == "forward")
+        again = item.recomputed * len(self._again.intersection(here))
+        return share * (len(here) * (item.phase != "forward") + again)
 
     @cached_property
-    def _again(self) -> frozenset[str]:
-        """Ops of the blocks that are recomputed in backward."""
-        return ops_again(self.graph, self.plan)
-
-    def _stage_of(self, item: Item) -> int:
-        """Of the op; of a parameter the first that uses it; of the graph's end the last."""
-        if item.of in self._homes:
-            return self._homes[item.of]
-        if item.of in self.graph.parameters:
-            return min(self._users.get(self.graph.parameters[item.of], {0}))
-        return self.pipeline.stages - 1
+    def _again(self) -> frozenset[int]:
+        """Blocks that are recomputed in backward."""
+        return repeating_parts(self.graph, self.plan)[1]
 
     @cached_property
-    def _homes(self) -> Mapping[str, int]:
-        """Op -> its stage."""
-        return {op.name: stage for stage, ops in enumerate(self._ops) for op in ops}
+    def _homes(self) -> tuple[int, ...]:
+        """The stage of every block."""
+        return tuple(
+            stage for stage, (begin, end) in enumerate(self._edges) for _ in range(begin, end)
+        )
 
     @cached_property
     def memory(self) -> Breakdown:
@@ -217,44 +208,8 @@ class SimulatedStep(ExecutedStep):
 
     def _kept(self, kind: str, rank: int) -> Breakdown:
         stages = self.pipeline.stages_of(rank)
-        held = {s: sum(self._held(kind, s)) for s in stages}
-        return _of_stages(kind, "bytes", held, "")
-
-    def _held(self, kind: str, stage: int) -> Iterator[float]:
-        """Bytes of what the stage uses, and of what no stage does on the first."""
-        return (
-            size
-            for name, size in self._holdings.get(kind, ())
-            if stage in self._users.get(name, {0})
-        )
-
-    @cached_property
-    def _users(self) -> Mapping[str, set[int]]:
-        """Tensor -> the stages whose ops take it, each of which holds it."""
-        found: dict[str, set[int]] = {}
-        for stage, ops in enumerate(self._ops):
-            for op in ops:
-                for name in op.operands:
-                    found.setdefault(name, set()).add(stage)
-        return found
-
-    @cached_property
-    def _holdings(self) -> Mapping[str, list[tuple[str, float]]]:
-        """Kind -> the tensors of parameters and buffers, with the bytes of that kind."""
-        found: dict[str, list[tuple[str, float]]] = {}
-        for h in self._pricer.holdings():
-            of = self.graph.parameters.get(h.of, h.of)
-            found.setdefault(h.kind, []).append((of, float(h.bytes)))
-        return found
-
-    @cached_property
-    def _pricer(self) -> Pricer:
-        mesh, hardware = self.plan.mesh, self.software.on(self.hardware)
-        links = [hardware.link(mesh, axis) for axis in range(len(mesh.axes))]
-        return Pricer(
-            self.graph, self.plan, sizes=Sizes(mesh), hardware=hardware, links=links,
-            training_state=self.training_state, blocks=parts_of_ops(self.graph, self.plan),
-        )  # fmt: skip
+        held = self.tables.held({kind: 1})
+        return _of_stages(kind, "bytes", {s: float(held[self._edges[s]]) for s in stages}, "")
 
     @cached_property
     def traffic(self) -> Breakdown:
@@ -276,9 +231,7 @@ class SimulatedStep(ExecutedStep):
         """That a rank sends in a step, between stages and inside one, without a tree of formulas."""
         plan, layers = self.plan, sum(stack.layers for stack in self.graph.stacks) or 1
         run = Run(plan.micro_batches, self.pipeline.ranks, recompute=plan.recompute)
-        step = Step(
-            tuple(self._pricer.items()), (), run, self.hardware, self.software, layers=layers
-        )
+        step = Step(tuple(self.tables.items), (), run, self.hardware, self.software, layers=layers)
         return float(total(step.traffic())) + self.traffic.value
 
     # --- sentences

@@ -290,6 +290,8 @@ class Graph:
         stacks: its repeated layers; a captured layer may stand for many, see `stands_for`.
         precision: the policy it was captured under, None where every parameter is used as it is stored.
         whole_outputs: whether every result is delivered whole, on every rank.
+        copies: op, parameter or buffer of a graph with few layers -> its names in the whole model, one for
+            every layer that it stands for; empty where the graph has all layers.
     """
 
     tensors: Mapping[str, Tensor]
@@ -302,6 +304,7 @@ class Graph:
     stacks: tuple[Stack, ...] = ()
     precision: MixedPrecision | None = None
     whole_outputs: bool = False
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def delivered(self, layout: Layout) -> Layout:
         """The layout in which a result that is made in this one leaves: without P, or whole."""

@@ -15,15 +15,13 @@ like any other; what crosses several blocks is the business of who prices and ru
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.errors import SearchError
-from autopar.ir import Graph, Op, Plan
-from autopar.ir.recompute import Recompute, blocks_again
+from autopar.ir import Graph, Op
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,10 @@ class Block:
 
 
 def find_blocks(graph: Graph) -> tuple[Block, ...]:
-    """The blocks of a model, in the graph's order; the first begins with the first op.
+    """The blocks of a graph, in its order; the first begins with the first op.
 
-    Raises SearchError for a graph from which layers were left out: cuts are names of ops, and those of
-    the missing layers have none.
+    Of layers that were left out there is none here, see `autopar.pipeline.repetition`.
     """
-    _refuse_folded(graph)
     dependent = _dependent(graph)
     found = list(_layer_blocks(graph, dependent) if graph.stacks else _module_blocks(dependent))
     blocks = _with_parameters(graph, found)
@@ -56,96 +52,8 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
 
 
 def has_blocks(graph: Graph) -> bool:
-    """Whether `find_blocks` finds some: the graph has parameters that are used, and all its layers."""
-    return all(s.captured == s.layers for s in graph.stacks) and bool(_dependent(graph))
-
-
-def block_starts(graph: Graph) -> tuple[str, ...]:
-    """Names of the ops at which a stage may begin when cuts are searched, that of the first one included."""
-    return tuple(block.start for block in find_blocks(graph))
-
-
-@dataclass(frozen=True)
-class Part:
-    """A block, or what the beginning of a stage inside of it leaves of one.
-
-    Attributes:
-        start: name of the op that it begins with.
-        block: number of the block.
-        may_repeat: whether it may run again in backward: layers may, and where there are none all blocks.
-    """
-
-    start: str
-    block: int
-    may_repeat: bool
-
-
-def find_parts(graph: Graph, starts: Iterable[str]) -> tuple[Part, ...]:
-    """The parts that begin with these ops, each in the block where it begins."""
-    places = {op.name: i for i, op in enumerate(graph.ops)}
-    blocks = find_blocks(graph)
-    begins = [places[block.start] for block in blocks]
-    has_layers = any(block.repeats for block in blocks)
-    found = []
-    for start in sorted(starts, key=places.__getitem__):
-        block = max(0, bisect.bisect_right(begins, places[start]) - 1)
-        found.append(Part(start, block, blocks[block].repeats or not has_layers))
-    return tuple(found)
-
-
-def count_repeating(graph: Graph) -> int:
-    """How many blocks of a model may run again in backward, in all its stages together."""
-    return sum(part.may_repeat for part in find_parts(graph, block_starts(graph)))
-
-
-def end_of_repeats(parts: Sequence[Part], begin: int, recompute: Recompute) -> int:
-    """Up to which part a stage that begins with `begin` runs again what may, wherever it ends.
-
-    A block of which the stage has a part counts as one of its blocks.
-    """
-    places = [i for i in range(begin, len(parts)) if parts[i].may_repeat]
-    blocks = list(dict.fromkeys(parts[i].block for i in places))
-    again = blocks[: blocks_again(recompute, len(blocks))]
-    return max((i + 1 for i in places if parts[i].block in again), default=begin)
-
-
-def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozenset[int]]:
-    """The blocks of a plan, those that it cuts in parts, and the numbers of those that run again."""
-    cuts = plan.pipeline.cuts if plan.pipeline else ()
-    parts = find_parts(graph, {*block_starts(graph), *cuts})
-    edges = [0, *(i for i, part in enumerate(parts) if part.start in cuts), len(parts)]
-    again = (
-        i
-        for begin, end in itertools.pairwise(edges)
-        for i in range(begin, min(end, end_of_repeats(parts[:end], begin, plan.recompute)))
-        if parts[i].may_repeat
-    )
-    return parts, frozenset(again)
-
-
-def parts_of_ops(graph: Graph, plan: Plan) -> dict[str, int]:
-    """Name of every op -> number of its block, or of the part of it that a stage of the plan has."""
-    parts, _ = repeating_parts(graph, plan)
-    begins = {part.start: number for number, part in enumerate(parts)}
-    found, number = {}, 0
-    for op in graph.ops:
-        number = found[op.name] = begins.get(op.name, number)
-    return found
-
-
-def ops_again(graph: Graph, plan: Plan) -> frozenset[str]:
-    """Names of the ops of the blocks that a plan recomputes in backward."""
-    _, again = repeating_parts(graph, plan)
-    return frozenset(name for name, number in parts_of_ops(graph, plan).items() if number in again)
-
-
-def _refuse_folded(graph: Graph) -> None:
-    for stack in graph.stacks:
-        if stack.captured < stack.layers:
-            raise SearchError(
-                f"The graph has {stack.captured} of the {stack.layers} layers of {stack.path}, so that most "
-                "places to cut have no name; capture the model with all its layers."
-            )
+    """Whether `find_blocks` finds some: the graph has parameters that are used."""
+    return bool(_dependent(graph))
 
 
 def _dependent(graph: Graph) -> list[Op]:

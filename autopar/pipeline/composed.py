@@ -18,8 +18,9 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step
 from autopar.ir import Graph, Plan
 from autopar.ir.recompute import Recompute
-from autopar.pipeline.blocks import has_blocks, ops_again, parts_of_ops
+from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.executed import ExecutedStep
+from autopar.pipeline.parts import is_whole, ops_again, parts_of_ops
 
 
 class Composed(NamedTuple):
@@ -99,7 +100,7 @@ class Recomputed(NamedTuple):
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> Recomputed:
         """The blocks of a graph and those that a plan recomputes."""
-        if not has_blocks(graph):
+        if not has_blocks(graph) or not is_whole(graph):
             return cls(None, frozenset(), plan.recompute)
         if plan.pipeline is not None:
             return cls(parts_of_ops(graph, plan), frozenset(), plan.recompute)

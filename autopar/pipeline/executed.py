@@ -17,10 +17,10 @@ from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.ir import Graph, Pipeline, Plan
-from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
-from autopar.pipeline.stage_costs import StageTable, stage_table
+from autopar.pipeline.stage_costs import StageTable, StageTables
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExecutedStep:
     """A step of a plan that has a pipeline.
 
     Attributes:
-        graph: the captured model with all its layers, at the size of one micro-batch.
+        graph: the captured model, at the size of one micro-batch.
         plan: its choices, with the cuts.
         hardware: the machine that the stages are priced for.
         training_state: bytes that training keeps in addition to parameters.
@@ -48,23 +48,27 @@ class ExecutedStep:
         return self.plan.pipeline
 
     @cached_property
-    def _starts(self) -> list[str]:
-        places = {op.name: i for i, op in enumerate(self.graph.ops)}
-        starts = {*block_starts(self.graph), *self.pipeline.cuts}
-        return sorted(starts, key=places.__getitem__)
+    def tables(self) -> StageTables:
+        """Prices of all stretches of blocks of the whole model."""
+        return StageTables(
+            self.graph,
+            self.plan,
+            self.hardware,
+            starts=sorted({*block_starts(self.graph), *self.pipeline.cuts}),
+            training_state=self.training_state,
+            software=self.software,
+        )
 
     @cached_property
     def _table(self) -> StageTable:
-        return stage_table(
-            self.graph, self.plan, self.hardware, starts=self._starts, training_state=self.training_state,
-            software=self.software,
-        )  # fmt: skip
+        return self.tables.at(self.plan.recompute)
 
     @cached_property
     def _edges(self) -> tuple[tuple[int, int], ...]:
         """For every stage its first block, and the first block of the next stage."""
-        cuts = [self._starts.index(name) for name in self.pipeline.cuts]
-        return tuple(itertools.pairwise((0, *cuts, len(self._starts))))
+        starts = self.tables.starts
+        cuts = [starts.index(name) for name in self.pipeline.cuts]
+        return tuple(itertools.pairwise((0, *cuts, len(starts))))
 
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -33,7 +33,8 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import REGIONS, Run, Step
 from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, Op, Plan
 from autopar.ir.recompute import Recompute
-from autopar.pipeline.blocks import block_starts, end_of_repeats, find_parts
+from autopar.pipeline.parts import block_starts, end_of_repeats, find_parts
+from autopar.pipeline.repetition import Places, Repetition
 from autopar.pipeline.simulation import StageCosts
 
 Memory = tuple[str, Layout]  # of a tensor in a layout
@@ -163,8 +164,28 @@ def costs_of_stages(
     return table.stages([starts.index(name) for name in cuts])
 
 
+class _Staying(NamedTuple):
+    """Memory that stays for backward, in blocks of the whole model.
+
+    Attributes:
+        bytes: size.
+        kept: blocks that keep it.
+        entering: blocks that keep it, or that it enters and that run again.
+        spans: the block that makes it and the last that uses it, where it crosses between blocks.
+    """
+
+    bytes: float
+    kept: tuple[int, ...]
+    entering: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
 class StageTables:
-    """The tables of a plan for any number of blocks that run again; see `stage_table`."""
+    """The tables of a plan for any number of blocks that run again; see `stage_table`.
+
+    `unit` is the captured part that an op belongs to; a captured part of a middle layer stands for several parts
+    of the whole model, which `autopar.pipeline.repetition` tells.
+    """
 
     def __init__(
         self, graph: Graph, plan: Plan, hardware: Hardware, *, starts: Sequence[str] | None = None,
@@ -174,11 +195,17 @@ class StageTables:
         self.hardware, self.world = software.on(hardware), world or plan.world_mesh
         self.parts = find_parts(graph, starts or block_starts(graph))
         self.starts = tuple(part.start for part in self.parts)
+        self.repetition = Repetition.of(graph)
         places = {op.name: i for i, op in enumerate(graph.ops)}
-        begins = [places[name] for name in self.starts]
+        begins = (
+            [places[block.start] for block in self.repetition.blocks]
+            if self.repetition.groups
+            else [places[name] for name in self.starts]
+        )
         self.unit = {name: bisect.bisect_right(begins, i) - 1 for name, i in places.items()}
         self.repeating = np.array([part.may_repeat for part in self.parts])
-        self.n = len(begins)
+        self.unit_repeats = {part.captured: part.may_repeat for part in self.parts}
+        self.n, self.units = len(self.parts), len(begins)
         self.uses = self._uses()
         self.pricer = Pricer(
             graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, training_state=training_state,
@@ -218,7 +245,7 @@ class StageTables:
             once_seconds=self._once_seconds(_stretches(work.once), second[..., _COMPUTE].sum(-1))
             + self._optimizer_seconds,
             saved_bytes=self._saved(turn),
-            kept_bytes=self._held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
+            kept_bytes=self.held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
             transient_bytes=self._transient(turn),
             sent_bytes=sent,
             gradient_bytes=gradients,
@@ -234,7 +261,7 @@ class StageTables:
         return self.hardware.link(self.world, names.index(axis))
 
     def _uses(self) -> dict[str, list[int]]:
-        """Tensor -> the blocks whose ops take it, ascending."""
+        """Tensor -> the captured parts whose ops take it, ascending."""
         found: dict[str, list[int]] = {}
         for op in self.graph.ops:
             for name in op.operands:
@@ -249,24 +276,62 @@ class StageTables:
     def _work(self) -> _Work:
         work = _Work.nothing(self.n)
         for item in self.items:
-            unit, region = self._unit_of(item), REGIONS.index(item.region)
+            (rows, share), region = self.rows_of(item), REGIONS.index(item.region)
             if item.phase in ("gather", "reduce") and not item.every_micro_batch:
-                work.once[unit, int(item.phase == "reduce")] += item.count * item.seconds
+                once = share * item.count * item.seconds
+                work.once[rows, int(item.phase == "reduce")] += once
                 continue
-            row = self._row(item)
-            (work.forward if item.phase == "forward" else work.backward)[unit, region] += row
-            work.recomputed[unit, region] += item.recomputed * row
+            row = share * self._row(item)
+            (work.forward if item.phase == "forward" else work.backward)[rows, region] += row
+            work.recomputed[rows, region] += item.recomputed * row
             if item.phase != "forward":
-                share = self._weight_share(item)
-                work.weights[unit] += item.count * item.seconds * share
+                weights = self._weight_share(item)
+                work.weights[rows] += share * item.count * item.seconds * weights
         return work
 
-    def _unit_of(self, item: Item) -> int:
+    def rows_of(self, item: Item) -> tuple[list[int], float]:
+        """The blocks that an item stands in, and the part of its count in each."""
+        if item.moves:
+            unit = self.unit.get(item.of, self.units - 1)  # or for the end of the graph
+            found = self.spread(item.moves, {*self.uses.get(item.moves, ()), unit})
+            return [min(at[unit]) for at in found if at.get(unit)], 1 / self._times(item.moves)
         if item.of in self.unit:
-            return self.unit[item.of]
+            return self._all_of(self.unit[item.of]), 1 / self._times(item.of)
         if item.of in self.graph.parameters:
-            return self.uses.get(self.graph.parameters[item.of], [0])[0]
-        return self.n - 1  # for the end of the graph
+            units = self.uses.get(self.graph.parameters[item.of], [0])
+            found = self.spread(self.graph.parameters[item.of], units)
+            return [min(at[units[0]]) for at in found], 1 / self._times(item.of)
+        return [self.n - 1], 1.0  # the end of the graph
+
+    # --- what a captured layer stands for
+
+    def _times(self, name: str) -> int:
+        """How many an op, tensor or parameter stands for."""
+        return self.graph.stands_for.get(name, 1)
+
+    def _all_of(self, unit: int) -> list[int]:
+        """The blocks that a captured part stands for."""
+        return list(self.repetition.all_of(unit)) if self.repetition.groups else [unit]
+
+    def spread(self, name: str, units: Collection[int]) -> list[Places]:
+        """Where the tensors lie that a captured tensor stands for; see `Repetition.spread`."""
+        if not self.repetition.groups:
+            return [{unit: (unit,) for unit in units}]
+        maker = self.graph.producer.get(name)
+        made = self.unit[maker.name] if maker else None
+        owner = min(units) if maker is None and name in self._owned else None
+        return self.repetition.spread(made, owner, units)
+
+    @cached_property
+    def _owned(self) -> frozenset[str]:
+        """Parameters and buffers, as tensors, of layers that stand for several."""
+        graph = self.graph
+        leaves = {**graph.parameters, **graph.buffers}
+        return frozenset(
+            tensor
+            for name, tensor in leaves.items()
+            if (place := graph.stack_of(name)) and place[1] == place[0].middle
+        )
 
     def _row(self, item: Item) -> np.ndarray:
         """An item in the columns of a block's work."""
@@ -329,19 +394,28 @@ class StageTables:
     @cached_property
     def _optimizer_seconds(self) -> np.ndarray:
         """Adam reads and writes its states and parameters; see `autopar.cost_model.step`."""
-        touched = self._held({"optimizer": 2, "gradients": 3, "parameters": 2})
+        touched = self.held({"optimizer": 2, "gradients": 3, "parameters": 2})
         return np.asarray(memory_seconds(touched, self.hardware))
 
     # --- memory
 
-    def _held(self, weights: Mapping[str, float]) -> np.ndarray:
-        """Bytes of parameters and what belongs to them, each in all stages that use it."""
+    def held(self, weights: Mapping[str, float]) -> np.ndarray:
+        """Bytes of parameters and what belongs to them, each in all stages that use it.
+
+        Args:
+            weights: kind of a holding -> how many times it counts.
+        """
         held: dict[str, float] = {}
         for h in self.holdings:
             if h.kind in weights:
                 name = self.graph.parameters.get(h.of, h.of)
                 held[name] = held.get(name, 0) + weights[h.kind] * h.bytes
-        return self._covered((size, self.uses.get(name, [0])) for name, size in held.items())
+        return self._covered(
+            (size / len(spread), sorted(itertools.chain.from_iterable(at.values())))
+            for name, size in held.items()
+            for spread in [self.spread(name, self.uses.get(name, [0]))]
+            for at in spread
+        )
 
     def _covered(self, shared: Iterable[tuple[float, Sequence[int]]]) -> np.ndarray:
         """Bytes of what counts once in every stage that has one of some blocks."""
@@ -357,44 +431,64 @@ class StageTables:
         """What stays of a micro-batch: what ops keep, and what a stage received and sent."""
         once, again = np.zeros(self.n), np.zeros(self.n)
         total = np.zeros((self.n + 1, self.n + 1))
-        for at in {**self._kept, **self._entering, **self._wires}:
-            size, units = self._bytes(at), self._kept.get(at, ())
-            entered, spans = self._entering.get(at, ()), self._wires.get(at, ())
-            if not spans and len({*units, *entered}) == 1:  # then it is in one sum or in the other
-                once[list(units)] += size
-                again[list(entered)] += size
+        for each in self._memories:
+            if not each.spans and len({*each.kept, *each.entering}) == 1:
+                # then it is in one sum or in the other
+                once[list(each.kept)] += each.bytes
+                again[list(each.entering)] += each.bytes
                 continue
-            there = turn.first(_has(entered, self.n)) | turn.then(_has(units, self.n))
-            for span in spans:
+            there = turn.first(_has(each.entering, self.n)) | turn.then(_has(each.kept, self.n))
+            for span in each.spans:
                 there |= _carries(*span, self.n)
-            total += size * there
+            total += each.bytes * there
         return total + turn.first(_stretches(again)) + turn.then(_stretches(once))
 
     @cached_property
+    def _memories(self) -> list[_Staying]:
+        """All memory that stays for backward, or crosses between blocks."""
+        kept = self._staying({})
+        entering, wires = self._staying(self.unit_repeats), self._wires
+        found = []
+        for at in {**kept, **entering, **wires}:
+            size, spans = self._bytes(at), wires.get(at, [])
+            units = {*kept.get(at, ()), *entering.get(at, ())}
+            units.update(itertools.chain.from_iterable(spans))
+            for places in self.spread(at[0], units | {*self.uses.get(at[0], ())}):
+                found.append(
+                    _Staying(
+                        size,
+                        _places(places, kept.get(at, ())),
+                        _places(places, entering.get(at, ())),
+                        tuple(
+                            (min(places[made]), max(places[last]))
+                            for made, last in spans
+                            if places.get(made) and places.get(last)
+                        ),
+                    )
+                )
+        return found
+
+    @cached_property
     def _wires(self) -> dict[Memory, list[tuple[int, int]]]:
-        """The memory of what crosses -> from which block to which."""
+        """The memory of what crosses -> from which captured part to which."""
         found: dict[Memory, list[tuple[int, int]]] = {}
         for name, span in self._crossings.items():
             at = self.flow.saved.memory(name, self.flow.produced[name])
             found.setdefault(at, []).append(span)
         return found
 
-    @cached_property
-    def _kept(self) -> dict[Memory, list[int]]:
-        """The memory that stays for backward -> the blocks for which it does."""
-        return self._staying(np.zeros(self.n, dtype=bool))
+    def _staying(self, again: Mapping[int, bool]) -> dict[Memory, list[int]]:
+        """The memory that stays for backward -> the captured parts for which it does.
 
-    @cached_property
-    def _entering(self) -> dict[Memory, list[int]]:
-        """The same where all blocks run again that may."""
-        return self._staying(self.repeating)
-
-    def _staying(self, again: np.ndarray) -> dict[Memory, list[int]]:
+        Of parts that run `again` only what enters them stays.
+        """
         stored = {*self.graph.parameters.values(), *self.graph.buffers.values()}
         found: dict[Memory, list[int]] = {}
         for op in self.graph.ops:
             unit = self.unit[op.name]
-            names = self._from_outside(op) if again[unit] else op.saved if self._keeps(op) else ()
+            names = (
+                self._from_outside(op) if again.get(unit) else op.saved if self._keeps(op) else ()
+            )
             layouts = (*self.flow.operands[op.name], *self.flow.results[op.name])
             for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
                 if name in names and self.flow.saved.root(name) not in stored:
@@ -427,13 +521,15 @@ class StageTables:
         again, alone = np.zeros(self.n), np.zeros(self.n)
         for h in self.holdings:
             if h.kind == "gathered":
-                gathered[self.unit.get(h.of, self.n - 1)] += h.bytes
+                rows = self._all_of(self.unit.get(h.of, self.units - 1))
+                gathered[rows] += h.bytes
             elif h.kind == "working":
-                losses[self.unit[h.of]] += h.bytes
-        for at, units in self._kept.items():
-            again[units[0]] += self._bytes(at)
-            if len(units) == 1 and at not in self._wires:
-                alone[units[0]] += self._bytes(at)
+                losses[self._all_of(self.unit[h.of])] += h.bytes / self._times(h.of)
+        for each in self._memories:
+            if each.kept:
+                again[each.kept[0]] += each.bytes
+                if len(each.kept) == 1 and not each.spans:
+                    alone[each.kept[0]] += each.bytes
         moment = np.maximum(losses, 2 * gathered)
         beyond = turn.first(_largest((moment + again) * self.repeating))
         beyond = beyond - turn.then(_stretches(alone))
@@ -443,7 +539,7 @@ class StageTables:
 
     @cached_property
     def _crossings(self) -> dict[str, tuple[int, int]]:
-        """What later blocks use of a block -> (its block, the last that uses it)."""
+        """What later parts use of a captured part -> (that part, the last that uses it)."""
         dependent = set(self.graph.parameters.values())
         outputs = set(self.graph.outputs)
         found: dict[str, tuple[int, int]] = {}
@@ -452,7 +548,7 @@ class StageTables:
                 continue  # every stage can make it for itself
             dependent.update(op.results)
             for name in op.results:
-                last = self.n - 1 if name in outputs else max(self.uses.get(name, [0]))
+                last = self.units - 1 if name in outputs else max(self.uses.get(name, [0]))
                 if last > self.unit[op.name]:
                     found[name] = (self.unit[op.name], last)
         return found
@@ -462,9 +558,13 @@ class StageTables:
         sent, gradients = np.zeros(self.n + 1), np.zeros(self.n + 1)
         for name, (made, last) in self._crossings.items():
             size = self._bytes((name, self.flow.produced[name]))
-            sent[made + 1 : last + 1] += size
-            if self.graph.tensors[name].needs_grad:
-                gradients[made + 1 : last + 1] += size
+            for at in self.spread(name, {*self.uses.get(name, ()), made, last}):
+                if not at.get(made) or not at.get(last):
+                    continue
+                crossed = slice(min(at[made]) + 1, max(at[last]) + 1)
+                sent[crossed] += size
+                if self.graph.tensors[name].needs_grad:
+                    gradients[crossed] += size
         return sent, gradients
 
     def _send_seconds(self, sizes: np.ndarray) -> np.ndarray:
@@ -532,6 +632,11 @@ class _Turn(NamedTuple):
     def then(self, sums: np.ndarray) -> np.ndarray:
         """Of the blocks behind those."""
         return sums[self.turns, self.ends]
+
+
+def _places(places: Places, units: Iterable[int]) -> tuple[int, ...]:
+    """The blocks of the whole model for captured parts, ascending."""
+    return tuple(sorted({at for unit in units for at in places.get(unit, ())}))
 
 
 def _stretches(rows: np.ndarray) -> np.ndarray:

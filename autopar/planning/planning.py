@@ -30,7 +30,8 @@ from autopar.ir import (
 )
 from autopar.ir.recompute import RecomputeWish
 from autopar.passes import clean_up
-from autopar.pipeline.blocks import count_repeating, has_blocks
+from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.parts import count_repeating
 from autopar.search.notes import undivided_lines
 from autopar.search.pipeline import search_pipeline, search_pipeline_mesh, seconds_of_one_stage
 from autopar.search.request import Request

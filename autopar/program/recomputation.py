@@ -11,7 +11,8 @@ from torch import fx
 
 from autopar.ir import Graph, Plan
 from autopar.passes.cut_stages import stage_numbers
-from autopar.pipeline.blocks import has_blocks, repeating_parts
+from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.parts import repeating_parts
 
 
 def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[int]:

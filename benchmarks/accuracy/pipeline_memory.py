@@ -30,7 +30,7 @@ import autopar
 from autopar.cost_model import find_hardware
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan
-from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
 from autopar.planning.planning import make_plan, prepare_step

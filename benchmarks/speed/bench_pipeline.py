@@ -38,7 +38,7 @@ from torch.distributed.pipelining import (
 import autopar
 from autopar.cost_model import find_hardware
 from autopar.ir import Pipeline
-from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.parts import block_starts
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search.request import Request
 

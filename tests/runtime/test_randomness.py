@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.ir import Graph, Mesh, Pipeline, Plan
 from autopar.ir.recompute import Recompute
-from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.parts import block_starts
 from autopar.planning.planning import prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint

@@ -17,7 +17,7 @@ import autopar
 from autopar.cost_model import find_hardware
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute
-from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.parts import block_starts
 from autopar.pipeline.stage_costs import StageTable, stage_table
 from autopar.planning.planning import make_plan
 from autopar.runtime.executor import Runner

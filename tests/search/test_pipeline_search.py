@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import Graph, Mesh, Plan, is_legal
-from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_costs import costs_of_stages

@@ -14,7 +14,7 @@ from autopar.cost_model import find_hardware
 from autopar.errors import PlanError, SearchError
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, blocks_again
-from autopar.pipeline.blocks import repeating_parts
+from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import make_plan, prepare_forward, prepare_step
 from autopar.search.balance import balance_of

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.cost_model import find_hardware
 from autopar.ir import SCHEDULES, Graph, Pipeline, Plan
-from autopar.pipeline.blocks import block_starts
+from autopar.pipeline.parts import block_starts
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.search import RecipeLike
 from autopar.search.request import Request

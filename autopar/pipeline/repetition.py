@@ -1,0 +1,153 @@
+"""The blocks of a whole model, said of a graph that has three layers of each stack.
+
+    captured    embed  layers.0  layers.1               layers.2   head
+    whole       embed  layers.0  layers.1 ... layers.30 layers.31  head
+                                 `---- copies of layers.1 ----'
+
+Prices are found for the captured blocks and repeated. What one block makes and another uses is repeated as a
+relation between blocks: a tensor that the middle layer makes and the last layer uses is, in the whole model,
+made by every copy and used by the next one; one that all layers use (a mask, the result of an encoder) is a
+single tensor that every copy uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.ir import Graph, Stack
+from autopar.pipeline.blocks import Block, find_blocks
+
+Places = Mapping[int, tuple[int, ...]]  # captured block -> blocks of the whole model
+
+
+class Group(NamedTuple):
+    """Captured blocks, from `begin` up to `end`, of which the whole model has `times` copies."""
+
+    begin: int
+    end: int
+    times: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+    def __contains__(self, block: object) -> bool:
+        return isinstance(block, int) and self.begin <= block < self.end
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Which blocks of the whole model a captured block stands for.
+
+    Attributes:
+        blocks: captured blocks, in the graph's order.
+        groups: runs of captured blocks that stand for several, in order.
+        captured: for every block of the whole model the captured one, in order.
+        stacks: stacks of which the graph has fewer layers than the model.
+    """
+
+    blocks: tuple[Block, ...]
+    groups: tuple[Group, ...]
+    captured: tuple[int, ...]
+    stacks: tuple[Stack, ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph) -> Repetition:
+        """The repetition of a graph; of one with all its layers nothing is repeated."""
+        blocks = find_blocks(graph)
+        groups = tuple(_groups(graph, blocks))
+        captured: list[int] = []
+        begin = 0
+        for group in groups:
+            captured += range(begin, group.begin)
+            captured += [*range(group.begin, group.end)] * group.times
+            begin = group.end
+        captured += range(begin, len(blocks))
+        short = tuple(s for s in graph.stacks if s.captured < s.layers)
+        return cls(blocks, groups, tuple(captured), short)
+
+    def module(self, place: int) -> str:
+        """Path of the module that a block of the whole model is, such as `layers.37`."""
+        block = self.captured[place]
+        found, group = self.blocks[block].module, self.group_of(block)
+        return self.layer(found, (place - self.at(block)) // group.length if group else 0)
+
+    def layer(self, path: str, copy: int) -> str:
+        """The path in the whole model of a captured layer, or of one that it stands for."""
+        stack = next((s for s in self.stacks if s.index(path) is not None), None)
+        if stack is None:
+            return path
+        number = stack.index(path)
+        assert number is not None, "the stack has the path"
+        if number > stack.middle and number < stack.captured:
+            number += stack.layers - stack.captured
+        return f"{stack.path}.{number + copy}"
+
+    def group_of(self, block: int) -> Group | None:
+        """The group that a captured block belongs to."""
+        return next((group for group in self.groups if block in group), None)
+
+    def at(self, block: int, copy: int = 0) -> int:
+        """The place of a captured block's copy in the whole model."""
+        before = sum((g.times - 1) * g.length for g in self.groups if g.end <= block)
+        group = self.group_of(block)
+        return block + before + (copy * group.length if group else 0)
+
+    def all_of(self, block: int) -> tuple[int, ...]:
+        """The places of all copies of a captured block."""
+        group = self.group_of(block)
+        return tuple(self.at(block, copy) for copy in range(group.times if group else 1))
+
+    def spread(self, made: int | None, owner: int | None, blocks: Collection[int]) -> list[Places]:
+        """The tensors of the whole model that a captured one stands for.
+
+        Args:
+            made: captured block that makes it; None for a parameter, a buffer or an input.
+            owner: captured block of the layer that a parameter belongs to; None outside of repeated layers.
+            blocks: all captured blocks that have to do with it.
+
+        Returns for each of these tensors where its blocks are in the whole model.
+        """
+        source = made if made is not None else owner
+        group = self.group_of(source) if source is not None else None
+        if group is None:
+            return [{block: self._shared(block, made, blocks) for block in blocks}]
+        return [
+            {b: (at,) for b in blocks if (at := self._seen(b, group, copy)) is not None}
+            for copy in range(group.times)
+        ]
+
+    def _seen(self, block: int, group: Group, copy: int) -> int | None:
+        """Where a captured block stands that has to do with one copy of what a group makes."""
+        if block in group:
+            return self.at(block, copy)
+        if block < group.begin or copy == group.times - 1:
+            return self.at(block)
+        follower = block - group.length  # what the last layer reads, the next copy does
+        return self.at(follower, copy + 1) if follower in group else None
+
+    def _shared(self, block: int, made: int | None, blocks: Collection[int]) -> tuple[int, ...]:
+        """The places of a block that uses what is made outside of its group."""
+        group = self.group_of(block)
+        if group is None or made is None:
+            return self.all_of(block)
+        layer_before = group.begin - group.length <= made < group.begin
+        last_too = any(group.end <= other < group.end + group.length for other in blocks)
+        return (self.at(block),) if layer_before and not last_too else self.all_of(block)
+
+
+def _groups(graph: Graph, blocks: Sequence[Block]) -> list[Group]:
+    found = []
+    places = [graph.stack_of(block.module) for block in blocks]
+    for stack in graph.stacks:
+        if stack.captured < stack.layers:
+            begin = places.index((stack, stack.middle))
+            end = next(
+                i
+                for i, place in enumerate(places)
+                if place and place[0] == stack and place[1] > stack.middle
+            )
+            found.append(Group(begin, end, stack.layers - stack.captured + 1))
+    return sorted(found)
