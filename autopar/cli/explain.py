@@ -46,11 +46,12 @@ def explain_command(
 ) -> None:  # fmt: skip
     check_folder(save, html, trace)
     with working() as progress:
-        found = question(target, progress, given).answer()
+        asked = question(target, progress, given)
+        found = asked.answer()
         progress("writing the report")
         page = page_of(found, target, save)
     if save is not None:
-        found.plan.save(save)
+        asked.whole_plan(found.plan).save(save)
     write_files(page, html, trace)
     if as_json:
         print_json(page.document)

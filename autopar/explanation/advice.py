@@ -19,15 +19,17 @@ from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.step import Run, Step, Term
 from autopar.cost_model.symbols import factor_symbols
-from autopar.errors import AutoparError, SearchError
+from autopar.errors import AutoparError, CaptureError, SearchError
 from autopar.explanation.explanation import Explanation, run_of
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import Recompute
-from autopar.models.targets import Target, resolve_target
+from autopar.models.targets import Built, Target, resolve_target
+from autopar.passes.unroll_layers import unroll_layers
 from autopar.pipeline.simulation import Simulation
+from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, make_plan, prepare_step, take_parts
 from autopar.search.candidates import (
     Priced,
@@ -245,7 +247,7 @@ class Question:
     def answer(self) -> Advice:
         """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
         mesh = self.request.mesh
-        if mesh is not None and not self._needs_closed_form:
+        if mesh is not None:
             return self._staged(mesh) if self.request.has_stages else self._given(mesh)
         fitting = [each for each in self.settings if each.memory_bytes <= self.bound_bytes]
         if not fitting:
@@ -261,31 +263,18 @@ class Question:
         setting = priced.setting
         prepared, graph = self.captured(setting.micro_batch * setting.dp)
         self.progress(f"searching the plan for {setting.name}")
-        stage = self._asked(graph).but(
-            mesh=setting.mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
-            stages=None, schedule=None, chunks=None, recompute=None, must_fit=False,
+        request = self._asked(graph).but(
+            mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
+            stages=None, schedule=setting.schedule or None, chunks=None, recompute=setting.recompute,
+            must_fit=False,
         )  # fmt: skip
-        whole = stage.but(
-            mesh=setting.world_mesh, schedule=setting.schedule or None, recompute=setting.recompute
-        )
-        plan = make_plan(_with_graph(prepared, graph), stage if self._is_few else whole)
+        plan = make_plan(_with_graph(prepared, graph), request)
         plan = replace(plan, recompute=setting.recompute)
         run = Run(
             setting.micro_batches, setting.stages, recompute=setting.recompute,
             training_state=training_state_of(graph),
         )  # fmt: skip
         return replace(self._advice(graph, plan, run), setting=setting)
-
-    @property
-    def _is_few(self) -> bool:
-        """Whether one captured layer stands for several, so that there are no names to cut at."""
-        return any(stack.captured < stack.layers for stack in self.model.stacks)
-
-    @property
-    def _needs_closed_form(self) -> bool:
-        """Whether stages or layers that run again are asked of a model with few layers captured."""
-        again = self.request.recompute not in (None, "none")
-        return self._is_few and (self.request.has_stages or again)
 
     def _given(self, mesh: Mesh) -> Advice:
         """The plan for a mesh without stages that was given."""
@@ -323,6 +312,18 @@ class Question:
                 f"{self.request.micro_batches}. Leave one of them out."
             )
         return count
+
+    def whole_plan(self, plan: Plan) -> Plan:
+        """The plan of an answer, for the model with all its layers: it names every op and parameter.
+
+        `autopar.compile(model, plan=...)` and `autopar.verify` read it.
+        """
+        graphs = [(p, g) for _, p, g in self._captured.values() if _is_of(plan, g)]
+        prepared, graph = next(
+            (each for each in graphs if each[0].captured.fingerprint == plan.fingerprint),
+            graphs[-1],
+        )
+        return spoken_of_all_layers(plan, graph, prepared.captured)
 
     # --- a mesh with stages
 
@@ -547,14 +548,34 @@ def _folded(names: Sequence[str]) -> list[str]:
 def _capture(
     target: Target, rows: tuple[int, int] | None = None, *, precision: MixedPrecision | None
 ) -> tuple[Prepared, Graph]:
-    """The step of a target; with `rows` of so many rows of its example only so many."""
+    """The step of a target, with few layers in its graph and all of them in its capture.
+
+    With `rows`, an example of that many rows is cut to that many. Where few layers cannot stand for the others,
+    all are captured.
+    """
+    prepared = _prepared_few(target, rows, precision, target.build_few)
+    if not target.stacks:
+        return prepared, prepared.analysis.graph
+    try:
+        captured, copies = unroll_layers(prepared.captured, target.stacks)
+    except CaptureError:
+        prepared = _prepared_few(target, rows, precision, lambda: target.build(None))
+        return prepared, prepared.analysis.graph
+    graph = replace(prepared.analysis.graph, stacks=target.stacks, copies=copies)
+    return replace(prepared, captured=captured), graph
+
+
+def _prepared_few(
+    target: Target,
+    rows: tuple[int, int] | None,
+    precision: MixedPrecision | None,
+    build: Callable[[], Built],
+) -> Prepared:
     with torch.device("meta") if target.is_function else contextlib.nullcontext():
-        model, args, kwargs, loss_fn = target.build_few()
+        model, args, kwargs, loss_fn = build()
         if rows is not None:
             args, kwargs = first_rows((args, kwargs), *rows)
-    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
-    graph = prepared.analysis.graph
-    return prepared, replace(graph, stacks=target.stacks or graph.stacks)
+    return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
 
 
 def first_rows(inputs: Any, own: int, wanted: int) -> Any:
@@ -565,6 +586,10 @@ def first_rows(inputs: Any, own: int, wanted: int) -> Any:
         return x[:wanted] if has_rows else x
 
     return pytree.tree_map(cut, inputs)
+
+
+def _is_of(plan: Plan, graph: Graph) -> bool:
+    return plan.ops.keys() == graph.by_name.keys()
 
 
 def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:

@@ -19,6 +19,7 @@ from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import Prepared, prepare_step
 from autopar.search import search
 from autopar.search.pipeline import search_pipeline
+from autopar.search.request import Request
 from tests.support.llama import Llama
 
 LAYERS = 7
@@ -109,7 +110,7 @@ def test_a_table_of_three_layers_is_that_of_all(
 def test_the_pipeline_found_is_the_same(model: str, stages: int, graphs: dict[str, Graphs]) -> None:
     short, whole = (
         search_pipeline(
-            graph, {"pp": stages, "dp": 2}, hardware=TINY, recipe="dp:zero1", schedule="gpipe"
+            graph, Request(TINY, mesh={"pp": stages, "dp": 2}, recipe="dp:zero1", schedule="gpipe")
         )
         for graph in graphs[model]
     )
@@ -126,11 +127,17 @@ def test_recomputation_is_the_same(
 ) -> None:
     short, whole = (
         search_pipeline(
-            graph, {"pp": 2, "dp": 2}, hardware=TINY, recipe="dp:ddp", schedule="gpipe",
-            recompute=recompute,
+            graph,
+            Request(
+                TINY,
+                mesh={"pp": 2, "dp": 2},
+                recipe="dp:ddp",
+                schedule="gpipe",
+                recompute=recompute,
+            ),
         )
         for graph in graphs[model]
-    )  # fmt: skip
+    )
     assert short.plan.recompute == whole.plan.recompute != "none"
     assert short.plan.pipeline == whole.plan.pipeline
     assert short.best.seconds == pytest.approx(whole.best.seconds, rel=1e-9)
