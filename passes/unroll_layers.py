@@ -213,10 +213,12 @@ class _Unroller:
         c = self.captured
 
         def placeholders(named: Mapping[str, str]) -> dict[str, str]:
-            pairs = (
-                (name, zip(of[p], self._names(name), strict=True)) for p, name in named.items()
-            )
-            return {new: title for _, both in pairs for new, title in both}
+            found = {
+                new: title
+                for old, name in named.items()
+                for new, title in zip(of[old], self._names(name), strict=True)
+            }
+            return {name: found[name] for name in final.values() if name in found}
 
         return dataclasses.replace(
             c, module=long,

@@ -139,15 +139,14 @@ def test_the_first_rows_of_inputs():
     assert untouched is table and words == {"n": 4}
 
 
-def test_stages_of_a_function_are_cut_and_of_a_preset_are_not():
+def test_stages_of_a_function_and_of_a_preset_are_cut():
     mesh = Mesh.parse("pp=2,dp=2")
     options = {"recipe": "pp:gpipe,dp:zero1", "micro_batches": 2, "recompute": "none"}
-    whole = ask(TARGET, batch=None, seq=None, mesh=mesh, **options).answer()
-    assert whole.plan.pipeline is not None and whole.plan.world_mesh == mesh
-    assert whole.step_seconds == whole.simulated.seconds
-    few = ask(mesh=mesh).answer()
-    assert few.plan.pipeline is None and few.run.stages == 2
-    assert few.setting.name.startswith("dp=2 ") and " x pp=2 " in few.setting.name
+    for target in (TARGET, "gpt2"):
+        sizes = {"batch": None, "seq": None} if target == TARGET else {}
+        found = ask(target, mesh=mesh, **sizes, **options).answer()
+        assert found.plan.pipeline is not None and found.plan.world_mesh == mesh
+        assert found.step_seconds == found.simulated.seconds
 
 
 def test_micro_batches_are_searched_within_the_batch():
