@@ -235,7 +235,7 @@ def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
     if recompute not in (None, "none") and not has_blocks(graph):
         raise PlanError(
             f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "
-            "none takes a parameter, or layers were left out of the graph. Leave recompute out."
+            "none takes a parameter. Leave recompute out."
         )
 
 
