@@ -257,8 +257,7 @@ def _closed_form_stages(e: Explanation) -> str:
     share = f"{layers / stages:g} of {layers} layers" if layers else "an equal share"
     return (
         f"Each of the {stages} pipeline stages is taken to have {share}, the first with what comes before "
-        "them and the last with what comes behind, and is priced by the closed form of 1F1B. Cuts and a "
-        "simulated schedule need the whole model: package.module:function with --mesh pp=..."
+        "them and the last with what comes behind, and is priced by the closed form of 1F1B."
     )
 
 

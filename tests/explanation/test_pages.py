@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from autopar.cli.output import write_files
 from autopar.cost_model.cluster import find_cluster
@@ -12,6 +13,7 @@ from autopar.explanation.pages import change_line, page_of, word_of
 from autopar.explanation.report import as_text, collectives
 from autopar.explanation.sheet import Sheet
 from autopar.ir import Mesh
+from autopar.models import PRESETS, build
 from autopar.search.request import Request
 from autopar.units import format_seconds
 from autopar.views import read_trace, show, to_html
@@ -139,12 +141,18 @@ def test_a_pipeline_is_in_the_page_and_the_trace(staged_page, tmp_path):
     assert all(lane.startswith("rank ") for lane in lanes)
 
 
-def test_few_layers_stand_for_stages_by_the_closed_form():
-    request = Request.on(find_cluster("h100x4"), mesh=Mesh.parse("pp=2,dp=2"), batch=16)
+def test_stages_of_few_layers_are_those_of_all():
+    request = Request.on(
+        find_cluster("h100x4"), mesh=Mesh.parse("pp=2,dp=2"), batch=16, recipe="pp:gpipe,dp:ddp",
+        micro_batches=2,
+    )  # fmt: skip
     found = Question("gpt2", request, 64).answer()
     page = page_of(found, "gpt2")
-    assert found.simulation is None and found.run.stages == 2
-    assert "pp=2,dp=2 on h100x4x1, 1f1b by its closed form" in page.subtitle
-    assert any(
-        "Each of the 2 pipeline stages is taken to have 6 of 12 layers" in n for n in page.notes
-    )
+    assert "pp=2,dp=2 on h100x4x1, gpipe over 2 stages" in page.subtitle
+    assert sum(row.layers for row in page.stages) == 12
+    assert page.stages[0].first == "embedding" and page.stages[1].last == "norm"
+    with torch.device("meta"):
+        model = build(PRESETS["gpt2"].description)
+    whole = sum(p.numel() for p in model.parameters())
+    tied = model.embedding.weight.numel()  # both ends hold it
+    assert sum(row.parameters for row in page.stages) == whole + tied
