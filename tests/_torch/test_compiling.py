@@ -25,11 +25,14 @@ def test_a_backend_compiles_a_graph_for_arguments_like_these(backend):
     )
 
 
-def test_a_missing_compiler_is_told(monkeypatch):
+def test_a_missing_compiler_is_told():
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    assert "no-such-compiler" in _torch.missing_cpp_compiler()
+    with config.patch(
+        "cpp.cxx", (None, "no-such-compiler")
+    ):  # monkeypatch would delete it at its end
+        assert "no-such-compiler" in _torch.missing_cpp_compiler()
+    assert "no-such-compiler" not in _torch.missing_cpp_compiler()
 
 
 def test_complex_numbers_inside_a_graph_are_seen():

@@ -267,14 +267,17 @@ def test_dropped_programs_take_along_what_was_compiled(monkeypatch: pytest.Monke
     assert made._settings.executor.compiled == 2 * alone._settings.executor.compiled > 0
 
 
-def test_inductor_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_says_what_it_lacks() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
     sentence = (
         "needs a C\\+\\+ compiler .*no-such-compiler.*variable CXX, or use the executor 'aot_eag"
     )
-    with pytest.raises(AutoparError, match=sentence):
+    # torch's own way to change its settings; monkeypatch would delete this one at its end
+    with (
+        config.patch("cpp.cxx", (None, "no-such-compiler")),
+        pytest.raises(AutoparError, match=sentence),
+    ):
         region_of(Executor("inductor"))(torch.ones(2, 2))
 
 
