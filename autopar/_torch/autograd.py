@@ -28,7 +28,7 @@ class _Handed(torch.autograd.Function):
 
 
 def handed_on(x: Tensor) -> Tensor:
-    """The same values, contiguous, as a tensor that autograd saves nowhere and takes for no view.
+    """A contiguous tensor of the same values that autograd neither saves nor takes for a view.
 
     So it can be detached in place when its graph is no longer needed.
     """

@@ -23,7 +23,7 @@ def is_functional(x: Tensor) -> bool:
 def compile_graph(
     module: fx.GraphModule, arguments: Sequence[Tensor], backend: str
 ) -> Callable[..., Any]:
-    """What a backend of torch.compile makes of a graph, for arguments of the kind of these.
+    """Compiles a graph by a backend of torch.compile, for arguments like these.
 
     Autograd is on or off as it is now. What watches saved tensors outside does not see those of the trace.
     """
@@ -63,7 +63,7 @@ def computes_complex(module: fx.GraphModule, arguments: Sequence[Tensor]) -> boo
 
 
 def missing_cpp_compiler() -> str:
-    """What Inductor says of the C++ compiler that it does not find; "" where it finds one."""
+    """Inductor's message about the C++ compiler that it does not find; "" where it finds one."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -99,7 +99,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def dynamo_source(node: fx.Node) -> str:
-    """Where an argument of a dynamo graph comes from: `L['self']._modules['up']._parameters['weight']`."""
+    """The source of an argument of a dynamo graph, such as `L['self']._modules['up']._parameters['weight']`."""
     source = getattr(node, "_dynamo_source", None)
     return "" if source is None else source.name
 

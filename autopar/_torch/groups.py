@@ -72,5 +72,5 @@ def default_store() -> dist.Store:
 
 
 def store_seconds(store: dist.Store) -> float:
-    """How long a store waits for a key if it is not told."""
+    """The time that a store waits for a key by default."""
     return store.timeout.total_seconds()  # type: ignore[attr-defined]

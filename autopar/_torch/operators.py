@@ -18,7 +18,7 @@ def autopar_op(name: str) -> Any:
 
 
 def required_arguments(name: str) -> int | None:
-    """How many arguments the ATen operator of this name must be given; None where there is no such operator."""
+    """The number of arguments that an ATen operator requires; None where there is no operator of this name."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or "default" not in packet.overloads():
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class _StandInStage:
-    """What a pipeline schedule asks of a stage, noting in `log` what it is told to do.
+    """A stand-in for a pipeline stage, which records in `log` every action that a schedule asks for.
 
     Its sends and receives are empty lists, so that no process group is needed.
     """
@@ -55,7 +55,7 @@ class _StandInStage:
 def pipeline_actions(
     schedule: type[Any], stages_of: Sequence[Sequence[int]], micro_batches: int
 ) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-    """What a class of torch.distributed.pipelining has every rank do, in order.
+    """The actions of every rank under a schedule class of torch.distributed.pipelining, in order.
 
     Schedules of one stage a rank are a loop, which is run on stand-ins: the order that
     `Schedule1F1B` tells of itself (`pipeline_order`) numbers the last rank's micro-batches from 1.

@@ -187,7 +187,7 @@ def _arguments_of_bodies(call: fx.Node, given: fx.Node) -> list[fx.Node]:
 
 
 class _SplitGraph:
-    """What dynamo calls in place of a graph: plans at the first call of each set of shapes.
+    """The function that dynamo calls in place of a graph; it plans at the first call of each set of shapes.
 
     [Note: programs are kept] in autopar/runtime/module.py.
     """
@@ -242,7 +242,7 @@ class _SplitGraph:
 
 
 def _kind(x: Any) -> Any:
-    """What a plan depends on: all of a number, and of a tensor what its graph does."""
+    """The properties of an argument that a plan depends on: the value of a number; of a tensor what its graph uses."""
     if not isinstance(x, Tensor):
         return x
     if isinstance(x, DTensor):
@@ -326,7 +326,7 @@ def _local_graph(prepared: Prepared, plan: Plan) -> fx.GraphModule:
 
 @torch.inference_mode(False)  # whose tensors have no version
 def _stand_in(parameter: DTensor) -> nn.Parameter:
-    """What has the shape of a whole parameter, and takes no memory."""
+    """A tensor of the shape of a whole parameter that takes no memory."""
     found = _torch.without_memory(parameter.shape, parameter.dtype, parameter.device)
     return nn.Parameter(found, requires_grad=parameter.requires_grad)
 
@@ -352,7 +352,7 @@ class _Shard:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """In which its gradient is added up: what autograd gives."""
+        """The format in which its gradient is added up, as autograd gives it."""
         return self.local.dtype
 
 
@@ -364,7 +364,7 @@ class _Shards:
         self.leaves: list[Tensor] = []
 
     def shape(self, i: int) -> tuple[int, ...]:
-        """Of what a rank holds."""
+        """The shape of the part that a rank holds."""
         return tuple(self.kept[i].local.shape)
 
 
@@ -471,7 +471,7 @@ def _states(device: torch.device) -> list[list[int]]:
     return [state.tolist() for state in states]
 
 
-# --- what is told
+# --- what is reported
 
 
 def _summary(graph: Graph, plan: Plan, local: fx.GraphModule) -> str:

@@ -293,7 +293,7 @@ def mesh_of(parameter: DTensor) -> Mesh:
 
 
 def device_of(tensors: Any) -> torch.device:
-    """Where a graph computes: on the accelerator if any of these is there."""
+    """The device that a graph computes on: the accelerator if any of these tensors is there."""
     found = [x.device for x in tensors if isinstance(x, Tensor)]
     return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
 
@@ -301,7 +301,7 @@ def device_of(tensors: Any) -> torch.device:
 def hardware_of(
     hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
 ) -> Hardware:
-    """What is priced: by name or path, or a guess from the device."""
+    """The hardware to price: by name or path, or a guess from the device."""
     return find_hardware(hardware or ("cpu-gloo" if device.type == "cpu" else "h100"))
 
 

@@ -32,8 +32,8 @@ from autopar.pipeline.simulation import Simulation
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, make_plan, prepare_step, take_parts
 from autopar.search.candidates import (
-    Priced,
-    Setting,
+    ClusterSetting,
+    PricedCandidate,
     Space,
     best_that_fits,
     compared,
@@ -87,7 +87,7 @@ class Advice(Explanation):
 
     words: Mapping[int, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
-    setting: Setting | None = None
+    setting: ClusterSetting | None = None
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         """Without parts that are nothing but the rounding of a difference."""
@@ -226,7 +226,7 @@ class Question:
         return self.request.batch or own * (self.request.micro_batches or 1)
 
     @cached_property
-    def settings(self) -> tuple[Priced, ...]:
+    def settings(self) -> tuple[PricedCandidate, ...]:
         """Every setting that the request leaves, priced, fastest first. Raises AutoparError for none."""
         check_closed_form(self.request)
         priced = self.space.price()
@@ -258,7 +258,7 @@ class Question:
                 break
         return replace(found, candidates=self._candidates(best, found), changes=self._changes(best))
 
-    def explain(self, priced: Priced) -> Advice:
+    def explain(self, priced: PricedCandidate) -> Advice:
         """A setting with the plan that its recipe leads to at its own sizes."""
         setting = priced.setting
         prepared, graph = self.captured(setting.micro_batch * setting.dp)
@@ -406,7 +406,7 @@ class Question:
             tokens=tokens_of(graph), words=self.model.words, request=self.request,
         )  # fmt: skip
 
-    def _candidates(self, best: Priced, found: Advice) -> tuple[Candidate, ...]:
+    def _candidates(self, best: PricedCandidate, found: Advice) -> tuple[Candidate, ...]:
         """Rows of a comparison; that of the chosen one says what its explanation says."""
         rows = compared(self.settings, best, self.bound_bytes)
         return tuple(
@@ -414,7 +414,7 @@ class Question:
             for each in rows
         )
 
-    def _changes(self, best: Priced) -> tuple[Change, ...]:
+    def _changes(self, best: PricedCandidate) -> tuple[Change, ...]:
         """What other figures of the cluster would lead to, among the settings that were near."""
         near = _near(self.settings, best)
         self.progress("asking what would change the choice")
@@ -448,7 +448,9 @@ class Question:
 # --- parts of an answer
 
 
-def _near(settings: Sequence[Priced], best: Priced, count: int = 24) -> list[Setting]:
+def _near(
+    settings: Sequence[PricedCandidate], best: PricedCandidate, count: int = 24
+) -> list[ClusterSetting]:
     """The settings whose turn it could be on another cluster: the fastest of those that fit as well."""
     fitting = [each for each in settings if each.memory_bytes <= max(best.memory_bytes, 1) * 1.5]
     return list(dict.fromkeys([best.setting, *(each.setting for each in fitting[:count])]))
@@ -484,7 +486,9 @@ def _memories(bound_bytes: int) -> list[int]:
     return [int(size * 1e9) for size in _MEMORIES if size * 1e9 > 1.01 * bound_bytes][:2]
 
 
-def _change(what: str, priced: Sequence[Priced], best: Priced, bound_bytes: float) -> Change | None:
+def _change(
+    what: str, priced: Sequence[PricedCandidate], best: PricedCandidate, bound_bytes: float
+) -> Change | None:
     then = best_that_fits(priced, bound_bytes)
     if then is None:
         return None

@@ -12,7 +12,13 @@ from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Advice, Question
 from autopar.explanation.launch import asked
-from autopar.search.candidates import DATA, Priced, Setting, best_that_fits, smallest
+from autopar.search.candidates import (
+    DATA,
+    ClusterSetting,
+    PricedCandidate,
+    best_that_fits,
+    smallest,
+)
 from autopar.search.intents import allows
 
 _FACTORS = (2, 4, 8, 16, 32, 64)  # of nodes
@@ -47,7 +53,7 @@ class Fit:
         remedies: smallest changes first; where it fits, what room there is.
     """
 
-    asked: Priced
+    asked: PricedCandidate
     advice: Advice
     remedies: tuple[Remedy, ...]
 
@@ -71,7 +77,7 @@ def will_it_fit(question: Question) -> Fit:
     return Fit(asked, advice, tuple(find(question, asked)))
 
 
-def _remedies(question: Question, asked: Priced) -> Iterator[Remedy]:
+def _remedies(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
     """One change at a time, the smallest of its kind that is enough; then anything on this cluster."""
     found = 0
     priced = question.space.price()
@@ -88,13 +94,17 @@ def _remedies(question: Question, asked: Priced) -> Iterator[Remedy]:
     yield from _other_clusters(question, asked)
 
 
-_Kind = tuple[Callable[[Setting], str], Callable[[Setting], bool], Callable[[Setting], float]]
+_Kind = tuple[
+    Callable[[ClusterSetting], str],
+    Callable[[ClusterSetting], bool],
+    Callable[[ClusterSetting], float],
+]
 
 
-def _kinds(s: Setting) -> list[_Kind]:
+def _kinds(s: ClusterSetting) -> list[_Kind]:
     """(in words, whether a setting differs in this alone, what is least) of every kind of change."""
 
-    def alike(other: Setting, **changed: object) -> bool:
+    def alike(other: ClusterSetting, **changed: object) -> bool:
         values = {name: getattr(other, name) for name in changed}
         return other == replace(s, **values)
 
@@ -129,18 +139,18 @@ def _kinds(s: Setting) -> list[_Kind]:
     ]  # fmt: skip
 
 
-def _refused(question: Question, setting: Setting) -> bool:
+def _refused(question: Question, setting: ClusterSetting) -> bool:
     """Whether a setting uses what the request rules out by name; all else may be changed."""
     request = question.request.but(mesh=None, recipe="auto", chunks=None, micro_batches=None)
     return not allows(request, setting, question.cluster.devices_per_node)
 
 
-def _remedy(what: str, then: Priced, asked: Priced) -> Remedy:
+def _remedy(what: str, then: PricedCandidate, asked: PricedCandidate) -> Remedy:
     slower = then.seconds / asked.seconds - 1
     return Remedy(what, then.setting.name, then.memory_bytes, then.seconds, slower)
 
 
-def _other_clusters(question: Question, asked: Priced) -> Iterator[Remedy]:
+def _other_clusters(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
     cluster, bound = question.cluster, question.bound_bytes
     for factor in _FACTORS:
         more = _best_on(question, Cluster(cluster.hardware, cluster.nodes * factor))
@@ -152,7 +162,7 @@ def _other_clusters(question: Question, asked: Priced) -> Iterator[Remedy]:
         yield from _other_devices(question, asked)
 
 
-def _other_devices(question: Question, asked: Priced, count: int = 2) -> Iterator[Remedy]:
+def _other_devices(question: Question, asked: PricedCandidate, count: int = 2) -> Iterator[Remedy]:
     """The devices of the catalogue with least memory that would do."""
     cluster = question.cluster
     larger = sorted(
@@ -170,7 +180,7 @@ def _other_devices(question: Question, asked: Priced, count: int = 2) -> Iterato
             yield _remedy(f"{hardware.name}, {hardware.memory_bytes / 1e9:.0f} GB", priced, asked)
 
 
-def _best_on(question: Question, cluster: Cluster) -> Priced | None:
+def _best_on(question: Question, cluster: Cluster) -> PricedCandidate | None:
     """The fastest setting that fits on another cluster, whatever its recipe."""
     try:
         priced = question.space.on(cluster).price()
@@ -180,7 +190,7 @@ def _best_on(question: Question, cluster: Cluster) -> Priced | None:
     return best_that_fits(allowed, question.bound_bytes)
 
 
-def _on(question: Question, cluster: Cluster, asked: Priced) -> Priced | None:
+def _on(question: Question, cluster: Cluster, asked: PricedCandidate) -> PricedCandidate | None:
     """The setting on another cluster, dp as long as its ranks ask for and the batch as it was."""
     setting = asked.setting
     dp, rest = divmod(cluster.ranks, setting.tp * setting.stages)
@@ -195,7 +205,7 @@ def _on(question: Question, cluster: Cluster, asked: Priced) -> Priced | None:
     return found[0] if found else None
 
 
-def _room(question: Question, asked: Priced) -> Iterator[Remedy]:
+def _room(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
     """What else would fit: a larger micro-batch, fewer nodes."""
     s, bound = asked.setting, question.bound_bytes
     larger = [
@@ -212,7 +222,7 @@ def _room(question: Question, asked: Priced) -> Iterator[Remedy]:
     yield from _fewer_nodes(question, asked)
 
 
-def _fewer_nodes(question: Question, asked: Priced) -> Iterator[Remedy]:
+def _fewer_nodes(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
     nodes, fewest = question.cluster.nodes, None
     for factor in _FACTORS:
         if nodes % factor:

@@ -38,7 +38,7 @@ from autopar.ir.mesh import Mesh
 
 
 class Transition(NamedTuple):
-    """What a step does in forward and in backward."""
+    """The collectives that a step runs in forward and in backward."""
 
     forward: str
     backward: str

@@ -81,7 +81,7 @@ class Tensor:
 
     @property
     def formats(self) -> tuple[int, int | None, int | None]:
-        """What of its formats a price depends on."""
+        """The item sizes that a price depends on."""
         return self.itemsize_bytes, self.stored_itemsize_bytes, self.gradient_itemsize_bytes
 
 

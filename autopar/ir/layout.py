@@ -122,7 +122,7 @@ def _canonical(state: State) -> State:
 
 
 def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
-    """Into how many parts the layout cuts one factor."""
+    """The number of parts that the layout cuts one factor into."""
     return math.prod(
         size
         for state, size in zip(layout, mesh.sizes, strict=True)

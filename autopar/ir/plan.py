@@ -51,7 +51,7 @@ Reduction = Literal["step", "micro_batch"]
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """How one parameter lies on the mesh.
+    """The layouts of one parameter on the mesh.
 
     Attributes:
         storage: layout between steps; R or S of every axis, so that DTensor can name it.

@@ -253,7 +253,7 @@ def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str
 
 
 def _wrong_state(state: State, dims: Dims, kinds: str) -> str:
-    """What is wrong with a state of a tensor with these dims, "" if nothing is."""
+    """The reason why a tensor with these dims cannot be in a state, "" if it can."""
     if state.kind not in kinds:
         return f"it can be {', '.join(kinds[:-1])} or {kinds[-1]}"
     if state.kind != "S":

@@ -165,7 +165,7 @@ def _stage(
 
 
 def _select(own: Sequence[int], groups: Sequence[Sequence[object]]) -> list[tuple]:
-    """What a stage has of each group; `own` are positions in all groups, one behind the other."""
+    """The members of each group that a stage has; `own` holds positions in the concatenated groups."""
     found: list[tuple] = []
     start = 0
     for group in groups:

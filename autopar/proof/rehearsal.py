@@ -134,7 +134,7 @@ class Rehearsal:
         return _Flight(received, results)
 
     def _receive(self, stage: int, micro_batch: int) -> list[Ranks]:
-        """What the stage before has sent, as leaves of this stage's autograd."""
+        """The tensors that the previous stage sent, as leaves of this stage's autograd."""
         wires = self.stages[stage].received
         if not wires:
             return []
@@ -193,7 +193,7 @@ def _leaf(x: Tensor, spec: TensorSpec, needs_grad: bool) -> Tensor:
 
 
 def _gradients_of(ranks: Ranks) -> Ranks | None:
-    """What has come back to received tensors; ranks that got nothing got zeros."""
+    """The gradients of received tensors; zeros on ranks that got none."""
     if all(x.grad is None for x in ranks):
         return None
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in ranks]

@@ -53,7 +53,7 @@ _BUFFER_FLOOR = (
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """How far a plan's results are from the single-device model's.
+    """The distance of a plan's results from those of the single-device model.
 
     Attributes:
         mesh: the axes it was simulated on.
@@ -108,7 +108,7 @@ class VerifyReport:
 
     @property
     def _hint(self) -> str:
-        """What a failure may mean other than a wrong plan."""
+        """A note on what a failure may mean other than a wrong plan."""
         if self.passed:
             return ""
         if self.all_rounding:
@@ -184,7 +184,7 @@ def verify(
 
 @dataclass(frozen=True)
 class Reference:
-    """What a single device computes.
+    """The results of a single device.
 
     Attributes:
         loss: the mean over micro-batches.
@@ -252,7 +252,7 @@ class Subject:
         return self._report(whole, rehearsal)
 
     def reference(self, micro_batches: int) -> Reference:
-        """What the model computes without autopar; run once for each number of micro-batches."""
+        """The model's results without autopar, computed once for each number of micro-batches."""
         if micro_batches not in self.references:
             batches = [self._batch(i) for i in range(micro_batches)]
             self.references[micro_batches] = _single_device(
@@ -339,7 +339,7 @@ def _require_determinism(prepared: Prepared) -> None:
 
 
 def _without_draws(node: fx.Node) -> str:
-    """How a model computes the same without the random numbers of an op."""
+    """A remedy: how a model computes the same without the random numbers of an op."""
     if "dropout" in str(node.target) or {"train", "training"} & bound_arguments(node).keys():
         return "Set its dropout to 0, or verify model.eval()."
     return (
@@ -349,7 +349,7 @@ def _without_draws(node: fx.Node) -> str:
 
 
 def tolerance(prepared: Prepared) -> float:
-    """What a right plan stays below: that of the lowest precision that a gradient passes through."""
+    """The largest error of a correct plan, that of the lowest precision that a gradient passes through."""
     tensors = prepared.analysis.graph.tensors.values()
     lowest_bytes = min((t.itemsize_bytes for t in tensors if t.needs_grad), default=8)
     if lowest_bytes <= 2:
@@ -445,7 +445,7 @@ def _difference(value: Tensor, expected: Tensor) -> float:
 
 
 def comparable(gradient: Tensor, largest: float) -> float:
-    """What errors of a gradient are relative to: its largest entry, or a part of `largest`, that of all gradients."""
+    """The scale of a gradient's errors: its largest entry, or a fraction of `largest`, that of all gradients."""
     return max(_largest(gradient), _FLOOR * largest)
 
 

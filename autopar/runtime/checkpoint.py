@@ -123,7 +123,7 @@ def load_checkpoint(
 def _collect(
     model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What this rank has to save: tensors by their names on disk, and the rest."""
+    """Everything that this rank saves: tensors by their names on disk, and the rest."""
     progress = _progress(model)
     state = model.state_dict()
     tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
@@ -150,7 +150,7 @@ def _collect(
 
 
 def _progress(model: nn.Module) -> dict[str, Any] | None:
-    """Where a compiled module is; random ops go on from there."""
+    """The progress of a compiled module, from which random ops continue."""
     if not isinstance(model, CompiledModule):
         return None
     _ = model.plan  # raises PlanError where there is none
@@ -361,7 +361,7 @@ def _located(folder: Path) -> Path:
 
 
 def _opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadata]]:
-    """What `state.pt` says, and which tensors there are. Raises AutoparError for a damaged checkpoint."""
+    """The contents of `state.pt`, and the tensors on disk. Raises AutoparError for a damaged checkpoint."""
     try:
         notes = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         version, files = notes["version"], notes.get("files", {})

@@ -60,7 +60,7 @@ def clip_grad_norm_(
 
 
 def _number_format(grads: Iterable[Tensor | None]) -> torch.dtype:
-    """In which a norm of these gradients is told, as by torch.nn.utils."""
+    """The format in which the norm of these gradients is returned, as torch.nn.utils has it."""
     found = {grad.dtype for grad in grads if grad is not None}
     return functools.reduce(torch.promote_types, found) if found else torch.float32
 

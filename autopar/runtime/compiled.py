@@ -59,7 +59,7 @@ class Executor:
 
     @property
     def compiled(self) -> int:
-        """How many compiled graphs the programs that are kept use."""
+        """The number of compiled graphs that living programs use."""
         return len(self._runs)
 
     def ready(self, module: fx.GraphModule) -> fx.GraphModule:
@@ -120,13 +120,13 @@ class Region(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _CompiledRegion:
-    """What a region was compiled to, for one kind of arguments."""
+    """The code that a region was compiled to, for one kind of arguments."""
 
     call: Callable[..., Sequence[Tensor]]
 
 
 def _kind(x: Tensor) -> Any:
-    """What compiled code depends on."""
+    """The properties of a tensor that compiled code depends on."""
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 

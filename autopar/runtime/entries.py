@@ -94,7 +94,7 @@ class _Entry(nn.Module):
 
     @property
     def world(self) -> World:
-        """Where its gradients move."""
+        """The mesh that its gradients move on."""
         return self._owner.world
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ class _Entry(nn.Module):
 
 
 class _Backward:
-    """What is under way in the backward of one run of the graph."""
+    """The communication under way in the backward of one run of the graph."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[list[int], Transfer]] = []

@@ -59,18 +59,18 @@ class Arguments:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the tensors, in order."""
+        """The shapes of the tensors, in order."""
         return tuple(tuple(x.shape) for x in self.tensors)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Where each tensor stands, such as `[0][1]` or `[1]['mask']`: the same from call to call."""
+        """The path of each tensor, such as `[0][1]` or `[1]['mask']`, which is the same in every call."""
         pairs, _ = pytree.tree_flatten_with_path(self.rebuild(self.tensors))
         return tuple(pytree.keystr(path) for path, leaf in pairs if isinstance(leaf, Tensor))
 
     @property
     def digest(self) -> str:
-        """Of the values; "" where there are none, as on the meta device."""
+        """A digest of the values; "" where there are none, as on the meta device."""
         found = hashlib.blake2b(digest_size=16)
         for x in self.tensors:
             if x.is_meta:
@@ -80,7 +80,7 @@ class Arguments:
         return found.hexdigest()
 
     def of_shapes(self, shapes: Sequence[Shape]) -> Arguments:
-        """The same with tensors of these shapes, which have no values unless they are the own ones."""
+        """The same inputs with tensors of these shapes; other shapes than its own have no values."""
         tensors = [
             x if tuple(x.shape) == shape else torch.empty(shape, dtype=x.dtype, device="meta")
             for x, shape in zip(self.tensors, shapes, strict=True)
@@ -145,7 +145,7 @@ def form(program: Program, arguments: Arguments, micro_batches: int, world: Worl
 
 
 def cuts(program: Program, world: World) -> list[Shape]:
-    """Into how many parts the ranks share every dim of every input."""
+    """The number of parts that ranks share every dim of every input in."""
     return [
         tuple(
             whole // max(part, 1)
@@ -193,7 +193,7 @@ def fitting_micro_batches(
     world: World,
     takes: Callable[[int], bool],
 ) -> int:
-    """Into how many micro-batches to cut a batch of other shapes than the first.
+    """The number of micro-batches to cut a batch into whose shapes are not those of the first.
 
     One stays one. Else it is a number that divides the batch; of these one whose micro-batches are split
     over the ranks as the first's, that the schedule `takes`, the first's own number, one that gives a

@@ -67,7 +67,7 @@ _MANY_SHAPES = 4  # captured so far: time to speak of buckets
 
 @dataclass(frozen=True)
 class Programs:
-    """What was planned: the program of the whole model, and those of its stages."""
+    """The program of the whole model, and the programs of its stages."""
 
     whole: Program
     stages: Sequence[Program]
@@ -81,7 +81,7 @@ class Programs:
 StandIns = Callable[[int], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
-class Planner(Protocol):
+class ProgramMaker(Protocol):
     """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
 
     def program(
@@ -119,7 +119,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a compiled module behaves.
+    """Options of a compiled module.
 
     Attributes:
         micro_batches: into how many parts `step` cuts its batch; None leaves it to the planner.
@@ -148,7 +148,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Where parameters lie since the first program.
+    """The layouts of parameters since the first program.
 
     Attributes:
         parameters: how each lies on the mesh of its stage.
@@ -199,14 +199,14 @@ def _release(ready: dict[bool, list[_Ready]]) -> None:
 
 
 class CompiledModule(nn.Module):
-    """What `autopar.compile` returns.
+    """A model that runs on all ranks, as `autopar.compile` returns it.
 
     `step(*batch)` runs forward and backward of a global batch and leaves gradients; `model(*inputs)` runs
     the forward alone. Everything else is as in the model that was compiled: parameters, buffers,
     `state_dict` and attributes have their original names.
     """
 
-    def __init__(self, model: nn.Module, planner: Planner, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, planner: ProgramMaker, settings: Settings) -> None:
         super().__init__()
         self._hooked = backward_hooks(model)  # adoption leaves the hooks of parameters behind
         self._adoption: Adoption | None = None
@@ -324,7 +324,8 @@ class CompiledModule(nn.Module):
         shapes, state = self._global_shapes(arguments, known), self._state()
         for each in known:
             if each.state == state and each.shapes == shapes:
-                if is_step:  # of which every rank runs as many; a forward may be run by one alone
+                # Every rank runs the same number of steps; a single rank may run a forward by itself.
+                if is_step:
                     programs.append(programs.pop(programs.index(each)))
                 return each
         try:
@@ -540,7 +541,7 @@ class CompiledModule(nn.Module):
         return self._plan
 
     def explain(self) -> object:
-        """What was chosen and why, in the model's own words; prints as tables."""
+        """The plan and its reasons with the model's own names; prints as tables."""
         return self._planner.explain(self.plan)
 
     # --- the model behind

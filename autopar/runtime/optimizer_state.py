@@ -23,7 +23,7 @@ Group = tuple[list[str], dict[str, Any]]  # names of parameters, and what they s
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer knows, by parameter.
+    """The state of an optimizer, by parameter.
 
     Attributes:
         tensors: parameter -> key -> tensor, for the parameters that have been stepped.
@@ -124,7 +124,7 @@ class Restorer:
         self._optimizer.load_state_dict({"state": numbers, "param_groups": groups})
 
     def _shared_options(self, sources: list[str | None], live: dict[str, Any]) -> dict[str, Any]:
-        """What the parameters of a group were saved with; tensors where the live group has them."""
+        """The options that a group was saved with; tensors where the live group has tensors."""
         known = [source for source in sources if source is not None]
         if not known:
             return {}

@@ -27,7 +27,7 @@ Users = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class RankPart:
-    """What this rank holds of a model; without a pipeline, all of it.
+    """The part of a model that this rank holds; without a pipeline, all of it.
 
     Attributes:
         absent: the parameters of other ranks, and where they were.

@@ -149,7 +149,7 @@ class BoundPipeline:
         return loss
 
     def inputs(self, runner: Runner, number: int) -> list[Tensor]:
-        """What a stage takes of a micro-batch."""
+        """The inputs of a micro-batch that a stage takes."""
         parts = self._batch[number]
         return [parts[self._positions[spec.name]] for spec in runner.program.inputs]
 

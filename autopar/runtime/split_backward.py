@@ -112,7 +112,7 @@ class SplitBackward:
             torch.autograd.backward([GradientEdge(*key) for key in sums], list(sums.values()))
 
     def _left(self, node: Node) -> list[tuple[GradientEdge, Tensor]]:
-        """What a node of the trunk gives to the edges that leave it."""
+        """The gradients that a node of the trunk gives to the edges that leave it."""
         arrived = [(i, g) for i, g in enumerate(self._arrived[node]) if g is not None]
         edges = list(dict.fromkeys(self._leaving(node)))
         if not arrived:

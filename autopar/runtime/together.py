@@ -67,7 +67,7 @@ class Together:
         return values
 
     def each(self, work: Callable[[], T]) -> T:
-        """What `work` returns here; an AutoparError or OSError of any rank is raised on all."""
+        """Runs `work` on every rank and returns its result; an AutoparError or OSError of any rank is raised on all."""
         own: Exception | None = None
         try:
             result = work()

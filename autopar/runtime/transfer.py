@@ -41,8 +41,8 @@ class Hop:
         result: shape of the op's result.
         after: shape that is viewed in then.
         formats: the two element types of a cast, that of the gradient on its way back and that which the
-            tensor takes. A cast that a tensor has behind it, in the type that it has by then, acts on the
-            gradient alone: that is how gradients are reduced in another type than tensors are gathered in.
+            tensor takes. A cast to the type that the tensor already has changes only the gradient: that is
+            how gradients are reduced in another type than tensors are gathered in.
     """
 
     name: str
@@ -105,7 +105,7 @@ def transposed(hops: Route) -> Route:
 
 
 def signature(hops: Route) -> tuple[tuple[str, int], ...]:
-    """What two routes must share to be travelled together; `vary` moves nothing and does not count."""
+    """The properties that two routes must share to be run together; `vary` moves nothing and does not count."""
     return tuple((hop.name, hop.axis) for hop in hops if hop.name != "vary")
 
 

@@ -145,7 +145,7 @@ def _pipeline_group(device_mesh: DeviceMesh, timeout_seconds: float | None) -> s
 
 
 def set_timeout(world: World, seconds: float) -> None:
-    """How long a collective of any axis of a stage may wait for the other ranks."""
+    """Limits the time that a collective of any axis of a stage waits for the other ranks."""
     for group in world.groups:
         if group is not None:
             _torch.set_group_timeout(group, seconds)

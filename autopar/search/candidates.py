@@ -35,7 +35,7 @@ TENSOR = ("tp", "tp+sp")
 
 
 @dataclass(frozen=True)
-class Setting:
+class ClusterSetting:
     """One configuration.
 
     Attributes:
@@ -92,7 +92,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedCandidate:
     """A setting with its price.
 
     Attributes:
@@ -104,7 +104,7 @@ class Priced:
             "host" and so on; what is hidden is negative. Their sum is `seconds`.
     """
 
-    setting: Setting
+    setting: ClusterSetting
     seconds: float
     memory_bytes: float
     traffic_bytes: float
@@ -151,20 +151,20 @@ class Space:
     own_batch: bool = False
     _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
 
-    def price(self) -> list[Priced]:
+    def price(self) -> list[PricedCandidate]:
         """Every legal setting with its price, fastest first. Raises AutoparError if there is none."""
         found = [each for group in self._groups() for each in self._priced(*group)]
         if not found:
             raise AutoparError(self._nothing())
         return sorted(found, key=lambda each: (each.seconds, each.setting.name))
 
-    def price_of(self, settings: Iterable[Setting]) -> list[Priced]:
+    def price_of(self, settings: Iterable[ClusterSetting]) -> list[PricedCandidate]:
         """The legal ones among some settings with their prices, in their order."""
-        groups: dict[tuple[str, str, Recompute], list[Setting]] = {}
+        groups: dict[tuple[str, str, Recompute], list[ClusterSetting]] = {}
         wanted = list(settings)
         for each in wanted:
             groups.setdefault((each.data, each.tensor, each.recompute), []).append(each)
-        found: dict[Setting, Priced] = {}
+        found: dict[ClusterSetting, PricedCandidate] = {}
         for (data, tensor, recompute), group in groups.items():
             plan = self.plan(data, tensor)
             if plan is not None:
@@ -172,12 +172,14 @@ class Space:
                 found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
         return [found[each] for each in wanted if each in found]
 
-    def with_fewest_blocks(self, priced: Iterable[Priced], bound_bytes: float) -> list[Priced]:
+    def with_fewest_blocks(
+        self, priced: Iterable[PricedCandidate], bound_bytes: float
+    ) -> list[PricedCandidate]:
         """Settings that keep all and do not fit, with as few layers of a stage run again as do.
 
         Those are left out that all layers but one are not enough for.
         """
-        groups: dict[tuple[str, str], list[Setting]] = {}
+        groups: dict[tuple[str, str], list[ClusterSetting]] = {}
         for each in priced:
             s = each.setting
             if s.recompute == "none" and each.memory_bytes > bound_bytes:
@@ -200,7 +202,9 @@ class Space:
     def _step_layers(self) -> int:
         return sum(stack.layers for stack in self.graph.stacks) or 1
 
-    def _fewest_blocks(self, plan: Plan, settings: list[Setting], bound_bytes: float) -> np.ndarray:
+    def _fewest_blocks(
+        self, plan: Plan, settings: list[ClusterSetting], bound_bytes: float
+    ) -> np.ndarray:
         """Memory falls by as much with every block, but the last; on both ends of the pipeline."""
         columns = _Columns.of(settings)
         none, one = (self._step(plan, k + np.zeros(len(settings)), columns) for k in (0.0, 1.0))
@@ -229,7 +233,7 @@ class Space:
                 self._plans[key] = None
         return self._plans[key]
 
-    def _groups(self) -> Iterator[tuple[Plan, Recompute, list[Setting]]]:
+    def _groups(self) -> Iterator[tuple[Plan, Recompute, list[ClusterSetting]]]:
         for data, tensor in itertools.product(DATA, TENSOR):
             settings = {r: list(self._settings(data, tensor, r)) for r in self.recomputes}
             plan = self.plan(data, tensor) if any(settings.values()) else None
@@ -237,7 +241,7 @@ class Space:
                 for recompute, each in settings.items():
                     yield plan, recompute, [s for s in each if self._divides(plan, s)]
 
-    def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[Setting]:
+    def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[ClusterSetting]:
         """All ways to write the ranks as dp x tp x stages and the batch as micro-batches."""
         for stages, tp in itertools.product(self.stages, self._tensor_sizes()):
             if self.cluster.ranks % (stages * tp) or self._layers() % stages:
@@ -248,7 +252,7 @@ class Space:
             for micro_batch in _divisors(self.batch // dp):
                 if self.own_batch and micro_batch * dp != self._captured_batch():
                     continue
-                yield Setting(
+                yield ClusterSetting(
                     dp, tp, stages, micro_batch, self.batch // dp // micro_batch, data, tensor,
                     recompute,
                 )  # fmt: skip
@@ -268,7 +272,7 @@ class Space:
     def _layers(self) -> int:
         return min((stack.layers for stack in self.graph.stacks), default=1)
 
-    def _divides(self, plan: Plan, setting: Setting) -> bool:
+    def _divides(self, plan: Plan, setting: ClusterSetting) -> bool:
         """Whether the axes divide every factor that the plan splits along them."""
         sizes = {"dp": setting.dp, "tp": setting.tp}
         for op in self.graph.ops:
@@ -279,17 +283,17 @@ class Space:
                     return False
         return True
 
-    def _size(self, factor: str, size: int, setting: Setting) -> int:
+    def _size(self, factor: str, size: int, setting: ClusterSetting) -> int:
         return setting.micro_batch * setting.dp if factor == "batch" else size
 
     def _priced(
-        self, plan: Plan, recompute: Recompute | np.ndarray, settings: list[Setting]
-    ) -> list[Priced]:
+        self, plan: Plan, recompute: Recompute | np.ndarray, settings: list[ClusterSetting]
+    ) -> list[PricedCandidate]:
         if not settings:
             return []
         step = self._step(plan, recompute, _Columns.of(settings))
         return [
-            Priced(setting, float(s), float(m), float(t), parts)
+            PricedCandidate(setting, float(s), float(m), float(t), parts)
             for setting, s, m, t, parts in zip(settings, *_figures(step, settings), strict=True)
         ]
 
@@ -337,18 +341,21 @@ class Space:
         )
 
 
-def best_that_fits(priced: Sequence[Priced], bound_bytes: float) -> Priced | None:
+def best_that_fits(priced: Sequence[PricedCandidate], bound_bytes: float) -> PricedCandidate | None:
     """The fastest setting within the memory of a rank; `priced` is sorted by time."""
     return next((each for each in priced if each.memory_bytes <= bound_bytes), None)
 
 
-def smallest(priced: Sequence[Priced]) -> Priced:
+def smallest(priced: Sequence[PricedCandidate]) -> PricedCandidate:
     """The setting that takes least memory."""
     return min(priced, key=lambda each: (each.memory_bytes, each.seconds))
 
 
 def compared(
-    priced: Sequence[Priced], chosen: Priced | None, bound_bytes: float, count: int = 12
+    priced: Sequence[PricedCandidate],
+    chosen: PricedCandidate | None,
+    bound_bytes: float,
+    count: int = 12,
 ) -> tuple[Candidate, ...]:
     """The chosen setting, the next best of every mesh and recipe, and why they lose.
 
@@ -370,8 +377,10 @@ def compared(
     )  # fmt: skip
 
 
-def _best_of_every_kind(priced: Sequence[Priced], bound_bytes: float) -> list[Priced]:
-    kept: dict[tuple[object, ...], Priced] = {}
+def _best_of_every_kind(
+    priced: Sequence[PricedCandidate], bound_bytes: float
+) -> list[PricedCandidate]:
+    kept: dict[tuple[object, ...], PricedCandidate] = {}
     for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
         s = each.setting
         again = "some" if isinstance(s.recompute, int) else s.recompute
@@ -379,7 +388,7 @@ def _best_of_every_kind(priced: Sequence[Priced], bound_bytes: float) -> list[Pr
     return list(kept.values())
 
 
-def why_not(each: Priced, chosen: Priced | None, bound_bytes: float) -> str:
+def why_not(each: PricedCandidate, chosen: PricedCandidate | None, bound_bytes: float) -> str:
     """What a setting loses by against the chosen one, in words; "" for the chosen one."""
     if each is chosen:
         return ""
@@ -391,7 +400,7 @@ def why_not(each: Priced, chosen: Priced | None, bound_bytes: float) -> str:
     return "; ".join(words)
 
 
-def _against(each: Priced, chosen: Priced) -> str:
+def _against(each: PricedCandidate, chosen: PricedCandidate) -> str:
     """`4.1 % slower: 120 ms more along tp, 30 ms less along dp`, by the parts that differ most."""
     slower = each.seconds / chosen.seconds - 1
     if abs(slower) < 5e-5:
@@ -418,8 +427,8 @@ class _Columns:
     batch: np.ndarray
 
     @classmethod
-    def of(cls, settings: Sequence[Setting]) -> _Columns:
-        def column(read: Callable[[Setting], int]) -> np.ndarray:
+    def of(cls, settings: Sequence[ClusterSetting]) -> _Columns:
+        def column(read: Callable[[ClusterSetting], int]) -> np.ndarray:
             return np.array([read(each) for each in settings], dtype=np.int64)
 
         return cls(
@@ -441,7 +450,7 @@ class _ManySizes(SymbolicSizes):
         return math.prod(leaves, start=1.0 * tensor.itemsize_bytes) / math.prod(parts, start=1)
 
 
-def _figures(step: Step, settings: Sequence[Setting]) -> tuple[Sequence[Any], ...]:
+def _figures(step: Step, settings: Sequence[ClusterSetting]) -> tuple[Sequence[Any], ...]:
     """Seconds, peak bytes, bytes sent, and where time goes, of every configuration."""
     count = len(settings)
     peak = np.maximum(total(step.memory("first")), total(step.memory("last")))

@@ -11,7 +11,7 @@ from autopar.errors import RecipeError
 from autopar.ir import Graph
 from autopar.ir.recompute import RecomputeWish
 from autopar.search import search
-from autopar.search.candidates import DATA, TENSOR, Setting
+from autopar.search.candidates import DATA, TENSOR, ClusterSetting
 from autopar.search.recipes import ALIASES
 from autopar.search.request import AXES, Request
 
@@ -45,7 +45,7 @@ def check_closed_form(request: Request) -> None:
         )
 
 
-def allows(request: Request, setting: Setting, devices_per_node: int) -> bool:
+def allows(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
     """Whether a request leaves a setting to the search."""
     recompute = recomputations(request)
     return (
@@ -60,13 +60,13 @@ def allows(request: Request, setting: Setting, devices_per_node: int) -> bool:
     )
 
 
-def _allows_mesh(request: Request, setting: Setting) -> bool:
+def _allows_mesh(request: Request, setting: ClusterSetting) -> bool:
     sizes = {"dp": setting.dp, "tp": setting.tp, "pp": setting.stages}
     given = dict(request.mesh.axes) if request.mesh else sizes
     return all(given.get(axis, 1) == size for axis, size in sizes.items())
 
 
-def _allows_recipe(request: Request, setting: Setting) -> bool:
+def _allows_recipe(request: Request, setting: ClusterSetting) -> bool:
     own = {"dp": setting.data, "tp": setting.tensor}
     return all(
         _size(setting, axis) == 1 if wanted == "" else wanted in ("auto", own[axis])
@@ -103,7 +103,7 @@ def _named_recipes(request: Request, inside: Mapping[str, str]) -> dict[str, str
     return found
 
 
-def _stays_inside(request: Request, setting: Setting, devices_per_node: int) -> bool:
+def _stays_inside(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
     reach = {"tp": setting.tp, "dp": setting.tp * setting.dp}
     return all(devices_per_node % reach.get(axis, 1) == 0 for axis in request.inside_node)
 
@@ -112,11 +112,11 @@ def _pinned_axes(request: Request) -> set[str]:
     return {choice for choice in request.pins.values() if choice in AXES}
 
 
-def _size(setting: Setting, axis: str) -> int:
+def _size(setting: ClusterSetting, axis: str) -> int:
     return setting.dp if axis == "dp" else setting.tp
 
 
-def _uses(setting: Setting, what: str) -> bool:
+def _uses(setting: ClusterSetting, what: str) -> bool:
     return {
         "recompute": setting.recompute != "none",
         "tp": setting.tp > 1,

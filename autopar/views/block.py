@@ -23,7 +23,7 @@ SMALL, NORMAL = 11.0, 12.5
 
 @dataclass(frozen=True)
 class Box:
-    """What is drawn for an op, with the collectives of its parameters on top, or for a collective.
+    """The drawing of an op, with the collectives of its parameters on top, or of a single collective.
 
     Attributes:
         width: width in units of the drawing.
@@ -211,7 +211,7 @@ def _op(
 
 
 def _tags(box: Box, x: float, y: float, colours: Mapping[str, Colour]) -> list[Markup]:
-    """What is split over which axis, each in the colour of the axis."""
+    """Tags that say what is split over which axis, each in the colour of the axis."""
     found, at = [], x + 8
     for axis, what in box.layouts:
         words = f"{axis} {what}"

@@ -67,7 +67,7 @@ def events(simulation: Simulation) -> tuple[Event, ...]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What ranks compute, and which stages are drawn pale: every second one of a rank."""
+    """The computations of every rank, and the stages drawn pale: every second one of a rank."""
 
     spans: tuple[tuple[Span, ...], ...]
     pale: frozenset[int]

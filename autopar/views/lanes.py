@@ -1,4 +1,4 @@
-"""Events in rows: what overlaps on a lane gets rows of its own, and what compute hides is told."""
+"""Events in rows: overlapping events of a lane get separate rows, and time hidden behind compute is marked."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SWEEPS, SETTLING = 12, 80  # passes over the rows that find orders, and places
 
 @dataclass(frozen=True)
 class Bend:
-    """Where all edges of `source` cross a layer."""
+    """The point at which all edges of `source` cross a layer."""
 
     source: str
     layer: int

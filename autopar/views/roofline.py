@@ -114,7 +114,7 @@ def _title(point: RooflinePoint) -> str:
 
 
 def _table(points: Sequence[RooflinePoint], peak: float, ridge: float) -> Markup:
-    """The same as numbers, for those who cannot see the dots or want them exact."""
+    """The points of the roofline as a table, for readers who cannot see the dots or want exact numbers."""
     head = ("op", "FLOPs per byte", "reaches", "of the roof", "time in a step", "bound by")
     rows = (_table_row(p, peak, ridge) for p in points)
     header = tag("tr", *(tag("th", words, scope="col") for words in head))

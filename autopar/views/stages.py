@@ -22,7 +22,7 @@ NARROW = ("stage", "rank", "modules", "forward", "backward", "in flight", "peak 
 
 @dataclass(frozen=True)
 class StageSummary:
-    """What every stage has and costs, the slowest and the fullest marked; fewer columns where few fit."""
+    """Contents and cost of every stage, the slowest and the fullest marked; a narrow terminal gets fewer columns."""
 
     stages: tuple[StageRow, ...]
 
@@ -46,7 +46,7 @@ class StageSummary:
 
 
 def stage_table(stages: Sequence[StageRow]) -> Markup:
-    """The same for the page."""
+    """The table of stages for the page."""
     head = tag("tr", *(tag("th", name, scope="col") for name in HEAD))
     rows = (_html_row(row, stages) for row in stages)
     return tag("div", tag("table", tag("thead", head), tag("tbody", join(rows))), class_="scroll")

@@ -139,7 +139,7 @@ def _cells(candidate: Candidate, on_front: bool, roomy: bool) -> tuple[Text | st
 
 @dataclass(frozen=True)
 class SensitivityTable:
-    """What the step time hangs on, largest first: bars to the left are faster, to the right slower."""
+    """The figures that the step time depends on, largest first: bars to the left are faster, to the right slower."""
 
     sensitivity: Mapping[str, float]
     smallest: float = 1e-5

@@ -75,7 +75,7 @@ def _grid(scale: Linear, bottom: float) -> Iterator[Markup]:
 
 @dataclass(frozen=True)
 class Bar:
-    """What is drawn as one: an event, or several too narrow to be seen alone."""
+    """One bar of the drawing: an event, or several events too narrow to be seen alone."""
 
     start: float
     stop: float

@@ -11,8 +11,8 @@ from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh
 from autopar.search.candidates import (
-    Priced,
-    Setting,
+    ClusterSetting,
+    PricedCandidate,
     best_that_fits,
     compared,
     smallest,
@@ -38,8 +38,8 @@ def priced(space):
 
 
 def priced_at(data="zero1", tp=1, seconds=1.0, memory_bytes=10.0, **parts):
-    setting = Setting(8 // tp, tp, 1, 1, 2, data, "tp")
-    return Priced(setting, seconds, memory_bytes, 5.0, parts)
+    setting = ClusterSetting(8 // tp, tp, 1, 1, 2, data, "tp")
+    return PricedCandidate(setting, seconds, memory_bytes, 5.0, parts)
 
 
 def test_settings_are_sorted_and_use_all_ranks_and_the_whole_batch(priced):
