@@ -25,6 +25,7 @@ from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir.note import kind_of
 from autopar.ir.recompute import Recompute
 from autopar.models.targets import Built, Target, resolve_target
 from autopar.passes.unroll_layers import unroll_layers
@@ -498,7 +499,7 @@ def _change(
 
 def _second(plan: Plan) -> Iterator[str]:
     """What the search of a pipeline says of the next best; the rest the simulation says."""
-    return (note for note in plan.notes if note.startswith("second best"))
+    return (note for note in plan.notes if kind_of(note) == "runner-up")
 
 
 def _idle(simulation: Simulation | None) -> str:

@@ -33,6 +33,7 @@ from autopar.explanation.report import as_text, explain
 from autopar.explanation.simulated import SimulatedStep
 from autopar.explanation.timeline import timeline
 from autopar.ir import Graph, Mesh, Plan
+from autopar.ir.note import kind_of
 from autopar.pipeline.composed import Recomputed
 from autopar.pipeline.simulation import Simulation
 from autopar.search import search as search_plan
@@ -188,11 +189,8 @@ class Explanation:
 
     @property
     def _choices(self) -> tuple[str, ...]:
-        """What the search says it chose, without its own, additive, prices."""
-        priced = (
-            "predicted on", " a rank, of ", "predicted step of the pipeline", "pipeline of ",
-        )  # fmt: skip
-        return tuple(n for n in self.plan.notes if not any(words in n for words in priced))
+        """What the search says it chose, without prices of its own."""
+        return tuple(n for n in self.plan.notes if kind_of(n) not in ("price", "stages"))
 
     @property
     def _prediction(self) -> str:

@@ -16,6 +16,7 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     op linear_1: b j                                  one label per mesh axis
     shape input tokens: 8 64                          whole shapes that the plan was made for
     note ...                                          what was chosen and why
+    note(price) ...                                   the same, of a kind; see `autopar.ir.note`
 
 A parameter lives in its *storage* layout between steps (as a DTensor), is converted once per step to
 its *resident* layout, and from there inside the graph to whatever each op takes. ZeRO's stages
@@ -40,6 +41,7 @@ from autopar.errors import AutoparError, LayoutError, MeshError, PlanError
 from autopar.ir.graph import Labels
 from autopar.ir.layout import Layout, format_layout, parse_layout
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+from autopar.ir.note import NOTE_KINDS, Note, kind_of
 from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.recompute import Recompute, check_recompute, format_recompute, parse_recompute
@@ -125,7 +127,7 @@ class Plan:
             *self.shapes,
         ):
             _check_one_line(text)
-        notes = tuple(" ".join(note.splitlines()) for note in self.notes)
+        notes = tuple(Note(" ".join(note.splitlines()), kind_of(note)) for note in self.notes)
         object.__setattr__(self, "notes", notes)  # a note is a line of the text
 
     def __hash__(self) -> int:
@@ -169,7 +171,7 @@ class Plan:
             f"shape {name}: {' '.join(map(str, shape)) or _SCALAR}"
             for name, shape in self.shapes.items()
         ]
-        return lines + [f"note {note}" for note in self.notes]
+        return lines + [f"{_note_word(note)} {note}" for note in self.notes]
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -212,7 +214,9 @@ class Plan:
             },
             "inputs": {name: text(layout) for name, layout in self.inputs.items()},
             "ops": {name: " ".join(labels) for name, labels in self.ops.items()},
-            "notes": list(self.notes),
+            "notes": [
+                {kind: str(note)} if (kind := kind_of(note)) else str(note) for note in self.notes
+            ],
         }
 
     def _pipeline_json(self) -> dict[str, Any]:
@@ -327,9 +331,27 @@ def _count(text: str) -> int:
 
 
 def _notes(notes: object) -> tuple[str, ...]:
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+    if not isinstance(notes, list):
         raise PlanError(f"The notes of a plan are a list of texts, not {notes!r}.")
-    return tuple(notes)
+    return tuple(map(_note, notes))
+
+
+def _note(note: object) -> str:
+    """A text, or `{kind: text}`."""
+    if isinstance(note, str):
+        return note
+    if isinstance(note, dict) and len(note) == 1:
+        ((kind, text),) = note.items()
+        if kind in NOTE_KINDS and isinstance(text, str):
+            return Note(text, kind)
+    raise PlanError(
+        f"A note of a plan is a text, or a text by one of {', '.join(NOTE_KINDS[1:])}, not {note!r}."
+    )
+
+
+def _note_word(note: str) -> str:
+    """`note`, or `note(price)` for a note of a kind."""
+    return f"note({kind})" if (kind := kind_of(note)) else "note"
 
 
 def _pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
@@ -401,8 +423,9 @@ def _once(word: str, number: int, document: dict[str, Any]) -> None:
 
 def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
     word, _, rest = line.partition(" ")
-    if word == "note":
-        document["notes"].append(rest)
+    if word == "note" or word.startswith("note("):
+        kind = word.removeprefix("note").strip("()")
+        document["notes"].append({kind: rest} if kind else rest)
         return
     if word in ("pipeline", "recompute", "precision"):
         _once(word, number, document)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from autopar.cost_model import Cost, Hardware, unruled
 from autopar.ir import Graph, ParameterPlan, Plan, R, State
+from autopar.ir.note import Note
 from autopar.search.recipes import is_model, resolve, split_recipe
 from autopar.units import counted, format_bytes
 
@@ -25,7 +26,8 @@ def explain(
     """Lines on what every axis splits, where time and memory go, and what else was found."""
     axes = axis_lines(graph, plan)
     others = _others_line(cost, descents_seconds)
-    prices = (_time_line(cost, hardware), _memory_line(cost, bound_bytes))
+    lines = (_time_line(cost, hardware), _memory_line(cost, bound_bytes))
+    prices = (Note(line, "price") for line in lines)
     return (*axes, *prices, *others, *unruled_lines(graph, plan, hardware))
 
 

@@ -46,6 +46,7 @@ from autopar.ir import (
     without_pipeline,
 )
 from autopar.ir.batches import captured_batch, fits_graph, with_batch
+from autopar.ir.note import Note, kind_of
 from autopar.ir.recompute import (
     Recompute,
     format_recompute,
@@ -614,7 +615,7 @@ def _from(fewest: Recompute, tables: StageTables) -> Iterator[Recompute]:
 
 def _of_layouts(notes: Sequence[str]) -> Iterator[str]:
     """What the search inside says of layouts, without its prices, which are those of a single stage."""
-    return (n for n in notes if "predicted on" not in n and " a rank, of " not in n)
+    return (note for note in notes if kind_of(note) != "price")
 
 
 def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
@@ -623,7 +624,8 @@ def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
     assert pipeline is not None, "a priced plan has its cuts"
     held = ", ".join(format_bytes(int(size)) for size in best.balance.rank_bytes)
     if pipeline.ranks > 1:
-        yield f"pipeline of {pipeline.ranks} ranks: {best.setting}; stages begin at {_cuts(pipeline)}"
+        cuts = f"stages begin at {_cuts(pipeline)}"
+        yield Note(f"pipeline of {pipeline.ranks} ranks: {best.setting}; {cuts}", "stages")
         what = "predicted step of the pipeline"
         idle = f", of which ranks idle {100 * best.simulation.bubble_fraction:.1f} %; ranks hold {held}"
     else:
@@ -632,12 +634,13 @@ def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
             "predicted step",
             f"; a rank holds {held} with {counted(best.plan.micro_batches, 'micro-batch')}{again}",
         )
-    yield f"{what} {best.seconds * 1e3:.3f} ms{idle}"
+    yield Note(f"{what} {best.seconds * 1e3:.3f} ms{idle}", "stages")
     if best.kept_whole is not None:
         yield _against_kept_whole(best, best.kept_whole)
     second = next((each for each in others if each.setting != best.setting), None)
     if second is not None and pipeline.ranks > 1:
-        yield f"second best of {len(others)} others that fit: {second.setting}, {_against(second, best)}"
+        words = f"{second.setting}, {_against(second, best)}"
+        yield Note(f"second best of {len(others)} others that fit: {words}", "runner-up")
 
 
 def _against_kept_whole(best: Priced, kept: KeptWhole) -> str:

@@ -1,10 +1,12 @@
 import dataclasses
 import json
+import pickle
 
 import pytest
 
 from autopar.errors import PlanError
 from autopar.ir import Mesh, ParameterPlan, Pipeline, Plan, R, S, V
+from autopar.ir.note import Note, kind_of
 from autopar.ir.recompute import parse_wish
 
 PLAN = Plan(
@@ -44,6 +46,17 @@ def test_shapes_are_lines_of_their_own():
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     with pytest.raises(PlanError, match="Cannot read the shape '8 x' in line 9"):
         Plan.parse(text.replace("8 64", "8 x"))
+
+
+def test_notes_keep_their_kind():
+    price = Note("41.2 ms a step: (all of it)", "price")
+    plan = dataclasses.replace(PLAN, notes=("dp splits batch", price))
+    assert str(plan).endswith("note dp splits batch\nnote(price) 41.2 ms a step: (all of it)\n")
+    for again in (Plan.parse(str(plan)), Plan.from_json(json.loads(json.dumps(plan.to_json())))):
+        assert again == plan and [kind_of(note) for note in again.notes] == ["", "price"]
+    assert pickle.loads(pickle.dumps(price)).kind == "price"
+    with pytest.raises(PlanError, match="a text by one of price, stages, runner-up, not"):
+        Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 
 
 def test_json_and_back(tmp_path):
