@@ -114,6 +114,23 @@ def layers_of_ops(graph: Graph) -> Mapping[str, Hashable]:
     return {name: (at[0].path, at[1]) for name, at in places.items() if at is not None}
 
 
+class Selected(NamedTuple):
+    """Recomputation of single ops, chosen anywhere in a graph.
+
+    Attributes:
+        makers: recomputed ops, each with "", and recomputed conversions, as the op that first needs it and
+            the tensor that is converted.
+        kept: memory that stays for backward -> the op that first needs it there.
+    """
+
+    makers: frozenset[tuple[str, str]]
+    kept: Mapping[tuple[str, Layout], str]
+
+    def repeats(self, op: str, converts: str, phase: str, carries: str) -> bool:
+        """Whether an item runs a second time; backward gathers parameters in any case."""
+        return phase == "forward" and carries != "parameter" and (op, converts) in self.makers
+
+
 def recomputed_ops(graph: Graph, blocks: Mapping[str, Hashable]) -> frozenset[str]:
     """Ops that the recomputation of their block executes: all up to the block's last saved tensor.
 

@@ -11,7 +11,7 @@ from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
-from autopar.cost_model.memory import keeps, layers_of_ops, recomputed_ops
+from autopar.cost_model.memory import Selected, keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.nodes import NodePricer, numbers_out, words_of
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Layout, Op, Plan
@@ -30,7 +30,8 @@ class Pricer:
             again in backward (Korthikanti et al. 2022, section 4.2.2).
         blocks: op -> the block with which it is recomputed; by default its layer. Ops that are missing
             belong to none and are never recomputed.
-        again: names of the ops that run again in backward, whole blocks of them.
+        again: names of the ops that are recomputed in backward, whole blocks of them.
+        selected: recomputation of single ops, in place of `again`.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Pricer:
         bucket_bytes: float = BUCKET_BYTES,
         blocks: Mapping[str, Hashable] | None = None,
         again: Collection[str] = (),
+        selected: Selected | None = None,
     ) -> None:
         self.graph, self.plan, self.sizes, self.regathers = graph, plan, sizes, regathers
-        self.flow, self.again = Flow(graph, plan), frozenset(again)
+        self.flow, self.again, self.selected = Flow(graph, plan), frozenset(again), selected
         self.blocks = layers_of_ops(graph) if blocks is None else blocks
         self.nodes = NodePricer(
             graph, sizes=sizes, hardware=hardware, links=links, layers=layers,
@@ -70,11 +72,17 @@ class Pricer:
     def items(self) -> Iterator[Item]:
         """What a step does, with what ops that run again repeat and what that spares."""
         for item in self._once():
-            change = item.recomputed if item.of in self.again else 0
+            change = self._change(item)
             if change >= 0:
                 yield item
             if change > 0:
                 yield replace(item, phase="backward")
+
+    def _change(self, item: Item) -> int:
+        """By how many executions recomputation changes those of an item."""
+        if self.selected is not None:
+            return int(self.selected.repeats(item.of, item.moves, item.phase, item.carries))
+        return item.recomputed if item.of in self.again else 0
 
     def _once(self) -> Iterator[Item]:
         for op in self.graph.ops:
@@ -110,10 +118,12 @@ class Pricer:
         yield from self._gathered()
         for op in self.graph.ops:
             yield from self.nodes.working(op, self.plan.ops[op.name], self._block(op.name))
-        for at, ops in self._kept(self.again).items():
-            yield self._saved(at, ops[0])
-        if self.again:
-            yield from self._made_again()
+        kept = {at: ops[0].name for at, ops in self._kept(self.again).items()}
+        if self.selected is not None:
+            kept = dict(self.selected.kept)
+        for at, name in kept.items():
+            yield self._saved(at, self.graph.by_name[name])
+        yield from self._made_again(kept if self.selected is not None else ())
 
     def _gathered(self) -> Iterator[Holding]:
         for name in self.graph.parameters.values():
@@ -150,14 +160,15 @@ class Pricer:
         makers = {name: self.graph.producer.get(name) for name in op.operands}
         return [n for n, m in makers.items() if m is None or self._block(m.name) != block]
 
-    def _made_again(self) -> Iterator[Holding]:
-        """What recomputed blocks keep while they run again, and what later blocks returned by then."""
+    def _made_again(self, stays: Collection[_Memory]) -> Iterator[Holding]:
+        """What recomputed blocks make again, without what `stays`, and what later blocks have freed by then."""
         order = list(dict.fromkeys(self._block(op.name) for op in self.graph.ops))
-        again = {self._block(name) for name in self.again}
-        later = order[1 + max(order.index(block) for block in again) :]
+        recomputed = [op for op, _ in self.selected.makers] if self.selected else self.again
+        again = {self._block(name) for name in recomputed}
+        later = order[1 + max(map(order.index, again)) :] if again else ()
         for at, ops in self._kept(()).items():
             holding, blocks = self._saved(at, ops[0]), [self._block(op.name) for op in ops]
-            if blocks[0] in again:
+            if blocks[0] in again and at not in stays:
                 yield replace(holding, kind="made again", name="made again", block=blocks[0])
             if blocks[0] in later and len({*blocks}) == 1:
                 yield replace(holding, kind="returned", name="returned")

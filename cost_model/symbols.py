@@ -15,6 +15,7 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.memory import Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.ir import Graph, Plan
@@ -146,6 +147,7 @@ class Expressions:
         bucket_bytes: float = BUCKET_BYTES,
         blocks: Mapping[str, Hashable] | None = None,
         again: Collection[str] = (),
+        selected: Selected | None = None,
     ) -> Expressions:
         """Prices every node with symbols. `factors` names them, by default `factor_symbols`.
 
@@ -160,6 +162,7 @@ class Expressions:
             graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
             links=link_symbols(plan.mesh.names), layers=layers, training_state=training_state,
             fused=fused, regathers=regathers, bucket_bytes=bucket_bytes, blocks=blocks, again=again,
+            selected=selected,
         )  # fmt: skip
         for position, axis in enumerate(plan.mesh.names):
             values |= link_values(hardware.link(plan.mesh, position), axis)
@@ -169,7 +172,7 @@ class Expressions:
         return cls(
             merged_items(pricer.items()), merged_holdings(pricer.holdings()),
             pricer.boundary_bytes(), sum(layers.values()) or sympy.Integer(1), machine, values,
-            recomputes=bool(again),
+            recomputes=bool(again) or selected is not None,
         )  # fmt: skip
 
     def at(self, **values: Quantity) -> Expressions:

@@ -3,11 +3,11 @@
     k = randint(); a = f(w0, x); g = gather(w1); b = h(g, a, k)
                 ->   k = randint(); a = region_0(w0, x)[0]; g = gather(w1); b = region_1(g, a, k)[0]
 
-A region ends where a Python object is called (a gather of parameters, a block that runs again, a sum that
-is waited for) and where a block does, so that gradients come back block by block and equal blocks become
-equal regions. An op that draws stays outside: the numbers it takes from the generator are then those it
-would take uncompiled, in the same order. It moves up before the region that it would cut in two, unless it
-takes something from that.
+A region ends where a Python object is called (a gather of parameters, a block that is recomputed, a sum that
+is waited for), where a block ends, so that gradients come back block by block and equal blocks become equal
+regions, and between calls that backward recomputes and others. An op that draws stays outside: the numbers
+it takes from the generator are then those it would take uncompiled, in the same order. It moves up before
+the region that it would cut in two, unless it takes something from that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def cut_regions(module: fx.GraphModule, make: Make) -> fx.GraphModule:
     """The same graph with a submodule in place of every region.
 
     Args:
-        module: calls may have the number of their block in `meta["block"]`.
+        module: calls may have the number of their block in `meta["block"]`, and in `meta["again"]` whether
+            backward recomputes them.
         make: gets the graph of a region, a function of all that enters it to the tuple of what leaves it,
             and returns the module that is called in its place. Regions that do the same have the same code.
     """
@@ -41,6 +42,7 @@ def cut_regions(module: fx.GraphModule, make: Make) -> fx.GraphModule:
             inputs, results = _edges(group)
             module.add_submodule(name, make(_extract(group, inputs, results)))
             call = graph.call_module(name, tuple(copies[n] for n in inputs))
+            call.meta["again"] = group[0].meta.get("again", False)
             for i, node in enumerate(results):
                 copies[node] = graph.call_function(operator.getitem, (call, i))
                 copies[node].meta = dict(node.meta)
@@ -55,7 +57,7 @@ def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     region: dict[fx.Node, None] = {}
     block: Any = None
     for node in nodes:
-        own = node.meta.get("block", block)
+        own = _place(node, block)
         uses_region = any(n in region for n in node.all_input_nodes)
         # One of several results belongs where they are made.
         joins = _is_plain(node) and (uses_region or node.target is not operator.getitem)
@@ -67,6 +69,12 @@ def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
             region[node], block = None, own
         else:
             yield [node]
+
+
+def _place(node: fx.Node, latest: Any) -> Any:
+    """What all calls of a region have in common; a call without a block goes with those before it."""
+    is_marked = "block" in node.meta
+    return (node.meta["block"], node.meta.get("again", False)) if is_marked else latest
 
 
 def _is_plain(node: fx.Node) -> bool:

@@ -37,11 +37,6 @@ class Chain:
     def end(self) -> fx.Node:
         return self.nodes[-1]
 
-    @property
-    def block(self) -> int:
-        """The first block that uses it, see `fold_blocks`; 0 where blocks have no numbers."""
-        return min((user.meta.get("block", 0) for user in self.end.users), default=0)
-
 
 def find_gathers(
     module: fx.GraphModule, parameters: int, reduced: Container[int] = ()

@@ -8,7 +8,7 @@ before the one backward collective.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def partition(
 
     The graph takes parameters (resident), buffers, constants and inputs like the captured one, and
     returns the same outputs; collectives name mesh axes. Every call has in `meta["origin"]` the captured
-    op that it is for, "" where it makes an output what it must be.
+    op that it is for, "" where it makes an output what it must be, and a call that converts a tensor has the
+    name of that in `meta["converts"]`.
     """
     return _Partitioner(captured, analysis, plan).run()
 
@@ -134,18 +135,20 @@ class _Partitioner:
         node = self.placed[tensor, source]
         for call in calls(spec.dims, source, target, self.mesh):
             if call.name != "vary" or spec.needs_grad:
-                node = self._emit(node, call)
+                for target_op, arguments in self._calls(call):
+                    node = self.call(target_op, (node, *arguments))
+                    node.meta["converts"] = tensor
         return node
 
-    def _emit(self, node: fx.Node, call: CollectiveCall) -> fx.Node:
+    def _calls(self, call: CollectiveCall) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """The ops of a conversion, each with its arguments after the tensor."""
         if call.before is not None:
-            node = self.call(aten.reshape.default, (node, list(call.before)))
+            yield aten.reshape.default, (list(call.before),)
         name, size = self.mesh.axes[call.axis]
         op = getattr(torch.ops.autopar, call.name).default
-        node = self.call(op, (node, list(call.dims), size, name, call.backward))
+        yield op, (list(call.dims), size, name, call.backward)
         if call.after is not None:
-            node = self.call(aten.reshape.default, (node, list(call.after)))
-        return node
+            yield aten.reshape.default, (list(call.after),)
 
     def call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

@@ -3,7 +3,13 @@
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autopar._torch.autograd import below_autograd, handed_on, has_backward_hooks, run_node
+from autopar._torch.autograd import (
+    below_autograd,
+    handed_on,
+    has_backward_hooks,
+    run_node,
+    saved_tensor_hooks,
+)
 from autopar._torch.compiling import (
     compile_graph,
     computes_complex,
@@ -63,7 +69,7 @@ __all__ = [
     "has_backward_hooks", "has_storage", "is_functional", "lines_along", "local_gradient",
     "local_tensor", "missing_cpp_compiler", "on_second_derivative", "pipeline_actions",
     "pipeline_stage", "quiet_export", "reduce_scatter", "replicates_implicitly",
-    "required_arguments", "resolve_group", "run_node", "runs_one_stage", "schema",
+    "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks", "schema",
     "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
     "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "uncompiled",
     "user_line", "validates_distribution", "without_memory", "without_value_checks",

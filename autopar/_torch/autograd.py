@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,3 +79,9 @@ def has_backward_hooks(x: Tensor | nn.Module) -> bool:
     if isinstance(x, nn.Module):
         return bool(x._backward_hooks or x._backward_pre_hooks)
     return bool(x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None))
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The innermost pair of saved-tensor hooks that is active, or a pair that changes nothing."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks or (lambda x: x, lambda x: x)

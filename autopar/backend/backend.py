@@ -404,7 +404,7 @@ class _Split:
         self._buffers = [lifted.buffers[name] for name in captured.buffers.values()]
         self._changed = [lifted.buffers[name] for _, name in sorted(captured.mutated.items())]
         sources = _Shards([examples[i] for i in self._parameters])
-        self._gathers = Gathers(sources, world, frozenset())
+        self._gathers = Gathers(sources, world)
         self._gathers.install(local, world.mesh, BUCKET_BYTES)
         self._entries = Entries(world)
         self._entries.install(local, [each.local for each in sources.kept], BUCKET_BYTES)

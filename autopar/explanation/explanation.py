@@ -34,6 +34,7 @@ from autopar.explanation.simulated import SimulatedStep
 from autopar.explanation.timeline import timeline
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.note import kind_of
+from autopar.ir.recompute import recompute_json
 from autopar.pipeline.composed import Recomputed
 from autopar.pipeline.simulation import Simulation
 from autopar.search import search as search_plan
@@ -123,6 +124,7 @@ class Explanation:
         return self.built or Expressions.of(
             self.graph, self.plan, self.software.on(self.cluster.hardware),
             training_state=self.run.training_state, blocks=blocks.blocks, again=blocks.again,
+            selected=blocks.selected,
         )  # fmt: skip
 
     @cached_property
@@ -479,7 +481,7 @@ class Explanation:
             "run": {
                 "micro_batches": int(self.values["micro_batches"]),
                 "stages": int(self.values["stages"]), "chunks": int(self.values["chunks"]),
-                "recompute": self.run.recompute,
+                "recompute": recompute_json(self.run.recompute),
             },
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,

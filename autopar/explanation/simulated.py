@@ -16,10 +16,12 @@ import sympy
 
 from autopar.cost_model.breakdown import Breakdown, Unit
 from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.memory import Selected
 from autopar.cost_model.step import Run, Step, total
-from autopar.ir.recompute import words_of_recompute
+from autopar.ir.recompute import Selection, words_of_recompute
 from autopar.pipeline.executed import ExecutedStep
 from autopar.pipeline.parts import repeating_parts
+from autopar.pipeline.recomputable import selected
 from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.simulation import StageCosts
 from autopar.search.balance import Shape
@@ -176,8 +178,22 @@ class SimulatedStep(ExecutedStep):
         here = [row for row in rows if self._homes[row] in stages]
         if direction == "forward":
             return share * len(here) * (item.phase == "forward")
-        again = item.recomputed * len(self._again.intersection(here))
+        again = self._recomputed(item, here)
         return share * (len(here) * (item.phase != "forward") + again)
+
+    def _recomputed(self, item: Item, here: Sequence[int]) -> int:
+        """By how many executions recomputation changes those of an item in some blocks."""
+        if self._selected is not None:
+            repeats = self._selected.repeats(item.of, item.moves, item.phase, item.carries)
+            return repeats * len(here)
+        return item.recomputed * len(self._again.intersection(here))
+
+    @cached_property
+    def _selected(self) -> Selected | None:
+        recompute = self.plan.recompute
+        if not isinstance(recompute, Selection):
+            return None
+        return selected(self.graph, self.plan, recompute)
 
     @cached_property
     def _again(self) -> frozenset[int]:

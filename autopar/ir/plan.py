@@ -8,7 +8,8 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     recipe dp:zero3,tp:tp
     micro-batches 1
     pipeline 1f1b: linear_4 linear_8                  the schedule, and the op each further stage begins with
-    recompute 3 blocks                                where blocks run again in backward; `full` for all
+    recompute 3 blocks                                the blocks that backward recomputes, `full` for all; or
+                                                      ops by block, {"layers.*": ["mlp.act/gelu"]}
     precision bfloat16 reduce=float32                 where parameters are cast for use, see `MixedPrecision`
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | micro_batch
                                                       storage | resident | when gradients are reduced
@@ -44,7 +45,14 @@ from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.note import NOTE_KINDS, Note, kind_of
 from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
 from autopar.ir.precision import MixedPrecision
-from autopar.ir.recompute import Recompute, check_recompute, format_recompute, parse_recompute
+from autopar.ir.recompute import (
+    Recompute,
+    Selection,
+    check_recompute,
+    format_recompute,
+    parse_recompute,
+    recompute_json,
+)
 
 VERSION = 1
 _SCALAR = "scalar"
@@ -89,8 +97,8 @@ class Plan:
         ops: op name -> the label of its choice on every axis.
         notes: what was chosen and why, for people.
         pipeline: how the model is cut into stages; None for a single stage.
-        recompute: how many blocks of every stage keep only what enters them, and run again in backward;
-            see `autopar.ir.recompute`.
+        recompute: the blocks of every stage, or the ops of every block, that backward recomputes; see
+            `autopar.ir.recompute`.
         precision: the policy of the captured graph; None where parameters are used as they are stored.
         shapes: whole shapes of inputs and parameters of the captured graph, by `input tokens` or
             `parameter up.weight`; they say how another model differs. Empty where nobody noted them.
@@ -225,7 +233,7 @@ class Plan:
         if self.pipeline is not None:
             fields["pipeline"] = [self.pipeline.schedule, " ".join(self.pipeline.cuts)]
         if self.recompute != "none":
-            fields["recompute"] = self.recompute
+            fields["recompute"] = recompute_json(self.recompute)
         if self.precision is not None:
             fields["precision"] = str(self.precision)
         if self.shapes:
@@ -258,7 +266,7 @@ class Plan:
                 ops={name: _labels(text, name, mesh) for name, text in document["ops"].items()},
                 notes=_notes(document["notes"]),
                 pipeline=_pipeline(document.get("pipeline"), whole),
-                recompute=document.get("recompute", "none"),
+                recompute=_recompute(document.get("recompute", "none")),
                 precision=_precision(document.get("precision")),
                 shapes=_shapes(document.get("shapes", {})),
             )
@@ -377,6 +385,10 @@ def _parameter_plan(fields: object, name: str, mesh: Mesh) -> ParameterPlan:
     if reduce not in get_args(Reduction):
         raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
     return ParameterPlan(parse_layout(storage, mesh), parse_layout(resident, mesh), reduce)
+
+
+def _recompute(value: Any) -> Recompute:
+    return Selection.of(value) if isinstance(value, dict) else value
 
 
 def _precision(text: object) -> MixedPrecision | None:

@@ -1,27 +1,89 @@
-"""How many blocks run again in backward, so that only what enters them is kept.
+"""What a plan computes again in backward instead of keeping it from forward.
 
-    none        0 blocks: everything is kept for backward
-    3 blocks    the first three of every pipeline stage (of the model, where there is one stage)
-    full        all of them
+    none                             nothing: autograd keeps all that it saves
+    3 blocks                         the first three blocks of every pipeline stage, whole
+    full                             all blocks, whole
+    {"layers.*": ["mlp.act/gelu"]}   some ops of every block, by name: a `Selection`
 
-As Megatron-LM's `--recompute-method block --recompute-num-layers k`: of each stage the first k layers.
-The first, because what they keep lives longest: when they run again, the blocks behind them have given
-back what they kept, so that running again takes no room of its own until all blocks do.
+A number is Megatron-LM's `--recompute-method block --recompute-num-layers k`: the first k layers of each
+stage. Their activations live longest: when they are recomputed, the later blocks have already freed
+theirs, so recomputation needs no memory of its own until all blocks are recomputed.
+
+A selection names the ops that are recomputed, as the selective recomputation of Korthikanti et al. 2022
+does with the core of attention. Everything else follows: autograd keeps a tensor if it needs it, directly
+or to recompute an op, and no recomputed op makes it.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from autopar.errors import PlanError
 
-Recompute = Literal["none", "full"] | int
+
+@dataclass(frozen=True)
+class Selection:
+    """The ops that are recomputed in backward, by block.
+
+    Attributes:
+        blocks: path of a block, in which `*` stands for any number, and the names of its recomputed ops; an
+            exact path goes before a pattern. Names are those of `autopar.pipeline.recomputable`.
+
+    >>> chosen = Selection.of({"layers.*": ["mlp.act/gelu"]})
+    >>> chosen.names("layers.7")
+    frozenset({'mlp.act/gelu'})
+    >>> chosen.names("head")
+    frozenset()
+    """
+
+    blocks: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def of(cls, blocks: Any) -> Selection:
+        """Reads the value that `to_json` writes. Raises PlanError."""
+        if not isinstance(blocks, Mapping) or not all(map(_is_list_of_names, blocks.values())):
+            raise PlanError(
+                "Ops to recompute are lists of names by block, such as "
+                f'{{"layers.*": ["mlp.act/gelu"]}}, not {blocks!r}.'
+            )
+        return cls(tuple((str(path), tuple(names)) for path, names in blocks.items()))
+
+    def to_json(self) -> dict[str, list[str]]:
+        """The selection as JSON values."""
+        return {path: list(names) for path, names in self.blocks}
+
+    def names(self, path: str) -> frozenset[str]:
+        """Names of the recomputed ops of the block at this path."""
+        by_path = dict(self.blocks)
+        return frozenset(by_path.get(path, by_path.get(path_pattern(path), ())))
+
+    def __str__(self) -> str:
+        return json.dumps(self.to_json())
+
+
+def _is_list_of_names(names: object) -> bool:
+    return isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+
+
+def path_pattern(path: str) -> str:
+    """The path of a module with `*` in place of every number.
+
+    >>> path_pattern("encoder.layers.3")
+    'encoder.layers.*'
+    """
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+Recompute = Literal["none", "full"] | int | Selection
 RecomputeWish = Recompute | float  # what can be asked of a search
 
 
 def check_recompute(recompute: object) -> None:
-    """Raises PlanError unless this says how many blocks of a plan run again."""
-    if recompute in ("none", "full"):
+    """Raises PlanError unless a plan can recompute this."""
+    if recompute in ("none", "full") or isinstance(recompute, Selection):
         return
     if type(recompute) is not int or recompute < 1:  # a bool is an int to isinstance
         raise PlanError(
@@ -32,9 +94,9 @@ def check_recompute(recompute: object) -> None:
 def check_wish(wish: object) -> None:
     """Raises PlanError unless a search can be asked for this.
 
-    A part such as 0.5 asks for the fewest blocks with which every stage keeps at most that part of what
-    recomputation can save, as `torch._functorch.config.activation_memory_budget` does: 1.0 would be all
-    that is kept with "none", and 0.0 what remains with "full".
+    A part such as 0.5 asks for the fastest recomputation with which every stage keeps at most that part of
+    the memory that recomputation can save, as `torch._functorch.config.activation_memory_budget` does: 1.0
+    would be all that is kept with "none", and 0.0 what remains with "full".
     """
     if wish is None or (isinstance(wish, float) and 0 < wish < 1):
         return
@@ -46,25 +108,39 @@ def check_wish(wish: object) -> None:
     check_recompute(wish)
 
 
+def recompute_json(recompute: Recompute) -> Any:
+    """The recomputation of a plan as JSON values."""
+    return recompute.to_json() if isinstance(recompute, Selection) else recompute
+
+
 def format_recompute(recompute: Recompute) -> str:
-    """Recomputation as text.
+    """Recomputation as text; a selection is JSON.
 
     >>> format_recompute(3), format_recompute("full")
     ('3 blocks', 'full')
     """
-    if isinstance(recompute, str):
-        return recompute
-    return f"{recompute} block{'s' * (recompute > 1)}"
+    if isinstance(recompute, int):
+        return f"{recompute} block{'s' * (recompute > 1)}"
+    return str(recompute)
 
 
 def parse_recompute(text: str) -> Recompute:
     """The inverse of `format_recompute`; a bare number is one of blocks. Raises PlanError."""
+    if text.startswith("{"):
+        return Selection.of(_json(text))
     number = text.removesuffix(" blocks").removesuffix(" block")
     if not (number.isascii() and number.isdigit()):
         check_recompute(text)
         return "full" if text == "full" else "none"
     check_recompute(int(number))
     return int(number)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"Cannot read the ops to recompute, {text!r}, as JSON: {error}.") from None
 
 
 def parse_wish(text: str) -> RecomputeWish:
@@ -77,16 +153,28 @@ def parse_wish(text: str) -> RecomputeWish:
 
 
 def blocks_again(recompute: Recompute, blocks: int) -> int:
-    """How many of a stage's blocks run again."""
-    if isinstance(recompute, str):
-        return blocks if recompute == "full" else 0
-    return min(recompute, blocks)
+    """How many of a stage's blocks recompute something."""
+    if isinstance(recompute, int):
+        return min(recompute, blocks)
+    return 0 if recompute == "none" else blocks
 
 
 def words_of_recompute(recompute: Recompute) -> str:
-    """For people, after a comma: what runs again in backward; "" for nothing."""
+    """For people, after a comma: what is recomputed in backward; "" for nothing."""
+    if isinstance(recompute, Selection):
+        return _words_of_selection(recompute)
     if isinstance(recompute, str):
         return "layers run again in backward" if recompute == "full" else ""
     if recompute == 1:
         return "the first block of every stage runs again in backward"
     return f"the first {recompute} blocks of every stage run again in backward"
+
+
+def _words_of_selection(selection: Selection) -> str:
+    parts = [
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)} of {path or 'the model'}"
+        for path, names in selection.blocks
+        if names
+    ]
+    more = f", and ops of {len(parts) - 2} other kinds of blocks" if len(parts) > 2 else ""
+    return f"ops recomputed in backward: {'; '.join(parts[:2])}{more}" if parts else ""

@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.memory import Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step
 from autopar.ir import Graph, Plan
-from autopar.ir.recompute import Recompute
+from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.executed import ExecutedStep
 from autopar.pipeline.parts import is_whole, ops_again, parts_of_ops
+from autopar.pipeline.recomputable import selected
 
 
 class Composed(NamedTuple):
@@ -74,6 +76,7 @@ def step_of(
         graph, plan, sizes=Sizes(plan.mesh), hardware=machine,
         links=[machine.link(plan.mesh, axis) for axis in range(len(plan.mesh.axes))],
         training_state=training_state, blocks=blocks.blocks, again=blocks.again,
+        selected=blocks.selected,
     )  # fmt: skip
     run = Run(plan.micro_batches, recompute=blocks.left, training_state=training_state)
     return Step(
@@ -89,6 +92,7 @@ class Recomputed(NamedTuple):
     Attributes:
         blocks: op -> its block, where the graph has all layers; None where one stands for several.
         again: ops that run again in backward, priced item by item.
+        selected: recomputation of single ops, priced item by item; None where whole blocks are recomputed.
         left: recomputation that is left to the formulas of `autopar.cost_model.step`, in which all
             layers are alike; "none" where the items have it already.
     """
@@ -96,6 +100,7 @@ class Recomputed(NamedTuple):
     blocks: Mapping[str, int] | None
     again: frozenset[str]
     left: Recompute
+    selected: Selected | None = None
 
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> Recomputed:
@@ -104,5 +109,8 @@ class Recomputed(NamedTuple):
             return cls(None, frozenset(), plan.recompute)
         if plan.pipeline is not None:
             return cls(parts_of_ops(graph, plan), frozenset(), plan.recompute)
+        if isinstance(plan.recompute, Selection):
+            chosen = selected(graph, plan, plan.recompute)
+            return cls(parts_of_ops(graph, plan), frozenset(), "none", chosen)
         again = ops_again(graph, plan) if plan.recompute != "none" else frozenset()
         return cls(parts_of_ops(graph, plan), again, "none")

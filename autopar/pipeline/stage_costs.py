@@ -7,11 +7,13 @@ share (a tied embedding, a mask, the residual stream) is counted once in every s
 A stage holds of every micro-batch in flight what its ops keep for backward, and, because
 `torch.distributed.pipelining` does, the values that it received and sent.
 
-[Note: blocks that run again] Such a block keeps only what enters it, and is there in full while it runs
-again (Chen et al. 2016). They are the first ones of a stage that may (`autopar.ir.recompute`), which with
-stage i .. j are those up to a block e(i): work that is done again is the sum from i to e(i), and what is
-kept that of one kind up to e(i) and of the other from there on. When they run again, the blocks behind
-e(i) have run backward, so that of what runs again only what goes beyond theirs is more than there was.
+[Note: blocks that run again] Such a block keeps only what enters it, and is there in full while it is
+recomputed (Chen et al. 2016). These blocks are the first ones of a stage (`autopar.ir.recompute`), in the stage
+i .. j those up to a block e(i): recomputed work is the sum from i to e(i), and what is kept is the sum of one
+kind up to e(i) and of the other from there on. When they are recomputed, the blocks after e(i) have run
+backward, so of their memory only what exceeds that of the later blocks is new. A gathered parameter is not
+gathered once more: backward gathers it anyway. Where ops are selected (`autopar.pipeline.recomputable`), every
+block that may repeat recomputes its part.
 """
 
 from __future__ import annotations
@@ -28,16 +30,23 @@ import numpy as np
 from autopar.cost_model import Hardware, Link, Sizes, collective_seconds, keeps
 from autopar.cost_model.compute import is_product, memory_seconds
 from autopar.cost_model.items import COMPUTE, FULL, Item, TrainingState
+from autopar.cost_model.memory import Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import REGIONS, Run, Step
-from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, Op, Plan
-from autopar.ir.recompute import Recompute
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Op, Plan
+from autopar.ir.recompute import Recompute, Selection
+from autopar.pipeline.blocks import find_blocks
 from autopar.pipeline.parts import block_starts, end_of_repeats, find_parts
+from autopar.pipeline.recomputable import (
+    BlockChoices,
+    Maker,
+    Memory,
+    block_choices,
+    selected_in,
+)
 from autopar.pipeline.repetition import Places, Repetition
 from autopar.pipeline.simulation import StageCosts
-
-Memory = tuple[str, Layout]  # of a tensor in a layout
 
 # What a block does in one direction, as columns: work, communication of parameters and gradients, that of
 # activations, op by op the wait for the host, and its sum where the host runs ahead.
@@ -231,7 +240,12 @@ class StageTables:
 
     def _with(self, recompute: Recompute, turn: _Turn) -> StageTable:
         work = self._work
-        again = turn.first(_stretches(work.recomputed * self.repeating[:, None, None]))
+        selection = recompute if isinstance(recompute, Selection) else None
+        memories = self._memories
+        if selection:
+            memories = self._memories_with(self._kept_with(selection))
+        recomputed = self._recomputed_work(selection) if selection else work.recomputed
+        again = turn.first(_stretches(recomputed * self.repeating[:, None, None]))
         second = _stretches(work.backward) + again
         forward, backward = self._seconds(_stretches(work.forward), second)
         sent, gradients = self._sent
@@ -244,9 +258,9 @@ class StageTables:
             weight_seconds=np.minimum(_stretches(work.weights), backward),
             once_seconds=self._once_seconds(_stretches(work.once), second[..., _COMPUTE].sum(-1))
             + self._optimizer_seconds,
-            saved_bytes=self._saved(turn),
+            saved_bytes=self._saved(turn, memories),
             kept_bytes=self.held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
-            transient_bytes=self._transient(turn),
+            transient_bytes=self._transient(turn, memories, keeps_part=selection is not None),
             sent_bytes=sent,
             gradient_bytes=gradients,
             send_seconds=self._send_seconds(sent),
@@ -288,6 +302,59 @@ class StageTables:
                 weights = self._weight_share(item)
                 work.weights[rows] += share * item.count * item.seconds * weights
         return work
+
+    # --- recomputation of single ops
+
+    @cached_property
+    def choices(self) -> list[BlockChoices[Memory]]:
+        """What can be recomputed of every block."""
+        seconds: dict[Maker, float] = {}
+        for item in self.items:
+            if item.phase == "forward":
+                maker = item.of, item.moves
+                seconds[maker] = seconds.get(maker, 0.0) + float(self._alone(item))
+        return block_choices(
+            self.graph, self.plan, self.flow, unit=self.unit, seconds=seconds, size=self._bytes
+        )
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Path of the module of every block."""
+        blocks = find_blocks(self.graph)
+        return tuple(blocks[part.block].module for part in self.parts)
+
+    @property
+    def selectable(self) -> list[tuple[str, BlockChoices[Memory]]]:
+        """Path and choices of every block of which ops may be recomputed."""
+        found = zip(self.paths, self.choices, self.repeating, strict=True)
+        return [(path, choices) for path, choices, may_repeat in found if may_repeat]
+
+    def _alone(self, item: Item) -> float:
+        """Seconds of an item that nothing hides; where the host runs ahead, it waits for nothing."""
+        issued = 0.0 if self.software.runs_ahead else self.step.issue_seconds(item)
+        return item.count * max(item.seconds, issued if item.kernels else 0.0)
+
+    def _recomputed_work(self, selection: Selection) -> np.ndarray:
+        """Work of every block that is recomputed, of the shape of `_Work.recomputed`."""
+        selected = self._selected(selection)
+        work = np.zeros_like(self._work.recomputed)
+        for item in self.items:
+            if selected.repeats(item.of, item.moves, item.phase, item.carries):
+                rows, share = self.rows_of(item)
+                work[rows, REGIONS.index(item.region)] += share * self._row(item)
+        return work
+
+    def _selected(self, selection: Selection) -> Selected:
+        return selected_in(self.choices, self.paths, self.repeating.tolist(), selection)
+
+    def _kept_with(self, selection: Selection) -> dict[Memory, list[int]]:
+        """The memory that stays for backward -> the blocks for which it does."""
+        found: dict[Memory, list[int]] = {}
+        for unit, (path, choices) in enumerate(zip(self.paths, self.choices, strict=True)):
+            names = selection.names(path) if self.repeating[unit] else ()
+            for memory in choices.kept(names):
+                found.setdefault(memory, []).append(unit)
+        return found
 
     def rows_of(self, item: Item) -> tuple[list[int], float]:
         """The blocks that an item stands in, and the part of its count in each."""
@@ -427,11 +494,11 @@ class StageTables:
                 total += size * _has(units, self.n)
         return total + _stretches(single)
 
-    def _saved(self, turn: _Turn) -> np.ndarray:
+    def _saved(self, turn: _Turn, memories: Sequence[_Staying]) -> np.ndarray:
         """What stays of a micro-batch: what ops keep, and what a stage received and sent."""
         once, again = np.zeros(self.n), np.zeros(self.n)
         total = np.zeros((self.n + 1, self.n + 1))
-        for each in self._memories:
+        for each in memories:
             if not each.spans and len({*each.kept, *each.entering}) == 1:
                 # then it is in one sum or in the other
                 once[list(each.kept)] += each.bytes
@@ -445,9 +512,12 @@ class StageTables:
 
     @cached_property
     def _memories(self) -> list[_Staying]:
-        """All memory that stays for backward, or crosses between blocks."""
-        kept = self._staying({})
-        entering, wires = self._staying(self.unit_repeats), self._wires
+        """All memory that stays for backward, or crosses between blocks; whole blocks are recomputed."""
+        return self._memories_with(self._staying(self.unit_repeats))
+
+    def _memories_with(self, entering: Mapping[Memory, Sequence[int]]) -> list[_Staying]:
+        """The same, given what stays of blocks that recompute something, with the captured parts."""
+        kept, wires = self._staying({}), self._wires
         found = []
         for at in {**kept, **entering, **wires}:
             size, spans = self._bytes(at), wires.get(at, [])
@@ -512,7 +582,9 @@ class StageTables:
         name, layout = memory
         return float(self.sizes.bytes(self.graph.tensors[name], layout))
 
-    def _transient(self, turn: _Turn) -> np.ndarray:
+    def _transient(
+        self, turn: _Turn, memories: Sequence[_Staying], *, keeps_part: bool
+    ) -> np.ndarray:
         """The loss or gathered parameters with their gradients, and what runs again, of the largest block.
 
         Of what runs again no more counts than goes beyond what the blocks behind have given back.
@@ -525,9 +597,10 @@ class StageTables:
                 gathered[rows] += h.bytes
             elif h.kind == "working":
                 losses[self._all_of(self.unit[h.of])] += h.bytes / self._times(h.of)
-        for each in self._memories:
+        for each in memories:
             if each.kept:
-                again[each.kept[0]] += each.bytes
+                stays = keeps_part and each.kept[0] in each.entering
+                again[each.kept[0]] += 0 if stays else each.bytes
                 if len(each.kept) == 1 and not each.spans:
                     alone[each.kept[0]] += each.bytes
         moment = np.maximum(losses, 2 * gathered)

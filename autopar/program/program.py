@@ -30,8 +30,9 @@ from autopar.ir import (
 )
 from autopar.ir.layout import WHOLE
 from autopar.ir.plan import Reduction
+from autopar.ir.recompute import Selection
 from autopar.passes import partition, verify_graph
-from autopar.program.recomputation import mark_blocks
+from autopar.program.recomputation import check_selection, mark_blocks
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
         _check_op(op, analysis, plan)
     if plan.pipeline is not None:
         _check_cuts(plan.pipeline.cuts, analysis)
+    if isinstance(plan.recompute, Selection):
+        check_selection(plan, plan.recompute, graph)
 
 
 def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:

@@ -1,28 +1,56 @@
-"""Which block a call of a program belongs to, and which blocks run again in backward.
+"""Which block a call of a program belongs to, and which calls backward recomputes.
 
-Those are the first layers of every stage, as many as the plan says. A model without stacks has its blocks
-run again instead. Of every one only what enters it is kept. What a block is, and which come first,
-`autopar.pipeline.blocks` says, so that the search prices what runs.
+A plan names whole blocks, the first ones of every stage, or ops of every block (`autopar.ir.recompute`). A
+model without stacks of layers has its blocks recomputed instead. What a block is, and which come first,
+`autopar.pipeline.blocks` says, and what an op is called `autopar.pipeline.recomputable`, so that the search
+prices what runs.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
+from autopar.errors import PlanError
 from autopar.ir import Graph, Plan
+from autopar.ir.recompute import Selection, path_pattern
 from autopar.passes.cut_stages import stage_numbers
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import repeating_parts
+from autopar.pipeline.recomputable import recomputable_names, recomputed_makers
+from autopar.rules.random import is_key
 
 
 def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[int]:
-    """Writes the number of its block into `meta["block"]` of every call; returns the blocks that run again.
+    """Marks every call of a program with its block and with whether backward recomputes it.
 
-    Blocks are numbered as `repeating_parts` has them: one that is cut by the plan counts as two.
+    Writes the number of the block into `meta["block"]`, and a bool into `meta["again"]`. Returns the blocks of
+    which something is recomputed. Blocks are numbered as `repeating_parts` has them: one that is cut by the
+    plan counts as two.
     """
-    parts, again = repeating_parts(graph, plan) if has_blocks(graph) else ((), frozenset())
+    parts, blocks = repeating_parts(graph, plan) if has_blocks(graph) else ((), frozenset())
+    chosen = None
+    if isinstance(plan.recompute, Selection):
+        chosen = recomputed_makers(graph, plan, plan.recompute)
     places = {op.name: i for i, op in enumerate(graph.ops)}
     begins = [places[part.start] for part in parts[1:]]
     for node, number in stage_numbers(module, places, begins).items():
+        maker = node.meta["origin"], node.meta.get("converts", "")
         node.meta["block"] = number
-    return again
+        node.meta["again"] = (
+            number in blocks and not is_key(node) and (chosen is None or chosen.get(maker, False))
+        )
+    return blocks
+
+
+def check_selection(plan: Plan, selection: Selection, graph: Graph) -> None:
+    """Raises PlanError for a block, or an op of one, that the model does not have."""
+    known = recomputable_names(graph, plan)
+    for path, names in selection.blocks:
+        there = [own for block, own in known.items() if path in (block, path_pattern(block))]
+        unknown = [name for name in names if not any(name in own for own in there)]
+        if not there or unknown:
+            what = f"op {unknown[0]!r} of the block {path!r}" if there else f"block {path!r}"
+            some = ", ".join(list(there[0] if there else known)[:3]) or "none"
+            raise PlanError(
+                f"The plan recomputes the {what}, which the model does not have. It has {some}, ..."
+            )

@@ -134,6 +134,11 @@ def _key(local: Local, letters: tuple[str, ...]) -> fx.Node:
     return local.emit(aten.add.Tensor, key, _position(local, axes), alpha=_KEYS)
 
 
+def is_key(node: fx.Node) -> bool:
+    """Whether a node draws the key of a random op, which is smaller than the state of the generator."""
+    return node.target is aten.randint.default and node.args[:2] == (_KEYS, [1])
+
+
 def _position(local: Local, axes: list[tuple[str, int]]) -> fx.Node:
     """A tensor of one element: this rank's number among those that split the op."""
     total = 1

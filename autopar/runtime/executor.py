@@ -63,7 +63,7 @@ class Runner:
         parameters = len(program.parameters)
         self._constants = [x.to(self.world.device) for x in program.constants]
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
-        self._gathers = Gathers(self._residents, self.world, program.recomputed)
+        self._gathers = Gathers(self._residents, self.world)
         self._graph = _copy(program.module)
         order = completion_order(self._graph, parameters)
         retarget_device(self._graph, self.world.device)
@@ -72,7 +72,7 @@ class Runner:
         bind_groups(self._graph, self.world.group_names)
         self._graph = fold_blocks(
             self._graph, program.recomputed,
-            lambda block: Recomputed(executor.ready(block), self._gathers),
+            lambda block: Recomputed(executor.ready(block)),
             parameters=parameters, received=len(program.received),
         )  # fmt: skip
         hoist_input_sums(

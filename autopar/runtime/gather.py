@@ -5,8 +5,7 @@ backward. While the forward runs, saved-tensor hooks replace every saved tensor 
 a gathered parameter (itself, or a view such as a transpose) by a handle; what backward unpacks is a view of
 the same strides on a second gather. That lives until the backward of its group has run.
 
-A block that runs again in backward (`recompute.py`) keeps nothing of a gathered parameter: its second run
-gathers for itself.
+A recomputed call (`recompute.py`) takes a gathered parameter from such a handle, too.
 """
 
 from __future__ import annotations
@@ -59,18 +58,16 @@ class Gathers:
 
     Args:
         residents: the parameters.
-        recomputed: numbers of the blocks that run again in backward.
 
     Attributes:
         late: positions of the parameters whose gradients arrive here and not at their leaf.
         in_step: whether gradients are kept for `finish` instead of being returned to autograd.
     """
 
-    def __init__(self, residents: Sources, world: World, recomputed: frozenset[int]) -> None:
-        self.residents, self.world, self._recomputed = residents, world, recomputed
+    def __init__(self, residents: Sources, world: World) -> None:
+        self.residents, self.world = residents, world
         self.groups: list[GatherGroup] = []
         self.in_step = False
-        self._is_again = False  # a block runs a second time
         self._ahead: tuple[int, Transfer] | None = None
         self._calls: list[_Call] = []
         self._saved: dict[
@@ -92,10 +89,9 @@ class Gathers:
         def key(chain: Chain) -> object:
             there, back = signature(routes[chain]), signature(transposed(routes[chain]))
             parameter = self.residents.kept[chain.parameter].parameter
-            block = chain.block if chain.block in self._recomputed else None
             spec = specs[chain.parameter]
             formats = spec.dtype, spec.gradient_dtype
-            return there, back, formats, parameter.requires_grad, block
+            return there, back, formats, parameter.requires_grad
 
         def size_bytes(chain: Chain) -> int:
             return (
@@ -104,9 +100,8 @@ class Gathers:
 
         def make(group: list[Chain]) -> nn.Module:
             made = GatherGroup(
-                self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group],
-                block=group[0].block,
-            )  # fmt: skip
+                self, len(self.groups), [c.parameter for c in group], [routes[c] for c in group]
+            )
             self.groups.append(made)
             return made
 
@@ -133,35 +128,23 @@ class Gathers:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def open(self, group: GatherGroup, shards: Sequence[Tensor]) -> _Call:
-        """Begins a forward's gather of a group, or that of a block's second run."""
+        """Begins a forward's gather of a group."""
         ahead = (
             self._ahead[1] if self._ahead is not None and self._ahead[0] == group.number else None
         )
         call = _Call(self, group, [x.detach() for x in shards], ahead, self._calls)
         self._ahead = None
-        if not self._is_again:
-            self._calls.append(call)
+        self._calls.append(call)
         return call
 
     def opened(self, call: _Call, values: Sequence[Tensor]) -> None:
         """Notes what was gathered, and starts the next group's gather."""
-        if not self._is_again:
-            for position, value in enumerate(values):
-                reference = _torch.storage_reference(value)
-                self._saved[reference.cdata] = (reference, call, position)
-        following = self._following(call.group)
-        if self.in_step and following is not None:
-            self._ahead = (following.number, following.start(self.residents.leaves))
-
-    def _following(self, group: GatherGroup) -> GatherGroup | None:
-        """The group that is gathered next: blocks run again from the last to the first."""
-        behind = self.groups[group.number + 1 :][:1]
-        if not self._is_again:
-            return next(iter(behind), None)
-        if behind and behind[0].block == group.block:
-            return behind[0]
-        earlier = [b for b in {g.block for g in self.groups} & self._recomputed if b < group.block]
-        return next((g for g in self.groups if earlier and g.block == max(earlier)), None)
+        for position, value in enumerate(values):
+            reference = _torch.storage_reference(value)
+            self._saved[reference.cdata] = (reference, call, position)
+        following = call.group.number + 1
+        if self.in_step and following < len(self.groups):
+            self._ahead = (following, self.groups[following].start(self.residents.leaves))
 
     def _pack(self, x: Tensor) -> Tensor | _Handle:
         _, call, position = self._saved.get(_torch.storage_key(x), (None, None, 0))
@@ -170,12 +153,6 @@ class Gathers:
         call.is_saved = True
         offset = int(x.storage_offset())
         return _Handle(call, position, x.dtype, tuple(x.shape), x.stride(), offset)
-
-    # --- blocks that run again
-
-    def second_run(self) -> AbstractContextManager[None]:
-        """Inside it, a block runs again in backward, where it gathers for itself; can be entered anew."""
-        return _SecondRun(self)
 
     # --- backward
 
@@ -213,27 +190,14 @@ class Gathers:
         self._under_way, self._calls, self._saved, self._ahead = [], [], {}, None
 
 
-class _SecondRun:
-    """Tells gathers that a block runs again."""
-
-    def __init__(self, gathers: Gathers) -> None:
-        self._gathers = gathers
-
-    def __enter__(self) -> None:
-        self._gathers._is_again = True
-
-    def __exit__(self, *_: object) -> None:
-        self._gathers._is_again = False
-
-
 class GatherGroup(nn.Module):
     """Parameters that are gathered by one collective: shards in, full parameters out."""
 
     def __init__(
-        self, owner: Gathers, number: int, members: list[int], routes: list[Route], *, block: int
+        self, owner: Gathers, number: int, members: list[int], routes: list[Route]
     ) -> None:
         super().__init__()
-        self.number, self.members, self.routes, self.block = number, members, routes, block
+        self.number, self.members, self.routes = number, members, routes
         self._owner = owner
 
     def start(self, leaves: Sequence[Tensor]) -> Transfer:

@@ -1,38 +1,467 @@
-"""Blocks that keep only what enters them, and run again in backward; which do, `autopar.program.recomputation` says.
+"""Blocks of which backward recomputes a part: some calls run a second time instead of keeping their results.
 
-After Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3, by
-torch.utils.checkpoint. What is drawn is drawn again from the same state of the generator; new values of
-buffers are results, which the second run does not return; collectives are made again, by all ranks in
-the order of the same graph. The second run ends with the last tensor that backward wants, so that a
-collective behind that is not repeated.
+Each call of a block is either recomputed or not (`meta["again"]`); see [Note: recomputing ops] in
+`autopar.pipeline.recomputable`. While a block runs forward, saved-tensor hooks see every tensor that autograd
+saves. A tensor in memory that a recomputed call made is replaced by a handle; any other is kept, and so is
+what the recomputed calls read. When backward asks for the first handle of a block, the calls that are needed
+run again, once, in the order of the forward, and give every handle its tensor.
 
-Of a pipeline stage whose blocks run again the backward is not split in two, for a block would run again
-for each part: where a zero-bubble schedule has the first half, all of it runs.
+    forward    x -> n = norm(x) -> h = up(n) -> g = gelu(h) -> down(g)     recomputed: norm, gelu
+    kept       x, h, and handles for n, g and the statistics of norm
+    backward   n = norm(x), g = gelu(h)
+
+Whole blocks are the case in which every call is recomputed (Chen et al. 2016). A random call draws the same
+numbers again: the generator's state before it is kept. Collectives are repeated in the order of the graph,
+which is the same on all ranks. New values of buffers are results, which the second run does not make.
+Gathered parameters are never recomputed here: what is kept goes through the hooks around the block, and
+those of `autopar.runtime.gather` keep a gathered parameter by its shard.
+
+Saved-tensor hooks see one node of autograd's graph at a time, so backward of a stage that recomputes is not
+split in two, as a block would be recomputed for each part: where a zero-bubble schedule has the first half,
+all of it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import get_device_states, set_device_states
 
+from autopar import _torch
 from autopar.ops.nodes import draws
-from autopar.runtime.gather import Gathers
+
+# A call, and the position among its results or among what it saves of its own.
+Place = tuple[str, int]
 
 
 class Recomputed(nn.Module):
-    """A block of a program, as a function of all that enters it."""
+    """A block of a program, as a function of all that enters it.
 
-    def __init__(self, block: fx.GraphModule, gathers: Gathers) -> None:
+    Args:
+        block: its graph; `meta["again"]` of a call says whether backward recomputes it.
+    """
+
+    def __init__(self, block: fx.GraphModule) -> None:
         super().__init__()
-        self.block = block
-        self._gathers = gathers
-        self._draws = any(draws(node) for node in block.graph.nodes)
+        self._current = _Current()
+        self._calls = _Calls(block)
+        self._steps = {
+            node.name: _Step(node, block, self._current) for node in self._calls.recorded
+        }
+        self._graph = self._copy(block.graph.nodes, {})
+        self._second: dict[frozenset[str], _SecondRun] = {}
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
-        return checkpoint(
-            self.block, *inputs, use_reentrant=False, preserve_rng_state=self._draws,
-            context_fn=lambda: (contextlib.nullcontext(), self._gathers.second_run()),
-        )  # fmt: skip
+        if not torch.is_grad_enabled():
+            return self._graph(*inputs)
+        run = _FirstRun(self._calls, inputs, self.second_run)
+        hooks = torch.autograd.graph.saved_tensors_hooks(run.pack, _unpack)
+        with hooks, self._current.recording(run):
+            results = self._graph(*inputs)
+        run.finish()
+        return results
+
+    def second_run(self, needed: frozenset[str]) -> _SecondRun:
+        """The graph of the recomputed calls that are needed for the results of some."""
+        if needed not in self._second:
+            nodes, reads = self._calls.needed(needed)
+            copies = {node: f"read_{i}" for i, node in enumerate(reads)}
+            self._second[needed] = _SecondRun(
+                self._copy(nodes, copies), tuple(node.name for node in reads), self._current
+            )
+        return self._second[needed]
+
+    def _copy(self, nodes: Sequence[fx.Node] | Any, given: Mapping[fx.Node, str]) -> fx.GraphModule:
+        """A graph of these nodes, in which every call says what it does."""
+        graph, root = fx.Graph(), nn.Module()
+        copies = {node: graph.placeholder(name) for node, name in given.items()}
+        for node in nodes:
+            if node.name in self._steps:
+                root.add_module(node.name, self._steps[node.name])
+                args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+                copies[node] = graph.call_module(node.name, args, kwargs)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        if given or not any(node.op == "output" for node in graph.nodes):
+            graph.output(())
+        return fx.GraphModule(root, graph)
+
+
+class _Calls:
+    """The calls of a block, and what they read of each other.
+
+    Attributes:
+        recorded: all calls but those that pick one of several results.
+        inputs: names of the placeholders, in order.
+        given: call or input -> what recomputed calls read of it, as position among several results (None for
+            the only one) and name, for calls that are not recomputed.
+    """
+
+    def __init__(self, block: fx.GraphModule) -> None:
+        self._again: dict[fx.Node, bool] = {}
+        for node in block.graph.nodes:
+            picks = node.target is operator.getitem
+            marked = node.op != "placeholder" and node.meta.get("again", False)
+            self._again[node] = self._again[node.args[0]] if picks else marked
+        calls = [n for n in block.graph.nodes if n.op in ("call_function", "call_module")]
+        self.recorded = [n for n in calls if n.target is not operator.getitem]
+        self.order = {node: i for i, node in enumerate(block.graph.nodes)}
+        self.names = {node.name: node for node in self.recorded}
+        self.inputs = [node.name for node in block.graph.find_nodes(op="placeholder")]
+        self.given = self._given(calls)
+
+    def _given(self, calls: Sequence[fx.Node]) -> dict[str, list[tuple[int | None, str]]]:
+        read = {x for n in calls if self._again[n] for x in n.all_input_nodes if not self._again[x]}
+        given: dict[str, list[tuple[int | None, str]]] = {}
+        for node in sorted(read, key=self.order.__getitem__):
+            if node.target is operator.getitem:
+                given.setdefault(node.args[0].name, []).append((node.args[1], node.name))  # type: ignore[union-attr,arg-type]
+            else:
+                given.setdefault(node.name, []).append((None, node.name))
+        return given
+
+    def is_again(self, name: str) -> bool:
+        """Whether backward recomputes a call."""
+        return self._again[self.names[name]]
+
+    def needed(self, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The recomputed calls that some of them need, in order, and what these read of other calls."""
+        found: dict[fx.Node, None] = {}
+        waiting = [self.names[name] for name in names]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found[node] = None
+                waiting += [x for x in node.all_input_nodes if self._again[x]]
+        reads = {x for node in found for x in node.all_input_nodes if x not in found}
+        return sorted(found, key=self.order.__getitem__), sorted(reads, key=self.order.__getitem__)
+
+
+# --- what is going on
+
+
+class _Current:
+    """The recording that the calls of a block report to."""
+
+    def __init__(self) -> None:
+        self.run: _Recording | None = None
+
+    @contextlib.contextmanager
+    def recording(self, run: _Recording) -> Iterator[None]:
+        """Inside it, calls report to `run`."""
+        before, self.run = self.run, run
+        try:
+            yield
+        finally:
+            self.run = before
+
+
+class _Step(nn.Module):
+    """A call that reports when it begins and what it made."""
+
+    def __init__(self, node: fx.Node, root: nn.Module, current: _Current) -> None:
+        super().__init__()
+        self.name, self.draws = node.name, draws(node)
+        self._call: Any = (
+            root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        )
+        self._current = current
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._current.run
+        if run is None:
+            return self._call(*args, **kwargs)
+        run.begin(self)
+        result = self._call(*args, **kwargs)
+        run.end(self, result)
+        return result
+
+
+class _Recording:
+    """One run of a block's calls: which of them made the memory of every tensor.
+
+    Attributes:
+        at: the call that runs now.
+        own: how many tensors of its own it has saved so far, its result not being known yet.
+    """
+
+    def __init__(self) -> None:
+        self.at, self.own = "", 0
+        # Storage -> a reference that keeps its address from being used again, and where it was made.
+        self._homes: dict[int, tuple[Any, Place | None]] = {}
+
+    def begin(self, step: _Step) -> None:
+        self.at, self.own = step.name, 0
+
+    def end(self, step: _Step, result: Any) -> None:
+        for i, x in enumerate(_tensors(result)):
+            self.note(x, (step.name, i))
+
+    def note(self, x: Tensor, place: Place | None) -> None:
+        """Says where a tensor was made, unless it lies in memory that is known."""
+        reference = _torch.storage_reference(x)
+        self._homes.setdefault(reference.cdata, (reference, place))
+
+    def home(self, x: Tensor) -> tuple[bool, Place | None]:
+        """Whether the memory of a tensor is known, and where it was made; None for what was given."""
+        reference, place = self._homes.get(_torch.storage_key(x), (None, None))
+        return reference is not None, place
+
+    def next_own(self) -> Place:
+        """The place of the next tensor that the current call saves of its own."""
+        place = self.at, self.own
+        self.own += 1
+        return place
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [x for x in results if isinstance(x, Tensor)]
+
+
+class _FirstRun(_Recording):
+    """The forward run of a block, which lives as long as backward may ask for its handles."""
+
+    def __init__(
+        self, calls: _Calls, inputs: Sequence[Any], second_run: Callable[..., _SecondRun]
+    ) -> None:
+        super().__init__()
+        self._calls, self._second_run = calls, second_run
+        self._outer = _torch.saved_tensor_hooks()
+        self._context = _Context.now(inputs)
+        self._handles: list[weakref.ref[_Dropped]] = []
+        self._values: dict[str, Any] = {}
+        self._states: dict[str, Any] = {}
+        for name, value in zip(calls.inputs, inputs, strict=True):
+            for x in _tensors(value):
+                self.note(x, None)
+            self._give(name, value)
+
+    def _give(self, name: str, result: Any) -> None:
+        """Holds what recomputed calls may read of a call's result."""
+        for position, read in self._calls.given.get(name, ()):
+            value = result if position is None else result[position]
+            is_tensor = isinstance(value, Tensor)
+            wanted = is_tensor and value.requires_grad
+            self._values[read] = value.detach() if is_tensor else value, wanted
+
+    def begin(self, step: _Step) -> None:
+        super().begin(step)
+        if step.draws and self._calls.is_again(step.name):
+            self._states[step.name] = self._context.generators()
+
+    def end(self, step: _Step, result: Any) -> None:
+        super().end(step, result)
+        self._give(step.name, result)
+
+    def pack(self, x: Tensor) -> Any:
+        """What autograd keeps in place of a tensor that it saves."""
+        is_known, place = self.home(x)
+        name = self.at if not is_known else place[0] if place else ""
+        if not name or not self._calls.is_again(name):
+            return _Kept(self._outer[1], self._outer[0](x))
+        handle = _Dropped(self, (*place, 1) if place else (*self.next_own(), 0), _View.of(x))
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    def finish(self) -> None:
+        """After the run: keeps only what recomputation will read."""
+        self._homes = {}
+        waiting = self._waiting()
+        reads = self._second_run(self._needed(waiting)).reads if waiting else ()
+        pack, unpack = self._outer
+        self._values = {
+            name: (_Kept(unpack, pack(value)), wanted) if isinstance(value, Tensor) else (value, wanted)
+            for name, (value, wanted) in self._values.items()
+            if name in reads
+        }  # fmt: skip
+
+    def _waiting(self) -> list[_Dropped]:
+        handles = [handle for reference in self._handles if (handle := reference())]
+        self._handles = [weakref.ref(handle) for handle in handles]
+        return [handle for handle in handles if handle.value is None]
+
+    @staticmethod
+    def _needed(handles: Sequence[_Dropped]) -> frozenset[str]:
+        return frozenset(handle.place[0] for handle in handles)
+
+    def recompute(self) -> None:
+        """Gives every handle that waits its tensor."""
+        waiting = self._waiting()
+        second = self._second_run(self._needed(waiting))
+        values = [self._read(name) for name in second.reads]
+        run = _Repeat(self._states, {handle.place for handle in waiting})
+        with self._context.entered():
+            second(values, run)
+        for handle in waiting:
+            handle.value = handle.view.on(run.found[handle.place])
+
+    def _read(self, name: str) -> Any:
+        value, wanted = self._values[name]
+        return value.get().detach().requires_grad_(wanted) if isinstance(value, _Kept) else value
+
+
+class _Repeat(_Recording):
+    """The second run of a block's calls, in backward.
+
+    Attributes:
+        found: tensors by place; the third number is 1 for a result, 0 for what a call saves of its own.
+    """
+
+    def __init__(self, states: Mapping[str, Any], wanted: set[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self._states, self._wanted = states, wanted
+        self.found: dict[tuple[str, int, int], Tensor] = {}
+
+    def begin(self, step: _Step) -> None:
+        super().begin(step)
+        if step.name in self._states:
+            _set_generators(self._states[step.name])
+
+    def end(self, step: _Step, result: Any) -> None:
+        super().end(step, result)
+        for i, x in enumerate(_tensors(result)):
+            if (step.name, i, 1) in self._wanted:
+                self.found[step.name, i, 1] = x.detach()
+
+    def pack(self, x: Tensor) -> None:
+        """Notes what a call saves of its own; nobody runs the backward of this run."""
+        if not self.home(x)[0]:
+            place = (*self.next_own(), 0)
+            if place in self._wanted:
+                self.found[place] = x.detach()
+
+
+@dataclass(frozen=True)
+class _SecondRun:
+    """The graph of recomputed calls, and the names of what it reads."""
+
+    graph: fx.GraphModule
+    reads: tuple[str, ...]
+    current: _Current
+
+    def __call__(self, values: Sequence[Any], run: _Repeat) -> None:
+        for x in values:
+            if isinstance(x, Tensor):
+                run.note(x, None)
+        hooks = torch.autograd.graph.saved_tensors_hooks(run.pack, _never)
+        with torch.enable_grad(), hooks, self.current.recording(run):
+            self.graph(*values)
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("the backward of a second run")
+
+
+# --- what autograd keeps
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> _View:
+        return cls(x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+    @torch.no_grad()
+    def on(self, x: Tensor) -> Tensor:
+        """The tensor that lies so in the storage of another."""
+        if _View.of(x) == self:
+            return x
+        view = x.new_empty(0, dtype=self.dtype)
+        return view.set_(x.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class _Dropped:
+    """Stands for a saved tensor until it is recomputed; backward takes it once.
+
+    Attributes:
+        place: the call, and 1 with the position among its results, or 0 with that among what it saved of its
+            own, as `(call, position, kind)`.
+    """
+
+    def __init__(self, run: _FirstRun, place: tuple[str, int, int], view: _View) -> None:
+        self.run, self.place, self.view = run, place, view
+        self.value: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if self.value is None:
+            self.run.recompute()
+        value, self.value = self.value, None
+        assert value is not None, f"{self.place} was not recomputed"
+        return value
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that stays, as the hooks around the block have packed it."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+    def get(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+@torch.compiler.disable  # [Note: backward inside forward]
+def _unpack(saved: _Dropped | _Kept) -> Tensor:
+    return saved.get()
+
+
+# --- what surrounds a run
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the result of a call depends on besides its operands: autocast, and generators of random numbers.
+
+    Attributes:
+        autocasts: kind of device -> whether autocast is on, and its number format.
+        tensors: some tensors, for their devices.
+    """
+
+    autocasts: Mapping[str, tuple[bool, torch.dtype]]
+    devices: tuple[torch.device, ...]
+
+    @classmethod
+    def now(cls, inputs: Sequence[Any]) -> _Context:
+        devices = tuple(dict.fromkeys(x.device for each in inputs for x in _tensors(each)))
+        kinds = sorted({"cpu", *(device.type for device in devices)})
+        return cls(
+            {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}, devices
+        )
+
+    def generators(self) -> Any:
+        """The states of the generators that a call may draw from."""
+        probes = [torch.empty(0, device=device) for device in self.devices]
+        return torch.get_rng_state(), *get_device_states(*probes)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """As it was; generators are left as they are found."""
+        others = [device for device in self.devices if device.type != "cpu"]
+        kind = others[0].type if others else "cuda"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(others, device_type=kind))
+            for device, (is_on, dtype) in self.autocasts.items():
+                stack.enter_context(torch.autocast(device, dtype, is_on))
+            yield
+
+
+def _set_generators(state: Any) -> None:
+    cpu, devices, states = state
+    torch.set_rng_state(cpu)
+    set_device_states(devices, states)

@@ -52,6 +52,7 @@ from autopar.ir.recompute import (
     format_recompute,
     words_of_recompute,
 )
+from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTable, StageTables
@@ -64,6 +65,7 @@ from autopar.search.recipes import (
 )
 from autopar.search.request import Request
 from autopar.search.search import search, search_mesh
+from autopar.search.selection import Frontier
 from autopar.units import counted, format_bytes
 
 # What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
@@ -83,7 +85,7 @@ class Setting:
 
     Attributes:
         shape: ranks, chunks, schedule and micro-batches.
-        recompute: how many blocks of every stage run again in backward.
+        recompute: what is recomputed in backward.
     """
 
     shape: Shape
@@ -433,21 +435,39 @@ class _Search:
             graph, own.plan, self.hardware, world=self.mesh,
             training_state=self.request.training_state, software=self.request.software,
         )  # fmt: skip
+        frontier = Frontier(lambda: tables.selectable)
         for shape in _shapes(self.request, self.ranks, micro_batches):
-            self._price_shape(own, tables, shape)
+            self._price_shape(own, tables, shape, frontier)
 
-    def _price_shape(self, inner: _Inner, tables: StageTables, shape: Shape) -> None:
-        """A shape with as many blocks run again as are asked for, or as few as fit."""
+    def _price_shape(
+        self, inner: _Inner, tables: StageTables, shape: Shape, frontier: Frontier[Memory]
+    ) -> None:
+        """A shape with the recomputation that is asked for, or with as little as fits."""
         wish = self.request.recompute
         if isinstance(wish, float):
-            wish = _fewest(tables, partial(self._is_within, wish, tables, shape))
-        if wish is not None:
+            blocks = _fewest(tables, partial(self._is_within, wish, tables, shape))
+            choices = () if tables.repetition.groups else (frontier.at(wish),)
+            for recompute in (*choices, blocks):
+                self._price(inner, tables, Setting(shape, recompute))
+        elif wish is not None:
             self._price(inner, tables, Setting(shape, wish))
-            return
-        missed = len(self.overfull)
-        self._price(inner, tables, Setting(shape, "none"))
-        if len(self.overfull) > missed:
-            self._price_fewest(inner, tables, shape)
+        else:
+            missed = len(self.overfull)
+            self._price(inner, tables, Setting(shape, "none"))
+            if len(self.overfull) > missed:
+                if not tables.repetition.groups:  # ops are named where all layers were captured
+                    self._price_selection(inner, tables, shape, frontier)
+                self._price_fewest(inner, tables, shape)
+
+    def _price_selection(
+        self, inner: _Inner, tables: StageTables, shape: Shape, frontier: Frontier[Memory]
+    ) -> None:
+        """The selection of ops with the largest memory that fits."""
+        at = bisect.bisect_left(
+            frontier.parts, True, key=lambda part: self._fits(tables, shape, frontier.at(part))
+        )
+        if at < len(frontier.parts):
+            self._price(inner, tables, Setting(shape, frontier.at(frontier.parts[at])))
 
     def _price_fewest(self, inner: _Inner, tables: StageTables, shape: Shape) -> None:
         """See [Note: fewest blocks]."""

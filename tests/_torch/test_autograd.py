@@ -55,3 +55,12 @@ def test_backward_hooks_of_parameters_and_modules_are_seen():
         module = nn.Linear(2, 2)
         register(module)
         assert _torch.has_backward_hooks(module)
+
+
+def test_the_innermost_saved_tensor_hooks_are_found() -> None:
+    pack, unpack = _torch.saved_tensor_hooks()
+    x = torch.ones(2)
+    assert unpack(pack(x)) is x
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: "packed", lambda packed: x):
+        pack, unpack = _torch.saved_tensor_hooks()
+        assert pack(x) == "packed" and unpack("packed") is x

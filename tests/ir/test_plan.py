@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import PlanError
 from autopar.ir import Mesh, ParameterPlan, Pipeline, Plan, R, S, V
 from autopar.ir.note import Note, kind_of
-from autopar.ir.recompute import parse_wish
+from autopar.ir.recompute import Selection, parse_wish
 
 PLAN = Plan(
     mesh=Mesh.of({"dp": 2, "tp": 2}),
@@ -209,8 +209,24 @@ def test_stages_are_json_and_back(tmp_path):
     assert not {"pipeline", "recompute"} & PLAN.to_json().keys()
 
 
+def test_selected_ops_are_text_and_json_and_back():
+    blocks = {"layers.*": ["mlp.act/gelu", "attn/matmul#2", "attn/linear<0"], "layers.0": []}
+    plan = dataclasses.replace(PLAN, recompute=Selection.of(blocks))
+    assert f"\nrecompute {json.dumps(blocks)}\n" in str(plan)
+    assert Plan.parse(str(plan)) == plan == Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert plan.to_json()["recompute"] == blocks
+    assert plan.recompute.names("layers.3") == set(blocks["layers.*"])
+    assert plan.recompute.names("layers.0") == plan.recompute.names("head") == set()
+
+
+@pytest.mark.parametrize("wrong", ["{", '{"layers.*": "gelu"}', '{"layers.*": [1]}'])
+def test_damaged_selections_are_named(wrong):
+    with pytest.raises(PlanError, match="ps to recompute"):
+        parse_wish(wrong)
+
+
 @pytest.mark.parametrize(("recompute", "text"), [(1, "1 block"), (3, "3 blocks"), ("full", "full")])
-def test_blocks_that_run_again_are_text_and_json_and_back(recompute, text):
+def test_recomputed_blocks_are_text_and_json_and_back(recompute, text):
     plan = dataclasses.replace(PLAN, recompute=recompute)
     assert f"\nrecompute {text}\n" in str(plan)
     assert Plan.parse(str(plan)) == plan == Plan.from_json(plan.to_json())

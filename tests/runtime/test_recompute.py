@@ -1,11 +1,13 @@
-"""Layers that run again in backward: the same training, the same masks, few bytes kept, collectives counted."""
+"""Recomputation in backward: the same training, the same masks, few bytes kept, collectives counted."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,13 +17,16 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost_model import find_hardware
+from autopar.errors import PlanError
 from autopar.ir import Graph, Pipeline, Plan
-from autopar.ir.recompute import Recompute
+from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.parts import block_starts
-from autopar.pipeline.stage_costs import StageTable, stage_table
+from autopar.pipeline.recomputable import recomputable_names
+from autopar.pipeline.stage_costs import StageTable, StageTables, stage_table
 from autopar.planning.planning import make_plan
 from autopar.runtime.executor import Runner
 from autopar.search.request import Request
+from autopar.search.selection import select
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
 from tests.runtime.models import Batch, make, mean_square
@@ -80,13 +85,26 @@ def planned(
     return plan, prepared.analysis.graph
 
 
+def random_selection(graph: Graph, plan: Plan, seed: int) -> Selection:
+    """About half of the ops and conversions of every block."""
+    draw = random.Random(seed)
+    return Selection(
+        tuple(
+            (path, tuple(name for name in names if draw.random() < 0.5))
+            for path, names in recomputable_names(graph, plan).items()
+        )
+    )
+
+
 def trained(
     name: str, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int],
-    recompute: Recompute = "full",
+    recompute: Recompute | Callable[[Graph, Plan], Selection] = "full",
 ) -> dict[str, Any]:  # fmt: skip
     made = model_of(name)
-    plan, _ = planned(made, mesh, recipe, micro_batches, pipeline)
+    plan, graph = planned(made, mesh, recipe, micro_batches, pipeline)
     model, batch, loss = made
+    if callable(recompute):
+        recompute = recompute(graph, plan)
     plan = replace(plan, recompute=recompute)
     compiled = autopar.compile(model, loss_fn=loss, plan=plan)
     torch.manual_seed(1)
@@ -94,8 +112,14 @@ def trained(
 
 
 def trained_each(arguments: tuple[Any, ...], recomputes: tuple[Recompute, ...]) -> list[Any]:
-    """By the same plan with other blocks that run again."""
+    """By the same plan with other blocks that are recomputed."""
     return [trained(*arguments, recompute) for recompute in recomputes]
+
+
+def trained_with_random_ops(arguments: tuple[Any, ...], seeds: tuple[int, ...]) -> list[Any]:
+    """Without recomputation, and with random ops recomputed."""
+    choices = [partial(random_selection, seed=seed) for seed in seeds]
+    return [trained(*arguments, each) for each in ("none", *choices)]
 
 
 def joined(parts: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
@@ -173,6 +197,82 @@ def test_masks_are_the_same_again(
         assert max(difference(found, kept) for found in again) < 1e-12
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "mesh", "recipe", "micro_batches", "pipeline"),
+    [
+        ("gpt", {"dp": 2}, "zero3", 2, NO_PIPELINE),
+        ("gpt", {"tp": 2}, "tp+sp", 1, NO_PIPELINE),
+        ("gpt", {"dp": 1}, "ddp", 4, ("1f1b", 2)),
+        ("dropout", {"dp": 2}, "zero3", 2, NO_PIPELINE),
+        ("dropout", {"tp": 2}, "auto", 1, NO_PIPELINE),
+    ],
+)
+def test_any_ops_may_be_recomputed(
+    two_ranks: Ranks, name: str, mesh: dict[str, int], recipe: str, micro_batches: int,
+    pipeline: tuple[str, int],
+) -> None:  # fmt: skip
+    """Ops drawn at random: the same parameters after three steps as with all of them kept."""
+    arguments = (name, mesh, recipe, micro_batches, pipeline)
+    for kept, *again in two_ranks.run(trained_with_random_ops, arguments, (0, 1, 2)):
+        assert max(difference(found, kept) for found in again) < 1e-12
+
+
+class Noise(nn.Module):
+    """Draws from the generator itself, for no operand gives it a key."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, dtype=x.dtype)
+
+
+def test_an_op_without_a_key_draws_the_same_again() -> None:
+    """The state of the generator is restored."""
+    torch.manual_seed(0)
+    model = Layers(Noise).double()
+    batch = (torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double())
+    plan, graph = planned((model, batch, mean_square), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    assert "1/rand" in recomputable_names(graph, plan)["layers.0"]
+    found = []
+    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(4))):
+        compiled = autopar.compile(
+            copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute)
+        )
+        torch.manual_seed(1)
+        found.append(train(compiled, compiled.step, batch))
+    assert max(difference(each, found[0]) for each in found[1:]) < 1e-12
+
+
+def test_compiled_regions_are_recomputed() -> None:
+    """A region is compiled of calls that are all recomputed, or all not."""
+    made = model_of("dropout")
+    plan, graph = planned(made, {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    found = []
+    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(3))):
+        model = copy.deepcopy(made[0])
+        compiled = autopar.compile(
+            model, loss_fn=made[2], plan=replace(plan, recompute=recompute), executor="aot_eager"
+        )
+        torch.manual_seed(1)
+        found.append(train(compiled, compiled.step, made[1]))
+    assert max(difference(each, found[0]) for each in found[1:]) < 1e-12
+
+
+def test_unknown_ops_and_blocks_are_refused() -> None:
+    made = model_of("dropout")
+    plan, _ = planned(made, {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    for blocks, says in (
+        ({"layers.*": ["2/relu"]}, "the op '2/relu' of the block 'layers.*', which the model does"),
+        (
+            {"blocks.*": ["2/gelu"]},
+            "the block 'blocks.*', which the model does not have. It has la",
+        ),
+    ):
+        wrong = replace(plan, recompute=Selection.of(blocks))
+        compiled = autopar.compile(made[0], loss_fn=made[2], plan=wrong)
+        with pytest.raises(PlanError, match=says.replace("*", r"\*")):
+            compiled.step(*made[1])
+
+
 def test_masks_differ_between_layers_and_steps() -> None:
     """So that equal masks above say something."""
     model, batch, loss = model_of("dropout")
@@ -220,7 +320,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", 1, 2, 3, "full")
 
 
 def step_kept_bytes(layers: int, recompute: Recompute) -> tuple[float, StageTable]:
-    """What a forward keeps for backward, and what is priced."""
+    """What a forward keeps for backward, and its price."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(seq_len=16, layers=layers, heads=4, width=32))
     batch = (torch.randint(256, (4, 16)), torch.randint(256, (4, 16)))
@@ -235,7 +335,7 @@ def step_kept_bytes(layers: int, recompute: Recompute) -> tuple[float, StageTabl
 
 
 def test_what_is_kept_is_what_is_priced() -> None:
-    """Every block that runs again saves the same, and keeps what enters it."""
+    """Every block that is recomputed saves the same, and keeps what enters it."""
     kept = []
     for recompute in RECOMPUTES:
         found, table = step_kept_bytes(4, recompute)
@@ -246,6 +346,27 @@ def test_what_is_kept_is_what_is_priced() -> None:
     assert saved == pytest.approx([saved[0]] * 4, rel=0.01) and saved[0] > 10 * boundary
     fewer, _ = step_kept_bytes(2, "full")
     assert (kept[-1] - fewer) / 2 == pytest.approx(boundary, rel=0.01)
+
+
+def test_what_selected_ops_leave_is_what_is_priced() -> None:
+    """Of ops drawn at random, and of those that a part of the memory asks for; by saved-tensor hooks."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(seq_len=16, layers=3, heads=4, width=32))
+    batch = (torch.randint(256, (4, 16)), torch.randint(256, (4, 16)))
+    plan, graph = planned((model, batch, loss_fn), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    tables = StageTables(graph, plan, HARDWARE, world=plan.mesh)
+    none, full = (tables.at(how).saved_bytes[0, -1] for how in ("none", "full"))
+    chosen = {part: select(tables.selectable, part) for part in (0.8, 0.5, 0.2)}
+    drawn = [random_selection(graph, plan, seed) for seed in range(4)]
+    for recompute in (*chosen.values(), *drawn):
+        compiled = autopar.compile(model, loss_fn=loss_fn, plan=replace(plan, recompute=recompute))
+        compiled.step(*batch)
+        runner: Runner = compiled._ready[True][0].bound._runner  # type: ignore[union-attr]
+        runner.begin()
+        kept = kept_bytes(lambda: runner.run(batch), runner.leaves)  # noqa: B023
+        assert kept == pytest.approx(tables.at(recompute).saved_bytes[0, -1], rel=0.001)
+    for part, selection in chosen.items():
+        assert tables.at(selection).saved_bytes[0, -1] <= full + part * (none - full)
 
 
 # --- collectives

@@ -13,13 +13,14 @@ from gpt import GPT, GPTConfig, loss_fn
 from autopar.cost_model import find_hardware
 from autopar.errors import PlanError, SearchError
 from autopar.ir import Graph, Pipeline, Plan
-from autopar.ir.recompute import Recompute, blocks_again
+from autopar.ir.recompute import Recompute, Selection, blocks_again
 from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import make_plan, prepare_forward, prepare_step
 from autopar.search.balance import balance_of
 from autopar.search.pipeline import PipelineFound, search_pipeline, seconds_of_one_stage
 from autopar.search.request import Request
+from autopar.units import format_bytes
 from tests.pipeline.test_stage_costs import ROW, SIZES, WORLD, table, unsplit
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
@@ -62,15 +63,16 @@ def test_more_memory_is_never_slower_and_never_more_blocks(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_fewer_blocks_fit(ranks: int) -> None:
-    """With any cuts, of the same layouts."""
+    """With any cuts, of the same layouts; ops of all blocks are recomputed instead where that is faster."""
     fixed = {how: found(ranks, recompute=how) for how in ("none", 1, 2, 3, 4, 5, "full")}
     for how in (1, 2):
         bound = int(fullest(fixed[how])) + 1
         best = found(ranks, memory_bytes=bound)
-        assert best.plan.recompute == how
+        assert best.plan.recompute == how or isinstance(best.plan.recompute, Selection)
         fewer = [each for name, each in fixed.items() if count(name) < how]
         assert all(fullest(each) > bound for each in fewer)
-        assert best.best.seconds == pytest.approx(fixed[how].best.seconds)
+        assert best.best.seconds <= fixed[how].best.seconds * (1 + 1e-9)
+        assert fullest(best) <= bound
 
 
 def test_notes_say_what_running_again_saves_and_takes() -> None:
@@ -79,19 +81,25 @@ def test_notes_say_what_running_again_saves_and_takes() -> None:
     slower = 1e3 * (some.best.seconds - none.best.seconds)
     assert saved > 0 and slower > 0
     (note,) = [n for n in some.plan.notes if n.startswith("recompute ")]
-    assert note.startswith(f"recompute 2 blocks: {saved / 1e3:.3f} kB less on the fullest rank")
+    assert note.startswith(
+        f"recompute 2 blocks: {format_bytes(int(saved))} less on the fullest rank"
+    )
     assert f"for {slower:.3f} ms more a step" in note
     assert not [n for n in none.plan.notes if n.startswith("recompute ")]
 
 
 def test_a_part_of_the_memory_for_activations() -> None:
-    """The fewest blocks that leave every stage at most that part of what can be saved."""
+    """Every stage keeps at most that part of what can be saved, no slower than with the fewest whole blocks."""
     tables = StageTables(WIDE, unsplit(WIDE), TOY, world=WORLD)
     least, most = (tables.at(how).saved_bytes[0, -1] for how in ("full", "none"))
     for part in (0.9, 0.5, 0.2):
-        chosen = count(found(1, recompute=part).plan.recompute)
-        kept = [tables.at(k or "none").saved_bytes[0, -1] for k in (chosen - 1, chosen)]
-        assert kept[0] > least + part * (most - least) >= kept[1]
+        chosen, bound = found(1, recompute=part), least + part * (most - least)
+        assert tables.at(chosen.plan.recompute).saved_bytes[0, -1] <= bound
+        enough = (
+            k for k in (*range(1, LAYERS), "full") if tables.at(k).saved_bytes[0, -1] <= bound
+        )
+        blocks = found(1, recompute=next(enough))
+        assert chosen.best.seconds <= blocks.best.seconds * (1 + 1e-9)
     for wrong in (0.0, 1.0, 1.5):
         with pytest.raises(PlanError, match=r"between 0 and 1, such as 0.5"):
             found(1, recompute=wrong)
@@ -174,7 +182,7 @@ def test_a_block_that_is_cut_counts_in_both_stages() -> None:
 
 
 def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
-    """Where parameters may be sharded too, the faster of both."""
+    """Or ops of every block, if that is faster; where parameters may be sharded too, the fastest of all."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(seq_len=32, layers=4, heads=4, width=32))
     batch = (torch.randint(256, (8, 32)), torch.randint(256, (8, 32)))
@@ -196,9 +204,12 @@ def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
             at = tables.at(how)
             held[how] = (at.saved_bytes + at.kept_bytes + at.transient_bytes)[0, -1]
         tight = plan_of(mesh, recipe="ddp", memory_bytes=int(held[2]) + 1)
-        assert tight.recompute == 2 and tight.pipeline is None
+        at = tables.at(tight.recompute)
+        assert (at.saved_bytes + at.kept_bytes + at.transient_bytes)[0, -1] <= held[2] + 1
+        assert seconds(tight) <= seconds(replace(free, recompute=2)) and tight.pipeline is None
         assert tight.ops == free.ops and Plan.parse(str(tight)) == tight
-        assert any("of every stage run again in backward" in note for note in tight.notes)
+        assert isinstance(tight.recompute, Selection)
+        assert any("ops recomputed in backward: " in note for note in tight.notes)
     sharding = plan_of({"dp": 2}, memory_bytes=int(held[2]) + 1)
     assert seconds(sharding) <= seconds(tight)
     with pytest.raises(SearchError, match="Nor does it with blocks run again"):

@@ -1,0 +1,396 @@
+"""Which ops of a block can be recomputed in backward, and what is then kept for backward.
+
+[Note: recomputing ops] Every op of a block either runs once, in forward, or is *recomputed*: backward runs it
+a second time. That set of ops decides everything else. A tensor that a recomputed op makes is never kept.
+Any other tensor is kept if an op of the block saves it for its own backward, or if an op that is recomputed
+reads it. Parameters and buffers are there anyway. So every set of ops is possible, the empty set keeps what
+autograd keeps, and the set of all ops keeps only what enters the block.
+
+    x -> norm -> n -> up -> h -> gelu -> g -> down -> y        saved: x and statistics, n, h, g
+
+    recomputed      kept
+    {}              x, statistics, n, h, g
+    {gelu}          x, statistics, n, h         g is made again from h
+    {norm, gelu}    x, h                        n is made again from x
+    all             x                           `down` does not run: nobody needs y
+
+Views share the memory of their operand, so they are no choices. A conversion of a tensor to another layout is
+one: the gather of an activation can be repeated instead of keeping the gathered tensor (Korthikanti et al.
+2022, section 4.2.2). An op is named within its block, so that equal blocks have equal names:
+
+    mlp.act/gelu        the op `aten.gelu` of the module `mlp.act` of the block
+    attn/matmul#2       the second `aten.matmul` of `attn`
+    mlp.up/linear<0     the conversion of operand 0 of an op, for which it is first needed
+
+Sources: Chen et al. 2016 (whole blocks), Korthikanti et al. 2022 (ops), Jain et al. 2020 (Checkmate, a program
+over single tensors). torch._functorch.partitioners asks the same question of a graph of forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from autopar.cost_model import keeps
+from autopar.cost_model.flow import Flow
+from autopar.cost_model.memory import Selected
+from autopar.ir import Graph, Layout, Op, Plan
+from autopar.ir.recompute import Selection
+from autopar.pipeline.blocks import find_blocks
+from autopar.pipeline.parts import find_parts, parts_of_ops, repeating_parts
+
+Memory = tuple[str, Layout]  # a tensor in a layout
+Maker = tuple[str, str]  # an op and "", or an op and the tensor that is converted for it
+T = TypeVar("T")
+
+
+class RecomputableOp(NamedTuple, Generic[T]):
+    """An op of a block, or a conversion, that backward can run a second time.
+
+    Attributes:
+        seconds: duration of one forward run.
+        reads: the tensors that it needs, without parameters and buffers.
+    """
+
+    seconds: float
+    reads: tuple[T, ...]
+
+
+class BlockTensor(NamedTuple):
+    """Memory that a block may keep for backward.
+
+    Attributes:
+        bytes: its size.
+        maker: name of the op of the block that makes it; None if it enters the block.
+        is_saved: whether an op of the block saves it for its own backward.
+    """
+
+    bytes: float
+    maker: str | None
+    is_saved: bool
+
+
+@dataclass(frozen=True)
+class BlockChoices(Generic[T]):
+    """The ops of one block that can be recomputed, and the tensors that it may keep.
+
+    Attributes:
+        ops: name -> op, in the order of the forward.
+        tensors: key -> memory.
+        name_of: op of the graph, or conversion for it -> its name in the block.
+        first_user: key of a tensor -> the first op of the graph that saves or reads it.
+
+    >>> block = BlockChoices(
+    ...     {"gelu": RecomputableOp(1e-3, ("h",))},
+    ...     {"h": BlockTensor(8, None, True), "g": BlockTensor(8, "gelu", True)},
+    ... )
+    >>> block.kept_bytes([]), block.kept_bytes(["gelu"]), block.seconds(["gelu"])
+    (16, 8, 0.001)
+    """
+
+    ops: Mapping[str, RecomputableOp[T]]
+    tensors: Mapping[T, BlockTensor]
+    name_of: Mapping[Maker, str] = field(default_factory=dict)
+    first_user: Mapping[T, str] = field(default_factory=dict)
+
+    def running(self, recomputed: Iterable[str]) -> tuple[str, ...]:
+        """Those of the recomputed ops whose results backward needs, in order."""
+        chosen = frozenset(recomputed)
+        needed = {t.maker for t in self.tensors.values() if t.is_saved} & chosen
+        for name in reversed(list(self.ops)):
+            if name in needed:
+                makers = (self.tensors[x].maker for x in self.ops[name].reads)
+                needed.update(maker for maker in makers if maker in chosen)
+        return tuple(name for name in self.ops if name in needed)
+
+    def running_makers(self, recomputed: Iterable[str]) -> Iterator[Maker]:
+        """The same by their names in the graph."""
+        running = frozenset(self.running(recomputed))
+        return (maker for maker, name in self.name_of.items() if name in running)
+
+    def kept(self, recomputed: Iterable[str]) -> tuple[T, ...]:
+        """The tensors that stay from forward to backward."""
+        chosen = frozenset(recomputed)
+        read = {x for name in self.running(chosen) for x in self.ops[name].reads}
+        return tuple(
+            key
+            for key, tensor in self.tensors.items()
+            if tensor.maker not in chosen and (tensor.is_saved or key in read)
+        )
+
+    def kept_bytes(self, recomputed: Iterable[str]) -> float:
+        """Bytes of the tensors that stay from forward to backward."""
+        return sum(self.tensors[key].bytes for key in self.kept(recomputed))
+
+    def seconds(self, recomputed: Iterable[str]) -> float:
+        """Duration of the second run of the recomputed ops."""
+        return sum(self.ops[name].seconds for name in self.running(recomputed))
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for blocks that have the same ops, sizes and durations."""
+        numbers = {key: i for i, key in enumerate(self.tensors)}
+        ops = (
+            (name, op.seconds, tuple(numbers[x] for x in op.reads)) for name, op in self.ops.items()
+        )
+        return (*ops, *self.tensors.values())
+
+
+# --- names
+
+
+def op_names(graph: Graph, plan: Plan) -> dict[str, tuple[str, str]]:
+    """Path of the block and name within it, for every op of a block that may be recomputed."""
+    cuts = plan.pipeline.cuts if plan.pipeline else ()
+    blocks = find_blocks(graph)
+    parts = find_parts(graph, {*(block.start for block in blocks), *cuts})
+    at = {part.start: part for part in parts}
+    found: dict[str, tuple[str, str]] = {}
+    counts: Counter[tuple[int, str]] = Counter()
+    part = parts[0]
+    for op in graph.ops:
+        part = at.get(op.name, part)
+        if part.may_repeat:
+            path = blocks[part.block].module
+            name = f"{_within(op.module, path)}/{op.kind.removeprefix('aten.')}"
+            counts[part.block, name] += 1
+            number = counts[part.block, name]
+            found[op.name] = path, f"{name}#{number}" if number > 1 else name
+    return found
+
+
+def _within(module: str, path: str) -> str:
+    return module.removeprefix(path).removeprefix(".") if path else module
+
+
+def recomputable_names(graph: Graph, plan: Plan) -> dict[str, list[str]]:
+    """Path of every block -> the names of what may be recomputed of it under a plan."""
+    makers, names = Makers.find(graph, Flow(graph, plan)), op_names(graph, plan)
+    found: dict[str, list[str]] = {}
+    for maker in makers.of.values():
+        if maker[0] in names:
+            path, name = names[maker[0]]
+            found.setdefault(path, []).append(maker_name(graph, name, maker))
+    return found
+
+
+def maker_name(graph: Graph, name: str, maker: Maker) -> str:
+    """The name within its block of an op, given that of the op, or of a conversion for it."""
+    op, converted = maker
+    return f"{name}<{graph.by_name[op].operands.index(converted)}" if converted else name
+
+
+# --- makers
+
+
+@dataclass(frozen=True)
+class Makers:
+    """What makes the memory of every tensor: an op, or a conversion; views make none.
+
+    Attributes:
+        of: memory -> its maker, in the order of the forward.
+        source: a conversion -> the memory that it reads.
+    """
+
+    of: Mapping[Memory, Maker]
+    source: Mapping[Maker, Memory]
+
+    @classmethod
+    def find(cls, graph: Graph, flow: Flow) -> Makers:
+        """The makers under a plan, of which `flow` has the layouts."""
+        of: dict[Memory, Maker] = {}
+        source: dict[Maker, Memory] = {}
+        leaves = (*graph.parameters.values(), *graph.buffers.values(), *graph.inputs.values())
+        made = {flow.saved.memory(name, flow.produced[name]) for name in leaves}
+        for op in graph.ops:
+            for name, layout in zip(op.operands, flow.operands[op.name], strict=True):
+                memory, before = (
+                    flow.saved.memory(name, at) for at in (layout, flow.produced[name])
+                )
+                if memory not in made:
+                    made.add(memory)
+                    of[memory] = op.name, name
+                    source.setdefault((op.name, name), before)
+            for name, layout in zip(op.results, flow.results[op.name], strict=True):
+                memory = flow.saved.memory(name, layout)
+                if memory not in made:
+                    made.add(memory)
+                    of[memory] = op.name, ""
+        return cls(of, source)
+
+
+def recomputed_makers(graph: Graph, plan: Plan, selection: Selection) -> dict[Maker, bool]:
+    """For every op and conversion of the plan whether backward recomputes it; a view goes with its operand."""
+    flow = Flow(graph, plan)
+    makers, names = Makers.find(graph, flow), op_names(graph, plan)
+
+    def is_chosen(maker: Maker | None) -> bool:
+        if maker is None or maker[0] not in names:
+            return False
+        path, name = names[maker[0]]
+        return maker_name(graph, name, maker) in selection.names(path)
+
+    found = {maker: is_chosen(maker) for maker in makers.of.values()}
+    for op in graph.ops:
+        for name, layout in zip(op.operands, flow.operands[op.name], strict=True):
+            maker = makers.of.get(flow.saved.memory(name, layout))
+            found.setdefault((op.name, name), is_chosen(maker))
+        for name, layout in zip(op.results, flow.results[op.name], strict=True):
+            maker = makers.of.get(flow.saved.memory(name, layout))
+            found.setdefault((op.name, ""), is_chosen(maker))
+    return found
+
+
+# --- the choices of a plan's blocks
+
+
+def block_choices(
+    graph: Graph,
+    plan: Plan,
+    flow: Flow,
+    *,
+    unit: Mapping[str, int],
+    seconds: Mapping[Maker, float],
+    size: Callable[[Memory], float],
+) -> list[BlockChoices[Memory]]:
+    """The choices of every block, in order.
+
+    Args:
+        graph: the captured model.
+        plan: its choices of layouts.
+        flow: the layouts of its tensors.
+        unit: op -> number of its block.
+        seconds: op, or conversion, -> duration of its forward.
+        size: bytes of a memory.
+    """
+    builder = _Builder(graph, plan, flow, unit, seconds, size)
+    return [builder.block(ops) for ops in builder.blocks()]
+
+
+def selected_in(
+    choices: Sequence[BlockChoices[Memory]], paths: Sequence[str], may_repeat: Sequence[bool],
+    selection: Selection,
+) -> Selected:  # fmt: skip
+    """What a selection recomputes and keeps, given the choices, path and right to repeat of every block."""
+    makers: set[Maker] = set()
+    kept: dict[Memory, str] = {}
+    for block, path, may in zip(choices, paths, may_repeat, strict=True):
+        names = selection.names(path) if may else frozenset()
+        makers.update(block.running_makers(names))
+        for memory in block.kept(names):
+            kept.setdefault(memory, block.first_user[memory])
+    return Selected(frozenset(makers), kept)
+
+
+def selected(graph: Graph, plan: Plan, selection: Selection) -> Selected:
+    """What a selection recomputes and keeps under a plan."""
+    parts, _ = repeating_parts(graph, plan)
+    paths = [block.module for block in find_blocks(graph)]
+    choices = block_choices(
+        graph,
+        plan,
+        Flow(graph, plan),
+        unit=parts_of_ops(graph, plan),
+        seconds={},
+        size=lambda _: 0.0,
+    )
+    own = [paths[part.block] for part in parts]
+    return selected_in(choices, own, [part.may_repeat for part in parts], selection)
+
+
+class _Builder:
+    def __init__(
+        self, graph: Graph, plan: Plan, flow: Flow, unit: Mapping[str, int],
+        seconds: Mapping[Maker, float], size: Callable[[Memory], float],
+    ) -> None:  # fmt: skip
+        self.graph, self.flow, self.unit = graph, flow, unit
+        self.seconds, self.size = seconds, size
+        self.names = op_names(graph, plan)
+        self.makers = Makers.find(graph, flow)
+        self.parameters = frozenset(graph.parameters.values())
+        self.stored = self.parameters.union(graph.buffers.values())
+        self.made: dict[Maker, list[Memory]] = {}
+        for memory, maker in self.makers.of.items():
+            self.made.setdefault(maker, []).append(memory)
+        self.shared = self._shared()
+
+    def blocks(self) -> list[list[Op]]:
+        found: list[list[Op]] = [[] for _ in range(max(self.unit.values()) + 1)]
+        for op in self.graph.ops:
+            found[self.unit[op.name]].append(op)
+        return found
+
+    def _shared(self) -> frozenset[str]:
+        """Ops that depend on no parameter and serve several blocks: `fold_blocks` leaves them outside."""
+        dependent, users = set(self.parameters), dict[str, list[str]]()
+        for op in self.graph.ops:
+            for name in op.operands:
+                users.setdefault(name, []).append(op.name)
+            dependent.update(op.results if dependent.intersection(op.operands) else ())
+        homes: dict[str, int | None] = {}  # the only block that an op serves
+        for op in reversed(self.graph.ops):
+            served = {homes[user] for name in op.results for user in users.get(name, ())}
+            free = dependent.isdisjoint(op.results)
+            is_one = len(served) == 1
+            homes[op.name] = self.unit[op.name] if not free else served.pop() if is_one else None
+        return frozenset(name for name, home in homes.items() if home is None)
+
+    def block(self, ops: Sequence[Op]) -> BlockChoices[Memory]:
+        reads = {
+            maker: reads for op in ops for maker, reads in self._steps(op) if self._is_choice(maker)
+        }
+        name_of = {maker: self._name(maker) for maker in reads}
+        found = {
+            name: RecomputableOp(self.seconds.get(maker, 0.0), reads[maker])
+            for maker, name in name_of.items()
+        }
+        users: dict[Memory, str] = {}
+        for op in ops:
+            for memory in self._saved(op):
+                users.setdefault(memory, op.name)
+        saved = frozenset(users)
+        for (name, _), memories in reads.items():
+            for memory in memories:
+                users.setdefault(memory, name)
+        tensors = {
+            memory: BlockTensor(self.size(memory), self._maker(memory, ops), memory in saved)
+            for memory in users
+        }
+        return BlockChoices(found, tensors, name_of, users)
+
+    def _is_choice(self, maker: Maker) -> bool:
+        op, converted = maker
+        is_parameter = self.flow.saved.root(converted) in self.stored if converted else False
+        return (
+            op in self.names and maker in self.made and op not in self.shared and not is_parameter
+        )
+
+    def _name(self, maker: Maker) -> str:
+        return maker_name(self.graph, self.names[maker[0]][1], maker)
+
+    def _maker(self, memory: Memory, ops: Sequence[Op]) -> str | None:
+        maker = self.makers.of.get(memory)
+        inside = maker is not None and self.unit[maker[0]] == self.unit[ops[0].name]
+        return self._name(maker) if inside and maker and self._is_choice(maker) else None
+
+    def _steps(self, op: Op) -> Iterator[tuple[Maker, tuple[Memory, ...]]]:
+        """The conversions for an op, and the op itself, each with what it reads."""
+        reads = dict.fromkeys(
+            self.flow.saved.memory(name, layout)
+            for name, layout in zip(op.operands, self.flow.operands[op.name], strict=True)
+            if self.flow.saved.root(name) not in self.stored
+        )
+        for name in dict.fromkeys(op.operands):
+            if (op.name, name) in self.makers.source:
+                yield (op.name, name), (self.makers.source[op.name, name],)
+        yield (op.name, ""), tuple(reads)
+
+    def _saved(self, op: Op) -> Iterator[Memory]:
+        if not keeps(op, self.graph.tensors):
+            return
+        layouts = (*self.flow.operands[op.name], *self.flow.results[op.name])
+        for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
+            if name in op.saved and self.flow.saved.root(name) not in self.stored:
+                yield self.flow.saved.memory(name, layout)

@@ -1,0 +1,107 @@
+"""Which ops of a block to recompute: the least seconds with which the block keeps at most so many bytes.
+
+With r(o) = 1 for a recomputed op o and k(t) = 1 for a kept tensor t (see [Note: recomputing ops])
+
+    minimize    sum of seconds(o) r(o)
+    subject to  k(t) >= 1 - r(maker of t)         if an op saves t
+                k(t) >= r(o) - r(maker of t)      if o reads t
+                sum of bytes(t) k(t) <= budget
+
+where r = 0 for the maker of a tensor that enters the block. Jain et al. 2020 (Checkmate) write such a program
+for the order of a whole step; here the order is fixed, for backward recomputes a block at once. Without the
+last row, and a price for every byte in its place, this is a minimum cut: `tests/search/test_selection.py`
+holds it against networkx. `k` need not be declared whole: its least value is 0 or 1 where r is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from autopar.ir.recompute import Selection, path_pattern
+from autopar.pipeline.recomputable import BlockChoices
+from autopar.search.solver import Program
+
+T = TypeVar("T")
+
+PARTS = 16  # steps of a frontier
+
+
+def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str] | None:
+    """The ops to recompute with which a block keeps at most `budget_bytes`, in the least time.
+
+    Returns None if the block keeps more whatever is recomputed. Raises SearchError at the solver's limits.
+    """
+    program = Program()
+    recomputed = {
+        name: program.binary(seconds=op.seconds, preference=1) for name, op in block.ops.items()
+    }
+    kept = {
+        key: program.continuous(bytes=tensor.bytes)
+        for key, tensor in block.tensors.items()
+    }  # fmt: skip
+    for key, tensor in block.tensors.items():
+        made = [recomputed[tensor.maker]] if tensor.maker else []
+        if tensor.is_saved:
+            program.row([kept[key], *made], lower=1, upper=2)
+        for name, op in block.ops.items():
+            if key in op.reads and name != tensor.maker:
+                program.row([kept[key], *made], [recomputed[name]], lower=0, upper=2)
+    solution = program.solve(max_bytes=budget_bytes)
+    if solution is None:
+        return None
+    chosen = (name for name, column in recomputed.items() if solution.values[column] > 0.5)
+    return frozenset(block.running(chosen))
+
+
+class Frontier(Generic[T]):
+    """Selections from the largest memory to the least, each made when it is asked for.
+
+    Args:
+        blocks: returns path and choices of every block that may be recomputed.
+
+    Attributes:
+        parts: parts of the memory that recomputation can save, as `select` takes them, descending.
+    """
+
+    def __init__(self, blocks: Callable[[], Sequence[tuple[str, BlockChoices[T]]]]) -> None:
+        self.parts = tuple(1 - step / PARTS for step in range(1, PARTS + 1))
+        self._blocks = blocks
+        self._found: dict[float, Selection] = {}
+
+    def at(self, part: float) -> Selection:
+        """The selection for a part."""
+        if part not in self._found:
+            self._found[part] = select(self._blocks(), part)
+        return self._found[part]
+
+
+def select(
+    blocks: Sequence[tuple[str, BlockChoices[T]]], part: float
+) -> Selection:  # fmt: skip
+    """The selection with which every block keeps at most a part of what recomputation can save.
+
+    Args:
+        blocks: path and choices of every block that may be recomputed.
+        part: 1 for all that autograd keeps, 0 for what enters the block.
+
+    Equal blocks, up to their number, get equal names, and stand once in the selection.
+    """
+    found: dict[tuple[object, ...], tuple[str, ...]] = {}
+    chosen: dict[str, tuple[str, ...]] = {}
+    for path, block in blocks:
+        if block.signature not in found:
+            names = fastest_within(block, budget_bytes(block, part))
+            if names is None:  # by rounding, since all ops are within any part
+                names = frozenset(block.running(block.ops))
+            found[block.signature] = tuple(name for name in block.ops if name in names)
+        names_of_block = found[block.signature]
+        if chosen.setdefault(path_pattern(path), names_of_block) != names_of_block:
+            chosen[path] = names_of_block
+    return Selection(tuple(chosen.items()))
+
+
+def budget_bytes(block: BlockChoices[T], part: float) -> float:
+    """Bytes that a block may keep: what it keeps at least, and a part of the rest."""
+    most, least = block.kept_bytes(()), block.kept_bytes(block.ops)
+    return least + part * max(0.0, most - least)
