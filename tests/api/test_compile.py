@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,3 +228,16 @@ def test_an_open_number_of_micro_batches_is_searched_once(monkeypatch: pytest.Mo
     loss.backward()
     assert made.step(x, y).item() == pytest.approx(loss.item(), rel=1e-12)
     assert torch.allclose(made.up.weight.grad, model.up.weight.grad)
+
+
+def test_the_log_says_what_was_chosen_and_then_what_was_measured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="autopar"):
+        made = compiled(hardware="cpu-gloo")
+        for _ in range(20):
+            made.step(*batch())
+    chosen = [text for text in caplog.messages if text.startswith("nothing is split; recipe auto")]
+    measured = [text for text in caplog.messages if text.startswith("measured ")]
+    assert len(chosen) == 1 and "a rank on cpu-gloo" in chosen[0]
+    assert len(measured) == 1 and "a step (median of 10), predicted" in measured[0]
