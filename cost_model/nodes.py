@@ -56,7 +56,7 @@ class NodePricer:
         self.inner = inner_tensors(graph) if fused else frozenset()
         self.modules = {name: op.module for op in graph.ops for name in op.results}
         self.modules |= {tensor: name for name, tensor in graph.parameters.items()}
-        self._regions = _regions(graph)
+        self._regions = regions_of(graph)
         self._parameters = frozenset(graph.parameters.values())
 
     def place(self, name: str, module: str) -> tuple[Region, Quantity]:
@@ -284,7 +284,7 @@ def _grows(storage: Layout, resident: Layout) -> bool:
     return any(a.kind == "S" and b.kind != "S" for a, b in zip(storage, resident, strict=True))
 
 
-def _regions(graph: Graph) -> dict[str, Region]:
+def regions_of(graph: Graph) -> dict[str, Region]:
     """For every op, tensor and parameter outside the layers whether it comes before or after them."""
     inside = [i for i, op in enumerate(graph.ops) if graph.stack_of(op.module)]
     first_after = inside[-1] + 1 if inside else 0

@@ -12,7 +12,7 @@ from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
 from autopar.cost_model.memory import Selected, keeps, layers_of_ops, recomputed_ops
-from autopar.cost_model.nodes import NodePricer, numbers_out, words_of
+from autopar.cost_model.nodes import NodePricer, numbers_out, regions_of, words_of
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Layout, Op, Plan
 
@@ -54,6 +54,7 @@ class Pricer:
         self.graph, self.plan, self.sizes, self.regathers = graph, plan, sizes, regathers
         self.flow, self.again, self.selected = Flow(graph, plan), frozenset(again), selected
         self.blocks = layers_of_ops(graph) if blocks is None else blocks
+        self._labels = block_labels(graph, self.blocks)
         self.nodes = NodePricer(
             graph, sizes=sizes, hardware=hardware, links=links, layers=layers,
             training_state=training_state, fused=fused, bucket_bytes=bucket_bytes,
@@ -61,11 +62,7 @@ class Pricer:
         )  # fmt: skip
 
     def _block(self, op: str) -> Hashable:
-        """The block of an op; outside of blocks the region of the model, or the op alone."""
-        if op in self.blocks or op not in self.graph.by_name:
-            return self.blocks.get(op, "")
-        region, _ = self.nodes.place(op, self.graph.by_name[op].module)
-        return region if self.graph.stacks else op
+        return self._labels.get(op, "")
 
     # --- work
 
@@ -192,6 +189,15 @@ class Pricer:
         made = self.flow.produced[name]
         return tuple(a if a.kind == "S" and b.kind in ("R", "V") else b
                      for a, b in zip(made, layout, strict=True))  # fmt: skip
+
+
+def block_labels(graph: Graph, blocks: Mapping[str, Hashable]) -> dict[str, Hashable]:
+    """Op -> its block; outside of blocks the region of the model, without layers the op alone."""
+    regions = regions_of(graph)
+    return {
+        op.name: blocks.get(op.name, regions[op.name] if graph.stacks else op.name)
+        for op in graph.ops
+    }
 
 
 def _crossing(graph: Graph) -> dict[str, dict[str, None]]:

@@ -196,6 +196,10 @@ class Step:
             start=0,
         )
 
+    def is_late(self, region: Region) -> bool:
+        """Whether the host, which runs ahead of the device, is the slower of the two in a region."""
+        return bool(self.software.runs_ahead and self._waits(region) > 0)
+
     def issue_seconds(self, item: Item) -> Quantity:
         """Seconds of the host to issue an item; a collective waits for the slowest rank's host."""
         issued = item.kernels * self.hardware.host_seconds
@@ -264,12 +268,16 @@ class Step:
         shares = {"layers": 1 / self.run.stages}
         gathers = self._per_step("gather", shares)
         reductions = self._per_step("reduce", shares)
-        backward = sum(
+        hidden = self.software.hides * smaller(reductions.value, self.backward_seconds())
+        return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
+
+    def backward_seconds(self) -> Quantity:
+        """Compute of a micro-batch's backward on one stage, behind which reductions hide."""
+        shares = {"layers": 1 / self.run.stages}
+        return sum(
             (i.count * i.seconds * shares.get(i.region, 1) for i in self.items
              if i.resource == COMPUTE and i.phase == "backward"), start=0,
         )  # fmt: skip
-        hidden = self.software.hides * smaller(reductions.value, backward)
-        return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
 
     def _per_step(self, phase: str, shares: Mapping[str, Quantity]) -> Term:
         sums: dict[str, Quantity] = {}

@@ -8,6 +8,7 @@ running its schedule (`autopar.pipeline.executed`), both over the items and hold
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost_model.hardware import Hardware
@@ -84,6 +85,79 @@ def step_of(
         layers=sum(stack.layers for stack in graph.stacks) or 1,
         boundary_bytes=pricer.boundary_bytes(),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of a training step and memory of a rank without stages, by kind.
+
+    Attributes:
+        compute_seconds: ops, forward and backward, gradients added up and parameters cast.
+        conversion_seconds: activations and their gradients, sent to other ranks.
+        parameter_seconds: parameters and their gradients, sent to other ranks.
+        other_seconds: the optimizer, waiting for the host, and what is fixed, less what is hidden.
+        parameter_bytes, gradient_bytes, optimizer_bytes, saved_bytes, buffer_bytes: memory that lasts.
+        transient_bytes: memory that is there for a moment.
+        reserved_bytes: memory that no tensor can have.
+    """
+
+    compute_seconds: float
+    conversion_seconds: float
+    parameter_seconds: float
+    other_seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    buffer_bytes: int
+    transient_bytes: int
+    reserved_bytes: int
+
+    @classmethod
+    def of(cls, step: Step) -> Cost:
+        """The parts of a step."""
+        sums = {"": 0.0, "activation": 0.0, "parameter": 0.0, "gradient": 0.0}
+        for item in step.items:
+            times = step.run.micro_batches * step.times(item) if item.every_micro_batch else 1
+            sums[item.carries] += float(times * item.count * item.seconds)
+        held = {term.name: round(term.value) for term in step.memory("first")}
+        moved = sums["parameter"] + sums["gradient"]
+        return cls(
+            sums[""], sums["activation"], moved,
+            float(step.seconds()) - sum(sums.values()),
+            held["parameters"], held["gradients"], held["optimizer"], held["saved activations"],
+            held["buffers"], held["transient peak"], held["reserved"],
+        )  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """Duration of a step."""
+        return (
+            self.compute_seconds
+            + self.conversion_seconds
+            + self.parameter_seconds
+            + self.other_seconds
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak memory of a rank."""
+        return (
+            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
+            + self.buffer_bytes + self.transient_bytes + self.reserved_bytes
+        )  # fmt: skip
+
+
+def cost_of(
+    graph: Graph,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    software: Software = AUTOPAR,
+    training_state: TrainingState = FULL,
+) -> Cost:
+    """Time and memory of a plan without stages, by kind; arguments as in `composed`."""
+    return Cost.of(step_of(graph, plan, hardware, software=software, training_state=training_state))
 
 
 class Recomputed(NamedTuple):

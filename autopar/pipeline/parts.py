@@ -136,11 +136,16 @@ def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozens
 
 
 def parts_of_ops(graph: Graph, plan: Plan) -> dict[str, int]:
-    """Name of every op -> number of its block, or of the part of it that a stage of the plan has.
+    """Name of every op -> number of its block, or of the part of it that a stage of the plan has."""
+    return _numbers(graph, repeating_parts(graph, plan)[0])
 
-    Only for a graph that has all layers.
-    """
-    parts, _ = repeating_parts(graph, plan)
+
+def blocks_of_ops(graph: Graph) -> dict[str, int]:
+    """Name of every op -> number of its block. Raises SearchError as `find_blocks` does."""
+    return _numbers(graph, find_parts(graph, block_starts(graph)))
+
+
+def _numbers(graph: Graph, parts: Sequence[Part]) -> dict[str, int]:
     begins = {part.start: number for number, part in enumerate(parts)}
     found, number = {}, 0
     for op in graph.ops:

@@ -185,7 +185,8 @@ class _Task:
             self.graph, request.mesh, hardware=request.hardware, recipe=request.recipe,
             pins=request.pins, memory_bytes=request.search_bound_bytes,
             micro_batches=request.micro_batches or 1, fingerprint=self.fingerprint,
-            fixed_storage=self.fixed_storage,
+            fixed_storage=self.fixed_storage, software=request.software,
+            training_state=request.training_state,
         )  # fmt: skip
 
     def _staged(self, request: Request) -> Plan:

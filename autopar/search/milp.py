@@ -11,7 +11,8 @@ within it pay for a conversion once; z[c, s, t] says which one consumer c makes 
                 sum_s z[c, s, t] = x[c, t]     what c needs in layout t comes from somewhere
                 sum_t z[c, s, t] = x[e, s]     what is made in layout s goes somewhere
                 z[c, s, t] <= y[e, g, s, t]    for every consumer c of e in g
-                bytes of parameters and of what is saved <= bound
+                T >= bytes of every block that are there for a moment
+                T + bytes of parameters and of what is saved <= bound
 
 where x[c, t] sums the choices that need layout t, x[e, s] those (or the strategies) that make e in
 s. The z of one consumer are the polytope of a transport problem. (One y instead of the z of all
@@ -29,46 +30,32 @@ from typing import TypeVar
 
 from autopar.ir import Labels, Layout, ParameterPlan, R, State
 from autopar.search.parameters import Strategy, fastest, pareto
-from autopar.search.problem import Problem
+from autopar.search.problem import Assignment, Problem
 from autopar.search.solver import Objective, Program
 
 _ByLayout = dict[
     Layout, list[int]
 ]  # layout -> the columns under which a tensor is made, or needed, in it
+_Prices = dict[tuple[Layout, Layout], float | None]
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """Every decision, by class and entry of the folded graph.
-
-    Attributes:
-        labels: for every class, its label on every axis.
-        parameters: entry -> how its parameters lie.
-        inputs: entry -> the layout that is taken of an input.
-    """
-
-    labels: tuple[Labels, ...]
-    parameters: Mapping[int, ParameterPlan]
-    inputs: Mapping[int, Layout]
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """An assignment with the price the solver put on it.
+    """An assignment with its composed price.
 
     Attributes:
         assignment: the decisions.
-        seconds: of a step.
-        bytes: of a rank.
-        gap: that the solver left open, relative.
-        shape: rows, columns and binaries of the program.
+        seconds: duration of a step.
+        bytes: peak memory of a rank, in bytes.
+        gap: relative gap that the solver left open.
+        shape: number of rows, columns and binaries of the program.
         thrifty: whether strategies that save memory for time were in it.
     """
 
     assignment: Assignment
     seconds: float
-    bytes: int
+    bytes: float
     gap: float
     shape: tuple[int, int, int]
     thrifty: bool
@@ -90,13 +77,15 @@ class AxisProgram:
         self._ops: dict[int, dict[int, Labels]] = {}
         self._parameters: dict[int, dict[int, ParameterPlan]] = {}
         self._inputs: dict[int, dict[int, Layout]] = {}
-        self._shared_memory: list[tuple[float, list[list[int]]]] = []
-        self._one = self.program.binary(bytes=problem.buffer_bytes)
+        self._moments: dict[tuple[int, str], dict[int, float]] = {}
+        self._one = self.program.binary(bytes=problem.constant_bytes)
         self.program.row([self._one], lower=1.0, upper=1.0)
         self._add_ops()
         for index in problem.priced_entries:
             self._add_entry(index)
         self._add_saved()
+        if thrifty:
+            self._add_transient()
 
     def solve(
         self, *, minimize: Objective = "seconds", max_bytes: float | None = None
@@ -111,9 +100,10 @@ class AxisProgram:
             parameters={e: _pick(options, chosen) for e, options in self._parameters.items()},
             inputs={e: _pick(options, chosen) for e, options in self._inputs.items()},
         )
+        step = self.problem.composed(assignment)
         return Outcome(
-            assignment, solution.seconds, self._bytes(chosen), solution.gap, self.program.shape,
-            self._thrifty,
+            assignment, float(step.seconds()), float(step.peak_bytes()), solution.gap,
+            self.program.shape, self._thrifty,
         )  # fmt: skip
 
     def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:
@@ -122,16 +112,6 @@ class AxisProgram:
         for index, maker in problem.collapsed.items():
             labels[index] = problem.follow(index, labels[maker.index])
         return tuple(labels[index] for index in range(len(problem.ops)))
-
-    def _bytes(self, chosen: set[int]) -> int:
-        """Bytes of a rank: those of the chosen binaries, and what several of them keep together."""
-        own = sum(self.program.bytes[column] for column in chosen if self.program.is_binary(column))
-        shared = sum(
-            size
-            for size, savers in self._shared_memory
-            if any(column in chosen for columns in savers for column in columns)
-        )
-        return round(own + shared)
 
     # Decisions
 
@@ -142,7 +122,9 @@ class AxisProgram:
             for rank, choice in enumerate(self.problem.allowed(index, self.axis, given)):
                 labels = (*given[: self.axis], choice.label, *given[self.axis + 1 :])
                 seconds = self.problem.op_seconds(index, labels)
-                columns[self.program.binary(seconds=seconds, preference=float(rank))] = labels
+                column = self.program.binary(seconds=seconds, preference=float(rank))
+                columns[column] = labels
+                self._work(column, index, labels)
             self._choose_one(columns)
             self._ops[index] = columns
 
@@ -227,9 +209,12 @@ class AxisProgram:
                 self._forbid(needing)
             elif len(best) == 1:
                 self._charge(needing, best[0].seconds * count, best[0].bytes * count)
+                self._gather(needing, index, best[0].plan.resident, target)
                 options.update(dict.fromkeys(needing, best[0].plan))
             else:
                 columns = {self._strategy(strategy, count): strategy.plan for strategy in best}
+                for column, how in columns.items():
+                    self._gather([column], index, how.resident, target)
                 self.program.row(list(columns), needing, lower=0.0, upper=0.0)
                 options.update(columns)
 
@@ -264,15 +249,23 @@ class AxisProgram:
             return
         if not demands:
             for source, target in delivered.items():
-                self._charge(sources[source], prices[source, target])
+                self._pay(sources[source], index, source, target, prices)
         elif len(targets) == 1:
             for source, columns in sources.items():
-                self._charge(columns, prices[source, targets[0]])
+                self._pay(columns, index, source, targets[0], prices)
         elif len(sources) == 1 and len(demands) == 1 and not delivered:
             for target, columns in demands[0].items():
-                self._charge(columns, prices[next(iter(sources)), target])
+                self._pay(columns, index, next(iter(sources)), target, prices)
         else:
-            self._flow(prices, sources, demands, delivered)
+            self._flow(index, prices, sources, demands, delivered)
+
+    def _pay(
+        self, columns: list[int], index: int, source: Layout, target: Layout, prices: _Prices
+    ) -> None:
+        """Charges a conversion to the columns that lead to it."""
+        self._charge(columns, prices[source, target])
+        if prices[source, target] is not None:
+            self._gather(columns, index, source, target)
 
     def _price(self, index: int, source: Layout, target: Layout) -> float | None:
         """Seconds of a conversion, None where a parameter may not be used so."""
@@ -297,7 +290,8 @@ class AxisProgram:
 
     def _flow(
         self,
-        prices: dict[tuple[Layout, Layout], float | None],
+        index: int,
+        prices: _Prices,
         sources: _ByLayout,
         demands: list[_ByLayout],
         delivered: dict[Layout, Layout],
@@ -308,6 +302,8 @@ class AxisProgram:
             for pair, price in prices.items()
             if price is not None
         }
+        for (source, target), column in y.items():
+            self._gather([column], index, source, target)
         if len(demands) == 1 and not delivered:
             self._transport(y, sources, demands[0])
             return
@@ -356,9 +352,41 @@ class AxisProgram:
             self._charge(keeping[0], 0.0, size_bytes)
             return
         kept = self.program.continuous(bytes=size_bytes)
-        self._shared_memory.append((size_bytes, keeping))
         for columns in keeping:
             self.program.row([kept], columns, lower=0.0, upper=math.inf)
+
+    # Memory that is there for a moment
+
+    def _work(self, column: int, index: int, labels: Labels) -> None:
+        """Notes what the ops of a class need while they run."""
+        prices = self.problem.prices
+        if self._thrifty and (size := prices.working_bytes(index, labels)):
+            for block, counts in enumerate(prices.blocks):
+                if index in counts:
+                    self._note(block, "working", [column], counts[index] * size)
+
+    def _gather(self, columns: list[int], index: int, source: Layout, target: Layout) -> None:
+        """Notes the copies of parameters that a conversion gathers, and their gradients."""
+        if self._thrifty and self.problem.entries[index].leaf == "parameter":
+            prices = self.problem.prices
+            size = 2 * prices.gathered_bytes(index, source, target)
+            for block, count in prices.blocks_using(index).items() if size else ():
+                self._note(block, "gathered", columns, count * size)
+
+    def _note(self, block: int, kind: str, columns: list[int], size_bytes: float) -> None:
+        noted = self._moments.setdefault((block, kind), {})
+        for column in columns:
+            noted[column] = noted.get(column, 0.0) + size_bytes
+
+    def _add_transient(self) -> None:
+        """The transient is one column, at least the bytes of every block and kind; see `Step._transient`."""
+        most = max((sum(noted.values()) for noted in self._moments.values()), default=0.0)
+        if not most:
+            return
+        transient = self.program.continuous(bytes=most)
+        for noted in self._moments.values():
+            terms = {column: -size / most for column, size in noted.items()}
+            self.program.weighted_row({transient: 1.0, **terms}, lower=0.0, upper=math.inf)
 
 
 def _needed(layouts: list[Layout], problem: Problem) -> list[frozenset[State]]:

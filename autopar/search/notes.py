@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from autopar.cost_model import Cost, Hardware, unruled
+from autopar.cost_model import Hardware, unruled
 from autopar.ir import Graph, ParameterPlan, Plan, R, State
 from autopar.ir.note import Note
+from autopar.pipeline.composed import Cost
 from autopar.search.recipes import is_model, resolve, split_recipe
 from autopar.units import counted, format_bytes
 
@@ -179,6 +180,7 @@ def _time_line(cost: Cost, hardware: Hardware) -> str:
         f"predicted on {hardware.name}: {cost.seconds * 1e3:.3f} ms a step = "
         f"{cost.compute_seconds * 1e3:.3f} compute + {cost.conversion_seconds * 1e3:.3f} "
         f"activations moved + {cost.parameter_seconds * 1e3:.3f} parameters and gradients moved"
+        f" + {cost.other_seconds * 1e3:.3f} optimizer and waiting"
     )
 
 
@@ -186,7 +188,8 @@ def _memory_line(cost: Cost, bound_bytes: int) -> str:
     kinds = {
         "parameters": cost.parameter_bytes, "gradients": cost.gradient_bytes,
         "optimizer": cost.optimizer_bytes, "saved for backward": cost.saved_bytes,
-        "buffers": cost.buffer_bytes,
+        "buffers": cost.buffer_bytes, "transient": cost.transient_bytes,
+        "reserved": cost.reserved_bytes,
     }  # fmt: skip
     parts = " + ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds.items() if size)
     total, bound = format_bytes(cost.memory_bytes), format_bytes(bound_bytes)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from autopar.cost_model import Hardware, Sizes, parameter_bytes, per_step_seconds
 from autopar.errors import RecipeError
 from autopar.ir import WHOLE, Layout, Mesh, ParameterPlan, R, S, State, Tensor, V, divides
 from autopar.ir.plan import Reduction
@@ -26,11 +25,17 @@ from autopar.search.recipes import Recipe
 
 
 class Strategy(NamedTuple):
-    """A way to keep a parameter, with its price."""
+    """A way to keep a parameter, with its price.
+
+    Attributes:
+        plan: layouts of the parameter and reduction of its gradient.
+        seconds: what one parameter adds to a step.
+        bytes: memory of one parameter, its gradient and its optimizer states on a rank.
+    """
 
     plan: ParameterPlan
     seconds: float
-    bytes: int
+    bytes: float
 
 
 class _AxisOption(NamedTuple):
@@ -45,40 +50,29 @@ def strategies(
     name: str,
     recipes: Sequence[Recipe],
     pinned: AxisStates,
-    *,
-    micro_batches: int,
-    sizes: Sizes,
-    hardware: Hardware,
+    mesh: Mesh,
+    price: Callable[[ParameterPlan], Strategy],
 ) -> tuple[Strategy, ...]:
     """The strategies that the recipes and pins leave and that are the best of some kind.
 
     Of those with the same resident layout, which serve the same uses, only the fastest is kept, and
     what saves bytes for more seconds. Raises RecipeError where recipes and pins leave nothing.
     """
-    plans = list(_plans(tensor, recipes, dict(pinned), sizes.mesh))
+    plans = list(_plans(tensor, recipes, dict(pinned), mesh))
     if not plans:
-        asked = ", ".join(f"{state}@{sizes.mesh.names[axis]}" for axis, state in pinned)
+        asked = ", ".join(f"{state}@{mesh.names[axis]}" for axis, state in pinned)
         names = ", ".join(
-            f"{axis}:{row.name}" for axis, row in zip(sizes.mesh.names, recipes, strict=True)
+            f"{axis}:{row.name}" for axis, row in zip(mesh.names, recipes, strict=True)
         )
         raise RecipeError(
             f"Parameter {name} of shape {tensor.shape} is pinned to {asked}, and the recipe "
-            f"{names} on the mesh {sizes.mesh} leaves no such storage."
+            f"{names} on the mesh {mesh} leaves no such storage."
         )
     by_resident: dict[Layout, list[Strategy]] = {}
     for plan in plans:
-        found = priced(plan, tensor, micro_batches=micro_batches, sizes=sizes, hardware=hardware)
-        by_resident.setdefault(plan.resident, []).append(found)
+        by_resident.setdefault(plan.resident, []).append(price(plan))
     best = [each for alike in by_resident.values() for each in (*fastest(alike), *pareto(alike))]
     return tuple(dict.fromkeys(best))
-
-
-def priced(
-    plan: ParameterPlan, tensor: Tensor, *, micro_batches: int, sizes: Sizes, hardware: Hardware
-) -> Strategy:
-    """A plan with its seconds per step outside the graph, and its bytes."""
-    seconds = per_step_seconds(tensor, plan, micro_batches, sizes=sizes, hardware=hardware)
-    return Strategy(plan, seconds, parameter_bytes(tensor, plan, sizes).total)
 
 
 def _plans(

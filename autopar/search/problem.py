@@ -11,19 +11,16 @@ for all at once) keeps a decision of its own, so collapsing never changes the op
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from autopar.cost_model import (
-    Hardware,
-    SavedTensors,
-    Sizes,
-    conversion_seconds,
-    op_seconds,
-    own_seconds,
-    use_seconds,
-)
+from autopar.cost_model import Hardware, SavedTensors, Sizes
+from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.nodes import regions_of
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Step
 from autopar.errors import RecipeError
 from autopar.ir import (
     Choice,
@@ -40,12 +37,28 @@ from autopar.ir import (
     operand_layouts,
     result_layouts,
 )
-from autopar.search.fold import Entry, Fold, fold
-from autopar.search.parameters import Strategy, priced, strategies
+from autopar.search.fold import Fold, fold
+from autopar.search.parameters import Strategy, strategies
 from autopar.search.pins import Pins
+from autopar.search.prices import Exposure, Prices, seconds_of
 from autopar.search.recipes import ChoiceFilter, Recipe
 
 _States = Mapping[State, State]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Every decision, by class and entry of the folded graph.
+
+    Attributes:
+        labels: for every class, its label on every axis.
+        parameters: entry -> how its parameters lie.
+        inputs: entry -> the layout that is taken of an input.
+    """
+
+    labels: tuple[Labels, ...]
+    parameters: Mapping[int, ParameterPlan]
+    inputs: Mapping[int, Layout]
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,8 @@ class Problem:
         collapsed: class of a collapsed view -> how its operand is made.
         strategies: entry of a parameter -> its strategies.
         fixed: entries whose parameter the caller fixed.
+        constant_bytes: memory of every plan alike: buffers, and what no tensor can have.
+        exposure: the slopes of a step that the programs charge work at.
         solved: what the programs of single axes gave, by all they depend on.
         priced_entries: all entries but those inside a producer with its collapsed views.
     """
@@ -99,25 +114,31 @@ class Problem:
         micro_batches: int,
         fixed_storage: Mapping[str, ParameterPlan],
         repeats: bool = True,
+        software: Software = AUTOPAR,
+        training_state: TrainingState = FULL,
     ) -> None:
-        self.graph, self.mesh, self.hardware = graph, mesh, hardware
+        self.graph, self.mesh = graph, mesh
         self.pins, self.micro_batches, self.fixed_storage = pins, micro_batches, fixed_storage
         self.sizes = Sizes(mesh)
         self.saved = SavedTensors(graph)
         self.whole: Layout = (R,) * len(mesh.axes)
-        self.buffer_bytes = sum(self.bytes(name, self.whole) for name in graph.buffers.values())
+        self._regions = regions_of(graph)
+        self._hides = bool(software.hides or software.hides_activations or software.runs_ahead)
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
+        self.prices = Prices(
+            graph, mesh, self.fold, sizes=self.sizes, hardware=hardware, software=software,
+            training_state=training_state, micro_batches=micro_batches,
+        )  # fmt: skip
+        self.exposure = Exposure.full()
+        self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
         self.entries = self.fold.entries
         self.ops = [each.op for each in self.fold.classes]
-        self._counts = [each.count for each in self.fold.classes]
         self._entries_of = self._find_entries()
         self._dividing = [self._dividing_choices(op) for op in self.ops]
-        self._kind_of = self._number_kinds()
         self._layouts: dict[tuple[int, Labels], Layouts] = {}
         self._legal: dict[tuple[int, Labels], bool] = {}
         self._cuts: dict[tuple[Dims, Layout], bool] = {}
-        self._op_seconds: dict[tuple[int, Labels], float] = {}
-        self._conversions: dict[tuple[int, Layout, Layout], float] = {}
+        self._forget_prices()
         self._constrain(recipes)
 
     def under(self, recipes: Sequence[Recipe]) -> Problem:
@@ -125,6 +146,18 @@ class Problem:
         other = copy.copy(self)
         other._constrain(recipes)
         return other
+
+    def exposed(self, exposure: Exposure) -> Problem:
+        """The same problem at other slopes of the step."""
+        other = copy.copy(self)
+        other.exposure = exposure
+        other._forget_prices()
+        other._constrain(self.recipes)
+        return other
+
+    def _forget_prices(self) -> None:
+        self._op_seconds: dict[tuple[int, Labels], float] = {}
+        self._conversions: dict[int, float] = {}
 
     def _constrain(self, recipes: Sequence[Recipe]) -> None:
         self.recipes = tuple(recipes)
@@ -139,7 +172,15 @@ class Problem:
 
     def _mark(self, name: str) -> Hashable:
         """What keeps an op or parameter from sharing decisions with others."""
-        return self.pins.labels.get(name), self.pins.storage.get(name), self.fixed_storage.get(name)
+        pins, region = self.pins, self._region(name) if self._hides else ""
+        return pins.labels.get(name), pins.storage.get(name), self.fixed_storage.get(name), region
+
+    def _region(self, name: str) -> str:
+        """Where an op or a leaf stands; communication hides behind compute of its own region."""
+        op = self.graph.by_name.get(name)
+        if self.graph.stack_of(op.module if op else name) is not None:
+            return "layers"
+        return self._regions.get(name, "before")
 
     def allowed(self, index: int, axis: int, labels: Labels) -> list[Choice]:
         """The choices of a class along `axis` that are legal given its labels on the other axes."""
@@ -160,23 +201,25 @@ class Problem:
         return self._layouts[key]
 
     def op_seconds(self, index: int, labels: Labels) -> float:
-        """Seconds per step of all members of a class, with what they send inside themselves."""
+        """What all ops of a class add to a step, with what they send inside themselves."""
         key = (index, labels)
         if key not in self._op_seconds:
-            op, tensors = self.ops[index], self.graph.tensors
-            one = op_seconds(op, labels, tensors, sizes=self.sizes, hardware=self.hardware).total
-            one += own_seconds(op, labels, sizes=self.sizes, hardware=self.hardware).total
-            self._op_seconds[key] = one * self._counts[index] * self.micro_batches
+            self._op_seconds[key] = self._seconds(self.prices.op(index, labels))
         return self._op_seconds[key]
 
     def conversion_seconds(self, index: int, source: Layout, target: Layout) -> float:
-        """Seconds per step to convert all tensors of an entry, forward and backward."""
-        if source == target:
-            return 0.0
-        key = (self._kind_of[index], source, target)
+        """What converting all tensors of an entry adds to a step, forward and backward."""
+        return self.entries[index].count * self._convert(index, source, target)
+
+    def _convert(self, index: int, source: Layout, target: Layout) -> float:
+        items = self.prices.conversion(index, source, target)
+        key = id(items)  # they live as long as the prices
         if key not in self._conversions:
-            self._conversions[key] = self._convert(self.entries[index], source, target)
-        return self._conversions[key] * self.entries[index].count * self.micro_batches
+            self._conversions[key] = self._seconds(items)
+        return self._conversions[key]
+
+    def _seconds(self, items: Iterable[Item]) -> float:
+        return seconds_of(items, self.exposure, self.prices.step)
 
     def follow(self, index: int, labels: Labels) -> Labels:
         """The labels of a collapsed view, given those of the class that makes its operand."""
@@ -190,12 +233,11 @@ class Problem:
 
     def serving(self, index: int, target: Layout) -> list[Strategy]:
         """The strategies that can serve a use of a parameter, with that use's seconds added."""
-        key = (self._kind_of[index], id(self.strategies[index]), target)
+        key = (index, id(self.strategies[index]), target)
         if key not in self._serving:
             needed = [frozenset({state}) for state in target]
-            entry, times = self.entries[index], self.micro_batches
             self._serving[key] = [
-                Strategy(plan, seconds + times * self._convert(entry, plan.resident, target), size)
+                Strategy(plan, seconds + self._convert(index, plan.resident, target), size)
                 for plan, seconds, size in self.strategies[index]
                 if self.serves(index, plan.resident, needed)
             ]
@@ -239,33 +281,11 @@ class Problem:
         """Bytes of a tensor that one rank holds."""
         return self.sizes.bytes(self.graph.tensors[name], layout)
 
-    def _convert(self, entry: Entry, source: Layout, target: Layout) -> float:
-        if entry.leaf == "parameter":
-            return use_seconds(
-                entry.tensor,
-                source,
-                target,
-                entry.is_saved,
-                sizes=self.sizes,
-                hardware=self.hardware,
-            )
-        return conversion_seconds(
-            entry.tensor, source, target, sizes=self.sizes, hardware=self.hardware
-        ).total
-
-    def _number_kinds(self) -> list[int]:
-        """For every entry a number that it shares with those whose conversions cost the same."""
-        numbers: dict[object, int] = {}
-
-        def kind(entry: Entry) -> int:
-            tensor, is_parameter = entry.tensor, entry.leaf == "parameter"
-            key = (
-                tensor.dims, tensor.formats, tensor.needs_grad, is_parameter,
-                is_parameter and entry.is_saved,
-            )  # fmt: skip
-            return numbers.setdefault(key, len(numbers))
-
-        return [kind(entry) for entry in self.entries]
+    def composed(self, assignment: Assignment) -> Step:
+        """The step of an assignment: its seconds and its peak are those of the expanded plan."""
+        parts = Parts(self, assignment)
+        step = self.prices.step
+        return replace(step, items=tuple(parts.items()), holdings=tuple(parts.holdings()), _sums={})
 
     def _find_entries(self) -> dict[int, list[int]]:
         """Class -> the entries of what it makes."""
@@ -324,23 +344,28 @@ class Problem:
         public = {tensor: name for name, tensor in self.graph.parameters.items()}
         found: dict[int, tuple[Strategy, ...]] = {}
         known: dict[object, tuple[Strategy, ...]] = {}
-        shared = {
-            "micro_batches": self.micro_batches, "sizes": self.sizes, "hardware": self.hardware
-        }  # fmt: skip
         for index, entry in enumerate(self.entries):
             if entry.leaf != "parameter":
                 continue
             tensor, name = entry.tensor, public[entry.names[0]]
             if fixed := self.fixed_storage.get(name):
                 self.fixed.add(index)
-                found[index] = (priced(fixed, tensor, **shared),)  # type: ignore[arg-type]
+                found[index] = (self._strategy(index, fixed),)
                 continue
             pinned = self.pins.storage.get(name, ())
-            key = (tensor.dims, tensor.formats, tensor.needs_grad, pinned)
+            key = (tensor.dims, tensor.formats, tensor.needs_grad, pinned, self._region(name))
             if key not in known:
-                known[key] = strategies(tensor, name, self.recipes, pinned, **shared)  # type: ignore[arg-type]
+                known[key] = strategies(
+                    tensor, name, self.recipes, pinned, self.mesh, partial(self._strategy, index)
+                )
             found[index] = known[key]
         return found
+
+    def _strategy(self, index: int, how: ParameterPlan) -> Strategy:
+        """A way to keep one parameter of an entry, with what it adds to a step outside the graph."""
+        items, holdings = self.prices.parameter(index, how)
+        seconds = self._seconds(items) + self.prices.optimizer_seconds(holdings)
+        return Strategy(how, seconds, float(sum(h.bytes for h in holdings)))
 
     def _collapse(self) -> tuple[dict[int, Made], dict[int, Made]]:
         """See [Note: collapse]. Returns (collapsed class -> its operand, entry -> its maker)."""
@@ -408,3 +433,82 @@ class Problem:
             a.kind == b.kind == "S" and before[a.dim][a.factor] == after[b.dim][b.factor]
             for a, b in pairs
         )
+
+
+class Parts:
+    """Items and holdings of an assignment, each class and entry once with its count."""
+
+    def __init__(self, problem: Problem, assignment: Assignment) -> None:
+        self.problem, self.assignment = problem, assignment
+        self.layouts = [problem.layouts(i, labels) for i, labels in enumerate(assignment.labels)]
+        self.targets = [self._targets(index) for index in range(len(problem.entries))]
+
+    def items(self) -> Iterator[Item]:
+        """Work of ops, conversions and parameters."""
+        prices = self.problem.prices
+        for index, labels in enumerate(self.assignment.labels):
+            yield from prices.op(index, labels)
+        for index, entry in enumerate(self.problem.entries):
+            source = self._source(index)
+            for target in self.targets[index]:
+                yield from _times(entry.count, prices.conversion(index, source, target))
+        for index, how in self.assignment.parameters.items():
+            yield from _times(self.problem.entries[index].count, prices.parameter(index, how)[0])
+
+    def holdings(self) -> Iterator[Holding]:
+        """Memory of parameters, buffers, saved tensors, and what is there for a moment."""
+        problem = self.problem
+        for index, how in self.assignment.parameters.items():
+            for held in problem.prices.parameter(index, how)[1]:
+                yield replace(held, bytes=held.bytes * problem.entries[index].count)
+        yield from problem.prices.buffers()
+        yield Holding("saved", "saved activations", "layers", self._saved_bytes())
+        for block, counts in enumerate(problem.prices.blocks):
+            yield Holding("gathered", "gathered", "layers", self._gathered_bytes(block), "", block)
+            working = sum(
+                count * problem.prices.working_bytes(index, self.assignment.labels[index])
+                for index, count in counts.items()
+            )
+            yield Holding("working", "working", "layers", working, "", block)
+
+    def _source(self, index: int) -> Layout:
+        """The layout in which a tensor is made, held or fed in."""
+        entry, assignment = self.problem.entries[index], self.assignment
+        if entry.producer is not None:
+            made, position = entry.producer
+            return self.layouts[made].results[position]
+        if entry.leaf == "parameter":
+            return assignment.parameters[index].resident
+        return assignment.inputs.get(index, self.problem.whole)
+
+    def _targets(self, index: int) -> dict[Layout, None]:
+        """The distinct layouts in which a tensor is needed."""
+        entry = self.problem.entries[index]
+        found = dict.fromkeys(self.layouts[i].operands[at] for i, at in entry.consumers)
+        if entry.is_output:
+            found[self.problem.graph.delivered(self._source(index))] = None
+        return found
+
+    def _saved_bytes(self) -> float:
+        problem, size = self.problem, 0.0
+        for entry in problem.fold.saved:
+            kept = set()
+            for index, position, name in entry.savers:
+                at = self.layouts[index]
+                layout = (*at.operands, *at.results)[position]
+                kept.add(problem.saved.memory(name, layout))
+            size += entry.count * sum(problem.bytes(*memory) for memory in kept)
+        return size
+
+    def _gathered_bytes(self, block: int) -> float:
+        prices, size = self.problem.prices, 0.0
+        for index in self.assignment.parameters:
+            count = prices.blocks_using(index).get(block, 0)
+            source = self._source(index)
+            for target in self.targets[index] if count else ():
+                size += count * prices.gathered_bytes(index, source, target)
+        return size
+
+
+def _times(count: int, items: Iterable[Item]) -> Iterator[Item]:
+    return (replace(item, count=count * item.count) for item in items)

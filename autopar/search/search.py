@@ -5,14 +5,17 @@ axis by axis until no axis can be improved. Descents begin
 
 - with every axis unsplit, in every order of the axes, memory relaxed by what the axes still to
   come can divide;
-- if several axes are free, with what is found when the first of them must split the batch and the
-  others what Megatron splits, for every number of first ones.
+- at every combination of recipes that a person can name for the axes (`_FAMILIES`), each the best
+  plan under that combination.
 
-From the best of these the plan is expanded to the whole graph, priced again node by node
-(`autopar.cost_model.price`), and must cost what the solver said.
+Every plan is ranked by its composed step among those whose composed peak fits
+(`autopar.pipeline.composed`): no recipe beats the open search, and what fits is what is said to fit.
+Where the runtime hides communication, programs charge it at the slopes of the best plan so far, and
+are solved again until the slopes stay (`autopar.search.prices`, [Note: exposure]).
 
-One axis is solved to a proven optimum (to 0.01 % where memory binds). Over several axes the result
-is a local optimum: no single axis can be improved while the others stay.
+The best plan is expanded to the whole graph, composed again node by node, and must cost what the
+folded graph said. One axis is solved to a proven optimum (to 0.01 % where memory binds). Over several
+axes the result is a local optimum: no single axis can be improved while the others stay.
 """
 
 from __future__ import annotations
@@ -22,21 +25,32 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost_model import Cost, Hardware, price
-from autopar.errors import MeshError, SearchError
+from autopar.cost_model import Hardware
+from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.errors import MeshError, RecipeError, SearchError
 from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, ParameterPlan, Plan
+from autopar.pipeline.composed import Cost, cost_of
 from autopar.search.checks import check_axes, check_used
-from autopar.search.milp import Assignment, AxisProgram, Outcome
+from autopar.search.milp import AxisProgram, Outcome
 from autopar.search.notes import explain
-from autopar.search.pins import Pins, resolve_pins
-from autopar.search.problem import Problem
-from autopar.search.recipes import RECIPES, RecipeLike, format_recipe, recipe_axes, resolve
+from autopar.search.pins import resolve_pins
+from autopar.search.prices import Exposure
+from autopar.search.problem import Assignment, Problem
+from autopar.search.recipes import RECIPES, Recipe, RecipeLike, format_recipe, recipe_axes, resolve
 from autopar.units import format_bytes
 
 _MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
-_ANY_BYTES = 10**18  # more than any machine has, where there is no bound
+_MAX_EXPOSURES = 3  # solutions at other slopes of the step
 _LEAN = 0.8  # of the memory that the best plan takes: enough to forbid it
-_TOLERANCE = 1e-6  # relative, between the solver's price and the plan's
+_TOLERANCE = 1e-6  # relative, between the price of the folded graph and that of the plan
+
+# Rows that bound what recipes of one kind can find: they split ops alike, and any of the ways to
+# store parameters that the recipes name is open to them.
+_FAMILIES = tuple(
+    replace(RECIPES[name], stages=RECIPES["auto"].stages, gathers=True)
+    for name in ("ddp", "tp", "tp+sp", "ep")
+)
 
 
 def search(
@@ -50,6 +64,8 @@ def search(
     micro_batches: int = 1,
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    software: Software = AUTOPAR,
+    training_state: TrainingState = FULL,
 ) -> Plan:
     """Finds the fastest plan for `graph` on `mesh` that fits into memory.
 
@@ -62,6 +78,8 @@ def search(
         micro_batches: how many of them make a step.
         fingerprint: of the captured model, noted in the plan.
         fixed_storage: parameters whose plan is already made, by name.
+        software: figures of the runtime.
+        training_state: bytes that training keeps in addition to parameters.
 
     Raises RecipeError for a recipe or pin that cannot hold, MeshError for an axis that divides
     nothing, SearchError if no plan fits into memory.
@@ -69,6 +87,7 @@ def search(
     found = search_with_cost(
         graph, mesh, hardware=hardware, recipe=recipe, pins=pins, memory_bytes=memory_bytes,
         micro_batches=micro_batches, fingerprint=fingerprint, fixed_storage=fixed_storage,
+        software=software, training_state=training_state,
     )  # fmt: skip
     return found.plan
 
@@ -79,7 +98,7 @@ class Found:
 
     Attributes:
         plan: the plan.
-        cost: as `autopar.cost_model.price` counts it.
+        cost: composed time and memory of the plan.
         gap: the largest relative gap that the solver left open along one axis, 0 if proven.
         programs: rows, columns and binaries of the program of every axis, in order.
         descents: seconds of the plan that every start ended in, inf where it did not fit.
@@ -106,6 +125,8 @@ def search_with_cost(
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
     repeats: bool = True,
+    software: Software = AUTOPAR,
+    training_state: TrainingState = FULL,
 ) -> Found:
     """`search`, with the figures behind it. With `repeats=False` blocks are not folded."""
     mesh = Mesh.of(mesh)
@@ -116,27 +137,57 @@ def search_with_cost(
     problem = Problem(
         graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
         micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
+        software=software, training_state=training_state,
     )  # fmt: skip
-    bound = _ANY_BYTES if memory_bytes is None else memory_bytes
-    descents = [_descend(problem, order, bound) for order in _orders(mesh)]
-    descents += _from_presets(problem, bound)
-    is_tight = any(each.thrifty for each in problem.solved.values())
-    best = min(descents, key=lambda d: (max(d.bytes, bound), d.seconds))
-    if best.bytes <= bound and len(rows) > 1:
-        descents.append(_from_lean(problem, best, bound))
-        best = min(descents, key=lambda d: (max(d.bytes, bound), d.seconds))
-    if best.bytes > bound:
-        raise _does_not_fit(best, bound, mesh, format_recipe(recipe))
+    descents = _descents(problem, memory_bytes)
+    best = _best(descents, memory_bytes)
+    if not _fits(best, memory_bytes):
+        assert memory_bytes is not None, "without a bound everything fits"
+        raise _does_not_fit(best, memory_bytes, mesh, format_recipe(recipe))
     plan = expand(problem, best.assignment, format_recipe(recipe), fingerprint)
     check_used(graph, plan, rows)
-    cost = price(graph, plan, hardware)
+    cost = cost_of(graph, plan, hardware, software=software, training_state=training_state)
     _agree(best, cost)
-    seconds = tuple(d.seconds if d.bytes <= bound else math.inf for d in descents)
+    seconds = tuple(d.seconds if _fits(d, memory_bytes) else math.inf for d in descents)
     notes = explain(
         graph, plan, cost, bound_bytes=memory_bytes or hardware.memory_bytes, hardware=hardware,
         descents_seconds=seconds,
     )  # fmt: skip
+    is_tight = any(d.seconds < best.seconds for d in descents) or any(
+        each.thrifty for each in problem.solved.values()
+    )
     return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
+
+
+def _descents(problem: Problem, bound: int | None) -> list[_Descent]:
+    """Where every start ends; see the top of this file."""
+    found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
+    found += _from_recipes(problem, bound)
+    best = _best(found, bound)
+    if bound is not None and _fits(best, bound) and len(problem.recipes) > 1:
+        found.append(_from_lean(problem, best, bound))
+    for _ in range(_MAX_EXPOSURES):
+        best = _best(found, bound)
+        exposure = Exposure.of(problem.composed(best.assignment))
+        if exposure == problem.exposure:
+            break
+        problem = problem.exposed(exposure)
+        found.append(_descend(problem, _axes(problem), bound, start=best.assignment))
+        found += _from_recipes(problem, bound)
+    return found
+
+
+def _best(descents: Sequence[_Descent], bound: int | None) -> _Descent:
+    """The fastest that fits; if none does, the smallest."""
+    return min(descents, key=lambda each: (_excess(each, bound), each.seconds))
+
+
+def _excess(each: _Descent | Outcome, bound: int | None) -> float:
+    return 0.0 if bound is None else max(0.0, each.bytes - bound)
+
+
+def _fits(each: _Descent | Outcome, bound: int | None) -> bool:
+    return _excess(each, bound) == 0
 
 
 def search_mesh(
@@ -149,6 +200,8 @@ def search_mesh(
     memory_bytes: int | None = None,
     micro_batches: int = 1,
     fingerprint: str = "",
+    software: Software = AUTOPAR,
+    training_state: TrainingState = FULL,
 ) -> Plan:
     """The best plan over all meshes of at most two axes, named dp and tp, with `world_size` ranks.
 
@@ -163,6 +216,7 @@ def search_mesh(
                 search_with_cost(
                     graph, mesh, hardware=hardware, recipe=recipe, pins=pins,
                     memory_bytes=memory_bytes, micro_batches=micro_batches, fingerprint=fingerprint,
+                    software=software, training_state=training_state,
                 )
             )  # fmt: skip
         except (MeshError, SearchError) as error:
@@ -197,39 +251,49 @@ def _orders(mesh: Mesh) -> list[tuple[int, ...]]:
 class _Descent:
     assignment: Assignment
     seconds: float
-    bytes: int
+    bytes: float
     gap: float
     programs: tuple[tuple[int, int, int], ...]
 
 
-def _from_presets(problem: Problem, bound: int) -> Iterator[_Descent]:
-    """Descents that begin at what people do on several axes: batch first, Megatron last."""
+def _axes(problem: Problem) -> Sequence[int]:
+    return range(len(problem.recipes))
+
+
+def _from_recipes(problem: Problem, bound: int | None) -> Iterator[_Descent]:
+    """The best plan under every combination of recipes for the open axes, and where it leads."""
     free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
-    if len(free) < 2 or problem.pins != Pins() or problem.fixed_storage:
-        return
-    axes = range(len(problem.recipes))
-    for batch_axes in range(1, len(free) + 1):
+    free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
+    seen: set[tuple[object, ...]] = set()
+    for families in itertools.product(_families(problem), repeat=len(free)):
         rows = list(problem.recipes)
-        for position, axis in enumerate(free):
-            rows[axis] = _PRESETS[position >= batch_axes]
-        start = _descend(problem.under(rows), axes, bound)
-        yield _descend(problem, axes, bound, start=start.assignment)
+        for axis, row in zip(free, families, strict=True):
+            rows[axis] = row
+        try:
+            under = _descend(problem.under(rows), _axes(problem), bound)
+        except (RecipeError, SearchError):
+            continue  # pins, or where parameters lie already, leave nothing of this combination
+        key = (under.assignment.labels, tuple(under.assignment.parameters.values()))
+        if key not in seen:
+            seen.add(key)
+            yield under
+            yield _descend(problem, _axes(problem), bound, start=under.assignment)
+
+
+def _families(problem: Problem) -> tuple[Recipe, ...]:
+    """Rows to begin with; that of experts only where there are some."""
+    has_experts = any("expert" in factor.roles for factor in problem.graph.factors.values())
+    return tuple(row for row in _FAMILIES if row.name != "ep" or has_experts)
 
 
 def _from_lean(problem: Problem, best: _Descent, bound: int) -> _Descent:
     """A descent from where less memory would have led: room must not make a plan worse."""
-    axes = range(len(problem.recipes))
-    lean = _descend(problem, axes, int(_LEAN * best.bytes))
-    return _descend(problem, axes, bound, start=lean.assignment)
-
-
-_PRESETS = tuple(
-    replace(RECIPES[name], stages=RECIPES["auto"].stages, gathers=True) for name in ("ddp", "tp+sp")
-)
+    lean = _descend(problem, _axes(problem), int(_LEAN * best.bytes))
+    return _descend(problem, _axes(problem), bound, start=lean.assignment)
 
 
 def _descend(
-    problem: Problem, order: Sequence[int], bound: int, start: Assignment | None = None
+    problem: Problem, order: Sequence[int], bound: int | None, start: Assignment | None = None
 ) -> _Descent:
     """Solves axis after axis, round after round, until every axis is best given the others.
 
@@ -242,7 +306,8 @@ def _descend(
     settled = 0
     for turn, axis in enumerate(tuple(order) * _MAX_ROUNDS):
         to_come = order[turn + 1 :] if start is None else ()
-        relaxed = bound * math.prod(problem.mesh.sizes[a] for a in to_come)
+        others = math.prod(problem.mesh.sizes[a] for a in to_come)
+        relaxed = None if bound is None else bound * others
         tight = best is not None and best.thrifty
         found = latest[axis] = _solve_axis(problem, axis, assignment, relaxed, tight=tight)
         if best is None or turn < len(order) or _is_better(found, best, bound):
@@ -262,23 +327,23 @@ def _descend(
     )
 
 
-def _is_better(found: Outcome, best: Outcome, bound: int) -> bool:
+def _is_better(found: Outcome, best: Outcome, bound: int | None) -> bool:
     """Whether it fits better into memory, or as well and is faster."""
-    excess, least = max(found.bytes, bound), max(best.bytes, bound)
+    excess, least = _excess(found, bound), _excess(best, bound)
     return excess < least or (excess == least and found.seconds < best.seconds * (1 - 1e-9))
 
 
-def _loosen(problem: Problem, axis: int, found: Outcome, bound: int) -> Outcome:
+def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> Outcome:
     """The plan that shards least among those as fast, if the bound is not tight any more."""
     if not found.thrifty:
         return found
     loose = AxisProgram(problem, axis, found.assignment, thrifty=False).solve()
-    fits = loose is not None and loose.bytes <= bound
-    return loose if loose and fits and loose.seconds <= found.seconds * (1 + 1e-9) else found
+    is_as_good = loose is not None and _fits(loose, bound)
+    return loose if loose and is_as_good and loose.seconds <= found.seconds * (1 + 1e-9) else found
 
 
 def _solve_axis(
-    problem: Problem, axis: int, given: Assignment, bound: int, *, tight: bool
+    problem: Problem, axis: int, given: Assignment, bound: int | None, *, tight: bool
 ) -> Outcome:
     """The fastest assignment within the bound, or the smallest one if none is within.
 
@@ -291,10 +356,12 @@ def _solve_axis(
     return problem.solved[key]
 
 
-def _solve_anew(problem: Problem, axis: int, given: Assignment, bound: int, tight: bool) -> Outcome:
-    if not tight:
+def _solve_anew(
+    problem: Problem, axis: int, given: Assignment, bound: int | None, tight: bool
+) -> Outcome:
+    if not tight or bound is None:
         fastest = AxisProgram(problem, axis, given, thrifty=False).solve()
-        if fastest is not None and fastest.bytes <= bound:
+        if fastest is not None and _fits(fastest, bound):
             return fastest
     program = AxisProgram(problem, axis, given, thrifty=True)
     found = program.solve(max_bytes=bound) or program.solve(minimize="bytes")
@@ -333,18 +400,19 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
 
 def _agree(found: _Descent, cost: Cost) -> None:
     assert math.isclose(found.seconds, cost.seconds, rel_tol=_TOLERANCE, abs_tol=1e-15), (
-        f"the solver said {found.seconds!r} s, and the expanded plan costs {cost.seconds!r} s"
+        f"the search said {found.seconds!r} s, and the expanded plan costs {cost.seconds!r} s"
     )
-    assert found.bytes == cost.memory_bytes, (
-        f"the solver said {found.bytes} bytes, and the expanded plan takes {cost.memory_bytes}"
+    assert math.isclose(found.bytes, cost.memory_bytes, rel_tol=_TOLERANCE), (
+        f"the search said {found.bytes} bytes, and the expanded plan takes {cost.memory_bytes}"
     )
 
 
 def _does_not_fit(found: _Descent, bound: int, mesh: Mesh, recipe: str) -> SearchError:
+    needed = math.ceil(found.bytes)
     free = "" if recipe == "auto" else f' recipe="auto" instead of {recipe!r},'
     return SearchError(
         f"No plan for the mesh {mesh} fits into {format_bytes(bound)}: the smallest found takes "
-        f"{format_bytes(found.bytes)} of a rank, {format_bytes(found.bytes - bound)} too much. "
+        f"{format_bytes(needed)} of a rank, {format_bytes(needed - bound)} too much. "
         f"What would help:{free} more ranks, a smaller batch (or more micro-batches of a smaller "
-        f"one), or memory_bytes={found.bytes} if a rank has that much."
+        f"one), or memory_bytes={needed} if a rank has that much."
     )

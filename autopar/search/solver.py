@@ -7,7 +7,7 @@ nodes that strikes before the one in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,6 +97,14 @@ class Program:
         """Adds lower <= sum of the columns `plus` - sum of the columns `minus` <= upper."""
         self._indices += [*plus, *minus]
         self._values += [1.0] * len(plus) + [-1.0] * len(minus)
+        self._starts.append(len(self._indices))
+        self._row_lower.append(lower)
+        self._row_upper.append(upper)
+
+    def weighted_row(self, terms: Mapping[int, float], *, lower: float, upper: float) -> None:
+        """Adds lower <= sum of columns times their weights <= upper."""
+        self._indices += terms.keys()
+        self._values += terms.values()
         self._starts.append(len(self._indices))
         self._row_lower.append(lower)
         self._row_upper.append(upper)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cost_model import H100, price
+from autopar.cost_model import H100
 from autopar.errors import MeshError, SearchError
 from autopar.ir import (
     Graph,
@@ -28,6 +28,7 @@ from autopar.ir import (
     operand_layouts,
     result_layouts,
 )  # fmt: skip
+from autopar.pipeline.composed import cost_of
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
 from autopar.search import search, search_mesh, search_with_cost
@@ -77,28 +78,31 @@ def test_batch_one_is_split_as_megatron_with_sequence_parallelism_does() -> None
 
 
 def test_large_batch_and_tight_memory_split_the_batch_and_shard_parameters() -> None:
-    """Activations of 64 sequences take 24.5 GB; replicas with AdamW states take 6.5 more, shards 1.7.
+    """Activations of 64 sequences take 24.5 GB; shards of parameters with AdamW states take 1.7 more,
+    copies 6.5; 0.5 GB are there for a moment or reserved.
 
     A looser bound replicates a matrix or two: all-reduce gains from NVLink SHARP, the two halves do not.
     """
     graph = llama(LlamaSizes(batch=64, layers=1))
-    plan = search(graph, {"dp": 8}, hardware=H100, memory_bytes=26_115_000_000)
+    plan = search(graph, {"dp": 8}, hardware=H100, memory_bytes=26_750_000_000)
     layer = [op for op in graph.ops if op.kind not in ("cos", "embedding")]
     assert {split_by(graph, plan, op) for op in layer} == {"b"}
     weights = {n: p for n, p in plan.parameters.items() if n.startswith("layers")}
     large = [p for n, p in weights.items() if "norm" not in n]
     assert all(p.storage[0].kind == "S" for p in large)
-    assert price(graph, plan, H100).memory_bytes <= 26_115_000_000
+    assert cost_of(graph, plan, H100).memory_bytes <= 26_750_000_000
 
 
-def test_loose_memory_gives_plain_data_parallelism() -> None:
+def test_loose_memory_gives_data_parallelism_whose_optimizer_is_split() -> None:
+    """No parameter is gathered for its use; an optimizer of an eighth of the states is the faster one."""
     graph = llama(LlamaSizes(batch=64, layers=1))
     plan = search(graph, {"dp": 8}, hardware=dataclasses.replace(H100, memory_bytes=10**12))
     body = [op for op in block_linears(graph)]
     assert {split_by(graph, plan, op) for op in body} == {"b"}
-    assert stages(dataclasses.replace(plan, parameters={
-        n: p for n, p in plan.parameters.items() if n.startswith("layers")
-    })) == {0}  # fmt: skip
+    layers = {n: p for n, p in plan.parameters.items() if n.startswith("layers")}
+    assert stages(dataclasses.replace(plan, parameters=layers)) <= {1, 2}
+    ddp = search(graph, {"dp": 8}, hardware=H100, recipe="ddp")
+    assert cost_of(graph, plan, H100).seconds < cost_of(graph, ddp, H100).seconds
 
 
 # Laws
@@ -231,7 +235,7 @@ def test_outputs_are_delivered_without_partial_sums() -> None:
     graph = mlp()
     plan = search(graph, {"x": 2}, hardware=TOY, recipe="ddp")
     undelivered = dataclasses.replace(graph, outputs=())
-    delivered, dropped = (price(g, plan, TOY).conversion_seconds for g in (graph, undelivered))
+    delivered, dropped = (cost_of(g, plan, TOY).conversion_seconds for g in (graph, undelivered))
     assert plan.ops[graph.ops[-1].name] == ("b",)
     assert delivered > dropped == 0.0
 
@@ -246,7 +250,7 @@ def test_the_shape_of_the_mesh_is_searched_too() -> None:
         search_with_cost(graph, mesh, hardware=TOY).cost.seconds
         for mesh in ({"dp": 4}, {"dp": 2, "tp": 2})
     ]
-    assert price(graph, best, TOY).seconds == pytest.approx(min(tried))
+    assert cost_of(graph, best, TOY).seconds == pytest.approx(min(tried))
     assert "the others" in best.notes[-1]
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.cost_model import H100, price
+from autopar.cost_model import H100
 from autopar.ir import Graph, Stack
+from autopar.pipeline.composed import cost_of
 from autopar.planning.planning import prepare_step
 from autopar.search import search_with_cost
 from tests.support.llama import Llama
@@ -37,7 +38,7 @@ def test_a_stack_that_leaves_nothing_out_changes_nothing() -> None:
     graph = graph_of(3)
     plan = search_with_cost(graph, MESH, hardware=H100).plan
     noted = replace(graph, stacks=(Stack("layers", 3, 3),))
-    assert price(noted, plan, H100) == price(graph, plan, H100)
+    assert cost_of(noted, plan, H100) == cost_of(graph, plan, H100)
 
 
 def test_a_parameter_knows_its_layer() -> None:

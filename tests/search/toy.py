@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from autopar.cost_model import Cost, Hardware, Link, price
+from autopar.cost_model import Hardware, Link
 from autopar.ir import Graph, Layout, Mesh, ParameterPlan, Plan, R, S, State, V, divides, is_legal
+from autopar.pipeline.composed import Cost, cost_of
 
 TOY = Hardware(
     name="toy",
@@ -41,7 +42,9 @@ def all_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> Iterator[
 
 
 def priced_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> list[tuple[Plan, Cost]]:
-    return [(plan, price(graph, plan, TOY)) for plan in all_plans(graph, axis_size, micro_batches)]
+    return [
+        (plan, cost_of(graph, plan, TOY)) for plan in all_plans(graph, axis_size, micro_batches)
+    ]
 
 
 def _parameter_plans(

@@ -1,0 +1,260 @@
+"""What the programs of a search charge for a choice, and what an assignment of all choices costs.
+
+Every figure is of the items and holdings that `autopar.cost_model.nodes` makes for one node, times
+the number of nodes that a class or an entry of the folded graph stands for. An assignment is composed
+by the formulas of `autopar.cost_model.step`, so that its time and its peak are those of the plan.
+
+[Note: exposure] Time is not a plain sum: communication hides behind compute, as far as there is some.
+`Exposure` has the slope of the step in every kind of work at one plan. A program with these slopes as
+multipliers has the right optimum as long as they stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost_model import Hardware, Sizes
+from autopar.cost_model.compute import memory_seconds
+from autopar.cost_model.items import COMPUTE, Holding, Item, Region, TrainingState
+from autopar.cost_model.memory import layers_of_ops
+from autopar.cost_model.nodes import NodePricer
+from autopar.cost_model.pricer import block_labels
+from autopar.cost_model.software import Software
+from autopar.cost_model.step import REGIONS, Run, Step
+from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, R
+from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.parts import blocks_of_ops, is_whole
+from autopar.search.fold import Fold
+
+# An optimizer step reads and writes its states and the parameters; the gradient is read for its
+# norm, read, and set to zero, see `Step._optimizer_seconds`.
+_TOUCHED = {"optimizer": 2, "gradients": 3, "parameters": 2}
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Seconds that a step grows by with a second of work; see [Note: exposure].
+
+    Attributes:
+        every: (region, kind of work) -> the slope for work of every micro-batch. Kinds are "compute",
+            "stored" (parameters and gradients) and "activation".
+        late: regions in which the host, which runs ahead of the device, is the slower one.
+        reductions: the slope for reductions once a step.
+        backward: what the slope for compute of backward loses for the reductions that it hides, for
+            one micro-batch of the step.
+    """
+
+    every: Mapping[tuple[Region, str], float]
+    late: frozenset[Region] = frozenset()
+    reductions: float = 1.0
+    backward: float = 0.0
+
+    @classmethod
+    def full(cls) -> Exposure:
+        """Nothing is hidden."""
+        kinds = ("compute", "stored", "activation")
+        return cls({(region, kind): 1.0 for region in REGIONS for kind in kinds})
+
+    @classmethod
+    def of(cls, step: Step) -> Exposure:
+        """The slopes at a step."""
+        software = step.software
+        every, late = dict(cls.full().every), set()
+        for region in REGIONS:
+            sums = _sums(step, region)
+            for kind, part in (
+                ("stored", software.hides), ("activation", software.hides_activations),
+            ):  # fmt: skip
+                shorter = kind if sums[kind] <= sums["compute"] else "compute"
+                every[region, shorter] -= part
+            if step.is_late(region):
+                late.add(region)
+        reductions = sum(
+            i.count * i.seconds
+            for i in step.items
+            if i.phase == "reduce" and not i.every_micro_batch
+        )
+        is_short = bool(reductions <= step.backward_seconds())
+        return cls(
+            every, frozenset(late), 1 - software.hides * is_short,
+            software.hides * (not is_short),
+        )  # fmt: skip
+
+    def seconds(self, item: Item, step: Step) -> float:
+        """What one execution of an item adds to a step.
+
+        Args:
+            step: gives the host, the runtime and the number of micro-batches; its items do not matter.
+        """
+        if item.phase == "gather":
+            return float(item.seconds)
+        if item.phase == "reduce" and not item.every_micro_batch:
+            return self.reductions * float(item.seconds)
+        batches = float(step.run.micro_batches)
+        issued = float(step.issue_seconds(item))
+        if item.region in self.late:
+            return batches * issued
+        seconds = self.every[item.region, kind_of(item)] * float(item.seconds)
+        if item.kernels and not step.software.runs_ahead:
+            seconds += max(0.0, issued - float(item.seconds))
+        if item.resource == COMPUTE and item.phase == "backward":
+            seconds -= self.backward / batches * float(item.seconds)
+        return batches * seconds
+
+
+def kind_of(item: Item) -> str:
+    """What hides an item, or hides behind it: "compute", "stored" or "activation"."""
+    if item.resource == COMPUTE:
+        return "compute"
+    return "activation" if item.carries == "activation" else "stored"
+
+
+def _sums(step: Step, region: Region) -> dict[str, float]:
+    sums = {"compute": 0.0, "stored": 0.0, "activation": 0.0}
+    for resource in (COMPUTE, *step.axes):
+        for item, times in step.runs(region, resource):
+            sums[kind_of(item)] += float(times * item.count * item.seconds)
+    return sums
+
+
+def seconds_of(items: Iterable[Item], exposure: Exposure, step: Step) -> float:
+    """What items add to a step, all their executions."""
+    return sum(float(item.count) * exposure.seconds(item, step) for item in items)
+
+
+class Prices:
+    """Items and holdings of the classes and entries of a folded graph, remembered.
+
+    Attributes:
+        step: a step without items: the machine, the runtime, and the number of micro-batches.
+        blocks: for every kind of block, how many ops of each class it has.
+    """
+
+    def __init__(
+        self, graph: Graph, mesh: Mesh, fold: Fold, *, sizes: Sizes, hardware: Hardware,
+        software: Software, training_state: TrainingState, micro_batches: int,
+    ) -> None:  # fmt: skip
+        machine = software.on(hardware)
+        links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
+        self.nodes = NodePricer(
+            graph, sizes=sizes, hardware=machine, links=links, training_state=training_state
+        )
+        run = Run(micro_batches, training_state=training_state)
+        layers = sum(stack.layers for stack in graph.stacks) or 1
+        self.step = Step((), (), run, machine, software, layers=layers)
+        self.graph, self.fold, self.sizes, self.mesh = graph, fold, sizes, mesh
+        self._names = {tensor: name for name, tensor in graph.parameters.items()}
+        self._ops: dict[tuple[int, Labels], tuple[Item, ...]] = {}
+        self._conversions: dict[tuple[int, Layout, Layout], tuple[Item, ...]] = {}
+        self._parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
+        self._kinds = self._number_kinds()
+        self.blocks, self._users = self._find_blocks()
+
+    # --- nodes
+
+    def op(self, index: int, labels: Labels) -> tuple[Item, ...]:
+        """Items of all ops of a class."""
+        key = (index, labels)
+        if key not in self._ops:
+            each = self.fold.classes[index]
+            scale = each.count / self.nodes.place(each.op.name, each.op.module)[1]
+            items = self.nodes.op(each.op, labels)
+            self._ops[key] = tuple(replace(item, count=scale * item.count) for item in items)
+        return self._ops[key]
+
+    def conversion(self, index: int, source: Layout, target: Layout) -> tuple[Item, ...]:
+        """Items of converting one tensor of an entry."""
+        if source == target:
+            return ()
+        key = (self._kinds[index], source, target)
+        if key not in self._conversions:
+            entry = self.fold.entries[index]
+            name = entry.names[0]
+            again = entry.leaf == "parameter" and entry.is_saved
+            items = self.nodes.conversion(name, source, target, "", again=again)
+            one = self.nodes.place(name, self.nodes.modules.get(name, ""))[1]
+            self._conversions[key] = tuple(replace(i, count=i.count / one) for i in items)
+        return self._conversions[key]
+
+    def parameter(
+        self, index: int, how: ParameterPlan
+    ) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
+        """Items and holdings of keeping one parameter of an entry."""
+        key = (self._kinds[index], how)
+        if key not in self._parameters:
+            name = self._names[self.fold.entries[index].names[0]]
+            one = self.nodes.place(name, name)[1]
+            items, held = self.nodes.between_steps(name, how), self.nodes.parameter(name, how)
+            self._parameters[key] = (
+                tuple(replace(i, count=i.count / one) for i in items),
+                tuple(replace(h, bytes=h.bytes / one) for h in held),
+            )
+        return self._parameters[key]
+
+    def optimizer_seconds(self, holdings: Iterable[Holding]) -> float:
+        """Seconds that the optimizer takes for what a parameter holds."""
+        touched = sum(_TOUCHED.get(h.kind, 0) * h.bytes for h in holdings)
+        return float(memory_seconds(touched, self.step.hardware))
+
+    # --- what is there for a moment
+
+    def gathered_bytes(self, index: int, source: Layout, target: Layout) -> float:
+        """Copies that the use of one parameter of an entry gathers."""
+        name = self.fold.entries[index].names[0]
+        return sum(float(h.bytes) for h in self.nodes.gathered(name, source, target, "", ""))
+
+    def working_bytes(self, index: int, labels: Labels) -> float:
+        """Memory that one op of a class needs while it runs."""
+        held = self.nodes.working(self.fold.classes[index].op, labels, "")
+        return sum(float(h.bytes) for h in held)
+
+    def blocks_using(self, index: int) -> Mapping[int, int]:
+        """Kind of block -> how many parameters of an entry it uses first."""
+        return self._users.get(index, {})
+
+    # --- the graph
+
+    def _number_kinds(self) -> list[int]:
+        """For every entry a number that it shares with those whose prices are the same."""
+        numbers: dict[object, int] = {}
+        found = []
+        for entry in self.fold.entries:
+            tensor, name = entry.tensor, entry.names[0]
+            is_parameter = entry.leaf == "parameter"
+            region = self.nodes.place(name, self.nodes.modules.get(name, ""))[0]
+            key = (
+                tensor.dims, tensor.formats, tensor.needs_grad, is_parameter,
+                is_parameter and entry.is_saved, region,
+            )  # fmt: skip
+            found.append(numbers.setdefault(key, len(numbers)))
+        return found
+
+    def _find_blocks(self) -> tuple[list[Mapping[int, int]], dict[int, dict[int, int]]]:
+        graph, fold = self.graph, self.fold
+        is_known = has_blocks(graph) and is_whole(graph)
+        blocks = blocks_of_ops(graph) if is_known else layers_of_ops(graph)
+        labels = block_labels(graph, blocks)
+        counts: dict[object, Counter[int]] = {}
+        for op in graph.ops:
+            counts.setdefault(labels[op.name], Counter())[fold.class_of[op.name]] += 1
+        kinds = {tuple(sorted(c.items())): label for label, c in reversed(counts.items())}
+        number = {label: i for i, label in enumerate(kinds.values())}
+        first = {name: op.name for op in reversed(graph.ops) for name in op.operands}
+        users: dict[int, dict[int, int]] = {}
+        for index, entry in enumerate(fold.entries):
+            for name in entry.names if entry.leaf == "parameter" else ():
+                at = number.get(labels[first[name]]) if name in first else None
+                if at is not None:
+                    into = users.setdefault(index, {})
+                    into[at] = into.get(at, 0) + 1
+        return [dict(kind) for kind in kinds], users
+
+    def buffers(self) -> Iterator[Holding]:
+        """Buffers, whole on every rank."""
+        whole = tuple(R for _ in self.mesh.axes)
+        for public, name in self.graph.buffers.items():
+            region, count = self.nodes.place(name, public)
+            held = count * self.sizes.bytes(self.graph.tensors[name], whole)
+            yield Holding(public, "buffers", region, held, name)
