@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import LossFunction
-from autopar.cost_model import Hardware, find_hardware, price
+from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import MeshError, RecipeError, SearchError
 from autopar.explanation.explanation import Explanation, run_of
 from autopar.ir import (
@@ -229,8 +229,12 @@ class Planner:
         """Whether the plan fits into memory; stages and recomputation were sized for the first batch."""
         if plan.pipeline is not None or plan.recompute != "none":
             return True
-        found = price(prepared.analysis.graph, plan, self._request.hardware)
-        return found.memory_bytes <= self._request.bound_bytes
+        request = self._request
+        found = composed(
+            prepared.analysis.graph, plan, request.hardware, software=request.software,
+            training_state=request.training_state,
+        )  # fmt: skip
+        return found.peak_bytes <= request.bound_bytes
 
     def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
         assert self._mesh is not None, "there was a first program"

@@ -31,9 +31,10 @@ from autopar.ir import (
 from autopar.ir.recompute import RecomputeWish
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.composed import composed
 from autopar.pipeline.parts import count_repeating
 from autopar.search.notes import undivided_lines
-from autopar.search.pipeline import search_pipeline, search_pipeline_mesh, seconds_of_one_stage
+from autopar.search.pipeline import search_pipeline, search_pipeline_mesh
 from autopar.search.request import Request
 from autopar.search.search import Found, search_with_cost
 from autopar.units import counted
@@ -225,11 +226,16 @@ class _Task:
         try:
             again = self._recomputing()
         except SearchError:
-            # The pipeline's memory counts the largest transient too, so that nothing may fit there.
             return found.plan
-        hardware = self._issuing().hardware
-        seconds = [seconds_of_one_stage(self.graph, p, hardware) for p in (again, found.plan)]
-        return again if again.recompute != "none" and seconds[0] < seconds[1] else found.plan
+        return again if self._seconds(again) < self._seconds(found.plan) else found.plan
+
+    def _seconds(self, plan: Plan) -> float:
+        """The composed step of a plan that fits."""
+        request = self.request
+        return composed(
+            self.graph, plan, request.hardware, software=request.software,
+            training_state=request.training_state,
+        ).step_seconds  # fmt: skip
 
 
 def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:

@@ -32,8 +32,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from autopar.cost_model import Hardware
-from autopar.cost_model.software import AUTOPAR
 from autopar.errors import AutoparError, MeshError, PlanError, SearchError
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -235,13 +233,6 @@ def search_pipeline_mesh(
     return replace(best, best=replace(best.best, plan=plan))
 
 
-def seconds_of_one_stage(graph: Graph, plan: Plan, hardware: Hardware) -> float:
-    """What `search_pipeline` prices a plan without stages at."""
-    table = StageTables(graph, plan, hardware, world=plan.mesh).at(plan.recompute)
-    each = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1])
-    return plan.micro_batches * each + float(table.once_seconds[0, -1]) + AUTOPAR.step_seconds
-
-
 def _depths(request: Request) -> tuple[Sequence[int], Sequence[int]]:
     """The depths to choose from, and those to choose from if none of the first has a plan."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
@@ -269,6 +260,7 @@ def _best_mesh(graph: Graph, depth: int, request: Request, captured: int) -> Mes
     find = partial(
         search_mesh, graph, ranks, hardware=request.hardware, recipe=request.inside,
         pins=request.pins, micro_batches=request.micro_batches or captured,
+        software=request.software, training_state=request.training_state,
     )  # fmt: skip
     bound = request.search_bound_bytes
     try:
@@ -331,7 +323,8 @@ class _Search:
         self.mesh, self.hardware = request.mesh, request.hardware
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
         bound = request.search_bound_bytes
-        self.bound: float = math.inf if bound is None else bound
+        # Tables of stages know nothing of the memory that no tensor can have.
+        self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
         self.asked_micro_batches = request.chosen_micro_batches
         self.position = self.mesh.index(PIPELINE_AXIS)
         self.ranks = self.mesh.sizes[self.position]
@@ -345,7 +338,7 @@ class _Search:
         self.overfull: list[_Overfull] = []
 
     def run(self) -> PipelineFound:
-        for share in _SHARES:
+        for share in self._shares():
             promised = min((each.seconds for each in self.overfull), default=math.inf)
             if self.found and promised >= _WORTH * self._best_seconds():
                 break
@@ -365,6 +358,11 @@ class _Search:
         notes = (*_of_layouts(best.plan.notes), *_notes(best, ranked[1:]))
         best = replace(best, plan=replace(best.plan, notes=notes))
         return PipelineFound(best, tuple(ranked[1:]), refused)
+
+    def _shares(self) -> tuple[float, ...]:
+        """Of one rank the fastest plan of all comes first: recomputation may make room for it."""
+        may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
+        return (math.inf, *_SHARES) if self.ranks == 1 and may_recompute else _SHARES
 
     def _execute_nearest(self) -> None:
         """Balances the fastest settings that have several stages a rank anew, by what they really take."""
@@ -387,14 +385,15 @@ class _Search:
         """
         graph = self._graph(micro_batches)
         for wider in _WIDER if share == 1 else (1.0,):
-            relaxed = self.ranks * self.bound * share * wider
+            relaxed = self.ranks * self.bound * share * wider + self.hardware.reserved_bytes
             try:
                 plan = search(
                     graph, self.stage_mesh, hardware=self.hardware,
                     memory_bytes=int(relaxed) if math.isfinite(relaxed) else None,
                     micro_batches=micro_batches, recipe=self.request.inside,
                     pins=self.request.pins, fixed_storage=self.fixed_storage,
-                    fingerprint=self.fingerprint,
+                    fingerprint=self.fingerprint, software=self.request.software,
+                    training_state=self.request.training_state,
                 )  # fmt: skip
                 return _Inner(plan, share)
             except SearchError:

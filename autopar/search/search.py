@@ -41,6 +41,7 @@ from autopar.search.recipes import RECIPES, Recipe, RecipeLike, format_recipe, r
 from autopar.units import format_bytes
 
 _MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
+_FOLLOWED = 3  # combinations of recipes, the best, from which the open search goes on
 _MAX_EXPOSURES = 3  # solutions at other slopes of the step
 _LEAN = 0.8  # of the memory that the best plan takes: enough to forbid it
 _TOLERANCE = 1e-6  # relative, between the price of the folded graph and that of the plan
@@ -260,24 +261,25 @@ def _axes(problem: Problem) -> Sequence[int]:
     return range(len(problem.recipes))
 
 
-def _from_recipes(problem: Problem, bound: int | None) -> Iterator[_Descent]:
-    """The best plan under every combination of recipes for the open axes, and where it leads."""
+def _from_recipes(problem: Problem, bound: int | None) -> list[_Descent]:
+    """The best plan under every combination of recipes for the open axes, and where the best lead."""
     free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
     free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
-    seen: set[tuple[object, ...]] = set()
-    for families in itertools.product(_families(problem), repeat=len(free)):
+    found: dict[object, _Descent] = {}
+    for families in itertools.product(_families(problem), repeat=len(free)) if free else ():
         rows = list(problem.recipes)
         for axis, row in zip(free, families, strict=True):
             rows[axis] = row
         try:
-            under = _descend(problem.under(rows), _axes(problem), bound)
+            each = _descend(problem.under(rows), _axes(problem), bound)
         except (RecipeError, SearchError):
             continue  # pins, or where parameters lie already, leave nothing of this combination
-        key = (under.assignment.labels, tuple(under.assignment.parameters.values()))
-        if key not in seen:
-            seen.add(key)
-            yield under
-            yield _descend(problem, _axes(problem), bound, start=under.assignment)
+        found.setdefault((each.assignment.labels, *each.assignment.parameters.values()), each)
+    ranked = sorted(found.values(), key=lambda each: (_excess(each, bound), each.seconds))
+    return ranked + [
+        _descend(problem, _axes(problem), bound, start=each.assignment)
+        for each in ranked[:_FOLLOWED]
+    ]
 
 
 def _families(problem: Problem) -> tuple[Recipe, ...]:

@@ -14,11 +14,12 @@ from autopar.cost_model import find_hardware
 from autopar.errors import PlanError, SearchError
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, Selection, blocks_again
+from autopar.pipeline.composed import composed
 from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import make_plan, prepare_forward, prepare_step
 from autopar.search.balance import balance_of
-from autopar.search.pipeline import PipelineFound, search_pipeline, seconds_of_one_stage
+from autopar.search.pipeline import PipelineFound, search_pipeline
 from autopar.search.request import Request
 from autopar.units import format_bytes
 from tests.pipeline.test_stage_costs import ROW, SIZES, WORLD, table, unsplit
@@ -193,7 +194,7 @@ def test_a_plan_without_stages_has_the_fewest_blocks_that_fit() -> None:
         return make_plan(prepared, Request(hardware, mesh=mesh, **options))
 
     def seconds(plan: Plan) -> float:
-        return seconds_of_one_stage(graph, plan, hardware)
+        return composed(graph, plan, hardware).step_seconds
 
     for mesh in ({"dp": 1}, {"dp": 2}):
         free = plan_of(mesh, recipe="ddp")

@@ -78,19 +78,18 @@ def test_batch_one_is_split_as_megatron_with_sequence_parallelism_does() -> None
 
 
 def test_large_batch_and_tight_memory_split_the_batch_and_shard_parameters() -> None:
-    """Activations of 64 sequences take 24.5 GB; shards of parameters with AdamW states take 1.7 more,
-    copies 6.5; 0.5 GB are there for a moment or reserved.
-
-    A looser bound replicates a matrix or two: all-reduce gains from NVLink SHARP, the two halves do not.
+    """Activations of 64 sequences take 24.5 GB and 1 is reserved. Copies of all parameters (2.5) with a
+    shard of their gradients and AdamW states (0.95) are the smallest plan of nothing but the batch:
+    gathered for one use after the other, they would be there at once, as the graph is one block.
     """
     graph = llama(LlamaSizes(batch=64, layers=1))
-    plan = search(graph, {"dp": 8}, hardware=H100, memory_bytes=26_750_000_000)
+    plan = search(graph, {"dp": 8}, hardware=H100, memory_bytes=28_960_000_000)
     layer = [op for op in graph.ops if op.kind not in ("cos", "embedding")]
     assert {split_by(graph, plan, op) for op in layer} == {"b"}
     weights = {n: p for n, p in plan.parameters.items() if n.startswith("layers")}
     large = [p for n, p in weights.items() if "norm" not in n]
     assert all(p.storage[0].kind == "S" for p in large)
-    assert cost_of(graph, plan, H100).memory_bytes <= 26_750_000_000
+    assert cost_of(graph, plan, H100).memory_bytes <= 28_960_000_000
 
 
 def test_loose_memory_gives_data_parallelism_whose_optimizer_is_split() -> None:

@@ -1,0 +1,79 @@
+"""The law of the search: by the price that is shown, nothing that a person can name is better."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from autopar.cost_model import Hardware
+from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.errors import AutoparError
+from autopar.ir import Graph
+from autopar.pipeline.composed import Composed, composed
+from autopar.search import search
+from tests.search.graphs import LlamaSizes, llama
+from tests.search.stacked import residual
+from tests.search.toy import TOY
+
+MACHINE = replace(TOY, host_seconds=2e-6, reserved_bytes=500, memory_efficiency=0.5)
+HIDING = Software(hides=0.8, hides_activations=0.2, host_seconds=1e-6)
+SMALL = LlamaSizes(
+    batch=4, seq=8, layers=1, dim=16, kv_heads=2, group=2, head_dim=4, ffn=32, vocab=64
+)
+ROWS = ("ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "ep", "auto")
+TOLERANCE = 1.001
+
+
+def price(
+    graph: Graph, mesh: dict[str, int], recipe: str, bound: int | None = None, *,
+    hardware: Hardware = MACHINE, software: Software = AUTOPAR, state: TrainingState = FULL,
+) -> Composed | None:  # fmt: skip
+    """The composed price of what a recipe leads to; None where it has no plan that fits."""
+    settings = {"software": software, "training_state": state}
+    try:
+        plan = search(
+            graph, mesh, hardware=hardware, recipe=recipe, memory_bytes=bound, micro_batches=2,
+            **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+    except AutoparError:
+        return None
+    found = composed(graph, plan, hardware, **settings)  # type: ignore[arg-type]
+    assert bound is None or found.peak_bytes <= bound
+    return found
+
+
+@pytest.mark.parametrize("software", [AUTOPAR, HIDING])
+@pytest.mark.parametrize("graph", [residual(2), llama(SMALL)])
+def test_no_recipe_on_one_axis_is_faster_than_the_open_search(
+    graph: Graph, software: Software
+) -> None:
+    named = [price(graph, {"x": 2}, row, software=software) for row in ROWS]
+    best = price(graph, {"x": 2}, "auto", software=software)
+    assert best is not None
+    for row, found in zip(ROWS, named, strict=True):
+        assert found is None or best.step_seconds <= TOLERANCE * found.step_seconds, row
+
+
+def test_no_pair_of_recipes_is_faster_than_the_open_search() -> None:
+    graph, mesh = residual(2), {"x": 2, "y": 2}
+    best = price(graph, mesh, "auto", state=MIXED_FLOAT32_GRADIENTS)
+    assert best is not None
+    for rows in itertools.product(("ddp", "zero2", "zero3", "tp", "tp+sp"), repeat=2):
+        found = price(graph, mesh, "x:{},y:{}".format(*rows), state=MIXED_FLOAT32_GRADIENTS)
+        assert found is None or best.step_seconds <= TOLERANCE * found.step_seconds, rows
+
+
+@pytest.mark.parametrize("graph", [residual(2), llama(SMALL)])
+def test_a_plan_fits_whenever_one_under_a_recipe_does(graph: Graph) -> None:
+    """At the peak of every recipe's plan the open search has a plan, and one that is no slower."""
+    seconds = []
+    sizes = sorted({r.peak_bytes for row in ROWS if (r := price(graph, {"x": 4}, row))})
+    for size in sizes:
+        found = price(graph, {"x": 4}, "auto", bound=int(size))
+        assert found is not None, size
+        seconds.append(found.step_seconds)
+    for less, more in itertools.pairwise(seconds):
+        assert more <= TOLERANCE * less
