@@ -88,7 +88,7 @@ def step_of(
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """Time of a training step and memory of a rank without stages, by kind.
 
     Attributes:
@@ -114,7 +114,7 @@ class Cost:
     reserved_bytes: int
 
     @classmethod
-    def of(cls, step: Step) -> Cost:
+    def of(cls, step: Step) -> StepCost:
         """The parts of a step."""
         sums = {"": 0.0, "activation": 0.0, "parameter": 0.0, "gradient": 0.0}
         for item in step.items:
@@ -155,9 +155,11 @@ def cost_of(
     *,
     software: Software = AUTOPAR,
     training_state: TrainingState = FULL,
-) -> Cost:
+) -> StepCost:
     """Time and memory of a plan without stages, by kind; arguments as in `composed`."""
-    return Cost.of(step_of(graph, plan, hardware, software=software, training_state=training_state))
+    return StepCost.of(
+        step_of(graph, plan, hardware, software=software, training_state=training_state)
+    )
 
 
 class Recomputed(NamedTuple):

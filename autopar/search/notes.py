@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from autopar.cost_model import Hardware, unruled
 from autopar.ir import Graph, ParameterPlan, Plan, R, State
 from autopar.ir.note import Note
-from autopar.pipeline.composed import Cost
+from autopar.pipeline.composed import StepCost
 from autopar.search.recipes import is_model, resolve, split_recipe
 from autopar.units import counted, format_bytes
 
@@ -18,7 +18,7 @@ from autopar.units import counted, format_bytes
 def explain(
     graph: Graph,
     plan: Plan,
-    cost: Cost,
+    cost: StepCost,
     *,
     bound_bytes: int,
     hardware: Hardware,
@@ -175,7 +175,7 @@ def _stage(how: ParameterPlan, uses: set[State], axis: int) -> str:
     return "replicated" if stage == 0 else f"ZeRO-{stage}"
 
 
-def _time_line(cost: Cost, hardware: Hardware) -> str:
+def _time_line(cost: StepCost, hardware: Hardware) -> str:
     return (
         f"predicted on {hardware.name}: {cost.seconds * 1e3:.3f} ms a step = "
         f"{cost.compute_seconds * 1e3:.3f} compute + {cost.conversion_seconds * 1e3:.3f} "
@@ -184,7 +184,7 @@ def _time_line(cost: Cost, hardware: Hardware) -> str:
     )
 
 
-def _memory_line(cost: Cost, bound_bytes: int) -> str:
+def _memory_line(cost: StepCost, bound_bytes: int) -> str:
     kinds = {
         "parameters": cost.parameter_bytes, "gradients": cost.gradient_bytes,
         "optimizer": cost.optimizer_bytes, "saved for backward": cost.saved_bytes,
@@ -196,7 +196,7 @@ def _memory_line(cost: Cost, bound_bytes: int) -> str:
     return f"{total} a rank, of {bound}: {parts or 'nothing'}"
 
 
-def _others_line(cost: Cost, descents_seconds: Sequence[float]) -> tuple[str, ...]:
+def _others_line(cost: StepCost, descents_seconds: Sequence[float]) -> tuple[str, ...]:
     """The other local optima, if there are any; inf stands for one that does not fit."""
     others = sorted({f"{s * 1e3:.3f} ms" for s in descents_seconds if math.isfinite(s)})
     others = [each for each in others if each != f"{cost.seconds * 1e3:.3f} ms"]

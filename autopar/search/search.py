@@ -30,7 +30,7 @@ from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import MeshError, RecipeError, SearchError
 from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, ParameterPlan, Plan
-from autopar.pipeline.composed import Cost, cost_of
+from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
 from autopar.search.milp import AxisProgram, Outcome
 from autopar.search.notes import explain
@@ -107,7 +107,7 @@ class Found:
     """
 
     plan: Plan
-    cost: Cost
+    cost: StepCost
     gap: float
     programs: tuple[tuple[int, int, int], ...]
     descents: tuple[float, ...]
@@ -400,7 +400,7 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
     )
 
 
-def _agree(found: _Descent, cost: Cost) -> None:
+def _agree(found: _Descent, cost: StepCost) -> None:
     assert math.isclose(found.seconds, cost.seconds, rel_tol=_TOLERANCE, abs_tol=1e-15), (
         f"the search said {found.seconds!r} s, and the expanded plan costs {cost.seconds!r} s"
     )

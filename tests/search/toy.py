@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autopar.cost_model import Hardware, Link
 from autopar.ir import Graph, Layout, Mesh, ParameterPlan, Plan, R, S, State, V, divides, is_legal
-from autopar.pipeline.composed import Cost, cost_of
+from autopar.pipeline.composed import StepCost, cost_of
 
 TOY = Hardware(
     name="toy",
@@ -41,7 +41,9 @@ def all_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> Iterator[
                 )  # fmt: skip
 
 
-def priced_plans(graph: Graph, axis_size: int, micro_batches: int = 1) -> list[tuple[Plan, Cost]]:
+def priced_plans(
+    graph: Graph, axis_size: int, micro_batches: int = 1
+) -> list[tuple[Plan, StepCost]]:
     return [
         (plan, cost_of(graph, plan, TOY)) for plan in all_plans(graph, axis_size, micro_batches)
     ]
