@@ -40,6 +40,7 @@ from autopar.planning.planning import (
     why_not_again,
 )
 from autopar.program.program import build_program
+from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie
 from autopar.runtime.module import Fixed, Programs, StandIns
 from autopar.runtime.processes import (
@@ -194,6 +195,8 @@ class Planner:
         plan = make_plan(prepared, request, captured_micro_batches=captured)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
+        if world_size() == 1:  # there may be no process group, which stages communicate by
+            plan = replace(plan, pipeline=None)
         return replace(plan, notes=(*plan.notes, *self._assumed))
 
     def _following(
@@ -258,10 +261,10 @@ class Planner:
             except MeshError:  # an axis divides nothing any more
                 plan = unsplit_plan(prepared, mesh, parameters, micro_batches)
         plan = replace(plan, recompute=fixed.recompute)
-        if fixed.pipeline is None:
-            return plan
-        cuts = cuts_where_parameters_lie(graph, fixed.users, fixed.pipeline.stages)
-        return replace(plan, pipeline=replace(fixed.pipeline, cuts=cuts))
+        if fixed.pipeline is not None:
+            cuts = cuts_where_parameters_lie(graph, fixed.users, fixed.pipeline.stages)
+            plan = replace(plan, pipeline=replace(fixed.pipeline, cuts=cuts))
+        return replace(plan, recompute=known_recomputation(plan, graph))
 
     def world(self) -> World:
         """The mesh as it runs; known once the first program is."""
@@ -281,9 +284,13 @@ class Planner:
 
 
 def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:
-    cluster = request.but(mesh=plan.world_mesh).cluster
     return Explanation(
-        graph, plan, cluster, run_of(plan), memory_bound_bytes=request.bound_bytes, request=request
+        graph,
+        plan,
+        request.cluster,
+        run_of(plan),
+        memory_bound_bytes=request.bound_bytes,
+        request=request,
     )
 
 

@@ -39,6 +39,7 @@ from autopar.pipeline.composed import Recomputed
 from autopar.pipeline.simulation import Simulation
 from autopar.search import search as search_plan
 from autopar.search.pipeline import search_pipeline
+from autopar.search.recipes import split_recipe
 from autopar.search.request import Request
 from autopar.units import format_bytes, format_seconds
 
@@ -438,8 +439,9 @@ class Explanation:
             )
         hardware = changed_hardware(self.cluster.hardware, changes)
         count = self.plan.micro_batches
+        recipe = self.plan.recipe if self.plan.pipeline else split_recipe(self.plan.recipe)[1]
         request = Request(
-            hardware, mesh=self.plan.world_mesh, recipe=self.plan.recipe, micro_batches=count,
+            hardware, mesh=self.plan.world_mesh, recipe=recipe, micro_batches=count,
             memory_bytes=changed.bound_bytes, training_state=self.run.training_state,
             software=self.software,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.ir import Graph, Plan
-from autopar.ir.recompute import Selection, path_pattern
+from autopar.ir.recompute import Recompute, Selection, path_pattern
 from autopar.passes.cut_stages import stage_numbers
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import repeating_parts
@@ -54,3 +54,22 @@ def check_selection(plan: Plan, selection: Selection, graph: Graph) -> None:
             raise PlanError(
                 f"The plan recomputes the {what}, which the model does not have. It has {some}, ..."
             )
+
+
+def known_recomputation(plan: Plan, graph: Graph) -> Recompute:
+    """What a plan recomputes, without the ops that this graph of the same model does not run.
+
+    A forward runs no loss, and in evaluation no dropout.
+    """
+    if not isinstance(plan.recompute, Selection):
+        return plan.recompute
+    known: dict[str, set[str]] = {}
+    for path, names in recomputable_names(graph, plan).items():
+        for each in (path, path_pattern(path)):
+            known.setdefault(each, set()).update(names)
+    found = [
+        (path, tuple(name for name in names if name in known[path]))
+        for path, names in plan.recompute.blocks
+        if path in known
+    ]
+    return Selection(tuple(found)) if any(names for _, names in found) else "none"

@@ -365,16 +365,19 @@ def _never(_: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _View:
-    """How a tensor lies in its storage."""
+    """How a tensor lies in its storage, and whether it is read conjugated or negated there."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_conjugated: bool
+    is_negated: bool
 
     @classmethod
     def of(cls, x: Tensor) -> _View:
-        return cls(x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
+        offset = int(x.storage_offset())
+        return cls(x.dtype, tuple(x.shape), x.stride(), offset, x.is_conj(), x.is_neg())
 
     @torch.no_grad()
     def on(self, x: Tensor) -> Tensor:
@@ -382,7 +385,9 @@ class _View:
         if _View.of(x) == self:
             return x
         view = x.new_empty(0, dtype=self.dtype)
-        return view.set_(x.untyped_storage(), self.offset, self.shape, self.stride)
+        view.set_(x.untyped_storage(), self.offset, self.shape, self.stride)
+        view = view.conj() if self.is_conjugated else view
+        return view.neg() if self.is_negated else view
 
 
 class _Dropped:

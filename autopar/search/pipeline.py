@@ -607,6 +607,11 @@ class _Search:
                 balance(table, least.setting.shape, memory_bytes=self.bound)
             except SearchError as error:
                 return error
+        if not self.refused:
+            return SearchError(
+                f"No schedule that is searched runs chunks={self.request.chunks} on "
+                f"{counted(self.ranks, 'pipeline rank')}; name a schedule, or leave chunks out."
+            )
         first = next(iter(self.refused.values()))
         if len({str(error) for error in self.refused.values()}) == 1:
             return first

@@ -70,6 +70,23 @@ def test_the_explanation_prints() -> None:
     assert "up.weight" in text
 
 
+@pytest.mark.parametrize(
+    "asked", [{"schedule": "1f1b"}, {"recipe": "1f1b"}, {"recipe": "pp:auto,dp:ddp"}], ids=str
+)
+def test_wishes_for_stages_on_one_rank(asked: dict[str, str]) -> None:
+    """A mesh that was searched need not have the axis that the wish is about."""
+    made = compiled(**asked)
+    assert made.plan.pipeline is None
+    made.step(*batch())
+    assert str(made.explain()).startswith("Plan for 1 rank as dp=1")
+    assert made.explain().what_if(search=True, flops=2.0).plan.mesh == made.plan.mesh
+
+
+def test_chunks_that_no_schedule_takes() -> None:
+    with pytest.raises(autopar.SearchError, match="chunks=2 on 1 pipeline rank; name a schedule"):
+        compiled(chunks=2)
+
+
 def test_a_world_of_another_size() -> None:
     with pytest.raises(autopar.MeshError, match=r"mesh dp=2,tp=2 has 4 ranks, and 1 run here"):
         compiled(mesh={"dp": 2, "tp": 2})

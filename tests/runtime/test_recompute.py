@@ -242,6 +242,46 @@ def test_an_op_without_a_key_draws_the_same_again() -> None:
     assert max(difference(each, found[0]) for each in found[1:]) < 1e-12
 
 
+class Conjugated(nn.Module):
+    """Saves a conjugated view of what it computes, and a real view of one, which is negated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(x, x.tanh())
+        z = z * z
+        return (z.conj() * torch.complex(x.sin(), x)).imag + z.conj().imag ** 2
+
+
+def test_conjugated_views_are_recomputed() -> None:
+    """Shape, strides and offset do not tell that a view is conjugated or negated."""
+    torch.manual_seed(0)
+    batch = (torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double())
+    model = Layers(Conjugated).double()
+    plan, graph = planned((model, batch, mean_square), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    found = []
+    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(4))):
+        compiled = autopar.compile(
+            copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute)
+        )
+        found.append(train(compiled, compiled.step, batch))
+    assert max(difference(each, found[0]) for each in found[1:]) < 1e-12
+
+
+def test_a_forward_after_steps_that_recompute_ops() -> None:
+    """The forward runs no loss, and in evaluation no dropout: these names are not looked for."""
+    model, batch, loss = model_of("dropout")
+    plan, graph = planned((model, batch, loss), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    names = recomputable_names(graph, plan)
+    compiled = autopar.compile(
+        model, loss_fn=loss, plan=replace(plan, recompute=Selection.of(names))
+    )
+    compiled.step(*batch)
+    in_training = compiled(batch[0]).sum()
+    in_training.backward()
+    compiled.eval()
+    assert torch.equal(compiled(batch[0]), compiled(batch[0]))
+    compiled.step(*batch)
+
+
 def test_compiled_regions_are_recomputed() -> None:
     """A region is compiled of calls that are all recomputed, or all not."""
     made = model_of("dropout")
