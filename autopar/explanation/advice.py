@@ -46,6 +46,7 @@ from autopar.search.notes import head_factors
 from autopar.search.pipeline import PipelineFound, search_pipeline
 from autopar.search.pipeline import Priced as PricedPipeline
 from autopar.search.request import Request
+from autopar.units import counted
 
 _EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _TRIES = 3  # settings whose own search is tried, where the first turns out not to fit
@@ -278,9 +279,43 @@ class Question:
         return replace(self._advice(graph, plan, run), setting=setting)
 
     def _given(self, mesh: Mesh) -> Advice:
-        """The plan for a mesh without stages that was given."""
-        count, prepared, graph = self._micro_batch(mesh)
-        self.progress(f"searching the plan for {mesh}")
+        """The plan for a mesh without stages that was given.
+
+        An open number of micro-batches is doubled from one on, as long as nothing fits or the step gets
+        shorter: more of them take less memory and issue more kernels.
+
+        Raises SearchError, of the last number that was tried, where nothing fits.
+        """
+        best: Advice | None = None
+        refused: SearchError | None = None
+        for count in self._counts(mesh):
+            try:
+                found = self._given_in(mesh, count)
+            except SearchError as error:
+                refused = error
+                continue
+            if best is not None and found.step_seconds >= best.step_seconds:
+                break
+            best = found
+        if best is None:
+            assert refused is not None, "at least one number of micro-batches was tried"
+            raise refused
+        return best
+
+    def _counts(self, mesh: Mesh) -> Iterator[int | None]:
+        """Numbers of micro-batches to try on a mesh without stages; None leaves it to the target."""
+        if self.model.own_batch or self.request.micro_batches is not None:
+            yield self.request.micro_batches
+            return
+        count, batch = 1, self.request.batch or mesh.size
+        while count <= batch and batch % count == 0:
+            yield count
+            count *= 2
+
+    def _given_in(self, mesh: Mesh, micro_batches: int | None) -> Advice:
+        """The plan for a mesh without stages and a number of micro-batches."""
+        count, prepared, graph = self._micro_batch(mesh, micro_batches)
+        self.progress(f"searching the plan for {mesh} in {counted(count, 'micro-batch')}")
         request = self._searched(graph).but(micro_batches=count)
         plan = make_plan(_with_graph(prepared, graph), request)
         found = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
@@ -291,9 +326,9 @@ class Question:
         left = recomputations(self.request)
         return self._asked(graph).but(recompute=left[0] if len(left) == 1 else None)
 
-    def _micro_batch(self, mesh: Mesh) -> tuple[int, Prepared, Graph]:
+    def _micro_batch(self, mesh: Mesh, micro_batches: int | None) -> tuple[int, Prepared, Graph]:
         """How many micro-batches a step has, and one of them captured."""
-        count = self.request.micro_batches or 1
+        count = micro_batches or 1
         if self.model.own_batch:
             prepared, graph = self.captured(0)
             return self._own_batches(graph), prepared, graph
