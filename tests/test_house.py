@@ -111,10 +111,6 @@ def test_private_names_of_torch_stay_in_their_room() -> None:
     assert not found, "\n".join(found)
 
 
-# Names whose second use is being rewritten; a name goes from here when it is unique.
-NAMED_TWICE = {"Program", "Recomputed"}
-
-
 def test_no_class_name_is_used_twice() -> None:
     used = Counter(
         node.name
@@ -122,11 +118,7 @@ def test_no_class_name_is_used_twice() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     )
-    assert {name for name, count in used.items() if count > 1} == NAMED_TWICE
-
-
-# Files whose docstrings are being rewritten; a file goes from here when its lines are noun phrases.
-CRYPTIC = {f"search/{name}.py" for name in ("candidates", "pipeline", "search", "solver")}
+    assert not {name for name, count in used.items() if count > 1}
 
 
 def _described(path: Path) -> Iterator[str]:
@@ -143,4 +135,4 @@ def test_what_a_name_means_is_a_noun_phrase() -> None:
     assert len(lines) > 500
     relative = re.compile(r"[^:]+: (of|that|which|in|up to)\b")
     found = {f"{p.relative_to(PACKAGE)}" for p, line in lines if relative.match(line)}
-    assert found == CRYPTIC
+    assert not found

@@ -35,7 +35,7 @@ from autopar.explanation.timeline import timeline
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import recompute_json
-from autopar.pipeline.composed import Recomputed
+from autopar.pipeline.composed import RecomputationPrice
 from autopar.pipeline.simulation import Simulation
 from autopar.search import search as search_plan
 from autopar.search.pipeline import search_pipeline
@@ -121,7 +121,7 @@ class Explanation:
     @cached_property
     def expressions(self) -> Expressions:
         """Items and holdings over symbols."""
-        blocks = Recomputed.of(self.graph, self.plan)
+        blocks = RecomputationPrice.of(self.graph, self.plan)
         return self.built or Expressions.of(
             self.graph, self.plan, self.software.on(self.cluster.hardware),
             training_state=self.run.training_state, blocks=blocks.blocks, again=blocks.again,

@@ -72,7 +72,7 @@ def step_of(
 ) -> Step:
     """The step of a plan without stages, in numbers; arguments as in `composed`."""
     machine = software.on(hardware)
-    blocks = Recomputed.of(graph, plan)
+    blocks = RecomputationPrice.of(graph, plan)
     pricer = Pricer(
         graph, plan, sizes=Sizes(plan.mesh), hardware=machine,
         links=[machine.link(plan.mesh, axis) for axis in range(len(plan.mesh.axes))],
@@ -162,7 +162,7 @@ def cost_of(
     )
 
 
-class Recomputed(NamedTuple):
+class RecomputationPrice(NamedTuple):
     """How the recomputation of a plan without stages enters its price.
 
     Attributes:
@@ -179,7 +179,7 @@ class Recomputed(NamedTuple):
     selected: Selected | None = None
 
     @classmethod
-    def of(cls, graph: Graph, plan: Plan) -> Recomputed:
+    def of(cls, graph: Graph, plan: Plan) -> RecomputationPrice:
         """The blocks of a graph and those that a plan recomputes."""
         if not has_blocks(graph) or not is_whole(graph):
             return cls(None, frozenset(), plan.recompute)

@@ -40,9 +40,9 @@ class ClusterSetting:
 
     Attributes:
         dp, tp: sizes of the axes of the mesh.
-        stages: of the pipeline.
+        stages: number of pipeline stages.
         micro_batch: sequences of a micro-batch on one rank of dp.
-        micro_batches: of a step.
+        micro_batches: number of micro-batches of a step.
         data, tensor: recipes along dp and tp.
         recompute: see `Run`.
     """
@@ -96,10 +96,10 @@ class PricedCandidate:
     """A setting with its price.
 
     Attributes:
-        setting: what is priced.
-        seconds: of a step.
+        setting: the priced configuration.
+        seconds: duration of a step.
         memory_bytes: peak of a rank.
-        traffic_bytes: that a rank sends in a step.
+        traffic_bytes: bytes sent by one rank in a step.
         parts: seconds by what they go to: "compute", "memory bandwidth", an axis, "bubble",
             "host" and so on; what is hidden is negative. Their sum is `seconds`.
     """
@@ -129,7 +129,7 @@ class Space:
 
     Attributes:
         graph: the captured model, at any batch.
-        cluster: where.
+        cluster: the cluster that the settings are priced on.
         batch: sequences of a step on all ranks.
         training_state, software: see `autopar.cost_model`.
         stages: pipeline depths to try.

@@ -31,7 +31,7 @@ from typing import TypeVar
 from autopar.ir import Labels, Layout, ParameterPlan, R, State
 from autopar.search.parameters import Strategy, fastest, pareto
 from autopar.search.problem import Assignment, Problem
-from autopar.search.solver import Objective, Program
+from autopar.search.solver import MixedIntegerProgram, Objective
 
 _ByLayout = dict[
     Layout, list[int]
@@ -73,7 +73,7 @@ class AxisProgram:
         self.problem, self.axis, self.given = problem, axis, given
         self._thrifty = thrifty
         self._select = pareto if thrifty else fastest
-        self.program = Program()
+        self.program = MixedIntegerProgram()
         self._ops: dict[int, dict[int, Labels]] = {}
         self._parameters: dict[int, dict[int, ParameterPlan]] = {}
         self._inputs: dict[int, dict[int, Layout]] = {}

@@ -83,7 +83,7 @@ class Setting:
 
     Attributes:
         shape: ranks, chunks, schedule and micro-batches.
-        recompute: what is recomputed in backward.
+        recompute: the blocks or ops that are recomputed in backward.
     """
 
     shape: Shape
@@ -108,13 +108,13 @@ class Priced:
     """A setting with a plan for it, and what it takes.
 
     Attributes:
-        setting: what is priced.
+        setting: the priced setting.
         plan: with its cuts.
-        seconds: of a step.
+        seconds: duration of a step.
         simulation: the schedule as it runs.
         balance: the cuts.
-        share: of all stages' memory, with which the layouts were searched.
-        kept_whole: what it would be if nothing ran again; None where nothing does.
+        share: fraction of the memory of all stages under which the layouts were searched.
+        kept_whole: figures of the same setting without recomputation; None where it has none.
     """
 
     setting: Setting
@@ -162,7 +162,7 @@ def search_pipeline(
 
     Args:
         graph: the captured model with all its layers, at the size of a micro-batch.
-        request: what is asked, with a mesh that has the axis `pp`. An open schedule is chosen among
+        request: the question, with a mesh that has the axis `pp`. An open schedule is chosen among
             `SEARCHED_SCHEDULES`, open chunks among `SEARCHED_CHUNKS`, an open number of micro-batches
             among the divisors of the batch; open recomputation is that of the fewest blocks that fit.
         captured_micro_batches: number of captured batches that make a step.
@@ -193,7 +193,7 @@ def search_pipeline_mesh(
 
     Args:
         graph, captured_micro_batches, fingerprint: as in `search_pipeline`.
-        request: what is asked, with the number of ranks of all stages together and no mesh.
+        request: the question, with the number of ranks of all stages together and no mesh.
 
     Raises SearchError with every depth's reason if none has a plan.
     """

@@ -72,12 +72,12 @@ def search(
 
     Args:
         graph: the captured model, at the size of one micro-batch.
-        hardware: what the prices are made of.
+        hardware: figures that the prices are made of.
         recipe: constraints, see `autopar.search.recipes`.
         pins: single choices that are fixed, see `autopar.search.pins`.
         memory_bytes: bound on the bytes of a rank; None for no bound.
-        micro_batches: how many of them make a step.
-        fingerprint: of the captured model, noted in the plan.
+        micro_batches: number of micro-batches of a step.
+        fingerprint: hash of the captured model, which the plan notes.
         fixed_storage: parameters whose plan is already made, by name.
         software: figures of the runtime.
         training_state: bytes that training keeps in addition to parameters.

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from autopar.ir.recompute import Selection, path_pattern
 from autopar.pipeline.recomputable import BlockChoices
-from autopar.search.solver import Program
+from autopar.search.solver import MixedIntegerProgram
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str
 
     Returns None if the block keeps more whatever is recomputed. Raises SearchError at the solver's limits.
     """
-    program = Program()
+    program = MixedIntegerProgram()
     recomputed = {
         name: program.binary(seconds=op.seconds, preference=1) for name, op in block.ops.items()
     }

@@ -37,7 +37,7 @@ class Solution:
     """What HiGHS found.
 
     Attributes:
-        values: of the columns.
+        values: solution value of every column.
         seconds: the price of the values in seconds, preferences left out.
         bytes: their price in bytes.
         gap: how far the bound it proved lies below the objective, as a part of the objective.
@@ -49,7 +49,7 @@ class Solution:
     gap: float
 
 
-class Program:
+class MixedIntegerProgram:
     """Columns and rows, added one by one and handed to HiGHS as arrays at once.
 
     A *preference* is a small extra price that only breaks ties; it is scaled so that all
