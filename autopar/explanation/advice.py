@@ -265,10 +265,11 @@ class Question:
         setting = priced.setting
         prepared, graph = self.captured(setting.micro_batch * setting.dp)
         self.progress(f"searching the plan for {setting.name}")
+        # The setting is one of those that the refusals leave, so that they need no second check.
         request = self._asked(graph).but(
             mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
             stages=None, schedule=setting.schedule or None, chunks=None, recompute=setting.recompute,
-            must_fit=False,
+            must_fit=False, without=frozenset(),
         )  # fmt: skip
         plan = make_plan(_with_graph(prepared, graph), request)
         plan = replace(plan, recompute=setting.recompute)

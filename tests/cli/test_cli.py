@@ -148,7 +148,7 @@ def test_compare_ranks_by_time_with_the_pareto_front():
     assert rows[0]["chosen"] and rows[0]["on_pareto_front"]
     assert all(each["binds"] and each["why_not"] for each in rows[1:])
     shown = run("compare", "gpt2", *HERE).output
-    assert "bound by" in shown and "priced; bound 80.0 GB" in shown
+    assert "bound by" in shown and "priced; bound 76.0 GB" in shown
 
 
 def test_compare_writes_a_report(tmp_path):
@@ -286,8 +286,10 @@ def test_help_has_an_example(command):
          "Take 2 micro-batches, or the schedule gpipe"),
         (["explain", TARGET, "--mesh", "pp=8", "--micro-batches", "8"], "blocks"),
         (["explain", TARGET, "--mesh", "pp=2", "--recipe", "pp:zb", "--schedule", "1f1b"], "leave out one"),
+        (["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "4", "--batch", "16"],
+         "16 is 2 times the 8 sequences"),
         (["explain", TARGET, "--mesh", "pp=2", "--micro-batches", "3", "--batch", "8"],
-         "8 is 1 times the 8 sequences"),
+         "3 micro-batches do not divide a batch of 8"),
         (["explain", TARGET, "--mesh", "pp=2,dp=2", "--pin", "head.*=pp"], "the axes are dp"),
         (["explain", "gpt2", "--mesh", "pp=16", "--recompute", "none"], "use fewer ranks along pp"),
         (["explain", TARGET, "--mesh", "dp=2", "--recompute", "full", "--no", "recompute"], "drop one"),

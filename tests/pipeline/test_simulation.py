@@ -211,7 +211,7 @@ def test_more_micro_batches_never_make_more_bubble(case, more):
 
 # --- docs/schedules.md
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "schedules.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "schedules.md"
 ROW = re.compile(r"\| `(\S+)` \| (\d) \| (\S+) \| (\S+) \| (\S+ %) \| ([\d. ]+) \|")
 
 

@@ -205,7 +205,7 @@ def test_more_stages_than_there_is_to_run_are_refused():
 
 
 def test_the_worked_example_of_the_document(capsys):
-    document = (Path(__file__).parents[1] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
     code, _, rest = document.partition("```python\n")[2].partition("```\n")
     exec(code, {"__name__": "example"})
     printed = "".join(f"    {line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
