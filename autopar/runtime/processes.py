@@ -63,19 +63,33 @@ def make_world(
 
 
 def agreed(make: Callable[[], Plan]) -> Plan:
-    """The plan that the first rank makes, on every rank. Its error, too, is raised on every rank."""
+    """The plan that the first rank makes, on every rank.
+
+    An error of the first rank is raised on every rank, so that none waits for a plan that will not come:
+    as it is on the first one, and elsewhere as an AutoparError that names it.
+    """
     if world_size() == 1:
         return make()
     made: list[Any] = [None]
+    failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             made = [json.dumps(make().to_json())]
-        except AutoparError as error:
-            made = [(type(error).__name__, str(error))]
+        except Exception as error:
+            failure, made = error, [_said(error)]
     dist.broadcast_object_list(made, src=0)
+    if failure is not None:
+        raise failure
     if isinstance(made[0], str):
         return Plan.from_json(json.loads(made[0]))
     raise _error_of(*made[0])
+
+
+def _said(error: Exception) -> tuple[str, str]:
+    """The name of a public error and its text; any other error is told as an AutoparError."""
+    if isinstance(error, AutoparError):
+        return type(error).__name__, str(error)
+    return "AutoparError", f"Planning failed on rank 0: {type(error).__name__}: {error}"
 
 
 def _error_of(name: str, text: str) -> AutoparError:

@@ -23,7 +23,14 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # three seconds on imports alone. They hash alike, and unlike the process that tests them.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["autopar", "networkx", "torch._inductor.compile_fx", "torch.distributed.checkpoint"]
+    [
+        "autopar.api",
+        "autopar.backend",
+        "autopar.proof.verify",
+        "networkx",
+        "torch._inductor.compile_fx",
+        "torch.distributed.checkpoint",
+    ]
 )
 TIMEOUT_SECONDS = 120  # of a task on all ranks
 GLOO_SECONDS = 60  # that a rank waits for another
