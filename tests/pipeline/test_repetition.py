@@ -120,7 +120,18 @@ def test_the_pipeline_found_is_the_same(model: str, stages: int, graphs: dict[st
     assert short.best.balance.rank_bytes == pytest.approx(whole.best.balance.rank_bytes)
 
 
-@pytest.mark.parametrize("recompute", [2, 0.5])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        2,
+        pytest.param(
+            0.5,
+            marks=pytest.mark.xfail(
+                strict=True, reason="ops are selected only in graphs that have all their layers"
+            ),
+        ),
+    ],
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_recomputation_is_the_same(
     model: str, recompute: int | float, graphs: dict[str, Graphs]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
+from typing import Any
 
 import pytest
 
 from autopar.ir import UNSPLIT, Graph, Mesh
+from autopar.pipeline import composed
 from autopar.search import fold, search_with_cost
 from autopar.search.milp import Assignment, AxisProgram
 from autopar.search.pins import Pins
@@ -139,7 +142,12 @@ def test_the_expanded_plan_costs_what_the_solver_said(recipe: str, micro_batches
 
 
 def test_a_wrong_solver_price_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = Problem.op_seconds
-    monkeypatch.setattr(Problem, "op_seconds", lambda *args: exact(*args) * 1.017)
-    with pytest.raises(AssertionError, match=r"the solver said .* s, and the expanded plan costs"):
+    exact = composed.cost_of
+
+    def slower(*args: Any, **named: Any) -> composed.StepCost:
+        cost = exact(*args, **named)
+        return dataclasses.replace(cost, compute_seconds=1.017 * cost.compute_seconds)
+
+    monkeypatch.setattr(importlib.import_module("autopar.search.search"), "cost_of", slower)
+    with pytest.raises(AssertionError, match=r"the search said .* s, and the expanded plan costs"):
         search_with_cost(llama(SMALL), {"x": 2}, hardware=TOY)

@@ -102,14 +102,15 @@ def test_layers_run_again_only_where_memory_is_tight() -> None:
     assert max(full.best.balance.rank_bytes) < max(free.best.balance.rank_bytes)
     bound = int(max(full.best.balance.rank_bytes)) + 1
     tight = found({"pp": 2}, wide, schedule="1f1b", memory_bytes=bound)
-    assert tight.plan.recompute == "full"
+    assert tight.plan.recompute != "none"
+    assert tight.best.seconds <= full.best.seconds
     assert max(tight.best.balance.rank_bytes) <= bound
 
 
 def test_tight_memory_shards_more() -> None:
-    """Replicas do not fit then; what the search inside may take is halved until it shards."""
+    """Where replicas do not fit, the memory of the search inside is halved until it shards."""
     graph = residual(6, Sizes(batch=256, width=64, hidden=128, vocab=64))
-    free = found({"pp": 2, "dp": 4}, graph, schedule="1f1b", recompute="none")
+    free = found({"pp": 2, "dp": 4}, graph, recipe={"dp": "ddp"}, schedule="1f1b", recompute="none")
     held = max(free.best.balance.rank_bytes)
     tight = found(
         {"pp": 2, "dp": 4}, graph, schedule="1f1b", recompute="none", memory_bytes=int(0.75 * held)
