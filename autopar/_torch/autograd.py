@@ -43,8 +43,8 @@ def run_node(node: Node, gradients: Sequence[Tensor | None]) -> list[tuple[Gradi
         gradients: gradient of each result of the node; None for a result that has none.
 
     Returns:
-        The edges that leave it with what it gives to each, as autograd hands it on: in the shape and
-        dtype of what the edge leads to.
+        Every outgoing edge of the node with the gradient that flows along it, in the shape and dtype
+        that the node at the other end expects.
     """
     if callable(node):
         found = node(*gradients)
