@@ -230,7 +230,8 @@ class ChoiceFilter:
         if forced := self._splitting(op, legal, kinds or self._of_stack(op)):
             return forced
         free = self._splitting(op, legal, recipe.may)
-        forced = self._splitting(op, legal, recipe.must) if self._makes_activation(op) else []
+        must = recipe.must if self._makes_activation(op) else _of_batch(recipe.must)
+        forced = self._splitting(op, legal, must)
         if forced and all(choice in forced for choice in free):
             return forced
         return [choice for choice in legal if not choice.splits or choice in free]
@@ -273,11 +274,17 @@ class ChoiceFilter:
         return sums and any(name in self._from_parameters for name in op.operands)
 
 
+def _of_batch(must: Iterable[Which]) -> tuple[Which, ...]:
+    """The kinds among `must` that are the batch: ranks may be given their own samples of every input."""
+    return tuple(kind for kind in must if kind is is_batch)
+
+
 def _activations(graph: Graph) -> frozenset[str]:
     """Tensors that depend on a parameter.
 
-    The others are tables of positions, masks, and targets. A recipe does not insist on splitting these: it
-    saves little, and an op that needs a table whole would have to gather it. The search decides by price.
+    The others are tables of positions, masks, and targets. A recipe does not insist on splitting these along
+    the sequence: it saves little, and an op that needs a table whole would have to gather it. The search
+    decides by price. Their samples are split like those of every input.
     """
     found = set(graph.parameters.values())
     for op in graph.ops:
