@@ -6,6 +6,7 @@ are those that the plan cuts; `autopar.pipeline.executed` has their sums.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class SimulatedStep(ExecutedStep):
         return StageRow(
             stage, rank,
             first=names[0] if names else "",
-            last=names[-1] if names else "",
+            last=self._last_module(end - 1) or (names[-1] if names else ""),
             layers=len(layers),
             parameters=sum(
                 self._numel(name) * self._copies(name, stage) for name in self.graph.parameters
@@ -111,6 +112,19 @@ class SimulatedStep(ExecutedStep):
         if repetition.groups:
             return repetition.module(place)
         return repetition.blocks[part.block].module
+
+    def _last_module(self, place: int) -> str:
+        """Path of the layer, or of the last module, that a block of the whole model is; "" where none is."""
+        repetition, parts = self.tables.repetition, self.tables.parts
+        few = bool(repetition.groups)
+        number = parts[place].captured if few else place
+        starts = [each.start for each in (repetition.blocks if few else parts)]
+        if repetition.blocks[number if few else parts[place].block].repeats:
+            return self._module(place)
+        ops = itertools.dropwhile(lambda op: op.name != starts[number], self.graph.ops)
+        ends = starts[number + 1 : number + 2]
+        modules = [op.module for op in itertools.takewhile(lambda op: op.name not in ends, ops)]
+        return next((module for module in reversed(modules) if module), "")
 
     def _copies(self, name: str, stage: int) -> int:
         """Number of the parameters that a captured one stands for in a stage."""

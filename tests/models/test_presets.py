@@ -91,7 +91,8 @@ def test_search_finds_expert_parallelism():
     plan = make_plan(step, Request(find_hardware("h100"), mesh={"x": 8}, memory_bytes=60 * 10**9))
     experts = [f"layers.{i}.mlp.{name}" for i in range(3) for name in ("gate", "up", "down")]
     assert {str(plan.parameters[name].storage[0]) for name in experts} == {"S(0)"}
-    assert str(plan.parameters["layers.1.attention.query.weight"].storage[0]) == "R"
+    attention = plan.parameters["layers.1.attention.query.weight"].resident[0]
+    assert attention.kind in "RV", "attention computes with whole weights"
     program = build_program(step.captured, step.analysis, plan)
     exchanges = [n for n in program.module.graph.nodes if "all_to_all" in str(n.target)]
     assert 2 * 3 <= len(exchanges) <= 2 * 3 + 1  # the embedding may cost one more

@@ -75,11 +75,19 @@ class Ranks:
                 raise RankFailed(f"ranks {sorted(set(range(self.count)) - set(results))} hang")
             for pipe in ready:
                 rank = rank_of[id(pipe)]
-                ok, value = pipe.recv()  # type: ignore[union-attr]
+                ok, value = self._received(rank)
                 if not ok:
                     raise RankFailed(f"rank {rank}:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(self.count)]
+
+    def _received(self, rank: int) -> tuple[bool, Any]:
+        """What a rank sent; of one that ended instead, how it ended."""
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(10)
+            return False, f"ended with exit code {self._processes[rank].exitcode}, and sent nothing"
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -110,13 +118,16 @@ class Ranks:
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     gc.freeze()  # what is imported stays: tests that look for garbage look through their own alone
     torch.set_num_threads(1)
-    join(rank, count, store)
+    joined = False
     while True:
         try:
             task, args = pipe.recv()
         except EOFError:
             return
         try:
+            if not joined:
+                join(rank, count, store)
+                joined = True
             torch.manual_seed(0)
             pipe.send((True, task(*args)))
         except BaseException:
