@@ -27,6 +27,7 @@ from autopar.ir import Graph, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import Recompute
+from autopar.models.presets import Preset
 from autopar.models.targets import Built, Target, resolve_target
 from autopar.passes.unroll_layers import unroll_layers
 from autopar.pipeline.simulation import Simulation
@@ -141,14 +142,14 @@ class Question:
     """A model, and what is asked of a plan for it.
 
     Attributes:
-        target: name of the model, as `autopar.models.targets.resolve_target` reads it.
+        target: the model, or its name as `autopar.models.targets.resolve_target` reads it.
         request: what is asked, for a number of ranks; where its batch is None, the step has one sequence
             for every rank, or the example's own batch.
         seq: number of tokens of a sequence; None for what the model is known for.
         progress: function that is called with what is being done.
     """
 
-    target: str
+    target: str | Preset
     request: Request
     seq: int | None = None
     progress: Progress = silent

@@ -38,6 +38,9 @@ class Preset:
     parameters: float
     source: str
 
+    def __str__(self) -> str:
+        return self.name
+
 
 def _llama3(hidden: int, layers: int, heads: int, ffn: int) -> Transformer:
     return Transformer(

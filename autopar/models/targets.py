@@ -83,7 +83,7 @@ class Target:
 
 
 def resolve_target(
-    text: str,
+    text: str | Preset,
     *,
     batch: int | None = None,
     seq: int | None = None,
@@ -92,8 +92,8 @@ def resolve_target(
     """The model that a text names.
 
     Args:
-        text: name of a preset (`autopar.models.PRESETS`), path of a Hugging Face config.json or of a
-            directory that has one, or package.module:function.
+        text: a preset or the name of one (`autopar.models.PRESETS`), path of a Hugging Face config.json
+            or of a directory that has one, or package.module:function.
         batch: sequences or images of a micro-batch; 1 if None.
         seq: tokens of a sequence; None for the longest the model is known for, at most `DEFAULT_SEQ`.
         dtype: element type of the parameters of a preset or configuration.
@@ -103,6 +103,8 @@ def resolve_target(
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and value < 1:
             raise AutoparError(f"{name}={value} is less than 1.")
+    if isinstance(text, Preset):
+        return _of_preset(text, batch or 1, seq, dtype)
     if text in PRESETS:
         return _of_preset(PRESETS[text], batch or 1, seq, dtype)
     path = Path(text)

@@ -1,0 +1,346 @@
+"""Plans that autopar finds, beside the configurations that the makers of published runs chose.
+
+    python benchmarks/accuracy/experts.py --data DIR --results runs/experts.jsonl [--markdown PATH] [--only TEXT]
+
+A question is a model, a cluster, a batch and a sequence length that a table of DIR has a run for, on 64 GPUs or
+more. Of several runs for one question the fastest is the makers' choice. autopar prices that choice (mesh, ZeRO
+stage, sequence parallelism, schedule, chunks, micro-batches, recomputation) as it would run it itself, and then
+answers the question with everything open. Both prices are those that `autopar explain` prints. Answers are added
+to the file of results as they come, and a question that stands there is not asked again.
+
+What makers used and autopar cannot express is replaced by something that is no slower in autopar's prices:
+"cp" is context parallelism, in whose place the search chooses freely on an axis of that size; "sac" is
+recomputation of single ops, in whose place nothing is recomputed. GPUs that fill no whole number of nodes (racks
+of 72) are taken to be in nodes of the greatest common divisor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
+
+from autopar.cost_model import Cluster
+from autopar.errors import AutoparError
+from autopar.explanation.advice import Advice, Question
+from autopar.ir import Mesh
+from autopar.models import Transformer
+from autopar.models.presets import Preset
+from autopar.search.request import Request
+from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
+from benchmarks.accuracy.subjects import Subject, subject
+
+FEWEST_GPUS = 64
+ZERO = ("ddp", "zero1", "zero2", "zero3")
+HEADS = (
+    "model", "GPUs", "batch", "sequence", "the makers' choice", "its price, s", "autopar's plan",
+    "its price, s", "ratio", "search, s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The configuration of a run in the words of autopar's requests.
+
+    Attributes:
+        mesh: sizes of the axes, as text; axes of one rank are left out.
+        recipe: ZeRO stage and tensor parallelism.
+        micro_batches: number of micro-batches of a step.
+        schedule: order of the pipeline's stages; "" without stages.
+        chunks: number of stages of a pipeline rank.
+        recompute: "full" or "none".
+        stand_ins: what was replaced, among "cp" and "sac".
+    """
+
+    mesh: str
+    recipe: str
+    micro_batches: int
+    schedule: str
+    chunks: int
+    recompute: str
+    stand_ins: tuple[str, ...]
+
+    def __str__(self) -> str:
+        stages = f"{self.schedule} x {self.chunks}, " * bool(self.schedule)
+        marks = "".join(f" [{each}]" for each in self.stand_ins)
+        return (
+            f"{self.mesh} {self.recipe}, {stages}{self.micro_batches} micro-batches, "
+            f"recompute {self.recompute}{marks}"
+        )
+
+
+def choice_of(row: Row, zero_stage: int, sequence_parallel: bool) -> Choice:
+    """The configuration that a row tells. Raises Skip for a batch that the ranks cannot share."""
+    cp = round(1 / row.micro_batch) if row.micro_batch < 1 else 1
+    sizes = {"pp": row.pp, "dp": row.dp // cp, "cp": cp, "tp": row.tp}
+    if math.prod(sizes.values()) != row.n_gpus:
+        raise Skip("the axes do not multiply to the GPUs")
+    recipes = {"dp": ZERO[zero_stage], "cp": "auto", "tp": "tp+sp" if sequence_parallel else "tp"}
+    used = {name: size for name, size in sizes.items() if size > 1}
+    schedule = ("interleaved" if row.chunks > 1 else "1f1b") if row.pp > 1 else ""
+    replaced = {"cp": cp > 1, "sac": row.recompute.startswith("selective")}
+    return Choice(
+        ",".join(f"{name}={size}" for name, size in used.items()),
+        ",".join(f"{name}:{recipes[name]}" for name in used if name in recipes) or "auto",
+        row.grad_accum, schedule, row.chunks if schedule else 1,
+        "full" if row.recompute.startswith("full") else "none",
+        tuple(name for name, is_replaced in replaced.items() if is_replaced),
+    )  # fmt: skip
+
+
+# --- questions
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question with the makers' answer to it.
+
+    Attributes:
+        source: name of the table.
+        preset: the model.
+        cluster: the GPUs of the run.
+        batch: sequences of a step.
+        seq: tokens of a sequence.
+        choice: what the makers ran.
+        measured_seconds: time of a step, as they measured it.
+    """
+
+    source: str
+    preset: Preset
+    cluster: Cluster
+    batch: int
+    seq: int
+    choice: Choice
+    measured_seconds: float | None
+
+    @property
+    def name(self) -> str:
+        """What tells the case from the others."""
+        return f"{self.source} {self.preset.name} {self.cluster} b{self.batch} s{self.seq} {self.choice}"
+
+
+def case_of(source: str, found: Subject) -> Case:
+    """The case of a run. Raises Skip where autopar's models have no such run."""
+    row, family = found.row, found.shape.family
+    batch = row.micro_batch * row.grad_accum * row.dp
+    assert row.vocab is not None, "a subject has a vocabulary"
+    if batch != int(batch):
+        raise Skip("a fraction of a sequence is left")
+    node = math.gcd(found.hardware.devices_per_node, row.n_gpus)
+    hardware = replace(found.hardware, devices_per_node=node)
+    description = replace(
+        family.description, hidden=row.hidden, layers=row.layers, heads=row.heads,
+        kv_heads=row.kv_heads, head_dim=row.hidden // row.heads, ffn=row.ffn, vocab=row.vocab,
+        max_positions=row.seq,
+    )  # fmt: skip
+    assert isinstance(description, Transformer)
+    preset = Preset(row.model, description, row.params or 0.0, row.source_ref)
+    sp = found.shape.sequence_parallel and row.tp > 1
+    choice = choice_of(row, found.shape.zero_stage, sp)
+    cluster = Cluster(hardware, row.n_gpus // node)
+    return Case(source, preset, cluster, int(batch), row.seq, choice, row.step_seconds)
+
+
+def cases(data: Path) -> Iterator[Case | Skip]:
+    """The makers' fastest run of every question, or why a run is left out."""
+    best: dict[tuple[object, ...], Case] = {}
+    for path in sorted(data.glob("*.csv")):
+        if not is_training_table(path):
+            continue
+        for row in rows(path):
+            if isinstance(row, Row) and (row.n_gpus < FEWEST_GPUS or row.failed):
+                continue
+            try:
+                found = case_of(path.stem, _described(row))
+            except Skip as reason:
+                yield reason
+                continue
+            key = (found.preset.description, found.cluster, found.batch, found.seq)
+            best[key] = min(best.get(key, found), found, key=_measured)
+    yield from best.values()
+
+
+def _described(row: Row | Skip) -> Subject:
+    if isinstance(row, Skip):
+        raise row
+    return subject(row)
+
+
+def _measured(case: Case) -> float:
+    return math.inf if case.measured_seconds is None else case.measured_seconds
+
+
+# --- answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A case with both prices.
+
+    Attributes:
+        name: that of the case.
+        model, gpus, batch, seq: what was asked.
+        choice: the makers' configuration, in words.
+        choice_seconds: price of it, per step.
+        choice_fits: whether it keeps the bound on memory by which autopar searches.
+        plan: autopar's plan, in words.
+        plan_seconds: price of it, per step.
+        search_seconds: processor time from the captured model to the plan.
+        measured_seconds: the makers' time of a step; None where they do not tell.
+        refusal: why one of them has no price; "" where both have.
+    """
+
+    name: str
+    model: str
+    gpus: str
+    batch: int
+    seq: int
+    choice: str
+    choice_seconds: float | None = None
+    choice_fits: bool | None = None
+    plan: str = ""
+    plan_seconds: float | None = None
+    search_seconds: float = 0.0
+    measured_seconds: float | None = None
+    refusal: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """The plan's price over that of the makers' choice."""
+        if self.plan_seconds is None or self.choice_seconds is None:
+            return None
+        return self.plan_seconds / self.choice_seconds
+
+
+def answer(case: Case) -> Answer:
+    """Both prices of a case."""
+    asked = Request.on(case.cluster, batch=case.batch)
+    found = Answer(
+        case.name, case.preset.name, str(case.cluster), case.batch, case.seq, str(case.choice),
+        measured_seconds=case.measured_seconds,
+    )  # fmt: skip
+    start_seconds = time.process_time()
+    try:
+        plan = Question(case.preset, asked, case.seq).answer()
+        found = replace(found, plan=words_of(plan), plan_seconds=plan.step_seconds)
+    except AutoparError as error:
+        found = replace(found, refusal=f"search: {_first_line(error)}")
+    found = replace(found, search_seconds=time.process_time() - start_seconds)
+    try:
+        chosen = Question(case.preset, _request(asked, case.choice), case.seq).answer()
+    except AutoparError as error:
+        return replace(found, refusal=f"{found.refusal} choice: {_first_line(error)}".strip())
+    fits = chosen.memory_bytes <= asked.bound_bytes
+    return replace(found, choice_seconds=chosen.step_seconds, choice_fits=fits)
+
+
+def _request(asked: Request, choice: Choice) -> Request:
+    return asked.but(
+        mesh=Mesh.parse(choice.mesh), recipe=choice.recipe, micro_batches=choice.micro_batches,
+        schedule=choice.schedule or None, chunks=choice.chunks if choice.schedule else None,
+        recompute=choice.recompute, must_fit=False,
+    )  # fmt: skip
+
+
+def words_of(found: Advice) -> str:
+    """A plan in a line."""
+    plan, pipeline = found.plan, found.plan.pipeline
+    stages = f"{pipeline.schedule} x {pipeline.chunks}, " if pipeline else ""
+    again = plan.recompute if isinstance(plan.recompute, (str, int)) else "by op"
+    return (
+        f"{plan.mesh} {plan.recipe}, {stages}{plan.micro_batches} micro-batches, recompute {again}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:120]
+
+
+# --- what is shown
+
+
+def table_rows(answers: Iterable[Answer]) -> Iterator[tuple[str, ...]]:
+    """The cells of every answer with two prices, those most in autopar's disfavour first."""
+    priced = [each for each in answers if each.ratio is not None]
+    for each in sorted(priced, key=lambda a: -(a.ratio or 0.0)):
+        fits = "" if each.choice_fits else " (does not fit)"
+        yield (
+            each.model, each.gpus, str(each.batch), str(each.seq), each.choice + fits,
+            f"{each.choice_seconds:.3f}", each.plan, f"{each.plan_seconds:.3f}",
+            f"{each.ratio:.3f}", f"{each.search_seconds:.1f}",
+        )  # fmt: skip
+
+
+def summary(answers: Sequence[Answer]) -> str:
+    """How many plans are no slower, and how the ratios are spread."""
+    ratios = sorted(ratio for each in answers if (ratio := each.ratio) is not None)
+    if not ratios:
+        return "No question has two prices."
+    slower = sum(ratio > 1.001 for ratio in ratios)
+    return (
+        f"{len(answers)} questions, {len(ratios)} with two prices; in {slower} of them autopar's plan is priced "
+        f"slower (by more than 0.1 %). Ratio of the prices: median {ratios[len(ratios) // 2]:.3f}, "
+        f"lowest {ratios[0]:.3f}, highest {ratios[-1]:.3f}."
+    )
+
+
+def markdown(answers: Sequence[Answer]) -> str:
+    """The page of the results."""
+    lines = [summary(answers), "", "| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in table_rows(answers)]
+    refused = [each for each in answers if each.refusal]
+    if refused:
+        lines += ["", "Without two prices:", ""]
+        lines += [f"- {each.name}: {each.refusal}" for each in refused]
+    return "\n".join(lines) + "\n"
+
+
+def stored(results: Path) -> dict[str, Answer]:
+    """The answers of a file, by the name of the case."""
+    if not results.exists():
+        return {}
+    values: list[dict[str, Any]] = [json.loads(line) for line in results.read_text().splitlines()]
+    return {value["name"]: Answer(**value) for value in values}
+
+
+@click.command(help=__doc__)
+@click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--results", required=True, type=click.Path(path_type=Path))
+@click.option("--markdown", "page", type=click.Path(path_type=Path), help="Write the table there.")
+@click.option("--only", default="", help="Ask only the questions whose name has this text.")
+@click.option("--every", default=1, help="Ask only one question of so many, in the tables' order.")
+def main(data: Path, results: Path, page: Path | None, only: str, every: int) -> None:
+    found = [each for each in cases(data) if isinstance(each, Case)]
+    asked = [each for each in found if only in each.name][::every]
+    known = stored(results)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    for case in track(asked, console=Console(stderr=True)):
+        if case.name not in known:
+            known[case.name] = answer(case)
+            with results.open("a") as file:
+                file.write(json.dumps(asdict(known[case.name])) + "\n")
+    answers = [known[case.name] for case in asked]
+    table = Table(*HEADS)
+    for row in table_rows(answers):
+        table.add_row(*row)
+    console.print(table)
+    console.print(summary(answers))
+    if page is not None:
+        page.write_text(markdown(answers))
+
+
+if __name__ == "__main__":
+    main()
