@@ -16,14 +16,12 @@ of 72) are taken to be in nodes of the greatest common divisor.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -33,6 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as a script
 
 from autopar.cost_model import Cluster
+from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Advice, Question
 from autopar.ir import Mesh
@@ -40,7 +39,8 @@ from autopar.models import Transformer
 from autopar.models.presets import Preset
 from autopar.search.request import Request
 from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
-from benchmarks.accuracy.subjects import Subject, subject
+from benchmarks.accuracy.subjects import Subject, framework_of, hardware_of, subject
+from benchmarks.stored import store, stored
 
 FEWEST_GPUS = 64
 ZERO = ("ddp", "zero1", "zero2", "zero3")
@@ -135,11 +135,13 @@ def case_of(source: str, found: Subject) -> Case:
     """The case of a run. Raises Skip where autopar's models have no such run."""
     row, family = found.row, found.shape.family
     batch = row.micro_batch * row.grad_accum * row.dp
-    assert row.vocab is not None, "a subject has a vocabulary"
+    assert row.vocab is not None and row.ffn is not None, "a subject has all sizes of its model"
     if batch != int(batch):
         raise Skip("a fraction of a sequence is left")
     node = math.gcd(found.hardware.devices_per_node, row.n_gpus)
-    hardware = replace(found.hardware, devices_per_node=node)
+    # Not the software of the makers: both configurations are priced as autopar would run them.
+    hardware = hardware_of(row, framework_of(row).network)
+    place = Cluster(replace(hardware, devices_per_node=node), row.n_gpus // node)
     description = replace(
         family.description, hidden=row.hidden, layers=row.layers, heads=row.heads,
         kv_heads=row.kv_heads, head_dim=row.hidden // row.heads, ffn=row.ffn, vocab=row.vocab,
@@ -149,8 +151,7 @@ def case_of(source: str, found: Subject) -> Case:
     preset = Preset(row.model, description, row.params or 0.0, row.source_ref)
     sp = found.shape.sequence_parallel and row.tp > 1
     choice = choice_of(row, found.shape.zero_stage, sp)
-    cluster = Cluster(hardware, row.n_gpus // node)
-    return Case(source, preset, cluster, int(batch), row.seq, choice, row.step_seconds)
+    return Case(source, preset, as_eager_runs(place), int(batch), row.seq, choice, row.step_seconds)
 
 
 def cases(data: Path) -> Iterator[Case | Skip]:
@@ -307,14 +308,6 @@ def markdown(answers: Sequence[Answer]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stored(results: Path) -> dict[str, Answer]:
-    """The answers of a file, by the name of the case."""
-    if not results.exists():
-        return {}
-    values: list[dict[str, Any]] = [json.loads(line) for line in results.read_text().splitlines()]
-    return {value["name"]: Answer(**value) for value in values}
-
-
 @click.command(help=__doc__)
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--results", required=True, type=click.Path(path_type=Path))
@@ -324,14 +317,12 @@ def stored(results: Path) -> dict[str, Answer]:
 def main(data: Path, results: Path, page: Path | None, only: str, every: int) -> None:
     found = [each for each in cases(data) if isinstance(each, Case)]
     asked = [each for each in found if only in each.name][::every]
-    known = stored(results)
-    results.parent.mkdir(parents=True, exist_ok=True)
+    known = stored(results, Answer)
     console = Console(width=None if sys.stdout.isatty() else 220)
     for case in track(asked, console=Console(stderr=True)):
         if case.name not in known:
             known[case.name] = answer(case)
-            with results.open("a") as file:
-                file.write(json.dumps(asdict(known[case.name])) + "\n")
+            store(results, known[case.name])
     answers = [known[case.name] for case in asked]
     table = Table(*HEADS)
     for row in table_rows(answers):
