@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from autopar.api import compile, explain
     from autopar.backend.sharding import shard_
     from autopar.capture.forms import register_form
-    from autopar.proof.verify import VerifyReport, verify
+    from autopar.proof.verdict import VerifyReport
+    from autopar.proof.verify import verify
     from autopar.rules.registered import register_rule
     from autopar.runtime import checkpoint
     from autopar.runtime.module import CompiledModule
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 # the symbolic formulas is imported at its first use, from the module that stands here.
 _HOMES = {
     "CompiledModule": "autopar.runtime.module",
-    "VerifyReport": "autopar.proof.verify",
+    "VerifyReport": "autopar.proof.verdict",
     "checkpoint": "autopar.runtime.checkpoint",
     "compile": "autopar.api",
     "explain": "autopar.api",

@@ -3,6 +3,7 @@
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, widened_dtype
 from autopar._torch.autograd import (
     below_autograd,
     handed_on,
@@ -62,7 +63,8 @@ from autopar._torch.tensors import has_storage, storage_key, storage_reference, 
 
 __all__ = [
     "BatchNormBase", "DependsOnValues", "DropoutBase", "FakeTensor", "FakeTensorMode",
-    "OpOverload", "SizeDependsOnValues", "accumulate_gradient", "all_gather", "all_reduce",
+    "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues",
+    "accumulate_gradient", "all_gather", "all_reduce",
     "all_to_all", "as_if_compiling", "autopar_op", "below_autograd", "broke_in_communication",
     "call_with", "compile_graph", "computes_complex", "custom_functions", "default_store",
     "differentiable_local", "dtensor", "dynamo_source", "fake_mode", "handed_on",
@@ -72,5 +74,5 @@ __all__ = [
     "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks", "schema",
     "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
     "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "uncompiled",
-    "user_line", "validates_distribution", "without_memory", "without_value_checks",
+    "user_line", "validates_distribution", "widened_dtype", "without_memory", "without_value_checks",
 ]  # fmt: skip

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
-from rich.text import Text
 from torch import Tensor, fx, nn
 
-from autopar._torch import pytree
-from autopar.capture.captured import Captured
-from autopar.capture.export import LossFunction, run_with_loss
+from autopar._torch import RandomLastBits, pytree, widened_dtype
+from autopar.capture.export import LossFunction
 from autopar.capture.remedies import traced_line
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.ops.nodes import bound_arguments, draws
-from autopar.ops.sharding import shard
 from autopar.planning.planning import (
     Prepared,
     make_plan,
@@ -27,105 +24,33 @@ from autopar.planning.planning import (
     prepare_step,
     split_example,
 )
-from autopar.program.program import Program, build_program
+from autopar.program.program import Program, TensorSpec, build_program
 from autopar.program.stages import cut_stages
 from autopar.proof import lockstep
+from autopar.proof.comparison import (
+    PlanResults,
+    dtypes_of,
+    float64_verdicts,
+    largest_entry,
+    own_errors,
+    plan_errors,
+    rounding_verdicts,
+)
 from autopar.proof.random_plan import random_plan
 from autopar.proof.rehearsal import Rehearsal, actions_of
-from autopar.rules.trial import dense
+from autopar.proof.single_device import (
+    Batch,
+    Between,
+    Results,
+    SingleDevice,
+    copied,
+    float64_arithmetic,
+    widened_tensors,
+)
+from autopar.proof.verdict import PERTURBED_RUNS, Verdict, VerifyReport
 from autopar.search import RecipeLike
 from autopar.search.request import Request
 from autopar.units import counted
-
-TOLERANCE_FLOAT64 = 1e-9
-TOLERANCE_FLOAT32 = 2e-5  # where any part of the graph is of lower precision
-# Where a gradient passes through bfloat16 or float16. bfloat16 rounds to 8 bits, that is by 4e-3 each
-# time, and sums over parts are rounded once more for every part; a wrong plan is wrong by far more.
-TOLERANCE_HALF = 5e-2
-# A gradient is a sum whose terms may be as large as the largest gradient and cancel, as those of a bias before
-# batch norm do; each term is rounded to its own eps. So gradients below this part of the largest are compared with
-# that instead: in float64, those under 64 roundings of it, 1.4e-14, are not told from zero, and all above are.
-_FLOOR = 64 * torch.finfo(torch.float64).eps / TOLERANCE_FLOAT64  # 1.4e-5
-_BUFFER_FLOOR = (
-    0.1  # the same for a buffer and the largest of its module: a mean may be all rounding
-)
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """The distance of a plan's results from those of the single-device model.
-
-    Attributes:
-        mesh: the axes it was simulated on.
-        recipe: how the plan was made.
-        loss_error: relative, the worst of all ranks.
-        worst_gradient_error: relative to the largest entry of that parameter's gradient, the worst of all
-            parameters and ranks.
-        worst_parameter: where that is.
-        tolerance: what all errors must stay below.
-        parameters: how many were compared.
-        buffer_error: error of the buffers that the forward updates, on a single device or as captured,
-            relative to their largest entry, the worst of all buffers and ranks; 0.0 if there are none.
-        worst_buffer: where that is, "" if there are none.
-        buffers: how many were compared.
-        schedule: how micro-batches went through pipeline stages, "" without stages.
-        all_rounding: whether every gradient is too small to tell from the rounding of the loss.
-    """
-
-    mesh: Mesh
-    recipe: str
-    loss_error: float
-    worst_gradient_error: float
-    worst_parameter: str
-    tolerance: float
-    parameters: int
-    buffer_error: float = 0.0
-    worst_buffer: str = ""
-    buffers: int = 0
-    schedule: str = ""
-    all_rounding: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """Whether all errors are below the tolerance; a nan is not."""
-        errors = (self.loss_error, self.worst_gradient_error, self.buffer_error)
-        return all(error <= self.tolerance for error in errors)
-
-    def __str__(self) -> str:
-        buffers = (
-            f"  buffers             {self.buffer_error:.1e} of {self.buffers} updated, "
-            f"at {self.worst_buffer}\n"
-        )
-        return (
-            f"{'PASSED' if self.passed else 'FAILED'}: {self.mesh}, recipe {self.recipe}, "
-            f"{self.mesh.size} ranks simulated{', ' + self.schedule if self.schedule else ''}\n"
-            f"  loss                {self.loss_error:.1e} (relative, worst rank)\n"
-            f"  worst gradient      {self.worst_gradient_error:.1e} of {self.parameters}, "
-            f"at {self.worst_parameter}\n"
-            f"{buffers if self.buffers else ''}"
-            f"  tolerance           {self.tolerance:.0e}{self._hint}"
-        )
-
-    @property
-    def _hint(self) -> str:
-        """A note on what a failure may mean other than a wrong plan."""
-        if self.passed:
-            return ""
-        if self.all_rounding:
-            return (
-                "\n  No gradient is larger than the rounding of the loss: a loss that is the same for all parameters"
-                "\n  (of what was normalized, say) has gradients that are zero but for it, and proves nothing."
-            )
-        if self.tolerance == TOLERANCE_FLOAT64:
-            return ""
-        return (
-            "\n  In float32 a gradient that is zero but for rounding (a bias before batch norm) differs in"
-            "\n  every digit: verify model.double() to tell rounding from a wrong plan."
-        )
-
-    def __rich__(self) -> Text:
-        head, _, rest = str(self).partition(":")
-        return Text.assemble((head, "bold green" if self.passed else "bold red"), ":" + rest)
 
 
 def verify(
@@ -140,8 +65,14 @@ def verify(
     micro_batches: int | None = None,
     schedule: str | None = None,
     precision: MixedPrecision | str | None = None,
+    between: Between | None = None,
 ) -> VerifyReport:
     """Runs a plan with all ranks simulated in one process, and compares loss, every gradient and updated buffers.
+
+    The reference is the single-device model in float64. The plan must give it in float64 arithmetic up to a
+    relative 1e-9; and where the model's own arithmetic is lower, the plan's error there must be of the size of the
+    single device's own error, by a bound per tensor (`autopar.proof.verdict`). A model that holds state
+    (updated buffers, a counter, a weight that `between` changes) is run for two steps.
 
     Needs no process group and no device; the model must have real weights and is left as it was.
 
@@ -157,6 +88,12 @@ def verify(
         micro_batches: number of micro-batches of a searched plan; by default 1, and two for each rank of a pipeline.
         precision: as in `compile`; by default that of the plan. The single device runs the model with
             parameters and inputs cast in the same way.
+        between: what a script changes between two steps, as a function of the model: `set_beta` where
+            it sets `model.beta = 0.5`. It is called with a copy of the model, once for each side, so it
+            must set values and not add to them.
+
+    Returns:
+        A verdict in words and numbers; `passed` says whether every tensor is within its bound.
 
     >>> import autopar, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
@@ -169,7 +106,7 @@ def verify(
         schedule=schedule,
     )  # fmt: skip
     policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
-    subject = Subject.of(model, example_inputs, loss_fn=loss_fn, precision=policy)
+    subject = Subject.of(model, example_inputs, loss_fn=loss_fn, precision=policy, between=between)
     if isinstance(plan, Plan):
         return subject.compare(plan)
     if plan == "random":
@@ -184,30 +121,28 @@ def verify(
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of a single device.
+    """What plans are compared with.
 
     Attributes:
-        loss: the mean over micro-batches.
-        gradients: None for a parameter that the model does not use.
-        buffers: after the forward.
-        changed: the names of those that the forward changed, one for each.
+        steps: results of the single device in float64 arithmetic, step by step.
+        samples: results of its first step in the model's own arithmetic: as it is, and with the last bits drawn;
+            empty for a model whose own arithmetic is float64.
     """
 
-    loss: Tensor
-    gradients: Mapping[str, Tensor | None]
-    buffers: Mapping[str, Tensor]
-    changed: tuple[str, ...]
+    steps: tuple[Results, ...]
+    samples: tuple[Results, ...]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A captured model, to hold any number of plans against what a single device computes.
+    """A captured model, to compare any number of plans with what a single device computes.
 
     Attributes:
         model: a copy of the user's.
         args, kwargs: a micro-batch; further ones are its rows in another order.
         prepared: its captured step.
         loss_fn: as in `compile`.
+        between: what to call with a copy of the model between two steps, or None.
         references: number of micro-batches -> what a single device computes, once it was run.
     """
 
@@ -216,6 +151,7 @@ class Subject:
     kwargs: dict[str, Any]
     prepared: Prepared
     loss_fn: LossFunction | None
+    between: Between | None = None
     references: dict[int, Reference] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -226,88 +162,172 @@ class Subject:
         *,
         loss_fn: LossFunction | None = None,
         precision: MixedPrecision | None = None,
+        between: Between | None = None,
     ) -> Subject:
         """Captures a model; its random numbers must not matter."""
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
         _require_weights(model)
-        model, loss_fn = _copied(model, loss_fn)  # capture leaves weak references on what it saw
+        model, loss_fn = copied(model, loss_fn)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
         _require_determinism(prepared)
-        return cls(model, args, kwargs, prepared, loss_fn)
+        return cls(model, args, kwargs, prepared, loss_fn, between)
+
+    @cached_property
+    def arithmetic(self) -> torch.dtype:
+        """The lowest precision that a gradient passes through."""
+        return lowest_precision(self.prepared)
+
+    @cached_property
+    def single_device(self) -> SingleDevice:
+        return SingleDevice(self.model, self.loss_fn, self.prepared.captured)
 
     def compare(self, plan: Plan) -> VerifyReport:
         """Simulates a plan; compares loss, gradients and new values of buffers.
 
         Raises PlanError for another model's plan.
         """
-        count = plan.micro_batches
-        whole = build_program(self.prepared.captured, self.prepared.analysis, plan)
-        rehearsal = Rehearsal(
-            whole, cut_stages(whole, self.prepared.analysis.graph), micro_batches=count,
-            parameters=dict(self.model.named_parameters()),
-            buffers=dict(self.model.named_buffers(remove_duplicate=False)),
-        )  # fmt: skip
-        rehearsal.run(actions_of(plan), lambda i: self._inputs(whole, i))
-        return self._report(whole, rehearsal)
+        return self.compare_program(
+            build_program(self.prepared.captured, self.prepared.analysis, plan)
+        )
+
+    def compare_program(self, whole: Program) -> VerifyReport:
+        """The same for the program of a plan."""
+        plan = whole.plan
+        reference = self.reference(plan.micro_batches)
+        verdicts = self._in_float64(whole, reference)
+        if self.arithmetic != torch.float64:
+            verdicts += self._in_own_arithmetic(whole, reference)
+        return VerifyReport(
+            mesh=plan.world_mesh,
+            recipe=plan.recipe,
+            verdicts=tuple(verdicts),
+            schedule=_schedule_text(plan),
+            all_rounding=_is_all_rounding(reference.steps[0], self.model, self.arithmetic),
+        )
 
     def reference(self, micro_batches: int) -> Reference:
         """The model's results without autopar, computed once for each number of micro-batches."""
         if micro_batches not in self.references:
-            batches = [self._batch(i) for i in range(micro_batches)]
-            self.references[micro_batches] = _single_device(
-                self.model, batches, self.prepared.captured, self.loss_fn
-            )
+            self.references[micro_batches] = self._single_device_results(micro_batches)
         return self.references[micro_batches]
 
-    def _batch(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A micro-batch: the rows of the first in another order."""
+    def _single_device_results(self, micro_batches: int) -> Reference:
+        device, first = self.single_device, self._batches(0, micro_batches)
+        samples = []
+        if self.arithmetic != torch.float64:
+            samples = device.run([first], None)
+            for seed in range(PERTURBED_RUNS):
+                with RandomLastBits(seed):
+                    samples += device.run([first], None)
+        has_state = self.between is not None or not device.repeats(first)
+        steps = [self._batches(step, micro_batches) for step in range(2 if has_state else 1)]
+        if self.arithmetic == torch.float64:
+            return Reference(tuple(device.run(steps, self.between)), ())
+        wide = device.widened()
+        with float64_arithmetic():
+            exact = wide.run(widened_tensors(steps), self.between)
+        return Reference(tuple(exact), tuple(samples))
+
+    def _in_float64(self, whole: Program, reference: Reference) -> list[Verdict]:
+        """Every step of the plan in float64 arithmetic."""
+        if self.arithmetic == torch.float64:
+            rehearsed = list(self._rehearse(whole, self.single_device, reference))
+        else:
+            with float64_arithmetic():
+                rehearsed = list(
+                    self._rehearse(_widened_program(whole), self.single_device.widened(), reference)
+                )
+        return [
+            verdict
+            for i, (found, expected) in enumerate(zip(rehearsed, reference.steps, strict=True))
+            for verdict in float64_verdicts(plan_errors(found, expected), expected, i + 1)
+        ]
+
+    def _in_own_arithmetic(self, whole: Program, reference: Reference) -> list[Verdict]:
+        """The first step of the plan as it would run."""
+        first = Reference(reference.steps[:1], reference.samples)
+        (found,) = self._rehearse(whole, self.single_device, first)
+        errors = plan_errors(found, reference.steps[0])
+        own = own_errors(reference.samples, errors, reference.steps[0])
+        name = str(self.arithmetic).removeprefix("torch.")
+        return rounding_verdicts(errors, own, reference.steps[0], dtypes_of(found), name)
+
+    def _rehearse(
+        self, whole: Program, device: SingleDevice, reference: Reference
+    ) -> Iterator[PlanResults]:
+        """The results of every step on simulated ranks; the weights stay."""
+        model, _ = copied(device.model, device.loss_fn)
+        count = whole.plan.micro_batches
+        stages = cut_stages(whole, self.prepared.analysis.graph)
+        for step, expected in enumerate(reference.steps):
+            if step and self.between is not None:
+                self.between(model)
+            rehearsal = Rehearsal(
+                whole, stages, micro_batches=count, parameters=dict(model.named_parameters()),
+                buffers=dict(model.named_buffers(remove_duplicate=False)),
+            )  # fmt: skip
+            inputs = [_named_inputs(whole, batch) for batch in self._batches(step, count)]
+            rehearsal.run(actions_of(whole.plan), inputs.__getitem__)
+            updated = _updated_buffers(rehearsal, model, expected)
+            losses = [
+                torch.stack(ranks).mean(0) for ranks in zip(*rehearsal.losses.values(), strict=True)
+            ]
+            yield PlanResults(whole, losses, rehearsal.stored, updated)
+            with torch.no_grad():
+                for name, ranks in rehearsal.updates.items():
+                    model.get_buffer(name).copy_(ranks[0])
+
+    def _batches(self, step: int, count: int) -> list[Batch]:
+        """The micro-batches of a step: the rows of the example, each time in another order."""
+        return [self._batch(step * count + i) for i in range(count)]
+
+    def _batch(self, number: int) -> Batch:
         if number == 0:
             return self.args, self.kwargs
         rolled = pytree.tree_map(
             lambda x: x.roll(number, 0) if isinstance(x, Tensor) and x.ndim else x,
             (self.args, self.kwargs),
         )
-        return cast(tuple[tuple[Any, ...], dict[str, Any]], rolled)
+        return cast(Batch, rolled)
 
-    def _inputs(self, whole: Program, number: int) -> dict[str, Tensor]:
-        tensors = [x for x in pytree.tree_leaves(self._batch(number)) if isinstance(x, Tensor)]
-        return {spec.name: x for spec, x in zip(whole.inputs, tensors, strict=True)}
 
-    def _report(self, whole: Program, rehearsal: Rehearsal) -> VerifyReport:
-        plan, reference = whole.plan, self.reference(rehearsal.count)
-        errors = _gradient_errors(whole, rehearsal.stored, reference.gradients)
-        worst = max(errors, key=lambda name: _nan_last(errors[name]), default="none")
-        buffers = _buffer_errors(self._updated(rehearsal), reference.buffers)
-        worst_buffer = max(buffers, key=lambda name: _nan_last(buffers[name]), default="")
-        losses = torch.stack([torch.stack(ranks) for ranks in rehearsal.losses.values()]).mean(0)
-        return VerifyReport(
-            mesh=plan.world_mesh,
-            recipe=plan.recipe,
-            loss_error=max((_relative(each, reference.loss) for each in losses), key=_nan_last),
-            worst_gradient_error=errors.get(worst, 0.0),
-            worst_parameter=worst,
-            tolerance=tolerance(self.prepared),
-            parameters=len(errors),
-            buffer_error=buffers.get(worst_buffer, 0.0),
-            worst_buffer=worst_buffer,
-            buffers=len(buffers),
-            schedule=_schedule_text(plan),
-            all_rounding=_is_all_rounding(reference, self.model),
-        )
+def _named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    # A program in float64 arithmetic says that it takes float64.
+    pairs = zip(whole.inputs, tensors, strict=True)
+    return {spec.name: x.to(torch.promote_types(spec.dtype, x.dtype)) for spec, x in pairs}
 
-    def _updated(self, rehearsal: Rehearsal) -> dict[str, lockstep.Ranks]:
-        """The buffers that the program says it updates, and those that the model itself changes.
 
-        What the model changes and the program does not know of stays as it was, and fails.
-        """
-        found = dict(rehearsal.updates)
-        names = _names_of_buffers(self.model)
-        for name in self.reference(rehearsal.count).changed:
-            if found.keys().isdisjoint(names[name]):
-                held = next((n for n in names[name] if n in rehearsal.buffers), None)
-                found[name] = rehearsal.buffers[held] if held else [self.model.get_buffer(name)]
-        return found
+def _updated_buffers(
+    rehearsal: Rehearsal, model: nn.Module, expected: Results
+) -> dict[str, lockstep.Ranks]:
+    """The buffers that the program says it updates, and those that the model itself changes.
+
+    A buffer that the model changes and the program does not know of stays as it was, and fails.
+    """
+    found = dict(rehearsal.updates)
+    names = _names_of_buffers(model)
+    for name in expected.changed:
+        if found.keys().isdisjoint(names[name]):
+            held = next((n for n in names[name] if n in rehearsal.buffers), None)
+            found[name] = rehearsal.buffers[held] if held else [model.get_buffer(name).clone()]
+    return found
+
+
+def _widened_program(program: Program) -> Program:
+    """A program that takes float64, and whose gradients are added up in float64."""
+    return replace(
+        program,
+        parameters=tuple(map(_widened_spec, program.parameters)),
+        buffers=tuple(map(_widened_spec, program.buffers)),
+        inputs=tuple(map(_widened_spec, program.inputs)),
+        constants=tuple(widened_tensors(x) for x in program.constants),
+    )
+
+
+def _widened_spec(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, dtype=widened_dtype(spec.dtype), reduced=None)
 
 
 def _schedule_text(plan: Plan) -> str:
@@ -348,13 +368,21 @@ def _without_draws(node: fx.Node) -> str:
     )
 
 
-def tolerance(prepared: Prepared) -> float:
-    """The largest error of a correct plan, that of the lowest precision that a gradient passes through."""
-    tensors = prepared.analysis.graph.tensors.values()
-    lowest_bytes = min((t.itemsize_bytes for t in tensors if t.needs_grad), default=8)
-    if lowest_bytes <= 2:
-        return TOLERANCE_HALF
-    return TOLERANCE_FLOAT32 if lowest_bytes < 8 else TOLERANCE_FLOAT64
+def lowest_precision(prepared: Prepared) -> torch.dtype:
+    """The element type of the lowest precision that a gradient passes through."""
+    sizes = [t.itemsize_bytes for t in prepared.analysis.graph.tensors.values() if t.needs_grad]
+    values = [
+        x.dtype
+        for node in prepared.captured.module.graph.nodes
+        for x in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
+    lowest = min(sizes, default=8)
+    return min(
+        (dtype for dtype in values if dtype.itemsize == lowest),
+        key=lambda dtype: (-torch.finfo(dtype).eps, str(dtype)),
+        default=torch.float64 if lowest >= 8 else torch.float32,
+    )
 
 
 def _searched(prepared: Prepared, request: Request) -> Plan:
@@ -362,36 +390,6 @@ def _searched(prepared: Prepared, request: Request) -> Plan:
     depth = dict(request.mesh.axes).get(PIPELINE_AXIS) if request.mesh else None
     count = request.chosen_micro_batches or (2 * depth if depth else 1)
     return make_plan(prepared, request.but(micro_batches=count, must_fit=False))
-
-
-def _single_device(
-    model: nn.Module,
-    batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-    captured: Captured,
-    loss_fn: LossFunction | None,
-) -> Reference:
-    """Loss, gradients and buffers of the model run eagerly; of a copy, so that its own stay."""
-    copied, loss_fn = _copied(model, loss_fn)
-    copied.zero_grad()
-    losses = []
-    for args, kwargs in batches:
-        loss = run_with_loss(copied, args, kwargs, loss_fn, captured.precision)
-        (loss / len(batches)).backward()
-        losses.append(loss.detach())
-    parameters = dict(copied.named_parameters())
-    found = {name: parameters[name].grad for name in captured.parameters.values()}
-    gradients = {name: g if g is None else dense(g) for name, g in found.items()}
-    buffers = dict(copied.named_buffers(remove_duplicate=False))
-    changed = tuple(n for n, x in model.named_buffers() if not _is_unchanged(x, buffers[n]))
-    return Reference(torch.stack(losses).mean(0), gradients, buffers, changed)
-
-
-def _is_unchanged(before: Tensor, after: Tensor) -> bool:
-    """Whether two tensors are the same bit by bit; a nan is itself."""
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-        return False
-    bits = (dense(x).contiguous().reshape(-1).view(torch.uint8) for x in (before, after))
-    return torch.equal(*bits)
 
 
 def _names_of_buffers(model: nn.Module) -> dict[str, list[str]]:
@@ -402,100 +400,12 @@ def _names_of_buffers(model: nn.Module) -> dict[str, list[str]]:
     return {found[0]: found for found in names.values()}
 
 
-def _copied(
-    model: nn.Module, loss_fn: LossFunction | None
-) -> tuple[nn.Module, LossFunction | None]:
-    """A deep copy, with the loss, which may be a method of the model or hold it.
-
-    Of state that a run before left in an attribute with its graph, the value alone.
-    """
-    state = [
-        x for module in model.modules() for x in pytree.tree_leaves(list(vars(module).values()))
-    ]
-    left = [x for x in state if isinstance(x, Tensor) and not x.is_leaf]
-    return copy.deepcopy((model, loss_fn), {id(x): x.detach().clone() for x in left})
-
-
-def _buffer_errors(
-    updates: Mapping[str, lockstep.Ranks], expected: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """The relative error of every updated buffer, the worst of all ranks."""
-    errors = {}
-    for name, ranks in updates.items():
-        floor = _BUFFER_FLOOR * _largest_of_module(name, updates, expected)
-        scale = max(_largest(expected[name]), floor) or 1.0
-        errors[name] = max((_difference(x, expected[name]) for x in ranks), key=_nan_last) / scale
-    return errors
-
-
-def _largest_of_module(name: str, updates: Iterable[str], expected: Mapping[str, Tensor]) -> float:
-    """The largest entry of the floating buffers that are updated beside one; counters do not compare."""
-    module = name.rpartition(".")[0]
-    beside = [expected[other] for other in updates if other.rpartition(".")[0] == module]
-    return max((_largest(x) for x in beside if x.is_floating_point()), default=0.0)
-
-
-def _difference(value: Tensor, expected: Tensor) -> float:
-    if value.shape != expected.shape:  # a plan's mistake that broadcasting would hide
-        return float("inf")
-    if torch.equal(value, expected):  # also where both are infinite
-        return 0.0
-    exact = torch.promote_types(expected.dtype, torch.float64)
-    return _largest(value.to(exact) - expected.to(exact))
-
-
-def comparable(gradient: Tensor, largest: float) -> float:
-    """The scale of a gradient's errors: its largest entry, or a fraction of `largest`, that of all gradients."""
-    return max(_largest(gradient), _FLOOR * largest)
-
-
-def _is_all_rounding(reference: Reference, model: nn.Module) -> bool:
+def _is_all_rounding(results: Results, model: nn.Module, arithmetic: torch.dtype) -> bool:
     """Whether no gradient times its parameter's largest entry is above 64 roundings of the loss.
 
-    No ground to compare more loosely: beside a large constant, a loss has such gradients that are right.
+    No ground to compare more loosely: with a large constant added, a right loss has such gradients too.
     """
-    rounding = 64 * torch.finfo(reference.loss.dtype).eps * _largest(reference.loss)
+    rounding = 64 * torch.finfo(arithmetic).eps * largest_entry(results.loss)
     parameters = dict(model.named_parameters())
-    found = [(g, parameters[n]) for n, g in reference.gradients.items() if g is not None]
-    return bool(found) and all(_largest(g) * _largest(x) <= rounding for g, x in found)
-
-
-def _gradient_errors(
-    program: Program, stored: Mapping[str, lockstep.Ranks], gradients: Mapping[str, Tensor | None]
-) -> dict[str, float]:
-    """The relative error of every parameter's gradient, the worst of all ranks."""
-    largest = max((_largest(g) for g in gradients.values() if g is not None), default=0.0)
-    errors = {}
-    for spec in program.parameters:
-        if spec.name in program.frozen:
-            continue
-        expected = gradients[spec.name]
-        if expected is None:  # the model does not use it
-            expected = torch.zeros(spec.shape, dtype=spec.dtype)
-        scale = comparable(expected, largest)
-        layout = program.plan.parameters[spec.name].storage
-        errors[spec.name] = max(
-            (
-                _largest(_gradient(x) - shard(expected, spec.dims, layout, program.plan.mesh, rank))
-                for rank, x in enumerate(stored[spec.name])
-            ),
-            key=_nan_last,
-        )
-        errors[spec.name] /= scale or 1.0
-    return errors
-
-
-def _gradient(x: Tensor) -> Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad
-
-
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
-
-
-def _relative(value: Tensor, expected: Tensor) -> float:
-    return abs((value - expected).item()) / (abs(expected.item()) or 1.0)
-
-
-def _nan_last(error: float) -> float:
-    return float("inf") if error != error else error
+    found = [(g, parameters[n]) for n, g in results.gradients.items() if g is not None]
+    return bool(found) and all(largest_entry(g) * largest_entry(x) <= rounding for g, x in found)

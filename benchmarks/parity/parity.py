@@ -19,7 +19,8 @@ from rich.progress import track
 
 from autopar.ir import Mesh
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import Subject, VerifyReport
+from autopar.proof.verdict import VerifyReport
+from autopar.proof.verify import Subject
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.zoo.models import NAMES, build
@@ -41,7 +42,7 @@ class Row:
         worst = max(self.reports, key=lambda r: r.worst_gradient_error)
         passed = sum(r.passed for r in self.reports)
         return (
-            self.name, f"{passed} of {len(self.reports)}", f"{worst.tolerance:.0e}", f"{loss:.1e}",
+            self.name, f"{passed} of {len(self.reports)}", worst.arithmetic, f"{loss:.1e}",
             f"{worst.worst_gradient_error:.1e}", worst.worst_parameter, f"{self.seconds:.0f}",
         )  # fmt: skip
 
@@ -49,7 +50,7 @@ class Row:
 COLUMNS = (
     "architecture",
     "plans passed",
-    "tolerance",
+    "arithmetic",
     "loss error",
     "gradient error",
     "worst at",

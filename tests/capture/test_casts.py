@@ -7,7 +7,6 @@ from torch import nn
 import autopar
 from autopar.ir import MixedPrecision
 from autopar.planning.planning import prepare_step
-from autopar.proof.verify import TOLERANCE_FLOAT32
 
 FLOAT32, BFLOAT16 = MixedPrecision("float32"), MixedPrecision("bf16", "fp32")
 ATEN = torch.ops.aten
@@ -89,8 +88,7 @@ def llama_batch():
 def test_random_plans_are_one_device_that_casts(mesh):
     model, batch = llama_batch()
     report = autopar.verify(model, batch, mesh=mesh, plan="random", seed=1, precision=FLOAT32)
-    assert report.tolerance == TOLERANCE_FLOAT32
-    assert report.worst_gradient_error < 1e-5 and report.passed
+    assert report.arithmetic == "float32" and report.passed, report
 
 
 def test_a_plan_brings_its_policy_and_refuses_another():

@@ -99,10 +99,11 @@ def test_a_wrong_plan_is_found(subject):
         graph, Mesh.parse("a=2"), seed=0, fingerprint=subject.prepared.captured.fingerprint
     )
     reference = subject.reference(micro_batches=1)
-    weakened = dict(reference.gradients)
+    (results,) = reference.steps
+    weakened = dict(results.gradients)
     name = next(n for n, g in weakened.items() if g is not None and g.abs().max() > 0)
     weakened[name] = weakened[name] * 2
-    wrong = {1: replace(reference, gradients=weakened)}
+    wrong = {1: replace(reference, steps=(replace(results, gradients=weakened),))}
     report = replace(subject, references=wrong).compare(plan)
     assert not report.passed
     assert report.worst_parameter == name

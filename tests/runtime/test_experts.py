@@ -7,9 +7,9 @@ from torch import Tensor
 
 import autopar
 from autopar.capture.export import run_with_loss
-from autopar.proof.verify import TOLERANCE_HALF
 from tests.runtime.models import make
 from tests.runtime.ranks import Ranks
+from tests.support.tolerances import TOLERANCE_HALF
 
 pytestmark = pytest.mark.multiprocess
 

@@ -23,10 +23,10 @@ import autopar
 from autopar import MixedPrecision, _torch
 from autopar.planning.planning import prepare_step
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import TOLERANCE_HALF
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
+from tests.support.tolerances import TOLERANCE_HALF
 
 pytestmark = pytest.mark.multiprocess
 

@@ -1,0 +1,179 @@
+"""Errors of a step, tensor by tensor: of simulated ranks, and of a single device, against the same reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.ops.sharding import shard
+from autopar.program.program import Program
+from autopar.proof.lockstep import Ranks
+from autopar.proof.single_device import Results
+from autopar.proof.verdict import TOLERANCE_FLOAT64, Kind, Verdict, nan_last, rounding_bound
+
+# A gradient is a sum whose terms may be as large as the largest gradient and cancel, as those of a bias before
+# batch norm do; each term is rounded by eps. So a float64 gradient below this share of the largest one is compared
+# with that share: 64 roundings of the largest, 1.4e-14 of it, count as zero.
+_FLOOR = 64 * torch.finfo(torch.float64).eps / TOLERANCE_FLOAT64  # 1.4e-5
+# The same for a buffer and the largest buffer of its module: a running mean may be all rounding.
+_BUFFER_FLOOR = 0.1
+
+Key = tuple[Kind, str]
+
+
+@dataclass(frozen=True)
+class PlanResults:
+    """The results of one step on simulated ranks.
+
+    Attributes:
+        program: the program of the whole model.
+        losses: loss of every rank of the last stage, the mean over the micro-batches.
+        stored: parameter name -> its shards, which hold the gradients.
+        buffers: buffer name -> value on every rank, for each buffer that the plan or the model updates.
+    """
+
+    program: Program
+    losses: Ranks
+    stored: Mapping[str, Ranks]
+    buffers: Mapping[str, Ranks]
+
+
+def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
+    """The largest absolute error of an entry, of every tensor on its worst rank."""
+    errors: dict[Key, float] = {("loss", ""): _worst(plan.losses, reference.loss)}
+    mesh = plan.program.plan.mesh
+    for spec in plan.program.parameters:
+        if spec.name in plan.program.frozen:
+            continue
+        expected = _gradient(reference, spec.name, plan.stored[spec.name][0], spec.shape)
+        layout = plan.program.plan.parameters[spec.name].storage
+        errors["gradient", spec.name] = max(
+            (
+                _difference(_held_gradient(x), shard(expected, spec.dims, layout, mesh, rank))
+                for rank, x in enumerate(plan.stored[spec.name])
+            ),
+            key=nan_last,
+        )
+    for name, ranks in plan.buffers.items():
+        errors["buffer", name] = _worst(ranks, reference.buffers[name])
+    return errors
+
+
+def own_errors(
+    samples: Sequence[Results], keys: Iterable[Key], reference: Results
+) -> dict[Key, float]:
+    """The same for runs of a single device, the largest of them."""
+    return {
+        key: max(
+            (_difference(_value(x, key), _value(reference, key)) for x in samples), key=nan_last
+        )
+        for key in keys
+    }
+
+
+def float64_verdicts(errors: Mapping[Key, float], reference: Results, step: int) -> list[Verdict]:
+    """What is left of an error in float64 arithmetic must be below the tolerance, relative to the tensor's size."""
+    scales = _scales(errors, reference)
+    return [
+        Verdict(kind, name, step, "float64", error, 0.0, TOLERANCE_FLOAT64 * scale, scale)
+        for ((kind, name), error), scale in zip(errors.items(), scales.values(), strict=True)
+    ]
+
+
+def rounding_verdicts(
+    errors: Mapping[Key, float],
+    own: Mapping[Key, float],
+    reference: Results,
+    dtypes: Mapping[Key, torch.dtype],
+    arithmetic: str,
+) -> list[Verdict]:
+    """In the model's own arithmetic an error must be of the size of the single device's."""
+    scales = _scales(errors, reference)
+    verdicts = []
+    for key, error in errors.items():
+        largest = largest_entry(_value(reference, key))
+        bound = rounding_bound(own[key], unit_roundoff(dtypes[key]), largest)
+        verdicts.append(Verdict(*key, 1, arithmetic, error, own[key], bound, scales[key]))
+    return verdicts
+
+
+def dtypes_of(plan: PlanResults) -> dict[Key, torch.dtype]:
+    """The element type of every compared tensor as the plan gives it."""
+    found: dict[Key, torch.dtype] = {("loss", ""): plan.losses[0].dtype}
+    found |= {("gradient", name): ranks[0].dtype for name, ranks in plan.stored.items()}
+    return found | {("buffer", name): ranks[0].dtype for name, ranks in plan.buffers.items()}
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to nearest: 2**-24 for float32, 0.0 for integers."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
+
+
+def comparable(gradient: Tensor, largest: float) -> float:
+    """The scale of a gradient's errors: its largest entry, or a share of `largest`, that of all gradients."""
+    return max(largest_entry(gradient), _FLOOR * largest)
+
+
+def largest_entry(x: Tensor) -> float:
+    """The largest absolute value of an entry; 0.0 without entries."""
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _scales(keys: Iterable[Key], reference: Results) -> dict[Key, float]:
+    found = [g for g in reference.gradients.values() if g is not None]
+    largest = max(map(largest_entry, found), default=0.0)
+    keys = list(keys)
+    buffers = [name for kind, name in keys if kind == "buffer"]
+    scales = {}
+    for key in keys:
+        kind, name = key
+        scale = largest_entry(_value(reference, key))
+        if kind == "gradient":
+            scale = max(scale, _FLOOR * largest)
+        elif kind == "buffer":
+            scale = max(scale, _BUFFER_FLOOR * _largest_of_module(name, buffers, reference))
+        scales[key] = scale or 1.0
+    return scales
+
+
+def _largest_of_module(name: str, updated: Iterable[str], reference: Results) -> float:
+    """The largest entry of the module's updated floating-point buffers; counters do not compare."""
+    module = name.rpartition(".")[0]
+    beside = [reference.buffers[other] for other in updated if other.rpartition(".")[0] == module]
+    return max((largest_entry(x) for x in beside if x.is_floating_point()), default=0.0)
+
+
+def _value(results: Results, key: Key) -> Tensor:
+    kind, name = key
+    if kind == "loss":
+        return results.loss
+    if kind == "buffer":
+        return results.buffers[name]
+    gradient = results.gradients[name]
+    return torch.zeros(()) if gradient is None else gradient
+
+
+def _gradient(results: Results, name: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A gradient; zeros for a parameter that the model does not use."""
+    found = results.gradients[name]
+    return like.new_zeros(shape) if found is None else found
+
+
+def _held_gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def _worst(ranks: Ranks, expected: Tensor) -> float:
+    return max((_difference(x, expected) for x in ranks), key=nan_last)
+
+
+def _difference(value: Tensor, expected: Tensor) -> float:
+    if value.shape != expected.shape:  # a plan's mistake that broadcasting would hide
+        return float("inf")
+    if torch.equal(value, expected):  # also where both are infinite
+        return 0.0
+    exact = torch.promote_types(expected.dtype, torch.float64)
+    return largest_entry(value.to(exact) - expected.to(exact))

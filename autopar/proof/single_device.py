@@ -1,0 +1,153 @@
+"""What one device computes: a model run eagerly, without autopar, in the arithmetic that is asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar import _torch
+from autopar._torch import Float64Arithmetic, pytree
+from autopar.capture.captured import Captured
+from autopar.capture.export import LossFunction, run_with_loss
+from autopar.rules.trial import dense
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a micro-batch
+Between = Callable[[nn.Module], None]  # what a script changes between two steps
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of one step on a single device.
+
+    Attributes:
+        loss: mean over the micro-batches, of shape `()`.
+        gradients: parameter name -> gradient, or None for a parameter that the model does not use.
+        buffers: buffer name -> value after the step.
+        changed: first name of every buffer that the step changed.
+    """
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+    changed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SingleDevice:
+    """A model with its loss, on one device.
+
+    Attributes:
+        model: the model; every run takes a copy.
+        loss_fn: the loss function, as in `compile`.
+        captured: the captured step, which names the parameters and the precision.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    captured: Captured
+
+    def run(self, steps: Sequence[Sequence[Batch]], between: Between | None) -> list[Results]:
+        """Runs steps one after the other on one copy of the model; the weights stay.
+
+        Args:
+            steps: the micro-batches of every step.
+            between: what to call with the copy between two steps.
+        """
+        model, loss_fn = copied(self.model, self.loss_fn)
+        results: list[Results] = []
+        for batches in steps:
+            if results and between is not None:
+                between(model)
+            results.append(self._step(model, loss_fn, batches))
+        return results
+
+    def repeats(self, batches: Sequence[Batch]) -> bool:
+        """Whether a second step on the same micro-batches gives the bits of the first.
+
+        If not, the model holds state that a step changes, or draws random numbers.
+        """
+        first, second = self.run([batches, batches], None)
+        pairs = [(first.loss, second.loss)]
+        for name, gradient in first.gradients.items():
+            other = second.gradients[name]
+            if (gradient is None) != (other is None):
+                return False
+            if gradient is not None and other is not None:
+                pairs.append((gradient, other))
+        return all(_is_same(x, y) for x, y in pairs)
+
+    def widened(self) -> SingleDevice:
+        """The same weights, buffers and state as float64, to be run under `float64_arithmetic`."""
+        model, loss_fn = copied(self.model, self.loss_fn)
+        holders = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+        for holder in holders:
+            for x in _tensors_of(holder):
+                x.data = x.data.to(_torch.widened_dtype(x.dtype))
+        return SingleDevice(model, loss_fn, self.captured)
+
+    def _step(
+        self, model: nn.Module, loss_fn: LossFunction | None, batches: Sequence[Batch]
+    ) -> Results:
+        before = {name: x.clone() for name, x in model.named_buffers()}
+        model.zero_grad()
+        losses = []
+        for args, kwargs in batches:
+            loss = run_with_loss(model, args, kwargs, loss_fn, self.captured.precision)
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        parameters = dict(model.named_parameters())
+        found = {name: parameters[name].grad for name in self.captured.parameters.values()}
+        gradients = {name: g if g is None else dense(g) for name, g in found.items()}
+        after = {n: x.clone() for n, x in model.named_buffers(remove_duplicate=False)}
+        changed = tuple(name for name, x in before.items() if not _is_same(x, after[name]))
+        return Results(torch.stack(losses).mean(0), gradients, after, changed)
+
+
+@contextmanager
+def float64_arithmetic() -> Iterator[None]:
+    """Inside it every operator runs in float64, and floating-point tensors are made as float64."""
+    ordinary = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64Arithmetic():
+            yield
+    finally:
+        torch.set_default_dtype(ordinary)
+
+
+def widened_tensors(tree: Any) -> Any:
+    """A tree in which the floating-point tensors are float64."""
+    return pytree.tree_map(
+        lambda x: x.to(_torch.widened_dtype(x.dtype)) if isinstance(x, Tensor) else x, tree
+    )
+
+
+def copied(model: nn.Module, loss_fn: LossFunction | None) -> tuple[nn.Module, LossFunction | None]:
+    """A deep copy, with the loss, which may be a method of the model or hold it.
+
+    A tensor that an earlier run left in an attribute with its autograd graph is copied without the graph.
+    """
+    left = [x for x in _tensors_of(model) if not x.is_leaf]
+    return copy.deepcopy((model, loss_fn), {id(x): x.detach().clone() for x in left})
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Every tensor that the attributes of a model's modules hold, once."""
+    state = [
+        x for module in model.modules() for x in pytree.tree_leaves(list(vars(module).values()))
+    ]
+    return list({id(x): x for x in state if isinstance(x, Tensor)}.values())
+
+
+def _is_same(before: Tensor, after: Tensor) -> bool:
+    """Whether two tensors are the same bit by bit; a nan is itself."""
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        return False
+    bits = (dense(x).contiguous().reshape(-1).view(torch.uint8) for x in (before, after))
+    return torch.equal(*bits)
