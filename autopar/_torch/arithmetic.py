@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +44,39 @@ class Float64Arithmetic(TorchDispatchMode):
         given = pytree.tree_map(_widened_argument, (args, dict(kwargs or {})))
         if _mixes(given) and not func._schema.is_mutable:
             given = pytree.tree_map(_widened_tensor, given)
-        result = func(*given[0], **given[1])
+        result = _IN_FLOAT64.get(func, func)(*given[0], **given[1])
         return _widened_tensor(result) if func is torch.ops.aten.lift_fresh.default else result
+
+
+def _grouped_mm(
+    x: Tensor,
+    y: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`aten._grouped_mm`, whose kernels take no float64, by its definition.
+
+    Rows (or columns) `offs[e - 1]` to `offs[e]` belong to group e; those of no group give zero.
+    """
+    assert bias is None, "no kernel takes a bias"
+    if offs is None:
+        return torch.bmm(x, y)
+    ends = [0, *offs.tolist()]
+    groups = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    if x.ndim == y.ndim == 2:
+        return torch.stack([x[:, rows] @ y[rows] for rows in groups])
+    result = x.new_zeros(x.shape[-2], y.shape[-1])
+    for e, rows in enumerate(groups):
+        if x.ndim == 2:
+            result[rows] = x[rows] @ y[e]
+        else:
+            result[:, rows] = x[e] @ y[:, rows]
+    return result
+
+
+# Operators without a kernel for float64 -> the same in terms of others.
+_IN_FLOAT64: Mapping[Any, Callable[..., Tensor]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
 def _widened_argument(x: Any) -> Any:
@@ -64,9 +96,9 @@ class RandomLastBits(TorchDispatchMode):
     """Moves every entry of every operator's results by one unit in the last place, up, down or not, at random.
 
     This is Monte Carlo arithmetic (D. S. Parker, Monte Carlo Arithmetic, report CSD-970002, UCLA, 1997) at the
-    precision of each tensor's own type: the results of runs inside it spread as rounding errors do. Zeros and ones, of
-    which masks are made, stay; so does an entry that would become infinite. Views and operators that write to an
-    argument are left alone.
+    precision of each tensor's own type: the results of runs inside it spread as rounding errors do. A result that is
+    all integers (a mask, a count, a position) is exact and stays, and so does an entry that would become infinite.
+    Views and operators that write to an argument are left alone.
 
     Args:
         seed: seed of the draws.
@@ -91,6 +123,8 @@ class RandomLastBits(TorchDispatchMode):
     def _moved(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout != torch.strided:
             return x
+        if torch.equal(x, x.round()):
+            return x
         steps = torch.randint(-1, 2, x.shape, generator=self._generator).to(x.device, x.dtype)
         moved = x * (1 + torch.finfo(x.dtype).eps * steps)
-        return torch.where((x.abs() == 1) | ~moved.isfinite(), x, moved)
+        return torch.where(moved.isfinite(), moved, x)

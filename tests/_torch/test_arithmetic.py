@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 
@@ -24,6 +26,22 @@ def test_an_operator_of_mixed_precision_runs_in_float64() -> None:
     assert y.dtype == torch.float64 and y[0, 0].item() == 3 * weight[0, 0].double().item()
 
 
+def test_grouped_products_are_those_of_the_kernel() -> None:
+    """Forward and both gradients: rows with matrices, rows with rows, matrices with rows."""
+    torch.manual_seed(0)
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+    given = torch.randn(8, 16), torch.randn(3, 16, 32)
+    results = []
+    for arithmetic, dtype in (nullcontext(), torch.float32), (Float64Arithmetic(), torch.float64):
+        x, weights = (t.to(dtype).requires_grad_() for t in given)
+        with arithmetic:
+            y = F.grouped_mm(x, weights, offs=ends)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), (x, weights))])
+    assert results[1][0].dtype == torch.float64
+    for kernel, definition in zip(*results, strict=True):
+        torch.testing.assert_close(definition.float(), kernel)
+
+
 def test_integers_and_complex_numbers_widen_to_their_kind() -> None:
     assert widened_dtype(torch.int64) is torch.int64
     assert widened_dtype(torch.complex64) is torch.complex128
@@ -41,9 +59,11 @@ def test_last_bits_move_by_at_most_one_unit_and_repeat_by_seed() -> None:
     assert moved.max() <= 2 * eps and (moved > 0).float().mean() > 0.5
 
 
-def test_masks_and_infinities_stay() -> None:
-    x = torch.tensor([0.0, 1.0, -1.0, float("inf"), torch.finfo(torch.float32).max])
+def test_integers_stay_and_nothing_becomes_infinite() -> None:
+    counts = torch.tensor([0.0, 1.0, 17.0, -1.0])
+    mixed = torch.tensor([0.5, float("inf"), torch.finfo(torch.float32).max])
     for seed in range(8):
         with RandomLastBits(seed):
-            found = x + 0
-        assert torch.equal(found[:4], x[:4]) and found[4].isfinite()
+            assert torch.equal(counts + 0, counts)
+            found = mixed + 0
+        assert found[1] == mixed[1] and found[2].isfinite()
