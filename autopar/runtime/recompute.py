@@ -266,7 +266,7 @@ class _FirstRun(_Recording):
         is_known, place = self.home(x)
         name = self.at if not is_known else place[0] if place else ""
         if not name or not self._calls.is_again(name):
-            return _Kept(self._outer[1], self._outer[0](x))
+            return _Kept.of(x, self._outer)
         handle = _Dropped(self, (*place, 1) if place else (*self.next_own(), 0), _View.of(x))
         self._handles.append(weakref.ref(handle))
         return handle
@@ -276,9 +276,8 @@ class _FirstRun(_Recording):
         self._homes = {}
         waiting = self._waiting()
         reads = self._second_run(self._needed(waiting)).reads if waiting else ()
-        pack, unpack = self._outer
         self._values = {
-            name: (_Kept(unpack, pack(value)), wanted) if isinstance(value, Tensor) else (value, wanted)
+            name: (_Kept.of(value, self._outer) if isinstance(value, Tensor) else value, wanted)
             for name, (value, wanted) in self._values.items()
             if name in reads
         }  # fmt: skip
@@ -412,12 +411,32 @@ class _Dropped:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor that stays, as the hooks around the block have packed it."""
+    """A tensor that stays, as the hooks around the block have packed it.
+
+    Autograd compares the version of what it saves itself, and leaves to hooks what they keep.
+
+    Attributes:
+        unpack: the hook that gives the tensor back.
+        packed: what the other hook made of it.
+        version: number of times that the tensor had been changed in place.
+    """
 
     unpack: Callable[[Any], Tensor]
     packed: Any
+    version: int
+
+    @classmethod
+    def of(cls, x: Tensor, hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]) -> _Kept:
+        return cls(hooks[1], hooks[0](x), x._version)
 
     def get(self) -> Tensor:
+        """The tensor. Raises RuntimeError, as autograd does, if it was changed in place since."""
+        if isinstance(self.packed, Tensor) and self.packed._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {list(self.packed.shape)} is at version {self.packed._version}; "
+                f"expected version {self.version} instead. Change a clone of it."
+            )
         return self.unpack(self.packed)
 
 

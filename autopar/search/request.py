@@ -57,7 +57,7 @@ class Request:
         headroom: fraction of the hardware's memory that a plan leaves free; no part of `memory_bytes`.
         must_fit: whether the bound holds; False asks for the fastest plan whatever memory it takes.
         micro_batches: number of micro-batches of a step.
-        stages: numbers of pipeline ranks that the search may choose among.
+        stages: numbers of pipeline ranks that the search may choose among; one number stands for itself.
         schedule: order in which pipeline stages run micro-batches, one of `autopar.ir.SCHEDULES`.
         chunks: number of stages of each pipeline rank.
         recompute: number of blocks of every stage to recompute in backward, or the fraction of the
@@ -187,12 +187,15 @@ class Request:
         def become(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
+        if isinstance(self.memory_bytes, float) and self.memory_bytes.is_integer():
+            become("memory_bytes", int(self.memory_bytes))  # people write 80e9
         become("pins", dict(self.pins or {}))
         become("precision", MixedPrecision.of(self.precision))
         become("without", frozenset(self.without))
         become("inside_node", tuple(self.inside_node))
         if self.stages is not None:
-            become("stages", tuple(sorted(set(self.stages))))
+            stages = [self.stages] if isinstance(self.stages, int) else self.stages
+            become("stages", tuple(sorted(set(stages))))
         if self.mesh is None:
             return
         become("mesh", Mesh.of(self.mesh))
@@ -203,11 +206,14 @@ class Request:
         counts = {
             "ranks": self.ranks, "batch": self.batch, "micro_batches": self.micro_batches,
             "chunks": self.chunks, "memory_bytes": self.memory_bytes,
-            "stages": min(self.stages) if self.stages else None,
-        }  # fmt: skip
+        } | {f"stages[{i}]": value for i, value in enumerate(self.stages or ())}  # fmt: skip
         for name, value in counts.items():
-            if value is not None and (isinstance(value, bool) or value < 1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise AutoparError(f"{name}={value!r} is no whole number.")
+            if value is not None and value < 1:
                 raise AutoparError(f"{name}={value!r} is less than 1.")
+        if self.stages == ():
+            raise AutoparError("stages=() leaves no number of stages; leave it out for any.")
         count = self.micro_batches
         if self.batch is not None and count is not None and self.batch % count:
             raise AutoparError(
@@ -215,7 +221,7 @@ class Request:
             )
 
     def _check_memory(self) -> None:
-        if not 0 <= self.headroom < 1:
+        if not isinstance(self.headroom, (int, float)) or not 0 <= self.headroom < 1:
             raise AutoparError(
                 f"headroom={self.headroom!r} is a fraction of the memory, from 0 up to, not including, 1; "
                 f"the default is {HEADROOM}."

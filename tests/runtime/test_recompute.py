@@ -282,6 +282,22 @@ def test_a_forward_after_steps_that_recompute_ops() -> None:
     compiled.step(*batch)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full", "some"])
+def test_a_weight_that_changes_before_backward_is_an_error(recompute: Recompute) -> None:
+    """Backward would take the new weight for the old one; autograd refuses it, with hooks or without."""
+    model, batch, loss = model_of("dropout")
+    plan, graph = planned((model, batch, loss), {"dp": 1}, "ddp", 1, NO_PIPELINE)
+    chosen = random_selection(graph, plan, 1) if recompute == "some" else recompute
+    compiled = autopar.compile(model, loss_fn=loss, plan=replace(plan, recompute=chosen))
+    compiled.step(*batch)
+    result = compiled(batch[0]).sum()
+    with torch.no_grad():
+        for parameter in compiled.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
 def test_compiled_regions_are_recomputed() -> None:
     """A region is compiled of calls that are all recomputed, or all not."""
     made = model_of("dropout")
