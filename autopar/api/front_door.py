@@ -27,7 +27,7 @@ from autopar.planning.planning import (
 )
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.initialise import InitFunction
-from autopar.runtime.module import CompiledModule, Outputs, Settings
+from autopar.runtime.module import Batch, CompiledModule, Outputs, Settings
 from autopar.runtime.processes import (
     BUCKET_BYTES,
     check_world,
@@ -60,6 +60,7 @@ def compile(
     init_fn: InitFunction | None = None,
     seed: int = 0,
     outputs: Outputs = "local",
+    batch: Batch = "global",
     timeout_seconds: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     executor: ExecutorName = "eager",
@@ -104,6 +105,8 @@ def compile(
             `reset_parameters()`.
         seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
+        batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",
+            rows of its own, as DistributedSampler hands them out; `example_inputs` is given likewise.
         timeout_seconds: how long a collective may wait for the other ranks before the step ends with an
             error; by default as the process groups have it. Gloo notices a dead process at once.
         bucket_bytes: about how much one collective carries.
@@ -126,6 +129,8 @@ def compile(
     _refuse_other_choices(
         loaded, {"schedule": schedule, "chunks": chunks, "recompute": recompute}
     )  # fmt: skip
+    if batch not in ("global", "local"):
+        raise AutoparError(f"batch={batch!r} is neither 'global' nor 'local'.")
     policy = policy_of(precision, loaded)
     device = _device(model, mesh, device)
     priced, assumed = hardware_of(hardware, device)
@@ -144,8 +149,8 @@ def compile(
     _warn_of_scaling(policy)
     settings = Settings(
         micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
-        init_fn=init_fn, seed=seed, outputs=outputs, bucket_bytes=bucket_bytes,
-        executor=Executor(executor), timeout_seconds=timeout_seconds,
+        init_fn=init_fn, seed=seed, outputs=outputs, batch=batch,
+        bucket_bytes=bucket_bytes, executor=Executor(executor), timeout_seconds=timeout_seconds,
     )  # fmt: skip
     compiled = CompiledModule(model, planner, settings)
     if example_inputs is not None:

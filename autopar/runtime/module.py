@@ -49,7 +49,9 @@ from autopar.runtime.inputs import (
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.part import RankPart, Users, as_stored, held_by, take_part, users_of
+from autopar.runtime.parts import shapes_of_whole, whole_or_own
 from autopar.runtime.pipeline import BoundPipeline
+from autopar.runtime.processes import world_size
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
@@ -58,6 +60,7 @@ from autopar.runtime.world import World
 log = logging.getLogger("autopar")
 
 Outputs = Literal["local", "dtensor"]
+Batch = Literal["global", "local"]
 
 # [Note: programs are kept] Each shape of a batch has a program, which holds a graph and no parameters. As
 # many are kept, of steps and of forwards, as this; the one that was used longest ago makes room for another.
@@ -129,6 +132,7 @@ class Settings:
         init_fn: initialises one meta-device module in place of its `reset_parameters`.
         seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: local tensors, or DTensors.
+        batch: what a rank gives: the batch of all ranks, or its own part of it.
         bucket_bytes: about how much one collective carries.
         executor: what runs the ops of a program.
         timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
@@ -143,6 +147,7 @@ class Settings:
     outputs: Outputs
     bucket_bytes: int
     executor: Executor
+    batch: Batch = "global"
     timeout_seconds: float | None = None
 
 
@@ -246,19 +251,20 @@ class CompiledModule(nn.Module):
         Args:
             batch: the model's inputs, and behind them what the loss function takes besides the model's
                 result. Each tensor is of the global shape, of which this rank takes its part, or of the
-                shape of that part. The first shape is global; another one is captured and planned when it
-                first comes, the parameters staying where they lie (docs/shapes.md).
+                shape of that part. The first shape is global, or with batch="local" that of a part; another
+                one is captured and planned when it first comes, the parameters staying where they lie
+                (docs/shapes.md).
             kwargs: keyword arguments of the model.
 
         Returns:
             The loss of the whole batch, the mean over micro-batches; the same on every rank.
 
-        Raises StepError where the ranks give other shapes, or none, PeerError if another rank died or hangs.
+        Raises StepError where the ranks give other shapes or values, or none, PeerError if another rank died or hangs.
         """
         arguments = Arguments.of(batch, kwargs)
         ready = self._program(arguments, is_step=True)
         bound = ready.bound
-        parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
+        parts = self._cut(ready, arguments)
         self._steps += 1
         if self._clock.tick() and bound.world.rank == 0 and log.isEnabledFor(logging.INFO):
             predicted = self._planner.predicted(self.plan)
@@ -275,13 +281,14 @@ class CompiledModule(nn.Module):
         Inputs are as in `step`.
         """
         arguments = Arguments.of(args, kwargs)
-        bound = self._program(arguments, is_step=False).bound
+        ready = self._program(arguments, is_step=False)
+        bound = ready.bound
         if isinstance(bound, BoundPipeline) and torch.is_grad_enabled():
             raise StepError(
                 "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
                 "to the next. Call it under torch.no_grad(), or train with model.step(*batch)."
             )
-        inputs = cut_inputs(bound.program, arguments, 1, bound.world)[0]
+        inputs = self._cut(ready, arguments)[0]
         try:
             with self._as_captured():
                 outputs = bound.forward(inputs)
@@ -292,10 +299,19 @@ class CompiledModule(nn.Module):
             outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
         return unflatten_outputs(bound.program, outputs)
 
+    def _cut(self, ready: _Ready, arguments: Arguments) -> list[list[Tensor]]:
+        """What this rank computes with, for every micro-batch."""
+        program, world = ready.bound.program, ready.bound.world
+        if self._settings.batch == "local":
+            arguments = whole_or_own(program, arguments, ready.count, world)
+        return cut_inputs(program, arguments, ready.count, world)
+
     def prepare(self, *batch: Any, **kwargs: Any) -> None:
-        """Captures and plans for a batch of this global shape, before `step` meets it."""
+        """Captures and plans for a batch of this shape, given as `step` takes it, before `step` meets it."""
         arguments = Arguments.of(batch, kwargs)
         self._compare(arguments, "")
+        if self._settings.batch == "local":
+            arguments = arguments.of_shapes(shapes_of_whole(arguments, world_size()))
         self._add(arguments, is_step=True)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -344,8 +360,15 @@ class CompiledModule(nn.Module):
 
         [Note: whole or part] A shape may be the global one, or that of this rank's part of a larger batch.
         The first is global. Where it can be either, ranks compare what they were given: a whole batch is
-        the same on all of them, and parts differ.
+        the same on all of them, and parts differ. With batch="local" every rank gives its own part always.
+
+        Raises StepError where the ranks gave different values and these cannot be parts.
         """
+        if self._settings.batch == "local":
+            whole = shapes_of_whole(arguments, world_size())
+            if all(each.shapes != whole for each in known):
+                self._compare(arguments, "")
+            return whole
         forms = [form(r.bound.program, arguments, r.count, r.bound.world) for r in known]
         as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
         if "whole" in forms and as_part is None and not self._gives_parts:
@@ -356,9 +379,8 @@ class CompiledModule(nn.Module):
             return arguments.shapes
         found = as_part or shapes_of_parts(arguments, self._cuts)
         if found == arguments.shapes:
-            self._warn_of_differences(arguments)
-        else:
-            self._gives_parts = True
+            raise self._differences(arguments)
+        self._gives_parts = True
         return found
 
     def _compare(self, arguments: Arguments, digest: str) -> bool:
@@ -376,20 +398,13 @@ class CompiledModule(nn.Module):
             )
         return all(each == found[0] for each in found)
 
-    def _warn_of_differences(self, arguments: Arguments) -> None:
-        """Once, for all ranks: each takes its part of what it was given alone."""
-        first = not any(self._ready.values())
-        remedy = (
-            "If these are the ranks' parts of one batch, give compile that batch's shapes first: "
-            "example_inputs=, of any values."
-            if first
-            else "The plan gives every rank the whole batch, so that there are no parts to be given; what "
-            'model(...) returns is whole with outputs="dtensor", and may be given back.'
-        )
-        warn_together(
-            f"The ranks gave different values in a batch of the shapes {_words(arguments.shapes)}, which is "
-            f"taken as the whole batch: what they gave beyond the first rank's part is mixed or lost. {remedy}",
-            stacklevel=4,
+    def _differences(self, arguments: Arguments) -> StepError:
+        """The error of ranks whose values differ where each has to give the whole batch."""
+        return StepError(
+            f"The ranks gave different values in a batch of the shapes {_words(arguments.shapes)}, where every "
+            "rank has to give the same whole batch. If each gives a part of its own, as DistributedSampler "
+            'hands them out, say so: autopar.compile(..., batch="local"). Else seed the samplers alike on all '
+            'ranks; what model(...) returns is whole with outputs="dtensor", and may be given back.'
         )
 
     def _add(self, arguments: Arguments, *, is_step: bool) -> _Ready:

@@ -187,15 +187,16 @@ class Request:
         def become(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        if isinstance(self.memory_bytes, float) and self.memory_bytes.is_integer():
-            become("memory_bytes", int(self.memory_bytes))  # people write 80e9
+        memory: Any = self.memory_bytes
+        if isinstance(memory, float) and memory.is_integer():
+            become("memory_bytes", int(memory))  # people write 80e9
         become("pins", dict(self.pins or {}))
         become("precision", MixedPrecision.of(self.precision))
         become("without", frozenset(self.without))
         become("inside_node", tuple(self.inside_node))
-        if self.stages is not None:
-            stages = [self.stages] if isinstance(self.stages, int) else self.stages
-            become("stages", tuple(sorted(set(stages))))
+        stages: Any = self.stages
+        if stages is not None:
+            become("stages", tuple(sorted({*([stages] if isinstance(stages, int) else stages)})))
         if self.mesh is None:
             return
         become("mesh", Mesh.of(self.mesh))
@@ -208,7 +209,7 @@ class Request:
             "chunks": self.chunks, "memory_bytes": self.memory_bytes,
         } | {f"stages[{i}]": value for i, value in enumerate(self.stages or ())}  # fmt: skip
         for name, value in counts.items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is not None and type(value) is not int:  # a bool is an int to isinstance
                 raise AutoparError(f"{name}={value!r} is no whole number.")
             if value is not None and value < 1:
                 raise AutoparError(f"{name}={value!r} is less than 1.")

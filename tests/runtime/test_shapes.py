@@ -194,8 +194,8 @@ def test_a_shape_is_that_of_a_whole_or_of_a_part(two_ranks: Ranks) -> None:
 # --- what ranks say to each other
 
 
-def disagreeing() -> tuple[str, str, list[str]]:
-    """What is said of other shapes on one rank, of a rank that does not come, and of parts to begin with."""
+def disagreeing() -> tuple[str, str]:
+    """What is said of other shapes on one rank, and of a rank that does not come."""
     rank, said = dist.get_rank(), []
     made = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
     made.step(*tokens((8, 8)))
@@ -210,20 +210,15 @@ def disagreeing() -> tuple[str, str, list[str]]:
         said.append(str(missing.value))
         assert time.monotonic() - begin < 30
     dist.barrier()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fresh = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
-        fresh.step(*tokens((4, 8), seed=rank))
-    return str(shapes.value), "".join(said), [str(w.message) for w in caught]
+    return str(shapes.value), "".join(said)
 
 
 def test_ranks_that_disagree_are_named(two_ranks: Ranks) -> None:
-    (first, missing, caught), (second, _, quiet) = two_ranks.run(disagreeing)
-    assert first == second and not quiet  # what all would say, the first one says
+    (first, missing), (second, _) = two_ranks.run(disagreeing)
+    assert first == second
     assert "rank 0 [5, 8], [5, 8]; rank 1 [6, 8], [6, 8]" in first
     assert "DistributedSampler(..., drop_last=True)" in first
     assert missing.startswith("Why. Ranks [1] did not come within 1 s")
-    assert any("gave different values" in each and "example_inputs=" in each for each in caught)
 
 
 def bounded() -> tuple[int, list[str], float, bool]:
