@@ -174,7 +174,8 @@ class Planner:
             self._announce(plan)
         if all(plan.ops != made.ops for made in self._made[is_step]):
             self._made[is_step].append(plan)
-        return Programs(program, stages)
+        captured = prepared.captured
+        return Programs(program, stages, captured.guards, captured.writes)
 
     def _announce(self, plan: Plan) -> None:
         """One line on the first rank: what was chosen, and what it is predicted to take."""

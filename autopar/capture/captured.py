@@ -12,6 +12,8 @@ from torch import Tensor, fx
 
 from autopar._torch import pytree
 from autopar.capture.casts import dtype_of
+from autopar.capture.guards import Guards
+from autopar.capture.watch import Write
 from autopar.ir import MixedPrecision
 
 
@@ -39,6 +41,8 @@ class Captured:
         stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
         differentiable: placeholders of inputs that take a gradient.
         whole_outputs: whether the results are to be whole on every rank.
+        guards: the Python values that the graph was made from.
+        writes: what the forward does to attributes of modules, to be done after every step.
         forms: a line for every class of modules that was captured in another form (`autopar.capture.forms`).
     """
 
@@ -60,6 +64,8 @@ class Captured:
     differentiable: frozenset[str] = frozenset()
     whole_outputs: bool = False
     forms: tuple[str, ...] = ()
+    guards: Guards = field(default_factory=Guards)
+    writes: tuple[Write, ...] = ()
 
     def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
         """The format in which the gradient of a parameter, used in the format `used`, is added up."""

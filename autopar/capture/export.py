@@ -7,6 +7,7 @@ training is mended before (`EXPORTED` of autopar.capture.rewrites).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from autopar.capture.forms import capturable
 from autopar.capture.remedies import MODEL, changed_in_place, explained, traced_line, uncaptured
 from autopar.capture.rewrites import EXPORTED
 from autopar.capture.rewrites.say_elements import refuse_strides
+from autopar.capture.watch import Watch
 from autopar.errors import CaptureError, StepError
 from autopar.ir import MixedPrecision
 
@@ -37,6 +39,7 @@ class _WithLoss(nn.Module):
     """The model and its loss as one module that returns a scalar."""
 
     loss_fn: LossFunction | None
+    watch: Watch | None
 
     def __init__(
         self,
@@ -50,11 +53,17 @@ class _WithLoss(nn.Module):
         self.model = model
         # Not a submodule: what a loss holds is no part of the model, and stays where it is.
         self.__dict__["loss_fn"] = loss_fn
+        self.__dict__["watch"] = None
         self.precision = precision
         self.is_step = is_step
         self.training = model.training  # not train(): submodules keep their own modes
 
     def forward(self, *batch: Any, **kwargs: Any) -> Any:
+        watching_python = contextlib.nullcontext() if self.watch is None else self.watch.run()
+        with watching_python:
+            return self._run(*batch, **kwargs)
+
+    def _run(self, *batch: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
             result = self._result(*batch, **kwargs)
             return _loss_in(result) if self.is_step else result
@@ -170,9 +179,11 @@ def _capture(
         except Exception as error:
             raise explained(error, wrapper) from error
 
+    watch = wrapper.__dict__["watch"] = Watch(wrapper.model, wrapper.loss_fn)
     with capturable(run, wrapper, args, kwargs) as forms:
         exported = _export(wrapper, args, kwargs)
-    return replace(_describe(exported, wrapper, args, kwargs, is_step), forms=forms)
+    described = _describe(exported, wrapper, args, kwargs, is_step)
+    return replace(described, forms=forms, guards=watch.guards, writes=watch.writes)
 
 
 def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

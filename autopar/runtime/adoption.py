@@ -35,6 +35,11 @@ class Adoption:
         self._successors: Successors = {}
         self.stop = register_optimizer_step_pre_hook(self.follow).remove
 
+    @property
+    def adopted(self) -> list[nn.Parameter]:
+        """The DTensors that parameters have become."""
+        return [new for _, new in self._successors.values() if new is not None]
+
     def replace(self, old: nn.Parameter, new: nn.Parameter | None) -> None:
         """Optimizers shall hold `new` where they hold `old`, or nothing where it is None."""
         for key, (reference, successor) in list(self._successors.items()):
@@ -47,12 +52,15 @@ class Adoption:
         _replace_parameters(optimizer, self._successors)
 
 
-def adopt(model: nn.Module, device_mesh: DeviceMesh) -> Adoption:
-    """Makes every parameter a replicated DTensor.
+def adopt(
+    model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None
+) -> Adoption:
+    """Makes every parameter a replicated DTensor; after an earlier adoption, those that are new.
 
     Raises CaptureError for a model that is distributed already.
     """
-    adoption, successors = Adoption(), dict[int, nn.Parameter]()
+    adoption = earlier or Adoption()
+    successors = {id(p): p for p in adoption.adopted}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -61,8 +69,10 @@ def adopt(model: nn.Module, device_mesh: DeviceMesh) -> Adoption:
                 _refuse_distributed(parameter, f"{path}.{name}".lstrip("."))
                 successors[id(parameter)] = _replicated(parameter, device_mesh)
                 adoption.replace(parameter, successors[id(parameter)])
+                successors[id(successors[id(parameter)])] = successors[id(parameter)]
             module._parameters[name] = successors[id(parameter)]
-    model.register_forward_pre_hook(refuse_plain, with_kwargs=True, prepend=True)
+    if earlier is None:
+        model.register_forward_pre_hook(refuse_plain, with_kwargs=True, prepend=True)
     return adoption
 
 

@@ -8,7 +8,7 @@ own part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,19 @@ def initial_values(
             value = _torch.local_tensor(parameter).to(world.device, copy=True).contiguous()
             world.broadcast(value)
             yield name, value
+
+
+def replaced_values(model: nn.Module, names: Sequence[str], world: World) -> Iterator[Named]:
+    """Yields the first rank's full values of parameters that took the place of others."""
+    parameters = dict(model.named_parameters())
+    for name in names:
+        if parameters[name].is_meta:
+            raise CaptureError(
+                f"Parameter {name} was replaced by one on the meta device, which has no values."
+            )
+        value = _torch.local_tensor(parameters[name]).to(world.device, copy=True).contiguous()
+        world.broadcast(value)
+        yield name, value
 
 
 def place_buffers(model: nn.Module, world: World) -> None:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.capture.guards import Guards, structure_guards
+from autopar.capture.watch import Write
 from autopar.errors import CaptureError, PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute
@@ -34,7 +36,12 @@ from autopar.runtime.comparison import Comparison
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.hooks import backward_hooks, warn_of_hooks
-from autopar.runtime.initialise import InitFunction, initial_values, place_buffers
+from autopar.runtime.initialise import (
+    InitFunction,
+    initial_values,
+    place_buffers,
+    replaced_values,
+)
 from autopar.runtime.inputs import (
     Arguments,
     Shape,
@@ -52,6 +59,7 @@ from autopar.runtime.part import RankPart, Users, as_stored, held_by, take_part,
 from autopar.runtime.parts import shapes_of_whole, whole_or_own
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.processes import world_size
+from autopar.runtime.recaptures import Recaptures
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
@@ -70,10 +78,19 @@ _MANY_SHAPES = 4  # captured so far: time to speak of buckets
 
 @dataclass(frozen=True)
 class Programs:
-    """The program of the whole model, and the programs of its stages."""
+    """The programs that came of one capture.
+
+    Attributes:
+        whole: the program of the whole model.
+        stages: the programs of its stages.
+        guards: the Python values that they were made from.
+        writes: what the captured forward does to attributes of modules.
+    """
 
     whole: Program
     stages: Sequence[Program]
+    guards: Guards
+    writes: Sequence[Write]
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -169,16 +186,31 @@ class Fixed:
 
 @dataclass
 class _Ready:
-    """A program with what the model was like when it was captured, see `CompiledModule._state`."""
+    """A program with what it was captured under.
+
+    Attributes:
+        bound: the program on this rank.
+        state: modes of torch at the capture, see `CompiledModule._state`.
+        count: number of micro-batches.
+        guards: what the capture read of Python, and what the model was made of.
+        writes: what the captured forward does to attributes of modules.
+    """
 
     bound: BoundProgram | BoundPipeline
     state: tuple[object, ...]
-    count: int  # micro-batches
+    count: int
+    guards: Guards
+    writes: Sequence[Write]
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The global shapes of its inputs."""
         return whole_shapes(self.bound.program, self.count)
+
+    def finish(self) -> None:
+        """After a run: does what the forward would have done to Python's values."""
+        for write in self.writes:
+            write.repeat()
 
 
 def _words(shapes: Sequence[Sequence[int]]) -> str:
@@ -231,6 +263,7 @@ class CompiledModule(nn.Module):
         self._gives_parts = False  # whether ranks have given parts of batches
         self._cuts: dict[str, Shape] = {}  # path of an input -> how the first program cuts its dims
         self._captures, self._capture_seconds = 0, 0.0  # of further shapes
+        self._recaptures = Recaptures()
         self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
         self._clock = StepClock()
@@ -271,9 +304,11 @@ class CompiledModule(nn.Module):
             log.info("%s", self._clock.against(predicted, self._settings.device))
         try:
             with self._as_captured():
-                return bound.step(parts)
+                loss = bound.step(parts)
         except PeerError as error:
             raise bound.world.explain(error, f"Step {self._steps}") from error
+        ready.finish()
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.
@@ -294,6 +329,7 @@ class CompiledModule(nn.Module):
                 outputs = bound.forward(inputs)
         except PeerError as error:
             raise bound.world.explain(error, "The forward") from error
+        ready.finish()
         if self._settings.outputs == "dtensor":
             specs = bound.program.outputs
             outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
@@ -338,13 +374,16 @@ class CompiledModule(nn.Module):
         programs = self._ready[is_step]
         known = [r for r in programs if arguments.fits(r.bound.program)]
         shapes, state = self._global_shapes(arguments, known), self._state()
-        for each in known:
-            if each.state == state and each.shapes == shapes:
+        alike = [r for r in reversed(known) if r.state == state and r.shapes == shapes]
+        for each in alike:
+            if each.guards.hold():
                 # Every rank runs the same number of steps; a single rank may run a forward by itself.
                 if is_step:
                     programs.append(programs.pop(programs.index(each)))
                 return each
         try:
+            if alike:
+                return self._add_again(alike[0], arguments.of_shapes(shapes), is_step=is_step)
             return self._add(arguments.of_shapes(shapes), is_step=is_step)
         except CaptureError as error:
             if shapes == arguments.shapes:
@@ -411,6 +450,7 @@ class CompiledModule(nn.Module):
         """Captures, plans and binds a program for arguments of global shapes."""
         start = time.perf_counter()
         model = self._original
+        replaced = self._forget_replaced()
         with _lasting():
             programs = self._planner.program(
                 model, partial(self._stand_ins, arguments), fixed=self._fixed, is_step=is_step,
@@ -423,15 +463,32 @@ class CompiledModule(nn.Module):
             if self._store is None:
                 warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
                 self._place(programs)
-            ready = _Ready(self._bind(programs, count), self._state(), count)
+            elif replaced:
+                self._place_replaced(programs, replaced)
+            ready = _Ready(
+                self._bind(programs, count), self._state(), count,
+                programs.guards + structure_guards(model), programs.writes,
+            )  # fmt: skip
         self._keep(ready, arguments, time.perf_counter() - start)
+        return ready
+
+    def _add_again(self, earlier: _Ready, arguments: Arguments, *, is_step: bool) -> _Ready:
+        """Captures anew what a Python value has changed since; says which, and how often."""
+        difference = earlier.guards.broken()
+        assert difference is not None, "its guards do not hold"
+        # A rank whose Python did not change would not come: those that are here find out in time.
+        self._comparison.gather(difference.words, f"{difference}, for which the model is captured again.")
+        start = time.perf_counter()
+        ready = self._add(arguments, is_step=is_step)
+        self._recaptures.count(difference, time.perf_counter() - start)
         return ready
 
     def _keep(self, ready: _Ready, arguments: Arguments, seconds: float) -> None:
         """Remembers a program, see [Note: programs are kept], and says what shapes cost."""
         program, world = ready.bound.program, ready.bound.world
         kept = self._ready[program.is_step]
-        another = any(r.state == ready.state and arguments.fits(r.bound.program) for r in kept)
+        alike = [r for r in kept if r.state == ready.state and arguments.fits(r.bound.program)]
+        another = bool(alike) and all(r.shapes != ready.shapes for r in alike)
         for path, cut in zip(arguments.paths, cuts(program, world), strict=True):
             self._cuts.setdefault(path, cut)
         if program.is_step and self._first_step is None:
@@ -511,14 +568,13 @@ class CompiledModule(nn.Module):
                 )
 
     def _state(self) -> tuple[object, ...]:
-        """What is built into a program: every submodule's mode, which parameters take gradients, and the
-        casts of autocast.
+        """What of torch's modes is built into a program: the casts of autocast, and the default dtype.
+
+        Modes of modules that the forward reads have guards.
         """
-        modes = [module.training for module in self._original.modules()]
-        flags = [parameter.requires_grad for parameter in self._original.parameters()]
         device = self._settings.device.type
         casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return (casts, *modes, *flags)
+        return (casts, torch.get_default_dtype(), self._original.training)
 
     def _as_captured(self) -> AbstractContextManager[Any]:
         """Inside it autocast is off: its casts are in the graph, and so are regions without it."""
@@ -542,6 +598,42 @@ class CompiledModule(nn.Module):
             assert self._adoption is not None and programs.pipeline is not None
             self._part = take_part(model, programs.stages, users, world, self._adoption)
             self._shared = SharedParameters(users, programs.pipeline, self._store)
+
+    def _forget_replaced(self) -> list[str]:
+        """The names of parameters that are other objects since they were placed; all programs hold the old ones."""
+        if self._store is None or self._fixed is None:
+            return []
+        replaced = self._store.replaced(self._original)
+        if not replaced:
+            return []
+        if self._fixed.pipeline is not None:
+            raise StepError(
+                f"The parameter {replaced[0]} was replaced by another, which a model with pipeline stages does not "
+                "follow. Copy the values into it (with torch.no_grad(): parameter.copy_(...)), or compile again."
+            )
+        for programs in self._ready.values():
+            programs.clear()
+        shapes = {name: p.shape for name, p in self._original.named_parameters()}
+        self._fixed = replace(
+            self._fixed,
+            parameters={
+                name: lies for name, lies in self._fixed.parameters.items()
+                if shapes.get(name) == self._store.kept[name].spec.shape
+            },
+        )  # fmt: skip
+        return replaced
+
+    def _place_replaced(self, programs: Programs, names: Sequence[str]) -> None:
+        """Puts parameters to rest that took the place of others."""
+        assert self._store is not None and self._fixed is not None
+        model, world = self._original, self._store.world
+        if self._adoption is not None and self._settings.device_mesh is not None:
+            adopt(model, self._settings.device_mesh, self._adoption)
+        values = replaced_values(model, names, world)
+        self._store.fill(programs.whole, model, values, frozenset(names))
+        self._fixed = replace(self._fixed, parameters={
+            **self._fixed.parameters, **{n: programs.whole.plan.parameters[n] for n in names
+                                         if n in programs.whole.plan.parameters}})
 
     # --- what was chosen
 

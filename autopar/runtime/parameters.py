@@ -95,6 +95,14 @@ class ParameterStore:
             storage = program.storage(name).storage if name in specs else replicated
             self._keep(spec, storage, parameters[name], value)
 
+    def replaced(self, model: nn.Module) -> list[str]:
+        """The names of the model's parameters that are other objects than those at rest under their names."""
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if name not in self.kept or self.kept[name].parameter is not parameter
+        ]
+
     def _keep(
         self, spec: TensorSpec, storage: Layout, parameter: nn.Parameter, value: Tensor
     ) -> None:

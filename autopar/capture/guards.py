@@ -1,0 +1,196 @@
+"""Guards: the Python values that a captured program was made from, and whether they still are the same.
+
+A capture runs the Python of a model once. Whatever it reads there that is no parameter, buffer or input
+(`model.beta`, a list that the loss reads, `drop.p`) is built into the program; `Guards.broken` says before
+a step which of them is another value by now. The checks are compiled into one function of the form
+
+    x is v0 and y is v1 and ...
+
+so that a value that did not change costs some nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import CellType, MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.values import MISSING, MUTABLE, SeenContainer, SeenTensor, in_words, is_same
+
+_CHECKS_PER_FUNCTION = 500
+LENGTH = "len()"  # the key of how many entries a dict has
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a Python value stands.
+
+    Attributes:
+        holder: a dict, the cell of a closure, or an object of which it is an attribute.
+        key: its key in the dict or its name as an attribute; None for a cell, LENGTH for the dict's length.
+        words: its name for people.
+        line: the line that read it, `file:line`.
+    """
+
+    holder: Any
+    key: Any
+    words: str
+    line: str
+
+    def get(self) -> Any:
+        """The value that stands there now, MISSING for none."""
+        if isinstance(self.holder, CellType):
+            try:
+                return self.holder.cell_contents
+            except ValueError:
+                return MISSING
+        if self.key is LENGTH:
+            return len(self.holder)
+        if isinstance(self.holder, (dict, MappingProxyType)):
+            return self.holder.get(self.key, MISSING)
+        return getattr(self.holder, self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Lets a value stand there; MISSING removes what does."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, dict) and value is MISSING:
+            self.holder.pop(self.key, None)
+        elif isinstance(self.holder, dict):
+            self.holder[self.key] = value
+        elif not isinstance(self.holder, MappingProxyType):
+            setattr(self.holder, self.key, value)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that is another than a capture has read, in words.
+
+    Attributes:
+        words: its name.
+        line: the line that read it.
+        before: the value that was read.
+        now: the value that stands there now.
+    """
+
+    words: str
+    line: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.words} was {self.before} and is {self.now} (read in {self.line})"
+
+
+@dataclass(frozen=True, eq=False)
+class Guard:
+    """A value that a capture has read.
+
+    Attributes:
+        place: where it stands.
+        before: the value as `autopar.capture.values.seen` notes it, MISSING for none.
+    """
+
+    place: Place
+    before: Any
+
+    def holds(self) -> bool:
+        return is_same(self.place.get(), self.before)
+
+    def difference(self) -> Difference:
+        """What is different now, in words."""
+        before, now = in_words(self.before), in_words(self.place.get())
+        return Difference(self.place.words, self.place.line, before, now)
+
+    def source(self, number: int) -> str:
+        """The check as an expression of the names `h` and `v` with this number."""
+        key = repr(self.place.key)
+        if self.place.key is LENGTH:
+            return f"len(h{number}) == v{number}"
+        if isinstance(self.place.holder, (dict, MappingProxyType)) and self.before is MISSING:
+            return f"{key} not in h{number}"
+        if isinstance(self.place.holder, (dict, MappingProxyType)):
+            value = f"h{number}[{key}]"
+        elif isinstance(self.place.holder, CellType):
+            value = f"h{number}.cell_contents"
+        else:
+            value = f"getattr(h{number}, {key}, MISSING)"
+        if isinstance(self.before, (SeenContainer, *MUTABLE)):
+            return f"is_same({value}, v{number})"
+        if isinstance(self.before, SeenTensor):
+            return f"({value} is v{number}.tensor and is_same({value}, v{number}))"
+        return f"({value} is v{number} or is_same({value}, v{number}))"
+
+
+class Guards:
+    """What must be as it was for a captured program to be what the user's Python would compute.
+
+    Args:
+        guards: one for every value that was read.
+    """
+
+    def __init__(self, guards: Iterable[Guard] = ()) -> None:
+        self._guards = tuple(guards)
+
+    def __len__(self) -> int:
+        return len(self._guards)
+
+    def __add__(self, other: Guards) -> Guards:
+        return Guards((*self._guards, *other._guards))
+
+    @cached_property
+    def _checks(self) -> tuple[Callable[[], bool], ...]:
+        size = _CHECKS_PER_FUNCTION
+        parts = [self._guards[i : i + size] for i in range(0, len(self._guards), size)]
+        return tuple(_compiled(part) for part in parts)
+
+    def hold(self) -> bool:
+        """Whether every value is what it was."""
+        try:
+            return all(check() for check in self._checks)
+        except (KeyError, ValueError, RuntimeError):  # a value is missing by now
+            return False
+
+    def broken(self) -> Difference | None:
+        """The first difference, None where there is none."""
+        if self.hold():
+            return None
+        return next((g.difference() for g in self._guards if not g.holds()), None)
+
+
+def _compiled(guards: Sequence[Guard]) -> Callable[[], bool]:
+    """One function of all checks; what it compares are its globals."""
+    names: dict[str, Any] = {"is_same": is_same, "MISSING": MISSING}
+    for i, guard in enumerate(guards):
+        names[f"h{i}"], names[f"v{i}"] = guard.place.holder, guard.before
+    lines = [f"    if not {guard.source(i)}: return False\n" for i, guard in enumerate(guards)]
+    exec("".join(["def check():\n", *lines, "    return True\n"]), names)
+    found: Callable[[], bool] = names["check"]
+    return found
+
+
+def structure_guards(model: nn.Module) -> Guards:
+    """Guards of what a model is made of: its submodules, and its parameters with their flags.
+
+    Buffers may be replaced between steps: programs read them where they are.
+    """
+    return Guards(_structure(model))
+
+
+def _structure(model: nn.Module) -> Iterator[Guard]:
+    for path, module in model.named_modules():
+        if module._modules:
+            words = f"the number of submodules of model.{path}".rstrip(".")
+            place = Place(module._modules, LENGTH, words, "the model's structure")
+            yield Guard(place, len(module._modules))
+        for table in (module._modules, module._parameters):
+            for name, value in table.items():
+                words = f"model.{path}.{name}".replace("..", ".")
+                yield Guard(Place(table, name, words, "the model's structure"), value)
+                if isinstance(value, nn.Parameter):
+                    place = Place(value, "requires_grad", f"{words}.requires_grad", "every backward")
+                    yield Guard(place, value.requires_grad)

@@ -1,0 +1,472 @@
+"""Watches the user's Python while a model is captured: which values it reads, and what it writes.
+
+A capture runs the forward of a model once, on fake tensors. `Watch` notes every value that the code reads
+there and that is no parameter, buffer or input:
+
+- attributes of modules, where `nn.Module.__getattribute__` is asked for them;
+- globals and closures of every function of the user's that runs, by the names in its code;
+- what those hold: elements of containers, attributes of plain objects.
+
+Of objects other than modules every attribute is noted and those are guarded whose names occur in the code that
+ran. Torch, numpy and the standard library are nobody's to change: their code is not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import gc
+import inspect
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.guards import Guard, Guards, Place
+from autopar.capture.values import MISSING, MUTABLE, elements, is_plain, is_same, seen
+from autopar.errors import CaptureError
+
+_HERE = os.path.dirname(os.path.dirname(__file__))
+_NOT_THE_USERS = (
+    os.path.dirname(torch.__file__), os.path.dirname(np.__file__), _HERE, os.path.dirname(os.__file__) + os.sep,
+)  # fmt: skip
+_INSTALLED = ("site-packages", "dist-packages")
+_TABLES = frozenset([*vars(nn.Module()), *vars(nn.Module)]) - {"training"}
+_MOST_OBJECTS = 10_000
+
+
+def is_users(filename: str) -> bool:
+    """Whether code of a file is the user's, or of a library between the user and torch."""
+    if filename.startswith("<frozen") or filename.startswith(_NOT_THE_USERS[:3]):
+        return False
+    is_standard = filename.startswith(_NOT_THE_USERS[3])
+    return not is_standard or any(part in filename for part in _INSTALLED)
+
+
+def is_users_type(kind: type) -> bool:
+    """Whether objects of a type are looked into: those of classes of the user, and namespaces."""
+    if kind.__name__ in ("SimpleNamespace", "Namespace"):
+        return True
+    top = kind.__module__.partition(".")[0]
+    return top not in sys.stdlib_module_names and top not in ("torch", "numpy", "autopar")
+
+
+def place_of(frame: types.FrameType | None) -> str:
+    """The line of the user's that is running: `file:line`."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "a line of torch" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True)
+class Write:
+    """What a forward does to an attribute of a module.
+
+    Attributes:
+        attributes: `__dict__` of the module.
+        name: name of the attribute.
+        value: its value after the forward, or what the forward adds to it.
+        adds: whether it is added.
+    """
+
+    attributes: dict[str, Any]
+    name: str
+    value: Any
+    adds: bool
+
+    def repeat(self) -> None:
+        """Does it once more."""
+        self.attributes[self.name] = (
+            self.attributes[self.name] + self.value if self.adds else self.value
+        )
+
+
+_COUNTS = ("+", "+=", "-", "-=")
+
+
+def _is_count(frame: types.FrameType, name: str) -> bool:
+    """Whether an attribute is read only to be stored again, a constant added: `self.calls += 1`."""
+    code = list(dis.get_instructions(frame.f_code))
+    at = next((i for i, op in enumerate(code) if op.offset == frame.f_lasti), None)
+    if at is None or code[at].argval != name:
+        return False
+    constant, add, *rest = [op for op in code[at + 1 : at + 8] if op.opname != "CACHE"]
+    stored = next((op for op in rest if not op.opname.startswith(("SWAP", "LOAD_FAST"))), None)
+    return (
+        constant.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        and add.opname == "BINARY_OP" and add.argrepr in _COUNTS
+        and stored is not None and stored.opname == "STORE_ATTR" and stored.argval == name
+    )  # fmt: skip
+
+
+def _globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
+    """The globals that a code names, each with the first line that does."""
+    line, found = code.co_firstlineno, set()
+    for op in dis.get_instructions(code):
+        line = op.starts_line or line
+        if op.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME") and op.argval not in found:
+            found.add(op.argval)
+            yield op.argval, line
+
+
+def _stored_by(code: types.CodeType) -> set[str]:
+    """The free variables that a code assigns."""
+    return {op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF"}
+
+
+def _draws(function: Any) -> bool:
+    """Whether a built-in function draws from a generator of Python or numpy."""
+    source = getattr(function, "__self__", None)
+    kinds = (random.Random, np.random.RandomState, np.random.Generator)
+    return isinstance(source, kinds) and "state" not in function.__name__
+
+
+def _line_of(value: Any) -> str:
+    """Where a function, or the forward or call of an object, is written."""
+    value = value.func if isinstance(value, partial) else value
+    if isinstance(value, nn.Module):
+        value = value.forward
+    elif not inspect.isroutine(value):
+        value = getattr(type(value), "__call__", value)
+    code = getattr(inspect.unwrap(value), "__code__", None)
+    return "torch" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def _slots(kind: type) -> list[str]:
+    names = [getattr(k, "__slots__", ()) for k in kind.__mro__]
+    return [n for each in names for n in ((each,) if isinstance(each, str) else each)]
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else type(elements(container))(container)
+
+
+def _is_copy(container: Any, copy: Any) -> bool:
+    """Whether a container holds the objects that its copy does."""
+    now = list(container.items()) if isinstance(container, dict) else list(container)
+    then = list(copy.items()) if isinstance(copy, dict) else list(copy)
+    if isinstance(container, set):
+        return container == set(copy)
+    if len(now) != len(then):
+        return False
+    pairs = zip(now, then, strict=True)
+    if isinstance(container, dict):
+        return all(k is m and v is w for (k, v), (m, w) in pairs)
+    return all(x is y for x, y in pairs)
+
+
+def _refill(container: Any, copy: Any) -> None:
+    container.clear()
+    container.update(copy) if isinstance(container, (dict, set)) else container.extend(copy)
+
+
+class _Unwatched(TorchFunctionMode):
+    """Ops run without the profile function: no code of the user is in them, and all the time is."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(profile)
+
+
+class Watch:
+    """Notes what the Python of a model reads and writes, in every run of its forward.
+
+    Every run begins with the values that the first one found.
+
+    Args:
+        model: the model that is captured.
+        loss_fn: its loss function, if there is one.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self._paths = {id(m): f"model.{path}".rstrip(".") for path, m in model.named_modules()}
+        self._modules = list(model.modules())
+        self._roots = [(loss_fn, "loss_fn")] if loss_fn is not None else []
+        if isinstance(loss_fn, nn.Module):
+            self._modules += loss_fn.modules()
+            self._paths |= {
+                id(m): f"loss_fn.{path}".rstrip(".") for path, m in loss_fn.named_modules()
+            }
+        self._read: dict[tuple[int, Any], tuple[Place, Any, Any]] = {}  # place, seen, value
+        self._containers: dict[int, tuple[Any, Any, Place]] = {}  # container, copy, its place
+        self._objects: dict[int, Any] = {}  # kept, so that no other has their id
+        # Of classes `vars` makes a new view each time.
+        self._spaces: dict[types.ModuleType | type, Any] = {}
+        self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
+        self._codes: dict[types.CodeType, dict[str, Any]] = {}  # with the values of free variables
+        self._names: set[str] = set()
+        self._counted: dict[tuple[int, str], set[bool]] = {}  # was each read only a count?
+        self._lines: dict[tuple[int, str], str] = {}  # of writes
+        self._drawn: list[str] = []
+        self._noting = False
+        self.writes: tuple[Write, ...] = ()
+
+    # --- running
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Watches one run of the forward; afterwards Python's values are what they were."""
+        before = [dict(vars(m)) for m in self._modules]
+        for value, words in self._roots:
+            self._hold(value, Place({}, None, words, _line_of(value)))
+        get, put, profile = nn.Module.__getattribute__, nn.Module.__setattr__, sys.getprofile()
+
+        def read(module: nn.Module, name: str) -> Any:
+            is_state = name not in _TABLES and not name.startswith("__")
+            if is_state and not self._noting and id(module) in self._paths:
+                self._noting = True  # which reads attributes itself
+                try:
+                    self._attribute(module, name, sys._getframe(1))
+                finally:
+                    self._noting = False
+            return get(module, name)
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            self._lines[id(module), name] = place_of(sys._getframe(1))
+            put(module, name, value)
+
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
+        try:
+            with _Unwatched():
+                sys.setprofile(self._profile)
+                try:
+                    yield
+                finally:
+                    sys.setprofile(profile)
+        finally:
+            nn.Module.__setattr__ = put  # type: ignore[method-assign]
+            del nn.Module.__getattribute__
+            self._find_cells()
+            writes, others = list(self._written(before)), list(self._changed())
+            self._restore(before)
+        self._refuse(others)
+        self.writes = tuple(self._effect(m, name, old, new) for m, name, old, new in writes)
+
+    def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "call" and frame.f_code not in self._codes:
+            self._function(frame)
+        elif event == "c_call" and _draws(function):
+            self._drawn.append(place_of(frame))
+
+    # --- reading
+
+    def _attribute(self, module: nn.Module, name: str, frame: types.FrameType) -> None:
+        attributes = vars(module)
+        key = id(attributes), name
+        if name in attributes:
+            self._counted.setdefault(key, set()).add(_is_count(frame, name))
+        if key in self._read:
+            return
+        place = Place(attributes, name, f"{self._paths[id(module)]}.{name}", place_of(frame))
+        if name in attributes:
+            self._note(place, frame.f_code)
+            return
+        if any(name in table for table in (module._parameters, module._buffers, module._modules)):
+            return
+        static = inspect.getattr_static(type(module), name, MISSING)
+        is_data = not hasattr(type(static), "__get__") and static is not MISSING
+        if is_data or static is MISSING:
+            place = Place(module, name, place.words, place.line)
+            self._note(place, frame.f_code)
+
+    def _function(self, frame: types.FrameType) -> None:
+        """Notes globals and closures of a function of the user's that begins to run."""
+        code = frame.f_code
+        self._codes[code] = {}
+        if not is_users(code.co_filename):
+            return
+        self._names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+        where = f"{code.co_filename}:{code.co_firstlineno}"
+        for name, line in _globals_of(code):
+            if name in frame.f_globals:
+                place = Place(
+                    frame.f_globals, name, f"the global {name}", f"{code.co_filename}:{line}"
+                )
+                self._note(place, code)
+        free = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals}
+        self._codes[code] = {n: (seen(v), v) for n, v in free.items()}
+        for name, value in free.items():
+            self._hold(value, Place({}, name, f"{name} of {code.co_qualname}", where), code)
+
+    def _note(self, place: Place, code: types.CodeType | None, *, optional: bool = False) -> None:
+        key = id(place.holder), place.key
+        if key in self._read:
+            return
+        value = place.get()
+        self._objects[id(place.holder)] = place.holder
+        self._read[key] = place, seen(value), value
+        if optional:
+            self._optional.add(key)
+        self._hold(value, place, code)
+
+    def _hold(self, value: Any, place: Place, code: types.CodeType | None = None) -> None:
+        """Notes what a value holds."""
+        if isinstance(value, (types.ModuleType, type)) and code is not None:
+            self._namespace(value, place, code)
+            return
+        if is_plain(value) or id(value) in self._objects or len(self._objects) > _MOST_OBJECTS:
+            return
+        if isinstance(value, (Tensor, np.ndarray, nn.Module)):
+            return
+        self._objects[id(value)] = value
+        if isinstance(value, MUTABLE):
+            self._containers[id(value)] = value, _copy(value), place
+        if isinstance(value, (*MUTABLE, tuple)):
+            for element in elements(value):
+                self._hold(element, place, code)
+        elif isinstance(value, partial):
+            for part in (value.func, value.args, value.keywords):
+                self._hold(part, place, code)
+        elif isinstance(value, types.MethodType):
+            self._hold(value.__self__, place, code)
+        elif isinstance(value, types.FunctionType):
+            self._hold((value.__defaults__, value.__kwdefaults__), place, code)
+            if is_users(value.__code__.co_filename):
+                self._attributes(value, place, code)
+        elif is_users_type(type(value)):
+            self._attributes(value, place, code)
+
+    def _attributes(self, value: Any, place: Place, code: types.CodeType | None) -> None:
+        for name in getattr(value, "__dict__", ()):
+            words = f"{place.words}.{name}"
+            self._note(Place(vars(value), name, words, place.line), code, optional=True)
+        for name in _slots(type(value)):
+            words = f"{place.words}.{name}"
+            self._note(Place(value, name, words, place.line), code, optional=True)
+        if not isinstance(value, types.FunctionType) and code is not None:
+            self._namespace(type(value), place, code)
+
+    def _namespace(
+        self, value: types.ModuleType | type, place: Place, code: types.CodeType
+    ) -> None:
+        """Notes the entries of a module or class of the user's that a code names."""
+        spaces = [value] if isinstance(value, types.ModuleType) else value.__mro__
+        for space in spaces:
+            top = getattr(space, "__module__", space.__name__).partition(".")[0]
+            if top in sys.stdlib_module_names or top in ("torch", "numpy", "autopar"):
+                continue
+            entries = self._spaces.setdefault(space, vars(space))
+            for name in sorted(set(code.co_names) & set(entries)):
+                words = f"{getattr(space, '__qualname__', space.__name__)}.{name}"
+                self._note(Place(entries, name, words, place.line), code)
+
+    def _find_cells(self) -> None:
+        """Notes the cells of the closures that ran: those of functions that hold what the run has found."""
+        found = {code: free for code, free in self._codes.items() if free}
+        made_inside = {c for code in self._codes for c in code.co_consts if inspect.iscode(c)}
+        functions = [f for f in gc.get_referrers(*found) if isinstance(f, types.FunctionType)] if found else []
+        for function in functions:
+            code = function.__code__
+            if code not in found or code in made_inside:
+                continue
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                key = id(cell), None
+                if key in self._read or name not in found[code]:
+                    continue
+                before, value = found[code][name]
+                where = f"{code.co_filename}:{code.co_firstlineno}"
+                place = Place(cell, None, f"{name} of {code.co_qualname}", where)
+                if place.get() is value or name in _stored_by(code):
+                    self._objects[id(cell)] = cell
+                    self._read[key] = place, before, value
+
+    # --- writing
+
+    def _written(self, before: list[dict[str, Any]]) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+        """Attributes of modules that are others after a run: module, name, value before and after."""
+        for module, old in zip(self._modules, before, strict=True):
+            new = vars(module)
+            for name in [*old, *(n for n in new if n not in old)]:
+                if old.get(name, MISSING) is not new.get(name, MISSING):
+                    yield module, name, old.get(name, MISSING), new.get(name, MISSING)
+
+    def _changed(self) -> Iterator[str]:
+        """What else is another after a run, in words."""
+        attributes = {id(vars(m)) for m in self._modules}
+        for place, before, value in self._read.values():
+            if id(place.holder) not in attributes and place.get() is not value:
+                yield f"{place.words} (read in {place.line})"
+        for container, copy, place in self._containers.values():
+            if not _is_copy(container, copy):
+                yield f"{place.words} (read in {place.line})"
+
+    def _restore(self, before: list[dict[str, Any]]) -> None:
+        for module, old in zip(self._modules, before, strict=True):
+            if any(x is not old.get(name, MISSING) for name, x in vars(module).items()) or (
+                len(old) != len(vars(module))
+            ):
+                vars(module).clear()
+                vars(module).update(old)
+        attributes = {id(vars(m)) for m in self._modules}
+        for place, _, value in self._read.values():
+            if id(place.holder) not in attributes and place.get() is not value:
+                place.put(value)
+        for container, copy, _ in self._containers.values():
+            if not _is_copy(container, copy):
+                _refill(container, copy)
+
+    def _effect(self, module: nn.Module, name: str, old: Any, new: Any) -> Write:
+        """What a forward did to an attribute, to be done after every step; CaptureError where it cannot be."""
+        attributes, line = vars(module), self._lines.get((id(module), name), _line_of(module))
+        if self._is_counter(attributes, name) and type(old) is type(new) is int:
+            return Write(attributes, name, new - old, adds=True)
+        tensors = [x for x in torch.utils._pytree.tree_leaves(new) if isinstance(x, Tensor)]
+        if new is MISSING or tensors or not (is_plain(new) or isinstance(new, MUTABLE)):
+            raise CaptureError(
+                f"The forward sets {self._paths[id(module)]}.{name} in {line}, and a captured program does not "
+                "run that line in each step. Return the value from the forward, or keep a tensor in a buffer and "
+                f"write into it: self.register_buffer({name!r}, ...) in __init__, self.{name}.copy_(...) here."
+            )
+        return Write(attributes, name, new, adds=False)
+
+    def _is_counter(self, attributes: dict[str, Any], name: str) -> bool:
+        return self._counted.get((id(attributes), name)) == {True}
+
+    def _refuse(self, changed: list[str]) -> None:
+        if self._drawn:
+            raise CaptureError(
+                f"The forward or the loss draws from Python's or numpy's random numbers in {self._drawn[0]}; a "
+                "captured program would repeat the first draw for ever. Draw with torch (torch.rand, "
+                "torch.bernoulli) and choose with torch.where, or draw outside and give the result as an input."
+            )
+        if changed:
+            raise CaptureError(
+                f"The forward or the loss changes {changed[0]}, and a captured program does not do that in each "
+                "step. Do it outside, after step, or return what it collects from the forward."
+            )
+
+    # --- result
+
+    @property
+    def guards(self) -> Guards:
+        """Guards of all that was read. Raises CaptureError for an iterator, which nobody can look at."""
+        return Guards(self._guards())
+
+    def _guards(self) -> Iterator[Guard]:
+        for key, (place, before, value) in self._read.items():
+            is_named = key not in self._optional or place.key in self._names
+            is_ours = str(getattr(value, "__module__", "")).startswith("autopar.")  # a form
+            if not is_named or is_ours or key in self._counted and self._counted[key] == {True}:
+                continue
+            if isinstance(value, Iterator):
+                raise CaptureError(
+                    f"The forward or the loss reads the iterator {place.words} in {place.line}, whose next value no "
+                    "captured program can know. Take its value outside, and give it as an input."
+                )
+            yield Guard(place, before)
