@@ -67,7 +67,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ChangedValue:
     """A value that is another than a capture has read, in words.
 
     Attributes:
@@ -101,10 +101,10 @@ class Guard:
     def holds(self) -> bool:
         return is_same(self.place.get(), self.before)
 
-    def difference(self) -> Difference:
+    def difference(self) -> ChangedValue:
         """What is different now, in words."""
         before, now = in_words(self.before), in_words(self.place.get())
-        return Difference(self.place.words, self.place.line, before, now)
+        return ChangedValue(self.place.words, self.place.line, before, now)
 
     def source(self, number: int) -> str:
         """The check as an expression of the names `h` and `v` with this number."""
@@ -155,7 +155,7 @@ class Guards:
         except (KeyError, ValueError, RuntimeError):  # a value is missing by now
             return False
 
-    def broken(self) -> Difference | None:
+    def broken(self) -> ChangedValue | None:
         """The first difference, None where there is none."""
         if self.hold():
             return None
@@ -192,5 +192,7 @@ def _structure(model: nn.Module) -> Iterator[Guard]:
                 words = f"model.{path}.{name}".replace("..", ".")
                 yield Guard(Place(table, name, words, "the model's structure"), value)
                 if isinstance(value, nn.Parameter):
-                    place = Place(value, "requires_grad", f"{words}.requires_grad", "every backward")
+                    place = Place(
+                        value, "requires_grad", f"{words}.requires_grad", "every backward"
+                    )
                     yield Guard(place, value.requires_grad)

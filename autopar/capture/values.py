@@ -120,3 +120,31 @@ def in_words(value: Any) -> str:
         text = repr(value)
         return text if len(text) < 60 else f"{text[:57]}..."
     return f"{'an' if type(value).__name__[0] in 'AEIOU' else 'a'} {type(value).__name__}"
+
+
+def slots(kind: type) -> list[str]:
+    names = [getattr(k, "__slots__", ()) for k in kind.__mro__]
+    return [n for each in names for n in ((each,) if isinstance(each, str) else each)]
+
+
+def copied(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else type(elements(container))(container)
+
+
+def is_copy(container: Any, copy: Any) -> bool:
+    """Whether a container holds the objects that its copy does."""
+    now = list(container.items()) if isinstance(container, dict) else list(container)
+    then = list(copy.items()) if isinstance(copy, dict) else list(copy)
+    if isinstance(container, set):
+        return container == set(copy)
+    if len(now) != len(then):
+        return False
+    pairs = zip(now, then, strict=True)
+    if isinstance(container, dict):
+        return all(k is m and v is w for (k, v), (m, w) in pairs)
+    return all(x is y for x, y in pairs)
+
+
+def refill(container: Any, copy: Any) -> None:
+    container.clear()
+    container.update(copy) if isinstance(container, (dict, set)) else container.extend(copy)

@@ -14,14 +14,11 @@ ran. Torch, numpy and the standard library are nobody's to change: their code is
 from __future__ import annotations
 
 import contextlib
-import dis
 import gc
 import inspect
-import os
-import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,40 +28,39 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch import pytree
 from autopar.capture.guards import Guard, Guards, Place
-from autopar.capture.values import MISSING, MUTABLE, elements, is_plain, is_same, seen
+from autopar.capture.user_code import (
+    GENERATORS,
+    OTHERS,
+    calling,
+    draws,
+    globals_of,
+    is_count,
+    is_installed,
+    is_state_of_numpy,
+    is_users,
+    is_users_type,
+    line_naming_numpy,
+    line_of,
+    place_of,
+    stored_by,
+)
+from autopar.capture.values import (
+    MISSING,
+    MUTABLE,
+    copied,
+    elements,
+    is_copy,
+    is_plain,
+    refill,
+    seen,
+    slots,
+)
 from autopar.errors import CaptureError
 
-_HERE = os.path.dirname(os.path.dirname(__file__))
-_NOT_THE_USERS = (
-    os.path.dirname(torch.__file__), os.path.dirname(np.__file__), _HERE, os.path.dirname(os.__file__) + os.sep,
-)  # fmt: skip
-_INSTALLED = ("site-packages", "dist-packages")
 _TABLES = frozenset([*vars(nn.Module()), *vars(nn.Module)]) - {"training"}
 _MOST_OBJECTS = 10_000
-
-
-def is_users(filename: str) -> bool:
-    """Whether code of a file is the user's, or of a library between the user and torch."""
-    if filename.startswith("<frozen") or filename.startswith(_NOT_THE_USERS[:3]):
-        return False
-    is_standard = filename.startswith(_NOT_THE_USERS[3])
-    return not is_standard or any(part in filename for part in _INSTALLED)
-
-
-def is_users_type(kind: type) -> bool:
-    """Whether objects of a type are looked into: those of classes of the user, and namespaces."""
-    if kind.__name__ in ("SimpleNamespace", "Namespace"):
-        return True
-    top = kind.__module__.partition(".")[0]
-    return top not in sys.stdlib_module_names and top not in ("torch", "numpy", "autopar")
-
-
-def place_of(frame: types.FrameType | None) -> str:
-    """The line of the user's that is running: `file:line`."""
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "a line of torch" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @dataclass(frozen=True)
@@ -90,91 +86,14 @@ class Write:
         )
 
 
-_COUNTS = ("+", "+=", "-", "-=")
-
-
-def _is_count(frame: types.FrameType, name: str) -> bool:
-    """Whether an attribute is read only to be stored again, a constant added: `self.calls += 1`."""
-    code = list(dis.get_instructions(frame.f_code))
-    at = next((i for i, op in enumerate(code) if op.offset == frame.f_lasti), None)
-    if at is None or code[at].argval != name:
-        return False
-    constant, add, *rest = [op for op in code[at + 1 : at + 8] if op.opname != "CACHE"]
-    stored = next((op for op in rest if not op.opname.startswith(("SWAP", "LOAD_FAST"))), None)
-    return (
-        constant.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
-        and add.opname == "BINARY_OP" and add.argrepr in _COUNTS
-        and stored is not None and stored.opname == "STORE_ATTR" and stored.argval == name
-    )  # fmt: skip
-
-
-def _globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
-    """The globals that a code names, each with the first line that does."""
-    line, found = code.co_firstlineno, set()
-    for op in dis.get_instructions(code):
-        line = op.starts_line or line
-        if op.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME") and op.argval not in found:
-            found.add(op.argval)
-            yield op.argval, line
-
-
-def _stored_by(code: types.CodeType) -> set[str]:
-    """The free variables that a code assigns."""
-    return {op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF"}
-
-
-def _draws(function: Any) -> bool:
-    """Whether a built-in function draws from a generator of Python or numpy."""
-    source = getattr(function, "__self__", None)
-    kinds = (random.Random, np.random.RandomState, np.random.Generator)
-    return isinstance(source, kinds) and "state" not in function.__name__
-
-
-def _line_of(value: Any) -> str:
-    """Where a function, or the forward or call of an object, is written."""
-    value = value.func if isinstance(value, partial) else value
-    if isinstance(value, nn.Module):
-        value = value.forward
-    elif not inspect.isroutine(value):
-        value = getattr(type(value), "__call__", value)
-    code = getattr(inspect.unwrap(value), "__code__", None)
-    return "torch" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def _slots(kind: type) -> list[str]:
-    names = [getattr(k, "__slots__", ()) for k in kind.__mro__]
-    return [n for each in names for n in ((each,) if isinstance(each, str) else each)]
-
-
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else type(elements(container))(container)
-
-
-def _is_copy(container: Any, copy: Any) -> bool:
-    """Whether a container holds the objects that its copy does."""
-    now = list(container.items()) if isinstance(container, dict) else list(container)
-    then = list(copy.items()) if isinstance(copy, dict) else list(copy)
-    if isinstance(container, set):
-        return container == set(copy)
-    if len(now) != len(then):
-        return False
-    pairs = zip(now, then, strict=True)
-    if isinstance(container, dict):
-        return all(k is m and v is w for (k, v), (m, w) in pairs)
-    return all(x is y for x, y in pairs)
-
-
-def _refill(container: Any, copy: Any) -> None:
-    container.clear()
-    container.update(copy) if isinstance(container, (dict, set)) else container.extend(copy)
-
-
 class _Unwatched(TorchFunctionMode):
     """Ops run without the profile function: no code of the user is in them, and all the time is."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return function(*args, **(kwargs or {}))
         profile = sys.getprofile()
         sys.setprofile(None)
         try:
@@ -209,9 +128,11 @@ class Watch:
         self._spaces: dict[types.ModuleType | type, Any] = {}
         self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
         self._codes: dict[types.CodeType, dict[str, Any]] = {}  # with the values of free variables
+        self._globals: dict[types.CodeType, dict[str, Any]] = {}  # of code of the user's
         self._names: set[str] = set()
         self._counted: dict[tuple[int, str], set[bool]] = {}  # was each read only a count?
         self._lines: dict[tuple[int, str], str] = {}  # of writes
+        self._kept: set[tuple[int, str]] = set()  # attributes that stay as they were set
         self._drawn: list[str] = []
         self._noting = False
         self.writes: tuple[Write, ...] = ()
@@ -223,7 +144,8 @@ class Watch:
         """Watches one run of the forward; afterwards Python's values are what they were."""
         before = [dict(vars(m)) for m in self._modules]
         for value, words in self._roots:
-            self._hold(value, Place({}, None, words, _line_of(value)))
+            self._hold(value, Place({}, None, words, line_of(value)))
+        drawn = np.random.get_state(legacy=False)
         get, put, profile = nn.Module.__getattribute__, nn.Module.__setattr__, sys.getprofile()
 
         def read(module: nn.Module, name: str) -> Any:
@@ -253,16 +175,34 @@ class Watch:
             nn.Module.__setattr__ = put  # type: ignore[method-assign]
             del nn.Module.__getattribute__
             self._find_cells()
-            writes, others = list(self._written(before)), list(self._changed())
-            self._restore(before)
+            written = [w for w in self._written(before) if not self._keeps(w[0], w[1], w[3])]
+            for module, name, old, _ in written:
+                Place(vars(module), name, "", "").put(old)
+            changed = list(self._changed())
+            for place, value in changed:
+                place.put(value)
+            others = [place for place, _ in changed] + self._refilled()
+        if not is_state_of_numpy(np.random.get_state(legacy=False), drawn):
+            np.random.set_state(drawn)
+            self._drawn.append(self._numpy_line())
         self._refuse(others)
-        self.writes = tuple(self._effect(m, name, old, new) for m, name, old, new in writes)
+        self.writes = tuple(self._effect(*write) for write in written)
 
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "call" and frame.f_code not in self._codes:
             self._function(frame)
-        elif event == "c_call" and _draws(function):
-            self._drawn.append(place_of(frame))
+        elif event == "c_call" and draws(function):
+            caller = calling(frame)
+            if caller is not None and is_users(caller.f_code.co_filename):
+                self._drawn.append(place_of(caller))
+
+    def _numpy_line(self) -> str:
+        """The line that draws from numpy's own generator, whose functions no profile shows."""
+        for code, values in self._globals.items():
+            line = line_naming_numpy(code, values)
+            if line is not None:
+                return f"{code.co_filename}:{line}"
+        return "a line of the forward"
 
     # --- reading
 
@@ -270,7 +210,7 @@ class Watch:
         attributes = vars(module)
         key = id(attributes), name
         if name in attributes:
-            self._counted.setdefault(key, set()).add(_is_count(frame, name))
+            self._counted.setdefault(key, set()).add(is_count(frame, name))
         if key in self._read:
             return
         place = Place(attributes, name, f"{self._paths[id(module)]}.{name}", place_of(frame))
@@ -292,8 +232,11 @@ class Watch:
         if not is_users(code.co_filename):
             return
         self._names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+        if is_installed(code.co_filename):
+            return  # what a library keeps in globals are its own caches
+        self._globals[code] = frame.f_globals
         where = f"{code.co_filename}:{code.co_firstlineno}"
-        for name, line in _globals_of(code):
+        for name, line in globals_of(code):
             if name in frame.f_globals:
                 place = Place(
                     frame.f_globals, name, f"the global {name}", f"{code.co_filename}:{line}"
@@ -326,7 +269,7 @@ class Watch:
             return
         self._objects[id(value)] = value
         if isinstance(value, MUTABLE):
-            self._containers[id(value)] = value, _copy(value), place
+            self._containers[id(value)] = value, copied(value), place
         if isinstance(value, (*MUTABLE, tuple)):
             for element in elements(value):
                 self._hold(element, place, code)
@@ -346,7 +289,7 @@ class Watch:
         for name in getattr(value, "__dict__", ()):
             words = f"{place.words}.{name}"
             self._note(Place(vars(value), name, words, place.line), code, optional=True)
-        for name in _slots(type(value)):
+        for name in slots(type(value)):
             words = f"{place.words}.{name}"
             self._note(Place(value, name, words, place.line), code, optional=True)
         if not isinstance(value, types.FunctionType) and code is not None:
@@ -359,7 +302,7 @@ class Watch:
         spaces = [value] if isinstance(value, types.ModuleType) else value.__mro__
         for space in spaces:
             top = getattr(space, "__module__", space.__name__).partition(".")[0]
-            if top in sys.stdlib_module_names or top in ("torch", "numpy", "autopar"):
+            if top in sys.stdlib_module_names or top in OTHERS:
                 continue
             entries = self._spaces.setdefault(space, vars(space))
             for name in sorted(set(code.co_names) & set(entries)):
@@ -370,7 +313,11 @@ class Watch:
         """Notes the cells of the closures that ran: those of functions that hold what the run has found."""
         found = {code: free for code, free in self._codes.items() if free}
         made_inside = {c for code in self._codes for c in code.co_consts if inspect.iscode(c)}
-        functions = [f for f in gc.get_referrers(*found) if isinstance(f, types.FunctionType)] if found else []
+        functions = (
+            [f for f in gc.get_referrers(*found) if isinstance(f, types.FunctionType)]
+            if found
+            else []
+        )
         for function in functions:
             code = function.__code__
             if code not in found or code in made_inside:
@@ -382,7 +329,7 @@ class Watch:
                 before, value = found[code][name]
                 where = f"{code.co_filename}:{code.co_firstlineno}"
                 place = Place(cell, None, f"{name} of {code.co_qualname}", where)
-                if place.get() is value or name in _stored_by(code):
+                if place.get() is value or name in stored_by(code):
                     self._objects[id(cell)] = cell
                     self._read[key] = place, before, value
 
@@ -396,37 +343,32 @@ class Watch:
                 if old.get(name, MISSING) is not new.get(name, MISSING):
                     yield module, name, old.get(name, MISSING), new.get(name, MISSING)
 
-    def _changed(self) -> Iterator[str]:
-        """What else is another after a run, in words."""
-        attributes = {id(vars(m)) for m in self._modules}
-        for place, before, value in self._read.values():
-            if id(place.holder) not in attributes and place.get() is not value:
-                yield f"{place.words} (read in {place.line})"
-        for container, copy, place in self._containers.values():
-            if not _is_copy(container, copy):
-                yield f"{place.words} (read in {place.line})"
-
-    def _restore(self, before: list[dict[str, Any]]) -> None:
-        for module, old in zip(self._modules, before, strict=True):
-            if any(x is not old.get(name, MISSING) for name, x in vars(module).items()) or (
-                len(old) != len(vars(module))
-            ):
-                vars(module).clear()
-                vars(module).update(old)
-        attributes = {id(vars(m)) for m in self._modules}
+    def _changed(self) -> Iterator[tuple[Place, Any]]:
+        """The places, other than attributes of modules, of values that a run replaced; with the old value."""
+        attributes = {id(holder) for m in self._modules for holder in (m, vars(m))}
         for place, _, value in self._read.values():
             if id(place.holder) not in attributes and place.get() is not value:
-                place.put(value)
-        for container, copy, _ in self._containers.values():
-            if not _is_copy(container, copy):
-                _refill(container, copy)
+                yield place, value
+
+    def _refilled(self) -> list[Place]:
+        """Brings containers back to what they held; returns the places of those that had changed."""
+        changed = [each for each in self._containers.values() if not is_copy(*each[:2])]
+        for container, copy, _ in changed:
+            refill(container, copy)
+        return [place for _, _, place in changed]
+
+    def _keeps(self, module: nn.Module, name: str, new: Any) -> bool:
+        """Whether an attribute stays as the forward has set it: what a library notes of what it has set up."""
+        if is_plain(new) and is_installed(self._lines.get((id(module), name), "")):
+            self._kept |= {(id(module), name), (id(vars(module)), name)}
+        return (id(module), name) in self._kept
 
     def _effect(self, module: nn.Module, name: str, old: Any, new: Any) -> Write:
         """What a forward did to an attribute, to be done after every step; CaptureError where it cannot be."""
-        attributes, line = vars(module), self._lines.get((id(module), name), _line_of(module))
+        attributes, line = vars(module), self._lines.get((id(module), name), line_of(module))
         if self._is_counter(attributes, name) and type(old) is type(new) is int:
             return Write(attributes, name, new - old, adds=True)
-        tensors = [x for x in torch.utils._pytree.tree_leaves(new) if isinstance(x, Tensor)]
+        tensors = [x for x in pytree.tree_leaves(new) if isinstance(x, Tensor)]
         if new is MISSING or tensors or not (is_plain(new) or isinstance(new, MUTABLE)):
             raise CaptureError(
                 f"The forward sets {self._paths[id(module)]}.{name} in {line}, and a captured program does not "
@@ -438,7 +380,7 @@ class Watch:
     def _is_counter(self, attributes: dict[str, Any], name: str) -> bool:
         return self._counted.get((id(attributes), name)) == {True}
 
-    def _refuse(self, changed: list[str]) -> None:
+    def _refuse(self, changed: list[Place]) -> None:
         if self._drawn:
             raise CaptureError(
                 f"The forward or the loss draws from Python's or numpy's random numbers in {self._drawn[0]}; a "
@@ -447,8 +389,8 @@ class Watch:
             )
         if changed:
             raise CaptureError(
-                f"The forward or the loss changes {changed[0]}, and a captured program does not do that in each "
-                "step. Do it outside, after step, or return what it collects from the forward."
+                f"The forward or the loss changes {changed[0].words} (read in {changed[0].line}), and a captured "
+                "program does not do that in each step. Do it outside, after step, or return what it collects from the forward."
             )
 
     # --- result
@@ -462,11 +404,16 @@ class Watch:
         for key, (place, before, value) in self._read.items():
             is_named = key not in self._optional or place.key in self._names
             is_ours = str(getattr(value, "__module__", "")).startswith("autopar.")  # a form
-            if not is_named or is_ours or key in self._counted and self._counted[key] == {True}:
+            if (
+                not is_named
+                or is_ours
+                or key in self._kept
+                or (key in self._counted and self._counted[key] == {True})
+            ):
                 continue
-            if isinstance(value, Iterator):
+            if isinstance(value, (Iterator, *GENERATORS)):
                 raise CaptureError(
-                    f"The forward or the loss reads the iterator {place.words} in {place.line}, whose next value no "
-                    "captured program can know. Take its value outside, and give it as an input."
+                    f"The forward or the loss reads the {type(value).__name__} {place.words} in {place.line}, whose "
+                    "next value no captured program can know. Take its value outside, and give it as an input."
                 )
             yield Guard(place, before)

@@ -52,9 +52,7 @@ class Adoption:
         _replace_parameters(optimizer, self._successors)
 
 
-def adopt(
-    model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None
-) -> Adoption:
+def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None) -> Adoption:
     """Makes every parameter a replicated DTensor; after an earlier adoption, those that are new.
 
     Raises CaptureError for a model that is distributed already.

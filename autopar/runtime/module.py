@@ -477,7 +477,9 @@ class CompiledModule(nn.Module):
         difference = earlier.guards.broken()
         assert difference is not None, "its guards do not hold"
         # A rank whose Python did not change would not come: those that are here find out in time.
-        self._comparison.gather(difference.words, f"{difference}, for which the model is captured again.")
+        self._comparison.gather(
+            difference.words, f"{difference}, for which the model is captured again."
+        )
         start = time.perf_counter()
         ready = self._add(arguments, is_step=is_step)
         self._recaptures.count(difference, time.perf_counter() - start)
@@ -631,9 +633,17 @@ class CompiledModule(nn.Module):
             adopt(model, self._settings.device_mesh, self._adoption)
         values = replaced_values(model, names, world)
         self._store.fill(programs.whole, model, values, frozenset(names))
-        self._fixed = replace(self._fixed, parameters={
-            **self._fixed.parameters, **{n: programs.whole.plan.parameters[n] for n in names
-                                         if n in programs.whole.plan.parameters}})
+        self._fixed = replace(
+            self._fixed,
+            parameters={
+                **self._fixed.parameters,
+                **{
+                    n: programs.whole.plan.parameters[n]
+                    for n in names
+                    if n in programs.whole.plan.parameters
+                },
+            },
+        )
 
     # --- what was chosen
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 
-from autopar.capture.guards import Difference
+from autopar.capture.guards import ChangedValue
 from autopar.runtime.together import warn_together
 
 log = logging.getLogger("autopar")
@@ -19,7 +19,7 @@ class Recaptures:
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = defaultdict(list)
 
-    def count(self, difference: Difference, seconds: float) -> None:
+    def count(self, difference: ChangedValue, seconds: float) -> None:
         """Notes one more capture, which has taken so many seconds."""
         taken = self._seconds[difference.words]
         taken.append(seconds)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import CaptureError
 
 Between = Callable[[nn.Module, int], object]
 
 
-def trained(model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], between: Between) -> list[float]:
+def trained(
+    model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], between: Between
+) -> list[float]:
     """The losses of five steps of SGD, before each of which a script changes something."""
     torch.manual_seed(1)
     batch = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
@@ -98,3 +104,201 @@ def test_a_replaced_head() -> None:
             model.head = copy.deepcopy(heads[i // 2 - 1])
 
     both(Scaled, squares, between)
+
+
+def test_a_tensor_attribute() -> None:
+    both(Scaled, squares, lambda m, i: setattr(m, "beta", torch.tensor(0.5 * i + 0.5)))
+
+
+def test_a_tensor_attribute_that_is_filled() -> None:
+    def between(model: nn.Module, i: int) -> None:
+        if i == 0:
+            model.beta = torch.tensor(0.5)
+        model.beta.fill_(0.5 * i)
+
+    both(Scaled, squares, between)
+
+
+class Counting(Scaled):
+    """A counter that forward increments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_counter_counts_and_costs_one_capture(caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+    with caplog.at_level("INFO", "autopar"):
+        both(Counting, squares, lambda m, i: seen.append(m.calls))
+    assert seen == [0, 1, 2, 3, 4] * 2
+    assert "again" not in caplog.text
+
+
+class WarmingUp(Scaled):
+    """A counter that forward increments and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 3)
+
+
+def test_a_counter_that_the_forward_reads() -> None:
+    both(WarmingUp, squares, lambda m, i: None)
+
+
+class Dropping(Scaled):
+    """Dropout, of p 0 or 1, which draws nothing that could differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.drop(x))
+
+
+def test_the_probability_of_dropout() -> None:
+    both(Dropping, squares, lambda m, i: setattr(m.drop, "p", float(i % 2)))
+
+
+class Skipping(Scaled):
+    """Layer drop by Python's random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            return self.head(x)
+        return super().forward(x)
+
+
+class NoisyByNumpy(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(np.random.rand())
+
+
+class NoisyByGenerator(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.source.uniform()
+
+
+def line_of(kind: type, text: str) -> str:
+    """`file:line` of the line in a class, or function, that has this text."""
+    lines, first = inspect.getsourcelines(kind)
+    number = next(i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{first + number}"
+
+
+def refused(make: Callable[[], nn.Module], text: str, said: str) -> None:
+    with pytest.raises(CaptureError, match=said) as caught:
+        both(make, squares, lambda m, i: None)
+    assert line_of(make, text) in str(caught.value)
+
+
+def test_python_draws_are_refused_by_their_line() -> None:
+    refused(Skipping, "random.random()", "draws from Python's or numpy's random numbers")
+    refused(NoisyByNumpy, "np.random.rand()", "draws from Python's or numpy's random numbers")
+    refused(NoisyByGenerator, "uniform()", "reads the Generator model.source")
+
+
+TABLE = {"scale": 1.0}
+
+
+class FromTable(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * TABLE["scale"]
+
+
+def test_a_global_table() -> None:
+    both(FromTable, squares, lambda m, i: TABLE.update(scale=1.0 + i))
+
+
+class Growing(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(self.factors)
+
+
+def test_a_list_that_a_script_grows() -> None:
+    both(Growing, squares, lambda m, i: m.factors.append(0.5))
+
+
+class Recording(Scaled):
+    """A list that forward grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.means.append(x.mean())
+        return super().forward(x)
+
+
+def test_a_list_that_forward_grows_is_refused_by_its_line() -> None:
+    refused(Recording, "self.means.append", "changes model.means")
+
+
+class Remembering(Scaled):
+    """An attribute that forward sets to a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.last = out
+        return out
+
+
+def test_a_tensor_attribute_that_forward_sets_is_refused_by_its_line() -> None:
+    refused(Remembering, "self.last = out", "sets model.last")
+
+
+class Noting(Scaled):
+    """An attribute that forward sets to a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width = x.shape[-1]
+        return super().forward(x)
+
+
+def test_a_number_that_forward_sets_is_set() -> None:
+    seen: list[Any] = []
+    both(Noting, squares, lambda m, i: seen.append(vars(m).pop("width", None)))
+    assert seen == [None, 4, 4, 4, 4] * 2
+
+
+class Hooked(Scaled):
+    """A forward hook that stores what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        store: dict[str, Tensor] = {}
+
+        def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+            store["out"] = out.detach()
+
+        self.body.register_forward_hook(keep)
+
+
+def test_a_forward_hook_that_stores_is_refused_by_its_line() -> None:
+    refused(Hooked, "def keep", "changes store of")
+
+
+def test_a_failed_capture_leaves_no_fake_tensor() -> None:
+    model = Recording()
+    with pytest.raises(CaptureError):
+        autopar.compile(model, loss_fn=squares).step(torch.ones(6, 4), torch.ones(6, 3))
+    assert model.means == []

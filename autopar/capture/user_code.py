@@ -1,0 +1,133 @@
+"""Questions to code: whose it is, which names it reads and stores, and where.
+
+The user's code is all that is neither torch's, numpy's, autopar's nor the standard library's. Installed libraries
+count as the user's where attributes are concerned, and not where globals are, in which they keep caches.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import os
+import random
+import sys
+import types
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__))
+OTHERS = ("torch", "numpy", "autopar", "sympy", "mpmath", "networkx", "optree")
+_SITE = os.path.dirname(os.path.dirname(torch.__file__))
+_FOLDERS = (_HERE + os.sep, *(os.path.join(_SITE, name) + os.sep for name in OTHERS))
+_INSTALLED = ("site-packages", "dist-packages")
+GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_COUNTS = ("+", "+=", "-", "-=")
+
+
+@cache
+def is_users(filename: str) -> bool:
+    """Whether code of a file is the user's, or of a library between the user and torch."""
+    return not (filename.startswith(("<frozen", *_FOLDERS)) or is_standard(filename))
+
+
+@cache
+def is_standard(filename: str) -> bool:
+    """Whether code of a file belongs to the standard library."""
+    return filename.startswith(_STANDARD) and not is_installed(filename)
+
+
+def is_installed(filename: str) -> bool:
+    """Whether code of a file belongs to an installed library."""
+    return any(part in filename for part in _INSTALLED)
+
+
+def is_users_type(kind: type) -> bool:
+    """Whether objects of a type are looked into: those of classes of the user, and namespaces."""
+    if kind.__name__ in ("SimpleNamespace", "Namespace"):
+        return True
+    top = kind.__module__.partition(".")[0]
+    return top not in sys.stdlib_module_names and top not in OTHERS
+
+
+def calling(frame: types.FrameType | None) -> types.FrameType | None:
+    """The frame that called into the standard library, or the frame itself."""
+    while frame is not None and is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def place_of(frame: types.FrameType | None) -> str:
+    """The line of the user's that is running: `file:line`."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "a line of torch" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_count(frame: types.FrameType, name: str) -> bool:
+    """Whether an attribute is read only to be stored again, a constant added: `self.calls += 1`."""
+    code = list(dis.get_instructions(frame.f_code))
+    at = next((i for i, op in enumerate(code) if op.offset == frame.f_lasti), None)
+    if at is None or code[at].argval != name:
+        return False
+    constant, add, *rest = [op for op in code[at + 1 : at + 8] if op.opname != "CACHE"]
+    stored = next((op for op in rest if not op.opname.startswith(("SWAP", "LOAD_FAST"))), None)
+    return (
+        constant.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        and add.opname == "BINARY_OP" and add.argrepr in _COUNTS
+        and stored is not None and stored.opname == "STORE_ATTR" and stored.argval == name
+    )  # fmt: skip
+
+
+def globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
+    """The globals that a code names, each with the first line that does."""
+    line, found = code.co_firstlineno, set()
+    for op in dis.get_instructions(code):
+        line = op.starts_line or line
+        if op.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME") and op.argval not in found:
+            found.add(op.argval)
+            yield op.argval, line
+
+
+def is_state_of_numpy(state: Any, other: Any) -> bool:
+    """Whether two states of numpy's generator are the same."""
+    mine, others = state["state"], other["state"]
+    return mine["pos"] == others["pos"] and np.array_equal(mine["key"], others["key"])
+
+
+def stored_by(code: types.CodeType) -> set[str]:
+    """The free variables that a code assigns."""
+    return {op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF"}
+
+
+def draws(function: Any) -> bool:
+    """Whether a built-in function draws from a generator of Python or numpy."""
+    source = getattr(function, "__self__", None)
+    return isinstance(source, GENERATORS) and "state" not in function.__name__
+
+
+def line_naming_numpy(code: types.CodeType, values: dict[str, Any]) -> int | None:
+    """The first line of a code that names `numpy.random` or a function of it."""
+    line = code.co_firstlineno
+    for op in dis.get_instructions(code):
+        line = op.starts_line or line
+        value = values.get(op.argval) if isinstance(op.argval, str) else None
+        if op.argval == "random" or isinstance(getattr(value, "__self__", None), GENERATORS):
+            return line
+    return None
+
+
+def line_of(value: Any) -> str:
+    """Where a function, or the forward or call of an object, is written."""
+    value = value.func if isinstance(value, partial) else value
+    if isinstance(value, nn.Module):
+        value = value.forward
+    elif not inspect.isroutine(value):
+        value = inspect.getattr_static(type(value), "__call__", value)
+    code = getattr(inspect.unwrap(value), "__code__", None)
+    return "torch" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
