@@ -390,7 +390,8 @@ class Watch:
         if changed:
             raise CaptureError(
                 f"The forward or the loss changes {changed[0].words} (read in {changed[0].line}), and a captured "
-                "program does not do that in each step. Do it outside, after step, or return what it collects from the forward."
+                "program does not do that in each step. Do it outside, after step, or return what it collects from "
+                "the forward."
             )
 
     # --- result
