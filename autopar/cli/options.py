@@ -114,7 +114,7 @@ _INTENTS = (
     click.option("--micro-batches", type=POSITIVE, metavar="N",
                  help="Micro-batches of a step; else searched."),
     click.option("--stages", multiple=True, type=POSITIVE, metavar="N",
-                 help="Depths of a pipeline to consider beside 1, where --mesh does not say."),
+                 help="Depth of a pipeline to consider in addition to 1, where --mesh does not say; else all."),
     click.option("--schedule", type=click.Choice(tuple(SCHEDULES)),
                  help="In which order pipeline stages run micro-batches; else searched."),
     click.option("--chunks", type=POSITIVE, metavar="V",
@@ -155,8 +155,8 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
 
 
 def _depths(stages: tuple[int, ...], mesh: Mesh | None) -> tuple[int, ...] | None:
-    """The depths that are named and 1; a mesh says its own."""
-    return None if mesh is not None else tuple({1, *stages})
+    """The depths that are named and 1; None where none is, or where the mesh says its own."""
+    return tuple({1, *stages}) if stages and mesh is None else None
 
 
 def _check_pins(request: Request) -> None:

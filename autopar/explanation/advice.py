@@ -17,22 +17,22 @@ from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
-from autopar.cost_model.step import Run, Step, Term
+from autopar.cost_model.step import Step, Term
 from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, CaptureError, SearchError
 from autopar.explanation.explanation import Explanation, run_of
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
-from autopar.ir import Graph, Mesh, MixedPrecision, Plan
+from autopar.ir import Graph, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.note import kind_of
-from autopar.ir.recompute import Recompute
+from autopar.ir.recompute import words_of_recompute
 from autopar.models.presets import Preset
 from autopar.models.targets import Built, Target, resolve_target
 from autopar.passes.unroll_layers import unroll_layers
 from autopar.pipeline.simulation import Simulation
 from autopar.planning.layers import spoken_of_all_layers
-from autopar.planning.planning import Prepared, make_plan, prepare_step, take_parts
+from autopar.planning.planning import Prepared, prepare_step, search_step
 from autopar.search.candidates import (
     ClusterSetting,
     PricedCandidate,
@@ -42,15 +42,15 @@ from autopar.search.candidates import (
     smallest,
     where_time_goes,
 )
-from autopar.search.intents import allows, check_closed_form, expand_pins, recomputations
+from autopar.search.given import Planned
+from autopar.search.intents import expand_pins, has_closed_form
 from autopar.search.notes import head_factors
-from autopar.search.pipeline import PipelineFound, search_pipeline
+from autopar.search.outer import Searched, closed_forms, space_of
 from autopar.search.pipeline import Priced as PricedPipeline
 from autopar.search.request import Request
 from autopar.units import counted
 
 _EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
-_TRIES = 3  # settings whose own search is tried, where the first turns out not to fit
 _OTHERS = 8  # settings of a pipeline that are listed beside the chosen one
 _DUST = 1e-12  # of a cost
 
@@ -199,214 +199,124 @@ class Question:
     @cached_property
     def space(self) -> Space:
         """All settings of the captured model on the cluster."""
-        _, graph = self.captured(_EXPLORED_BATCH)
-        again: tuple[Recompute, ...] = tuple(
-            each
-            for each in recomputations(self.request)
-            if not isinstance(each, float) and (graph.stacks or each == "none")
-        )
-        own = "batch" in graph.factors and self.model.own_batch
+        prepared, request = self._posed
         self.progress("searching the layouts of every recipe")
-        return Space(
-            graph, self.cluster, self._global_batch(graph), training_state_of(graph),
-            self.request.software,
-            stages=self.request.depths or (1,),
-            recomputes=again,
-            pins=self._asked(graph).pins,
-            own_batch=own or "batch" not in graph.factors,
-        )  # fmt: skip
-
-    def _global_batch(self, graph: Graph) -> int:
-        if not self.model.own_batch:
-            return self.request.batch or self.cluster.ranks
-        factor = graph.factors.get("batch")
-        own = factor.size if factor else 1
-        if (self.request.batch or own) % own:
-            raise AutoparError(
-                f"A batch of {self.request.batch} is no multiple of the {own} sequences of {self.target}'s own "
-                "example inputs; give the function a parameter named batch, or another --batch."
-            )
-        return self.request.batch or own * (self.request.micro_batches or 1)
+        assert request.batch is not None, "the batch of a step is known"
+        return space_of(prepared.analysis.graph, request, request.batch)
 
     @cached_property
     def settings(self) -> tuple[PricedCandidate, ...]:
-        """Every setting that the request leaves, priced, fastest first. Raises AutoparError for none."""
-        check_closed_form(self.request)
-        priced = self.space.price()
-        if {"none", "full"} <= {*self.space.recomputes}:  # and what lies between
-            priced += self.space.with_fewest_blocks(priced, self.bound_bytes)
-            priced.sort(key=lambda each: (each.seconds, each.setting.name))
-        node = self.cluster.devices_per_node
-        found = tuple(each for each in priced if allows(self.request, each.setting, node))
-        if not found:
-            raise SearchError(
-                f"Nothing is left of the {len(priced)} ways to lay {self.target} on {self.cluster}: "
-                f"{self.request.text} rule out all of them. Drop one of them."
+        """Closed forms of every setting that the request leaves, fastest first. Raises AutoparError for none."""
+        return closed_forms(self.space, self._posed[1])
+
+    @cached_property
+    def _posed(self) -> tuple[Prepared, Request]:
+        """A captured batch, and the request for a step of known size, as the search takes them."""
+        own = self.model.own_batch
+        prepared, graph = self.captured(0 if own else _EXPLORED_BATCH)
+        request = self._asked(graph)
+        if not own:
+            rows = request.batch or (request.ranks or 1) * (request.micro_batches or 1)
+            return _with_graph(prepared, graph), request.but(batch=rows, cuts_batch=True)
+        size, count = captured_batch(graph), request.micro_batches
+        if request.batch is not None:
+            count = self._own_batches(size)
+        return _with_graph(prepared, graph), request.but(
+            batch=size * (count or 1), micro_batches=count
+        )
+
+    def _own_batches(self, own: int) -> int:
+        """Number of micro-batches of a step in which each is the target's own example of so many rows."""
+        batch, asked = self.request.batch, self.request.micro_batches
+        assert batch is not None, "a batch was asked for"
+        if asked is not None and batch == own:
+            return asked
+        if batch % own:
+            raise AutoparError(
+                f"A batch of {batch} is no multiple of the {own} sequences of {self.target}'s own "
+                "example inputs; give the function a parameter named batch, or another --batch."
             )
-        return found
+        count = batch // own
+        if asked not in (None, count):
+            raise AutoparError(
+                f"A batch of {batch} is {count} times the {own} sequences of {self.target}'s own "
+                f"example inputs, which are a micro-batch, and --micro-batches says {asked}. Leave one "
+                "of them out."
+            )
+        return count
 
     # --- the chosen one
 
     def answer(self) -> Advice:
         """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
-        mesh = self.request.mesh
-        if mesh is not None:
-            return self._staged(mesh) if self.request.has_stages else self._given(mesh)
-        fitting = [each for each in self.settings if each.memory_bytes <= self.bound_bytes]
-        if not fitting:
-            raise SearchError(self.why_nothing_fits())
-        for best in fitting[:_TRIES]:
-            found = self.explain(best)
-            if found.fits:
-                break
-        return replace(found, candidates=self._candidates(best, found), changes=self._changes(best))
+        prepared, request = self._posed
+        self.progress("searching the plan")
+        try:
+            found = search_step(prepared, request)
+        except SearchError:
+            if self.request.mesh is None and has_closed_form(request):
+                raise SearchError(self.why_nothing_fits()) from None
+            raise
+        answer = self._advice(found.best.graph, found.best.plan)
+        chosen = found.trial.priced
+        if chosen is not None:
+            changes = self._changes(chosen, answer.step_seconds / chosen.seconds)
+            answer = replace(answer, setting=chosen.setting, changes=changes)
+        return replace(answer, candidates=tuple(self._rows(found, answer)))
+
+    def _rows(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
+        """The chosen plan, other plans that were searched, and the closed forms of what was not."""
+        pipeline = answer.plan.pipeline
+        yield _row(answer, name_of(answer.plan), _idle(answer.simulation) if pipeline else "", "")
+        for each in found.best.others[:_OTHERS]:
+            yield self._other(each, found.best.graph, answer)
+        for planned in found.others:
+            yield self._planned(planned, answer)
+        priced = found.trial.priced
+        if priced is not None:
+            searched = {
+                str(answer.plan.world_mesh),
+                *(str(p.plan.world_mesh) for p in found.others),
+            }
+            rows = compared(self.settings, priced, self.bound_bytes)
+            unsearched = {
+                each.setting.name
+                for each in self.settings
+                if str(each.setting.world_mesh) not in searched
+            }
+            yield from (row for row in rows if row.name in unsearched)
+
+    def _planned(self, planned: Planned, best: Advice) -> Candidate:
+        """A plan on another mesh as a row of the comparison."""
+        found = self._advice(planned.graph, planned.plan)
+        row = _row(found, name_of(found.plan), "", _slower(found.step_seconds, best.step_seconds))
+        binds = _idle(found.simulation) if found.plan.pipeline else row.binds
+        return replace(row, chosen=False, binds=binds)
 
     def explain(self, priced: PricedCandidate) -> Advice:
-        """A setting with the plan that its recipe leads to at its own sizes."""
-        setting = priced.setting
-        prepared, graph = self.captured(setting.micro_batch * setting.dp)
+        """A setting with the plan that its recipe leads to at its own sizes, whether it fits or not."""
+        setting, (prepared, request) = priced.setting, self._posed
         self.progress(f"searching the plan for {setting.name}")
         # The setting is one of those that the refusals leave, so that they need no second check.
-        request = self._asked(graph).but(
-            mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
-            stages=None, schedule=setting.schedule or None, chunks=None, recompute=setting.recompute,
-            must_fit=False, without=frozenset(),
+        found = search_step(
+            prepared,
+            request.but(
+                mesh=setting.world_mesh, recipe=setting.recipe, micro_batches=setting.micro_batches,
+                stages=None, schedule=setting.schedule or None, chunks=None,
+                recompute=setting.recompute, must_fit=False, without=frozenset(),
+            ),
         )  # fmt: skip
-        plan = make_plan(_with_graph(prepared, graph), request)
-        plan = replace(plan, recompute=setting.recompute)
-        run = Run(
-            setting.micro_batches, setting.stages, recompute=setting.recompute,
-            training_state=training_state_of(graph),
-        )  # fmt: skip
-        return replace(self._advice(graph, plan, run), setting=setting)
-
-    def _given(self, mesh: Mesh) -> Advice:
-        """The plan for a mesh without stages that was given.
-
-        An open number of micro-batches is doubled from one on, as long as nothing fits or the step gets
-        shorter: more of them take less memory and issue more kernels.
-
-        Raises SearchError, of the last number that was tried, where nothing fits.
-        """
-        best: Advice | None = None
-        refused: SearchError | None = None
-        for count in self._counts(mesh):
-            try:
-                found = self._given_in(mesh, count)
-            except SearchError as error:
-                refused = error
-                continue
-            if best is not None and found.step_seconds >= best.step_seconds:
-                break
-            best = found
-        if best is None:
-            assert refused is not None, "at least one number of micro-batches was tried"
-            raise refused
-        return best
-
-    def _counts(self, mesh: Mesh) -> Iterator[int | None]:
-        """Numbers of micro-batches to try on a mesh without stages; None leaves it to the target."""
-        if self.model.own_batch or self.request.micro_batches is not None:
-            yield self.request.micro_batches
-            return
-        count, batch = 1, self.request.batch or mesh.size
-        while count <= batch and batch % count == 0:
-            yield count
-            count *= 2
-
-    def _given_in(self, mesh: Mesh, micro_batches: int | None) -> Advice:
-        """The plan for a mesh without stages and a number of micro-batches."""
-        count, prepared, graph = self._micro_batch(mesh, micro_batches)
-        self.progress(f"searching the plan for {mesh} in {counted(count, 'micro-batch')}")
-        request = self._searched(graph).but(micro_batches=count)
-        plan = make_plan(_with_graph(prepared, graph), request)
-        found = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
-        return replace(found, candidates=(_row(found, f"{mesh} {plan.recipe}", "", ""),))
-
-    def _searched(self, graph: Graph) -> Request:
-        """What is searched on a mesh that was given: recomputation is decided where one choice is left."""
-        left = recomputations(self.request)
-        return self._asked(graph).but(recompute=left[0] if len(left) == 1 else None)
-
-    def _micro_batch(self, mesh: Mesh, micro_batches: int | None) -> tuple[int, Prepared, Graph]:
-        """How many micro-batches a step has, and one of them captured."""
-        count = micro_batches or 1
-        if self.model.own_batch:
-            prepared, graph = self.captured(0)
-            return self._own_batches(graph), prepared, graph
-        batch = self.request.batch or mesh.size * count
-        if batch % count:
-            raise AutoparError(f"{count} micro-batches do not divide a batch of {batch} sequences.")
-        return count, *self.captured(batch // count)
-
-    def _own_batches(self, graph: Graph) -> int:
-        """How many micro-batches a step has if each is the target's own example."""
-        own = graph.factors["batch"].size if "batch" in graph.factors else 1
-        count = self._global_batch(graph) // own
-        if self.request.micro_batches not in (None, count):
-            raise AutoparError(
-                f"A batch of {self.request.batch} is {count} times the {own} sequences of {self.target}'s own "
-                f"example inputs, which are a micro-batch, and --micro-batches says "
-                f"{self.request.micro_batches}. Leave one of them out."
-            )
-        return count
+        return replace(self._advice(found.best.graph, found.best.plan), setting=setting)
 
     def whole_plan(self, plan: Plan) -> Plan:
         """The plan of an answer, for the model with all its layers: it names every op and parameter.
 
         `autopar.compile(model, plan=...)` and `autopar.verify` read it.
         """
-        graphs = [(p, g) for _, p, g in self._captured.values() if _is_of(plan, g)]
-        prepared, graph = next(
-            (each for each in graphs if each[0].captured.fingerprint == plan.fingerprint),
-            graphs[-1],
-        )
+        batch = self._posed[1].batch
+        assert batch is not None, "the batch of a step is known"
+        prepared, graph = self._captured_rows(batch // plan.micro_batches)
         return spoken_of_all_layers(plan, graph, prepared.captured)
-
-    # --- a mesh with stages
-
-    def _staged(self, mesh: Mesh) -> Advice:
-        """The plan with pipeline stages, and the other schedules that were searched."""
-        rows, count = self._rows(mesh), self.request.micro_batches
-        if self.model.own_batch and self.request.batch is not None:
-            count = self._own_batches(self.captured(0)[1])
-        if rows % (count or 1):
-            raise AutoparError(f"{count} micro-batches do not divide a batch of {rows} sequences.")
-        self.progress(f"searching the stages for {mesh}")
-        _, graph = self._captured_rows(rows // (count or 1))
-        request = self._searched(graph).but(batch=rows, micro_batches=count)
-        found = self._search_stages(request)
-        best = found.best.setting
-        own, m = found, best.shape.micro_batches
-        if m != (count or 1):  # a plan is of a graph that has its own size
-            own = self._search_stages(
-                request.but(
-                    micro_batches=m, schedule=best.shape.schedule, chunks=best.shape.chunks,
-                    recompute=best.recompute, without=frozenset(),
-                )
-            )  # fmt: skip
-        _, graph = self._captured_rows(rows // m)
-        plan = replace(take_parts(own.plan, graph), shapes=graph.edge_shapes)
-        answer = self._advice(graph, plan, run_of(plan, training_state_of(graph)))
-        others = tuple(self._other(each, graph, rows, answer) for each in found.others[:_OTHERS])
-        chosen = _row(answer, str(best), _idle(answer.simulation), "")
-        return replace(answer, candidates=(chosen, *others))
-
-    def _rows(self, mesh: Mesh) -> int:
-        """Sequences of a step; where nobody says, one a rank or the example's, of every micro-batch."""
-        if self.request.batch is not None:
-            return self.request.batch
-        own = captured_batch(self.captured(0)[1]) if self.model.own_batch else mesh.size
-        return own * (self.request.micro_batches or 1)
-
-    def _search_stages(self, request: Request) -> PipelineFound:
-        """The best pipeline for a request whose batch is known."""
-        assert request.batch is not None, "the batch of a step is known"
-        count = request.micro_batches or 1
-        prepared, graph = self._captured_rows(request.batch // count)
-        return search_pipeline(
-            graph, request, captured_micro_batches=count, fingerprint=prepared.captured.fingerprint
-        )
 
     def _captured_rows(self, rows: int) -> tuple[Prepared, Graph]:
         """A micro-batch of so many rows, of the example's where its batch is its own."""
@@ -419,9 +329,9 @@ class Question:
             )  # fmt: skip
         return self._captured[rows][1:]
 
-    def _other(self, other: PricedPipeline, graph: Graph, rows: int, best: Advice) -> Candidate:
-        """Another setting as a row of the comparison."""
-        plan = other.plan
+    def _other(self, other: PricedPipeline, graph: Graph, best: Advice) -> Candidate:
+        """Another schedule on the chosen mesh as a row of the comparison."""
+        plan, rows = other.plan, captured_batch(graph) * best.plan.micro_batches
         sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
         step = SimulatedStep(
             sized, plan, self.cluster.hardware, training_state_of(graph), self.request.software
@@ -433,10 +343,10 @@ class Question:
             why_not=_slower(other.seconds, best.step_seconds),
         )  # fmt: skip
 
-    def _advice(self, graph: Graph, plan: Plan, run: Run) -> Advice:
+    def _advice(self, graph: Graph, plan: Plan) -> Advice:
+        run = run_of(plan, training_state_of(graph))
         plan = replace(
             plan,
-            micro_batches=int(run.micro_batches),
             notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_second(plan)),
         )
         return Advice(
@@ -444,28 +354,25 @@ class Question:
             tokens=tokens_of(graph), words=self.model.words, request=self.request,
         )  # fmt: skip
 
-    def _candidates(self, best: PricedCandidate, found: Advice) -> tuple[Candidate, ...]:
-        """Rows of a comparison; that of the chosen one says what its explanation says."""
-        rows = compared(self.settings, best, self.bound_bytes)
-        return tuple(
-            _row(found, each.name, each.binds, each.why_not) if each.chosen else each
-            for each in rows
-        )
+    def _changes(self, best: PricedCandidate, scale: float) -> tuple[Change, ...]:
+        """What other figures of the cluster would lead to, among the settings that were near.
 
-    def _changes(self, best: PricedCandidate) -> tuple[Change, ...]:
-        """What other figures of the cluster would lead to, among the settings that were near."""
+        Args:
+            best: closed form of the chosen setting.
+            scale: step of the chosen plan, as a multiple of its closed form.
+        """
         near = _near(self.settings, best)
         self.progress("asking what would change the choice")
         found = []
         for what, hardware in _variants(self.cluster):
             space = self.space.on(Cluster(hardware, self.cluster.nodes))
             priced = sorted(space.price_of(near), key=lambda each: each.seconds)
-            found.append(_change(what, priced, best, self.bound_bytes))
+            found.append(_change(what, priced, best, self.bound_bytes, scale))
         for size_bytes in _memories(self.bound_bytes):
             what = f"{size_bytes / 1e9:.0f} GB of memory"
             hardware = replace(self.cluster.hardware, memory_bytes=size_bytes)
             bound = self.request.but(hardware=hardware, memory_bytes=None).bound_bytes
-            change = _change(what, self.settings, best, bound)
+            change = _change(what, self.settings, best, bound, scale)
             found.append(change if change and change.best != best.setting.name else None)
         return tuple(each for each in found if each is not None)
 
@@ -525,18 +432,32 @@ def _memories(bound_bytes: int) -> list[int]:
 
 
 def _change(
-    what: str, priced: Sequence[PricedCandidate], best: PricedCandidate, bound_bytes: float
-) -> Change | None:
+    what: str, priced: Sequence[PricedCandidate], best: PricedCandidate, bound_bytes: float,
+    scale: float,
+) -> Change | None:  # fmt: skip
     then = best_that_fits(priced, bound_bytes)
     if then is None:
         return None
-    same = next((p.seconds for p in priced if p.setting == best.setting), None)
-    return Change(what, same, then.setting.name, then.seconds)
+    same = next((scale * p.seconds for p in priced if p.setting == best.setting), None)
+    return Change(what, same, then.setting.name, scale * then.seconds)
 
 
 def _second(plan: Plan) -> Iterator[str]:
     """What the search of a pipeline says of the next best; the rest the simulation says."""
     return (note for note in plan.notes if kind_of(note) == "runner-up")
+
+
+def name_of(plan: Plan) -> str:
+    """Axes, recipe, schedule, micro-batches and recomputation of a plan in a few words."""
+    pipeline = plan.pipeline
+    axes = ",".join(f"{name}={size}" for name, size in plan.world_mesh.axes if size > 1)
+    words = [f"{axes or 'one rank'} {plan.recipe}"]
+    if pipeline is not None:
+        chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        words.append(f"{pipeline.schedule}{chunks}")
+    words.append(counted(plan.micro_batches, "micro-batch"))
+    words += [again] if (again := words_of_recompute(plan.recompute)) else []
+    return ", ".join(words)
 
 
 def _idle(simulation: Simulation | None) -> str:
@@ -628,10 +549,6 @@ def first_rows(inputs: Any, own: int, wanted: int) -> Any:
         return x[:wanted] if has_rows else x
 
     return pytree.tree_map(cut, inputs)
-
-
-def _is_of(plan: Plan, graph: Graph) -> bool:
-    return plan.ops.keys() == graph.by_name.keys()
 
 
 def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:

@@ -270,9 +270,9 @@ def _moved(each: CollectiveTotal) -> str:
 
 
 def used_axes(plan: Plan) -> Plan:
-    """The plan without the axes of one rank, along which nothing is split; as it is if all are."""
-    kept = [i for i, size in enumerate(plan.mesh.sizes) if size > 1]
-    if not kept or len(kept) == len(plan.mesh.sizes):
+    """The plan without the axes of one rank, along which nothing is split; of one rank alone the first stays."""
+    kept = [i for i, size in enumerate(plan.mesh.sizes) if size > 1] or [0]
+    if len(kept) == len(plan.mesh.sizes):
         return plan
 
     def of(values: tuple[_T, ...]) -> tuple[_T, ...]:

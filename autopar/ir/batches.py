@@ -11,7 +11,7 @@ from autopar.ir import Choice, Graph, Leaf, Op, OwnCollective, Plan, Tensor, Wor
 
 def captured_batch(graph: Graph) -> int:
     """The rows of the batch that the graph was captured with; 1 where no input has a batch."""
-    return max((graph.factors[name].size for name in _batch_factors(graph)), default=1)
+    return max((graph.factors[name].size for name in batch_factors(graph)), default=1)
 
 
 def with_batch(graph: Graph, batch: int) -> Graph:
@@ -21,7 +21,7 @@ def with_batch(graph: Graph, batch: int) -> Graph:
     are. Sizes that the program computed from the batch in other ways stay too, so that this is for pricing;
     what runs is captured anew. Raises SearchError for a graph without a batch.
     """
-    names = _batch_factors(graph)
+    names = batch_factors(graph)
     if not names:
         raise SearchError(
             "No dim of the model's inputs is known as its batch, so that other micro-batches cannot be "
@@ -51,8 +51,11 @@ def fits_graph(plan: Plan, graph: Graph) -> bool:
     return inputs and all(is_legal(graph, op, plan.ops[op.name], mesh) for op in graph.ops)
 
 
-def _batch_factors(graph: Graph) -> list[str]:
-    """Names of the largest batch dims of inputs; a table of positions has another."""
+def batch_factors(graph: Graph) -> list[str]:
+    """Names of the factors that are the batch: the largest batch dims of inputs.
+
+    A table of positions has another, smaller one.
+    """
     of_inputs = {
         f for name in graph.inputs.values() for dim in graph.tensors[name].factors for f in dim
     }

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.analysis.factors import Analysis, analyze
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
-from autopar.errors import AutoparError, PlanError, SearchError, StepError
+from autopar.errors import AutoparError, PlanError, StepError
 from autopar.ir import (
     UNSPLIT,
     Graph,
@@ -26,22 +26,15 @@ from autopar.ir import (
     State,
     divides,
     is_legal,
-    with_pipeline,
 )
 from autopar.ir.recompute import RecomputeWish
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
-from autopar.pipeline.composed import composed
 from autopar.pipeline.parts import count_repeating
 from autopar.search.notes import undivided_lines
-from autopar.search.pipeline import search_pipeline, search_pipeline_mesh
+from autopar.search.outer import Searched, search_plan
 from autopar.search.request import Request
-from autopar.search.search import Found, search_with_cost
 from autopar.units import counted
-
-# What PyTorch takes on the CPU for an op of no size: 20 us for forward and backward, two to three kernels,
-# of a GPT of width 8 on one core of a cloud server, torch 2.13.
-_ISSUE_SECONDS = 10e-6
 
 
 @dataclass(frozen=True)
@@ -122,128 +115,34 @@ def make_plan(
     Raises MeshError, RecipeError or SearchError where no plan can be made, and PlanError for
     recomputation of more blocks than the model has.
     """
+    return search_step(
+        prepared,
+        request,
+        captured_micro_batches=captured_micro_batches,
+        fixed_storage=fixed_storage,
+    ).best.plan
+
+
+def search_step(
+    prepared: Prepared,
+    request: Request,
+    *,
+    captured_micro_batches: int | None = None,
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+) -> Searched:
+    """The same search with the price of the plan and with what else was found; arguments as in `make_plan`."""
     graph = prepared.analysis.graph
     if request.micro_batches is None and _batch_elsewhere(graph):
         # Micro-batches are parts of dim 0, which is not the batch here.
         request = request.but(micro_batches=captured_micro_batches or 1)
     if fixed_storage is None:
         _refuse_more_blocks(graph, request.recompute)
-    task = _Task(
-        graph, request, prepared.captured.fingerprint,
-        captured_micro_batches or request.micro_batches or 1, fixed_storage,
+    found = search_plan(
+        graph, request, fingerprint=prepared.captured.fingerprint, fixed_storage=fixed_storage,
+        captured_micro_batches=captured_micro_batches or request.micro_batches or 1,
     )  # fmt: skip
-    return _finished(task.plan(), prepared)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One search: what is asked, of which graph.
-
-    Attributes:
-        graph: the analyzed model.
-        request: what is asked.
-        fingerprint: name of the captured graph, which the plan notes.
-        captured: number of captured batches that make a step.
-        fixed_storage: how parameters lie already; None where that is open.
-    """
-
-    graph: Graph
-    request: Request
-    fingerprint: str
-    captured: int
-    fixed_storage: Mapping[str, ParameterPlan] | None
-
-    def plan(self) -> Plan:
-        request = self.request
-        if request.mesh is None:
-            assert request.ranks is not None and not self.fixed_storage, "ranks to make a mesh of"
-            return search_pipeline_mesh(
-                self.graph, self._issuing(), captured_micro_batches=self.captured,
-                fingerprint=self.fingerprint,
-            ).plan  # fmt: skip
-        if request.has_stages:
-            return self._staged(self._issuing())
-        if self.fixed_storage is None:
-            _refuse_no_blocks(self.graph, request.recompute)
-        if request.recompute == "none" or self.fixed_storage is not None:
-            return self._flat().plan
-        if not has_blocks(self.graph):
-            return self._flat().plan
-        return self._that_fits() if request.recompute is None else self._recomputing()
-
-    def _issuing(self) -> Request:
-        """The request with the time that issuing an op takes, without which micro-batches would be free."""
-        hardware = self.request.hardware
-        if hardware.host_seconds:
-            return self.request
-        return self.request.but(hardware=replace(hardware, host_seconds=_ISSUE_SECONDS))
-
-    def _flat(self) -> Found:
-        """The plan without pipeline stages and without recomputation."""
-        request = self.request
-        assert request.mesh is not None, "a mesh was given"
-        return search_with_cost(
-            self.graph, request.mesh, hardware=request.hardware, recipe=request.recipe,
-            pins=request.pins, memory_bytes=request.search_bound_bytes,
-            micro_batches=request.micro_batches or 1, fingerprint=self.fingerprint,
-            fixed_storage=self.fixed_storage, software=request.software,
-            training_state=request.training_state,
-        )  # fmt: skip
-
-    def _staged(self, request: Request) -> Plan:
-        """The plan with pipeline stages."""
-        return search_pipeline(
-            self.graph, request, captured_micro_batches=self.captured,
-            fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
-        ).plan  # fmt: skip
-
-    def _recomputing(self) -> Plan:
-        """A plan without stages, found as a pipeline of one rank, whose schedule does not matter."""
-        request = self._issuing()
-        assert request.mesh is not None, "a mesh was given"
-        whole = request.but(
-            mesh=with_pipeline(request.mesh, 1, 0), schedule="gpipe",
-            micro_batches=request.micro_batches or 1,
-        )  # fmt: skip
-        return replace(self._staged(whole), pipeline=None)
-
-    def _that_fits(self) -> Plan:
-        """The faster one of the plan that recomputes nothing and the plan that may recompute blocks.
-
-        Recomputation is searched only where memory keeps the search from its fastest plan.
-        """
-        try:
-            found = self._flat()
-        except SearchError as error:
-            try:
-                return self._recomputing()
-            except SearchError as other:
-                if str(other) == str(error):
-                    raise error from None
-                raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
-        if not found.is_tight:
-            return found.plan
-        try:
-            again = self._recomputing()
-        except SearchError:
-            return found.plan
-        return again if self._seconds(again) < self._seconds(found.plan) else found.plan
-
-    def _seconds(self, plan: Plan) -> float:
-        """The composed step of a plan that fits."""
-        request = self.request
-        return composed(
-            self.graph, plan, request.hardware, software=request.software,
-            training_state=request.training_state,
-        ).step_seconds  # fmt: skip
-
-
-def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
-    if recompute not in (None, "none") and not has_blocks(graph):
-        raise PlanError(
-            f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "
-            "none takes a parameter. Leave recompute out."
-        )
+    best = found.best
+    return found._replace(best=best._replace(plan=_finished(best.plan, best.graph, prepared)))
 
 
 def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
@@ -257,8 +156,7 @@ def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
         )
 
 
-def _finished(plan: Plan, prepared: Prepared) -> Plan:
-    graph = prepared.analysis.graph
+def _finished(plan: Plan, graph: Graph, prepared: Prepared) -> Plan:
     if plan.micro_batches > 1:
         _check_batch_first(graph, plan.micro_batches)
     plan = take_parts(plan, graph)

@@ -1,7 +1,7 @@
 """Finds plans: recipes and pins constrain, `fold` takes repetition out, `milp` decides one axis.
 
-`search` is the whole of it; `search_mesh` also chooses the shape of the mesh. Around them
-`pipeline.search_pipeline` chooses the stages and the schedule, `pipeline.search_pipeline_mesh` the depth.
+`search` is the whole of it for a mesh without stages. Around it `pipeline.search_pipeline` chooses stages and
+schedule, and `outer.search_plan` the mesh, the depth and the micro-batches.
 """
 
 from autopar.search.fold import Fold, fold
@@ -16,10 +16,9 @@ from autopar.search.recipes import (
     resolve,
     split_recipe,
 )
-from autopar.search.search import Found, search, search_mesh, search_with_cost
+from autopar.search.search import Found, search, search_with_cost
 
 __all__ = [
     "ALIASES", "Fold", "Found", "PIPELINE_RECIPES", "Pins", "RECIPES", "Recipe",
-    "RecipeLike", "fold", "format_recipe", "resolve", "resolve_pins", "search", "search_mesh",
-    "search_with_cost", "split_recipe",
+    "RecipeLike", "fold", "format_recipe", "resolve", "resolve_pins", "search", "search_with_cost", "split_recipe",
 ]  # fmt: skip

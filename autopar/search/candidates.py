@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Stage, Step, Term, total
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, with_pipeline
+from autopar.ir.batches import batch_factors, captured_batch
 from autopar.ir.recompute import Recompute, format_recompute
 from autopar.search import search
 from autopar.units import format_seconds
@@ -136,7 +138,7 @@ class Space:
         tensor_sizes: sizes of tp to try; None for all that divide the ranks.
         recomputes: whether layers may be run again.
         pins: single choices that every plan must make.
-        own_batch: whether the graph's batch is the only one it can have.
+        own_batch: whether a step without stages takes its batch in the size of the graph's.
     """
 
     graph: Graph
@@ -244,18 +246,26 @@ class Space:
     def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[ClusterSetting]:
         """All ways to write the ranks as dp x tp x stages and the batch as micro-batches."""
         for stages, tp in itertools.product(self.stages, self._tensor_sizes()):
-            if self.cluster.ranks % (stages * tp) or self._layers() % stages:
+            if self.cluster.ranks % (stages * tp):
                 continue
             dp = self.cluster.ranks // (stages * tp)
             if self.batch % dp or self._is_repeated(data, tensor, dp, tp):
                 continue
             for micro_batch in _divisors(self.batch // dp):
-                if self.own_batch and micro_batch * dp != self._captured_batch():
+                if self._keeps_batch(stages) and micro_batch * dp != captured_batch(self.graph):
                     continue
                 yield ClusterSetting(
                     dp, tp, stages, micro_batch, self.batch // dp // micro_batch, data, tensor,
                     recompute,
                 )  # fmt: skip
+
+    def _keeps_batch(self, stages: int) -> bool:
+        """Whether micro-batches are the captured one: stages cut a batch, where the graph has one."""
+        return not self._batch_factors or (self.own_batch and stages == 1)
+
+    @cached_property
+    def _batch_factors(self) -> frozenset[str]:
+        return frozenset(batch_factors(self.graph))
 
     @staticmethod
     def _is_repeated(data: str, tensor: str, dp: int, tp: int) -> bool:
@@ -264,10 +274,6 @@ class Space:
 
     def _tensor_sizes(self) -> Sequence[int]:
         return self.tensor_sizes or _divisors(self.cluster.ranks)
-
-    def _captured_batch(self) -> int:
-        batch = self.graph.factors.get("batch")
-        return batch.size if batch else self.batch
 
     def _layers(self) -> int:
         return min((stack.layers for stack in self.graph.stacks), default=1)
@@ -284,7 +290,7 @@ class Space:
         return True
 
     def _size(self, factor: str, size: int, setting: ClusterSetting) -> int:
-        return setting.micro_batch * setting.dp if factor == "batch" else size
+        return setting.micro_batch * setting.dp if factor in self._batch_factors else size
 
     def _priced(
         self, plan: Plan, recompute: Recompute | np.ndarray, settings: list[ClusterSetting]
@@ -292,10 +298,11 @@ class Space:
         if not settings:
             return []
         step = self._step(plan, recompute, _Columns.of(settings))
-        return [
+        found = (
             PricedCandidate(setting, float(s), float(m), float(t), parts)
             for setting, s, m, t, parts in zip(settings, *_figures(step, settings), strict=True)
-        ]
+        )
+        return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
     def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:
         """The formulas of a step over arrays, an element for every setting."""
@@ -305,7 +312,9 @@ class Space:
             hardware.axis_link(at.tp, at.dp, ranks),
             hardware.axis_link(1 + 0 * at.tp, at.tp, ranks),
         )
-        sizes = _ManySizes(plan.mesh, {"batch": at.batch}, (1.0 * at.dp, 1.0 * at.tp))
+        sizes = _ManySizes(
+            plan.mesh, dict.fromkeys(self._batch_factors, at.batch), (1.0 * at.dp, 1.0 * at.tp)
+        )
         pricer = Pricer(
             self.graph,
             plan,
@@ -314,9 +323,10 @@ class Space:
             links=links,
             training_state=self.training_state,
         )
+        # Without stacks the formulas cannot tell the layers from the ends: see `_of_equal_stages`.
         run = Run(
             1.0 * at.micro_batches,
-            1.0 * at.stages,
+            1.0 * at.stages if self.graph.stacks else 1.0,
             recompute=recompute,
             training_state=self.training_state,
         )
@@ -339,6 +349,15 @@ class Space:
             f"ranks must divide the batch and the model's heads or widths{stages}. Choose a batch that is "
             f"a multiple of {self.cluster.ranks}, or fewer ranks."
         )
+
+
+def _of_equal_stages(each: PricedCandidate) -> PricedCandidate:
+    """The price of one stage, given that of the whole model on the mesh of a stage, without a bubble."""
+    share = 1 / each.setting.stages
+    return replace(
+        each, seconds=share * each.seconds, memory_bytes=share * each.memory_bytes,
+        parts={name: share * seconds for name, seconds in each.parts.items()},
+    )  # fmt: skip
 
 
 def best_that_fits(priced: Sequence[PricedCandidate], bound_bytes: float) -> PricedCandidate | None:

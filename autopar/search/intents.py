@@ -23,37 +23,23 @@ def recomputations(request: Request) -> tuple[RecomputeWish, ...]:
     return ("none", "full") if request.recompute is None else (request.recompute,)
 
 
-def check_closed_form(request: Request) -> None:
-    """Raises RecipeError for what a search of meshes has no price for.
-
-    Those are recipes of other axes than dp, tp and pp, schedules other than 1F1B and GPipe, and a fraction
-    of the memory for activations.
-    """
-    if isinstance(request.recompute, float):
-        raise RecipeError(
-            f"--recompute {request.recompute} is searched for a given mesh of a model with all its layers; "
-            "give a number of layers, or bound what a rank has with --max-memory."
-        )
-    _recipes(request)
-    asked = request.chosen_schedule
-    if asked not in (None, "1f1b", "gpipe") or request.chunks not in (None, 1):
-        chunks = f" of {request.chunks} chunks" if request.chunks else ""
-        raise RecipeError(
-            f"The schedule {asked or 'of the search'}{chunks} has no closed form here, which is what "
-            "meshes are compared by, and models of which only some layers are captured. Take 1f1b or "
-            "gpipe, or name a mesh for the whole model: package.module:function --mesh pp=2,..."
-        )
+def has_closed_form(request: Request) -> bool:
+    """Whether the closed forms of `autopar.search.candidates` know the recipe of every axis."""
+    inside = request.inside
+    given = {"": inside} if isinstance(inside, str) else inside
+    known = {"": (*DATA, *TENSOR), "dp": DATA, "tp": TENSOR}
+    return all(
+        ALIASES.get(name, name) in ("auto", *known.get(axis, ())) for axis, name in given.items()
+    )
 
 
 def allows(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
     """Whether a request leaves a setting to the search."""
-    recompute = recomputations(request)
     return (
         _allows_mesh(request, setting)
         and _allows_recipe(request, setting)
-        and request.micro_batches in (None, setting.micro_batches)
-        and request.chosen_schedule in (None, setting.schedule)
-        and (setting.recompute in recompute or len(recompute) > 1)
+        and request.chosen_micro_batches in (None, setting.micro_batches)
+        and _allows_schedule(request, setting)
         and _stays_inside(request, setting, devices_per_node)
         and not any(_uses(setting, what) for what in request.without)
         and not any(_size(setting, axis) == 1 for axis in _pinned_axes(request))
@@ -64,6 +50,14 @@ def _allows_mesh(request: Request, setting: ClusterSetting) -> bool:
     sizes = {"dp": setting.dp, "tp": setting.tp, "pp": setting.stages}
     given = dict(request.mesh.axes) if request.mesh else sizes
     return all(given.get(axis, 1) == size for axis, size in sizes.items())
+
+
+def _allows_schedule(request: Request, setting: ClusterSetting) -> bool:
+    """1F1B takes as many micro-batches as there are stages."""
+    chosen = request.chosen_schedule
+    if chosen is None or request.ranks == 1:
+        return True
+    return setting.stages > 1 and (chosen != "1f1b" or setting.schedule == "1f1b")
 
 
 def _allows_recipe(request: Request, setting: ClusterSetting) -> bool:

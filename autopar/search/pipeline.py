@@ -37,7 +37,6 @@ from autopar.ir import (
     PIPELINE_AXIS,
     SCHEDULES,
     Graph,
-    Mesh,
     ParameterPlan,
     Pipeline,
     Plan,
@@ -55,14 +54,9 @@ from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTable, StageTables
 from autopar.search.balance import Balance, Shape, balance, balance_of, least_overfull
-from autopar.search.recipes import (
-    format_recipe,
-    is_open,
-    recipe_axes,
-    split_recipe,
-)
+from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
-from autopar.search.search import search, search_mesh
+from autopar.search.search import search
 from autopar.search.selection import Frontier
 from autopar.units import counted, format_bytes
 
@@ -179,97 +173,6 @@ def search_pipeline(
     found = _Search(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
     plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))
-
-
-def search_pipeline_mesh(
-    graph: Graph, request: Request, *, captured_micro_batches: int = 1, fingerprint: str = ""
-) -> PipelineFound:
-    """The same over all depths of the pipeline, and the meshes of `search_mesh` inside a stage.
-
-    Depths are open where nothing says otherwise. A schedule, or chunks, asks for several stages where there
-    are several ranks. A recipe that names none does not ask for stages: then there are some only where no
-    plan without them fits; `pp:auto,dp:ddp` leaves them open.
-    A plan of one stage comes without a pipeline, if none was asked for by name.
-
-    Args:
-        graph, captured_micro_batches, fingerprint: as in `search_pipeline`.
-        request: the question, with the number of ranks of all stages together and no mesh.
-
-    Raises SearchError with every depth's reason if none has a plan.
-    """
-    assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    wanted, _ = split_recipe(request.recipe)
-    found: list[PipelineFound] = []
-    reasons: list[str] = []
-    first, if_none_fits = _depths(request)
-    for depth in (*first, *if_none_fits):
-        if found and depth in if_none_fits:
-            break
-        try:
-            own = request if wanted or depth > 1 else _whole_batch(request, captured_micro_batches)
-            own = own.but(
-                mesh=_best_mesh(graph, depth, request, captured_micro_batches), stages=None
-            )
-            found.append(
-                search_pipeline(
-                    graph, own, captured_micro_batches=captured_micro_batches,
-                    fingerprint=fingerprint,
-                )
-            )  # fmt: skip
-        except (MeshError, PlanError, SearchError) as error:
-            reasons.append(f"pp={depth}: {error}")
-    if not found:
-        raise SearchError("\n".join([f"No plan on {request.ranks} ranks.", *reasons]))
-    best = min(found, key=lambda each: each.best.key)
-    others = [
-        f"{each.plan.world_mesh} {each.best.seconds * 1e3:.3f} ms"
-        for each in found
-        if each is not best
-    ]
-    notes = [f"the fastest depth on {request.ranks} ranks; the others: {', '.join(others)}"]
-    plan = replace(best.plan, notes=(*best.plan.notes, *(notes if others else ())))
-    if best.best.setting.shape.ranks == 1 and not wanted:
-        plan = replace(plan, pipeline=None)
-    return replace(best, best=replace(best.best, plan=plan))
-
-
-def _depths(request: Request) -> tuple[Sequence[int], Sequence[int]]:
-    """The depths to choose from, and those to choose from if none of the first has a plan."""
-    assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    depths = _divisors(request.ranks)
-    if request.stages is not None:
-        return [depth for depth in depths if depth in request.stages], ()
-    if request.chosen_schedule or request.chunks:
-        return depths[1:] or depths, ()
-    if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
-        return depths, ()
-    return depths[:1], depths[1:]
-
-
-def _whole_batch(request: Request, captured: int) -> Request:
-    """Without stages nobody's batch is cut unasked: that changes batch statistics, and means over masks."""
-    return request.but(micro_batches=request.micro_batches or captured)
-
-
-def _best_mesh(graph: Graph, depth: int, request: Request, captured: int) -> Mesh:
-    """The mesh of all ranks whose stages have the mesh that `search_mesh` finds for them."""
-    assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    ranks, pipeline = request.ranks // depth, ((PIPELINE_AXIS, depth),)
-    if ranks == 1:
-        return Mesh((*pipeline, *((name, 1) for name in recipe_axes(request.inside))))
-    find = partial(
-        search_mesh, graph, ranks, hardware=request.hardware, recipe=request.inside,
-        pins=request.pins, micro_batches=request.micro_batches or captured,
-        software=request.software, training_state=request.training_state,
-    )  # fmt: skip
-    bound = request.search_bound_bytes
-    try:
-        plan = find(memory_bytes=None if bound is None else depth * bound)
-    except SearchError:
-        if request.recompute == "none":
-            raise
-        plan = find(memory_bytes=None)  # blocks may run again
-    return Mesh((*pipeline, *plan.mesh.axes))
 
 
 def _shapes(request: Request, ranks: int, micro_batches: int) -> Iterator[Shape]:

@@ -3,7 +3,7 @@
     compile, explain, verify, torch.compile's backend, the command line
         -> Request                               checked at birth
         -> make_plan(prepared, request)          `autopar.planning.planning`
-        -> search_pipeline, search_mesh, search  inside it
+        -> search_plan, search_pipeline, search  inside it
 
 A field that is None is open: the search decides it. Contradictions are refused when the request is made,
 before a model is captured, so that nobody waits for a search that cannot succeed.
@@ -67,6 +67,9 @@ class Request:
         software: what the runtime adds to a step and what it hides.
         without: names among `REFUSALS` that must not be used.
         inside_node: axes whose groups must not leave a node.
+        cuts_batch: whether the search may cut the batch of a step without stages into micro-batches: the
+            mean over micro-batches has to be the loss of the batch, which masked means and batch
+            statistics are not.
 
     Raises AutoparError, or the member of its family that fits, where two fields contradict each other or
     one of them names something that does not exist.
@@ -91,6 +94,7 @@ class Request:
     software: Software = AUTOPAR
     without: frozenset[str] = frozenset()
     inside_node: tuple[str, ...] = ()
+    cuts_batch: bool = False
 
     def __post_init__(self) -> None:
         self._normalize()

@@ -37,7 +37,7 @@ from autopar.search.notes import explain
 from autopar.search.pins import resolve_pins
 from autopar.search.prices import Exposure
 from autopar.search.problem import Assignment, Problem
-from autopar.search.recipes import RECIPES, Recipe, RecipeLike, format_recipe, recipe_axes, resolve
+from autopar.search.recipes import RECIPES, Recipe, RecipeLike, format_recipe, resolve
 from autopar.units import format_bytes
 
 _MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
@@ -191,49 +191,14 @@ def _fits(each: _Descent | Outcome, bound: int | None) -> bool:
     return _excess(each, bound) == 0
 
 
-def search_mesh(
-    graph: Graph,
-    world_size: int,
-    *,
-    hardware: Hardware,
-    recipe: RecipeLike = "auto",
-    pins: Mapping[str, str] | None = None,
-    memory_bytes: int | None = None,
-    micro_batches: int = 1,
-    fingerprint: str = "",
-    software: Software = AUTOPAR,
-    training_state: TrainingState = FULL,
-) -> Plan:
-    """The best plan over all meshes of at most two axes, named dp and tp, with `world_size` ranks.
+def meshes_of(world_size: int, named: Sequence[str] = ()) -> Iterator[Mesh]:
+    """All meshes of at most two axes, dp and tp, with `world_size` ranks.
 
-    A recipe that names both axes is tried on two axes only. Raises SearchError with every mesh's
-    reason if none has a plan.
+    A recipe that names one axis is tried on that axis alone too, one that names both on two axes only.
     """
-    found: list[Found] = []
-    reasons: list[str] = []
-    for mesh in _meshes(world_size, recipe_axes(recipe)):
-        try:
-            found.append(
-                search_with_cost(
-                    graph, mesh, hardware=hardware, recipe=recipe, pins=pins,
-                    memory_bytes=memory_bytes, micro_batches=micro_batches, fingerprint=fingerprint,
-                    software=software, training_state=training_state,
-                )
-            )  # fmt: skip
-        except (MeshError, SearchError) as error:
-            reasons.append(f"{mesh}: {error}")
-    if not found:
-        raise SearchError("\n".join([f"No mesh of {world_size} ranks has a plan.", *reasons]))
-    best = min(found, key=lambda each: each.cost.seconds)
-    others = [
-        f"{each.plan.mesh} {each.cost.seconds * 1e3:.3f} ms" for each in found if each is not best
-    ]
-    listed = ", ".join(others) or "none"
-    note = f"the fastest of the meshes of {world_size} ranks; the others: {listed}"
-    return replace(best.plan, notes=(*best.plan.notes, note))
-
-
-def _meshes(world_size: int, named: Sequence[str]) -> Iterator[Mesh]:
+    if world_size == 1:
+        yield Mesh(tuple((name, 1) for name in named or ("dp",)))
+        return
     for major in range(1, world_size + 1):
         minor, rest = divmod(world_size, major)
         if rest == 0 and (len(named) > 1 or 1 < major < world_size):

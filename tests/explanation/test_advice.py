@@ -33,14 +33,26 @@ def answer(question):
     return question.answer()
 
 
-def test_the_explanation_agrees_with_its_candidate(question, answer):
+def test_the_explanation_agrees_with_its_candidate(question):
+    """The plan of a setting under its own recipe takes what its closed form says."""
     best = best_that_fits(question.settings, question.bound_bytes)
-    assert answer.setting == best.setting
-    assert answer.step_seconds == pytest.approx(best.seconds, rel=1e-6)
-    assert answer.memory_bytes == pytest.approx(best.memory_bytes, rel=1e-6)
-    assert answer.traffic.value == pytest.approx(best.traffic_bytes, rel=1e-6)
+    found = question.explain(best)
+    assert found.setting == best.setting
+    assert found.step_seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert found.memory_bytes == pytest.approx(best.memory_bytes, rel=1e-6)
+    assert found.traffic.value == pytest.approx(best.traffic_bytes, rel=1e-6)
+
+
+def test_no_recipe_of_the_closed_forms_is_faster_than_the_answer(question, answer):
+    best = best_that_fits(question.settings, question.bound_bytes)
+    assert answer.fits and answer.step_seconds <= best.seconds * (1 + 1e-6)
     row = next(each for each in answer.candidates if each.chosen)
     assert (row.step_seconds, row.memory_bytes) == (answer.step_seconds, answer.memory_bytes)
+    assert all(
+        row.step_seconds <= each.step_seconds * (1 + 1e-6)
+        for each in answer.candidates
+        if each.fits
+    )
 
 
 @pytest.mark.parametrize("recipe", ["zero1", "zero3", "tp+sp", "dp:zero2,tp:tp", "fsdp"])

@@ -24,7 +24,7 @@ from autopar.search.request import Request
 
 @pytest.fixture(scope="module")
 def question():
-    return Question("gpt2", Request.on(find_cluster("h100x4x2"), batch=16), seq=64)
+    return Question("gpt2", Request.on(find_cluster("h100x4x2"), batch=16, stages=(1,)), seq=64)
 
 
 @pytest.fixture(scope="module")

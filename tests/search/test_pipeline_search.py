@@ -16,7 +16,6 @@ from autopar.pipeline.stage_costs import costs_of_stages
 from autopar.search.pipeline import (
     PipelineFound,
     search_pipeline,
-    search_pipeline_mesh,
 )
 from autopar.search.recipes import PIPELINE_RECIPES, format_recipe, resolve, split_recipe
 from autopar.search.request import Request
@@ -29,11 +28,6 @@ GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
 def found(mesh: dict[str, int], graph: Graph = GRAPH, **options: Any) -> PipelineFound:
     request = Request(TOY, mesh=mesh, **{"micro_batches": 8, **options})
     return search_pipeline(graph, request, captured_micro_batches=8)
-
-
-def over_depths(captured_micro_batches: int = 1, **options: Any) -> PipelineFound:
-    request = Request(TOY, **{"ranks": 4, **options})
-    return search_pipeline_mesh(GRAPH, request, captured_micro_batches=captured_micro_batches)
 
 
 def test_a_plan_has_stages_of_blocks_and_layouts_of_one_stage() -> None:
@@ -134,46 +128,6 @@ def test_notes_say_what_was_chosen_and_what_came_second() -> None:
     assert "predicted step of the pipeline" in text and "ranks idle" in text
     assert "second best of " in text
     assert "predicted on" not in text  # the price of the search inside, which knows no stages
-
-
-def test_depth_is_searched_too() -> None:
-    best = over_depths(8, micro_batches=8)
-    depths = {1: {"pp": 1, "dp": 4}, 2: {"pp": 2, "dp": 2}, 4: {"pp": 4}}
-    every = [found(mesh).best.seconds for mesh in depths.values()]
-    assert best.best.seconds <= min(every) * (1 + 1e-9)
-    assert "the fastest depth on 4 ranks; the others: pp=" in best.plan.notes[-1]
-    named = over_depths(8, recipe="gpipe", micro_batches=8)
-    assert named.plan.pipeline is not None and named.plan.pipeline.ranks > 1
-
-
-def test_depth_under_a_recipe_for_every_axis() -> None:
-    best = over_depths(8, recipe="dp:zero1,tp:tp", micro_batches=8)
-    assert best.plan.mesh.names == ("dp", "tp") and best.plan.world_mesh.size == 4
-
-
-def depth_under(recipe: str, **options: Any) -> int:
-    found = over_depths(recipe=recipe, **options)
-    return 1 if found.plan.pipeline is None else found.plan.pipeline.ranks
-
-
-def test_a_recipe_that_names_no_schedule_asks_for_no_stages() -> None:
-    """Four stages would be faster, and leave one rank each, on which a recipe has no effect."""
-    assert depth_under("pp:auto,dp:zero3,tp:zero3") > 1
-    assert depth_under("zero3") == depth_under("dp:ddp") == 1
-    assert depth_under("auto", schedule="gpipe") > 1 and depth_under("auto", chunks=2) > 1
-
-
-def test_stages_beneath_a_recipe_where_nothing_fits_without() -> None:
-    whole = found({"pp": 1, "dp": 4}, recipe="ddp", recompute="none", micro_batches=1).best
-    tight = {"memory_bytes": int(0.6 * whole.balance.rank_bytes[0]), "recompute": "none"}
-    assert depth_under("ddp", **tight) == 2
-    with pytest.raises(SearchError, match=r"(?s)pp=1.*pp=2.*pp=4"):
-        depth_under("ddp", memory_bytes=10**5, recompute="none")
-
-
-def test_one_stage_has_no_pipeline() -> None:
-    plan = over_depths(2, ranks=1).plan
-    assert plan.pipeline is None and plan.world_mesh.size == 1
 
 
 def test_naive_is_one_micro_batch() -> None:

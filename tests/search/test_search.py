@@ -17,7 +17,6 @@ from autopar.cost_model import H100
 from autopar.errors import MeshError, SearchError
 from autopar.ir import (
     Graph,
-    Mesh,
     Op,
     P,
     ParameterPlan,
@@ -31,7 +30,7 @@ from autopar.ir import (
 from autopar.pipeline.composed import cost_of
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.program.program import build_program
-from autopar.search import search, search_mesh, search_with_cost
+from autopar.search import search, search_with_cost
 from autopar.search.request import Request
 from tests.search.graphs import Builder, LlamaSizes, llama, mlp
 from tests.search.toy import TOY
@@ -237,30 +236,6 @@ def test_outputs_are_delivered_without_partial_sums() -> None:
     delivered, dropped = (cost_of(g, plan, TOY).conversion_seconds for g in (graph, undelivered))
     assert plan.ops[graph.ops[-1].name] == ("b",)
     assert delivered > dropped == 0.0
-
-
-# Meshes
-
-
-def test_the_shape_of_the_mesh_is_searched_too() -> None:
-    graph = llama(SMALL)
-    best = search_mesh(graph, 4, hardware=TOY)
-    tried = [
-        search_with_cost(graph, mesh, hardware=TOY).cost.seconds
-        for mesh in ({"dp": 4}, {"dp": 2, "tp": 2})
-    ]
-    assert cost_of(graph, best, TOY).seconds == pytest.approx(min(tried))
-    assert "the others" in best.notes[-1]
-
-
-def test_a_recipe_over_two_axes_is_tried_on_two_axes() -> None:
-    plan = search_mesh(llama(SMALL), 4, hardware=TOY, recipe="dp:ddp,tp:tp")
-    assert plan.mesh.names == ("dp", "tp")
-
-
-def test_one_rank_needs_no_axis_of_several() -> None:
-    plan = search_mesh(mlp(), 1, hardware=TOY)
-    assert plan.mesh == Mesh.of({"dp": 1})
 
 
 # Errors

@@ -1,0 +1,155 @@
+"""The plan for a mesh that is known: with pipeline stages or without, and with recomputation where it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autopar.errors import PlanError, SearchError
+from autopar.ir import Graph, ParameterPlan, Plan, with_pipeline
+from autopar.ir.batches import captured_batch, with_batch
+from autopar.ir.recompute import RecomputeWish
+from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.composed import Composed, composed
+from autopar.search.pipeline import Priced, search_pipeline
+from autopar.search.request import Request
+from autopar.search.search import Found, search_with_cost
+
+# What PyTorch takes on the CPU for an op of no size: 20 us for forward and backward, two to three kernels,
+# of a GPT of width 8 on one core of a cloud server, torch 2.13.
+_ISSUE_SECONDS = 10e-6
+
+
+class Planned(NamedTuple):
+    """A plan with its price.
+
+    Attributes:
+        plan: the plan.
+        graph: the model, at the size of one of the plan's micro-batches.
+        price: composed time and memory of the plan.
+        others: other schedules, micro-batches and recomputation on the same mesh, fastest first.
+    """
+
+    plan: Plan
+    graph: Graph
+    price: Composed
+    others: tuple[Priced, ...] = ()
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Sort key, smaller is better: seconds to nine digits, then bytes."""
+        return float(f"{self.price.step_seconds:.9g}"), self.price.peak_bytes
+
+
+@dataclass(frozen=True)
+class GivenMesh:
+    """A search on one mesh.
+
+    Attributes:
+        graph: the analyzed model, at the size of one captured batch.
+        request: the question, with a mesh.
+        fingerprint: hash of the captured graph, which the plan notes.
+        captured: number of captured batches that make a step.
+        fixed_storage: layouts of parameters that are placed already; None where they are open.
+    """
+
+    graph: Graph
+    request: Request
+    fingerprint: str = ""
+    captured: int = 1
+    fixed_storage: Mapping[str, ParameterPlan] | None = None
+
+    def search(self) -> Planned:
+        """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
+        request = self.request
+        if request.has_stages:
+            return self._staged(self._issuing())
+        if self.fixed_storage is None:
+            _refuse_no_blocks(self.graph, request.recompute)
+        if request.recompute == "none" or self.fixed_storage is not None:
+            return self._priced(self._flat().plan)
+        if not has_blocks(self.graph):
+            return self._priced(self._flat().plan)
+        return self._that_fits() if request.recompute is None else self._recomputing()
+
+    def _issuing(self) -> Request:
+        """The request with the time that issuing an op takes, without which micro-batches would be free."""
+        hardware = self.request.hardware
+        if hardware.host_seconds:
+            return self.request
+        return self.request.but(hardware=replace(hardware, host_seconds=_ISSUE_SECONDS))
+
+    def _flat(self) -> Found:
+        """The plan without pipeline stages and without recomputation."""
+        request = self.request
+        assert request.mesh is not None, "a mesh was given"
+        return search_with_cost(
+            self.graph, request.mesh, hardware=request.hardware, recipe=request.recipe,
+            pins=request.pins, memory_bytes=request.search_bound_bytes,
+            micro_batches=request.micro_batches or 1, fingerprint=self.fingerprint,
+            fixed_storage=self.fixed_storage, software=request.software,
+            training_state=request.training_state,
+        )  # fmt: skip
+
+    def _priced(self, plan: Plan) -> Planned:
+        """A plan without stages, with its composed step and peak."""
+        request = self.request
+        price = composed(
+            self.graph, plan, request.hardware, software=request.software,
+            training_state=request.training_state,
+        )  # fmt: skip
+        return Planned(plan, self.graph, price)
+
+    def _staged(self, request: Request) -> Planned:
+        """The plan with pipeline stages."""
+        found = search_pipeline(
+            self.graph, request, captured_micro_batches=self.captured,
+            fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
+        )  # fmt: skip
+        best, count = found.best, found.plan.micro_batches
+        graph = self.graph
+        if count != self.captured:
+            graph = with_batch(graph, captured_batch(graph) * self.captured // count)
+        peak_bytes = max(best.simulation.peak_bytes) + request.hardware.reserved_bytes
+        return Planned(found.plan, graph, Composed(best.seconds, peak_bytes), found.others)
+
+    def _recomputing(self) -> Planned:
+        """A plan without stages, found as a pipeline of one rank, whose schedule does not matter."""
+        request = self._issuing()
+        assert request.mesh is not None, "a mesh was given"
+        whole = request.but(
+            mesh=with_pipeline(request.mesh, 1, 0), schedule="gpipe",
+            micro_batches=request.micro_batches or 1,
+        )  # fmt: skip
+        return self._priced(replace(self._staged(whole).plan, pipeline=None))
+
+    def _that_fits(self) -> Planned:
+        """The faster one of the plan that recomputes nothing and the plan that may recompute blocks.
+
+        Recomputation is searched only where memory keeps the search from its fastest plan.
+        """
+        try:
+            found = self._flat()
+        except SearchError as error:
+            try:
+                return self._recomputing()
+            except SearchError as other:
+                if str(other) == str(error):
+                    raise error from None
+                raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
+        kept = self._priced(found.plan)
+        if not found.is_tight:
+            return kept
+        try:
+            return min(kept, self._recomputing(), key=lambda each: each.price.step_seconds)
+        except SearchError:
+            return kept
+
+
+def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
+    if recompute not in (None, "none") and not has_blocks(graph):
+        raise PlanError(
+            f"recompute={recompute!r} was asked for, and nothing can run again: of {len(graph.ops)} ops "
+            "none takes a parameter. Leave recompute out."
+        )

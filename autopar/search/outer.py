@@ -1,0 +1,311 @@
+"""The outer search: which mesh, how many pipeline stages, how many micro-batches.
+
+    closed forms of all settings at once       `autopar.search.candidates`, in the order of their seconds
+        the plan of one setting                `autopar.search.given`, exact
+            layouts, cuts, schedule, chunks and recomputation
+
+Closed forms assume equal stages and 1F1B, so that a setting's promise is its closed form without the bubble:
+other schedules have a smaller one. Settings are searched exactly in that order, and ranked by the price of
+their plan, until no promise is better than the best plan or `_EXACT` of them have a plan. An open recipe is
+searched under the recipe of the closed form first, and on the best mesh without a recipe too.
+
+A graph or a recipe that has no closed form is searched on every mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autopar.cost_model.cluster import Cluster
+from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, with_pipeline
+from autopar.ir.batches import captured_batch, with_batch
+from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.parts import block_starts
+from autopar.search.candidates import PricedCandidate, Space
+from autopar.search.given import GivenMesh, Planned
+from autopar.search.intents import allows, has_closed_form, recomputations
+from autopar.search.recipes import RecipeLike, is_open, recipe_axes
+from autopar.search.request import Request
+from autopar.search.search import meshes_of
+
+_EXACT = 6  # settings with a plan, of which the best is taken
+_SAME_MESH = 2  # numbers of micro-batches that are searched on one mesh
+
+
+class Trial(NamedTuple):
+    """A setting to search exactly.
+
+    Attributes:
+        mesh: the mesh of all ranks.
+        micro_batches: number of micro-batches; None where the search on the mesh decides it.
+        recipe: recipe inside a stage to search under.
+        promise_seconds: an optimistic step, by closed forms; 0 where there are none.
+        priced: the closed form behind the promise.
+    """
+
+    mesh: Mesh
+    micro_batches: int | None
+    recipe: RecipeLike
+    promise_seconds: float = 0.0
+    priced: PricedCandidate | None = None
+
+
+class Searched(NamedTuple):
+    """The outcome of the outer search.
+
+    Attributes:
+        best: the fastest plan that fits.
+        trial: the setting of the best plan.
+        others: plans of other settings, fastest first.
+    """
+
+    best: Planned
+    trial: Trial
+    others: tuple[Planned, ...] = ()
+
+
+def search_plan(
+    graph: Graph,
+    request: Request,
+    *,
+    captured_micro_batches: int = 1,
+    fingerprint: str = "",
+    fixed_storage: Mapping[str, ParameterPlan] | None = None,
+) -> Searched:
+    """Finds the fastest plan that a request allows; what it leaves open is searched.
+
+    Args:
+        graph: the captured model.
+        request: the question. Where it names a batch, the graph is priced at parts of that batch.
+        captured_micro_batches: number of captured batches that make a step, where no batch is named.
+        fingerprint: hash of the captured graph, which the plan notes.
+        fixed_storage: layouts of parameters that are placed already, by name.
+
+    Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
+    """
+    return _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
+
+
+@dataclass(frozen=True)
+class _Outer:
+    graph: Graph
+    request: Request
+    captured: int
+    fingerprint: str
+    fixed_storage: Mapping[str, ParameterPlan] | None
+
+    @property
+    def rows(self) -> int:
+        """Number of samples of a step."""
+        return self.request.batch or captured_batch(self.graph) * self.captured
+
+    def run(self) -> Searched:
+        if self.request.mesh is not None:
+            return self._on_mesh(self.request.mesh)
+        first, if_none_fits = trials_of(self.graph, self.request, self.rows, self.captured)
+        reasons: list[AutoparError] = []
+        tried = self._try(first, reasons) or self._try(if_none_fits, reasons)
+        if not tried:
+            lines = (str(error) for error in reasons)
+            raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
+        trial, best = min(tried, key=lambda each: each[1].key)
+        if is_open(self.request.inside) and not is_open(trial.recipe):
+            open_trial = trial._replace(recipe=self.request.inside)
+            tried += self._try([open_trial], reasons)
+        ranked = sorted(tried, key=lambda each: each[1].key)
+        trial, best = ranked[0]
+        others = tuple(each for other, each in ranked if other.mesh != trial.mesh)
+        return Searched(best, trial, others)
+
+    def _try(
+        self, trials: Iterable[Trial], reasons: list[AutoparError]
+    ) -> list[tuple[Trial, Planned]]:
+        """Plans of settings, in order, as long as they promise to be better than what was found."""
+        found: list[tuple[Trial, Planned]] = []
+        best = math.inf
+        for trial in trials:
+            if len(found) >= _EXACT and trial.priced is not None:
+                break
+            if trial.promise_seconds >= best:
+                continue
+            try:
+                planned = self._exact(trial)
+            except (MeshError, PlanError, RecipeError, SearchError) as error:
+                reasons.append(type(error)(f"{trial.mesh}: {error}"))
+                continue
+            found.append((trial, planned))
+            best = min(best, planned.price.step_seconds)
+        return found
+
+    def _on_mesh(self, mesh: Mesh) -> Searched:
+        """The plan for a mesh that was given.
+
+        Without stages an open number of micro-batches is doubled from one on, as long as nothing fits or the
+        step gets shorter: more of them take less memory and issue more kernels.
+        """
+        found: list[tuple[Trial, Planned]] = []
+        refused: SearchError | None = None
+        for count in self._counts():
+            trial = Trial(mesh, count, self.request.recipe)
+            try:
+                planned = self._exact(trial)
+            except SearchError as error:
+                refused = error
+                continue
+            if found and planned.key >= found[-1][1].key:
+                break
+            found.append((trial, planned))
+        if not found:
+            assert refused is not None, "at least one number of micro-batches was tried"
+            raise refused
+        trial, best = found[-1]
+        return Searched(best, trial)
+
+    def _counts(self) -> Iterator[int | None]:
+        """Numbers of micro-batches to try on a mesh that was given."""
+        request = self.request
+        if request.micro_batches is not None or request.has_stages or not request.cuts_batch:
+            yield request.micro_batches
+            return
+        count = 1
+        while count <= self.rows and self.rows % count == 0:
+            yield count
+            count *= 2
+
+    def _exact(self, trial: Trial) -> Planned:
+        """The plan of a setting."""
+        asked = self._asked(trial)
+        count = trial.micro_batches or self.captured
+        rows, rest = divmod(self.rows, count)
+        if rest:
+            raise SearchError(
+                f"{count} micro-batches do not divide a batch of {self.rows} samples."
+            )
+        graph = self.graph
+        if rows != captured_batch(graph):
+            graph = with_batch(graph, rows)
+        asked = asked.but(
+            batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count)
+        )
+        return GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage).search()
+
+    def _asked(self, trial: Trial) -> Request:
+        """The request with the mesh and the recipe of a setting; what it rules out, the setting obeys."""
+        request = self.request
+        if request.mesh is not None:
+            return request
+        staged = PIPELINE_AXIS in trial.mesh.names
+        return request.but(
+            mesh=trial.mesh, recipe=trial.recipe, stages=None, without=frozenset(), inside_node=(),
+            schedule=request.chosen_schedule if staged else None,
+            chunks=request.chunks if staged else None,
+        )  # fmt: skip
+
+
+def trials_of(
+    graph: Graph, request: Request, rows: int, captured: int
+) -> tuple[list[Trial], list[Trial]]:
+    """Settings to search, in order, and those to search where none of the first has a plan."""
+    first, if_none_fits = depths_of(graph, request)
+    if request.ranks == 1 or not has_closed_form(request):
+        return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
+    settings = closed_forms(space_of(graph, request, rows), request)
+    trials = list(_promising(settings, request.bound_bytes))
+    return (
+        [each for each in trials if _depth(each.mesh) in first],
+        [each for each in trials if _depth(each.mesh) in if_none_fits],
+    )
+
+
+def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:
+    """Numbers of pipeline ranks to choose from, and those to choose from if none of the first has a plan.
+
+    A recipe that names no schedule asks for no stages: then there are some only where nothing fits without.
+    """
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    most = len(block_starts(graph)) if has_blocks(graph) else 1
+    depths = [depth for depth in _divisors(request.ranks) if depth <= most]
+    if request.depths is not None:
+        return [depth for depth in depths if depth in request.depths], ()
+    if request.chosen_schedule or request.chunks:
+        return depths[1:] or depths, ()
+    if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
+        return depths, ()
+    return depths[:1], depths[1:]
+
+
+def space_of(graph: Graph, request: Request, rows: int) -> Space:
+    """All settings of a model on the ranks of a request, for a step of so many rows."""
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    node = math.gcd(request.ranks, request.hardware.devices_per_node)
+    hardware = replace(request.hardware, devices_per_node=node)
+    again = [r for r in recomputations(request) if not isinstance(r, float)] or ["none", "full"]
+    first, if_none_fits = depths_of(graph, request)
+    return Space(
+        graph, Cluster(hardware, request.ranks // node), rows, request.training_state,
+        request.software, stages=(*first, *if_none_fits),
+        recomputes=tuple(again) if graph.stacks else ("none",), pins=request.pins,
+        own_batch=not request.cuts_batch,
+    )  # fmt: skip
+
+
+def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
+    """Closed forms of the settings that a request leaves, fastest first. Raises AutoparError for none."""
+    priced = space.price()
+    if {"none", "full"} <= {*space.recomputes}:  # and what lies between
+        priced += space.with_fewest_blocks(priced, request.bound_bytes)
+        priced.sort(key=lambda each: (each.seconds, each.setting.name))
+    node = request.hardware.devices_per_node
+    found = tuple(each for each in priced if allows(request, each.setting, node))
+    if not found:
+        raise SearchError(
+            f"Nothing is left of the {len(priced)} ways to lay the model on {space.cluster}: "
+            f"{request.text} rule out all of them. Drop one of them."
+        )
+    return found
+
+
+def _promising(settings: Sequence[PricedCandidate], bound_bytes: int) -> Iterator[Trial]:
+    """What fits by its closed form first, fastest first, then the rest, smallest first.
+
+    Of every mesh few numbers of micro-batches are taken.
+    """
+
+    def order(each: PricedCandidate) -> tuple[bool, float, str]:
+        fits = each.memory_bytes <= bound_bytes
+        return not fits, _promise(each) if fits else each.memory_bytes, each.setting.name
+
+    counts: dict[Mesh, set[int]] = {}
+    for each in sorted(settings, key=order):
+        mesh, count = each.setting.world_mesh, each.setting.micro_batches
+        known = counts.setdefault(mesh, set())
+        if count not in known and len(known) < _SAME_MESH:
+            known.add(count)
+            yield Trial(mesh, count, each.setting.recipe, _promise(each), each)
+
+
+def _promise(each: PricedCandidate) -> float:
+    return each.seconds - each.parts.get("bubble", 0.0)
+
+
+def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
+    """Every mesh of these depths, with the micro-batches that are asked for."""
+    assert request.ranks is not None, "a searched mesh needs a number of ranks"
+    named = recipe_axes(request.inside)
+    is_staged = bool(request.chosen_schedule or request.chunks)
+    for depth in depths:
+        for mesh in meshes_of(request.ranks // depth, named):
+            world = with_pipeline(mesh, depth, 0) if depth > 1 or is_staged else mesh
+            yield Trial(world, request.chosen_micro_batches, request.inside)
+
+
+def _depth(mesh: Mesh) -> int:
+    return dict(mesh.axes).get(PIPELINE_AXIS, 1)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
