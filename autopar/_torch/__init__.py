@@ -5,11 +5,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, widened_dtype
 from autopar._torch.autograd import (
+    Apply,
+    applying_functions_by,
     below_autograd,
     handed_on,
     has_backward_hooks,
+    in_functorch_transform,
+    outside_of_traces,
     run_node,
     saved_tensor_hooks,
+    traced_ops,
 )
 from autopar._torch.compiling import (
     compile_graph,
@@ -31,11 +36,11 @@ from autopar._torch.dtensors import (
     replicates_implicitly,
 )
 from autopar._torch.exporting import (
+    VALUES_READ,
     DependsOnValues,
     SizeDependsOnValues,
     as_if_compiling,
     call_with,
-    custom_functions,
     fake_mode,
     quiet_export,
     user_line,
@@ -62,17 +67,18 @@ from autopar._torch.pipelining import pipeline_actions, pipeline_stage, runs_one
 from autopar._torch.tensors import has_storage, storage_key, storage_reference, without_memory
 
 __all__ = [
-    "BatchNormBase", "DependsOnValues", "DropoutBase", "FakeTensor", "FakeTensorMode",
-    "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues",
-    "accumulate_gradient", "all_gather", "all_reduce",
-    "all_to_all", "as_if_compiling", "autopar_op", "below_autograd", "broke_in_communication",
-    "call_with", "compile_graph", "computes_complex", "custom_functions", "default_store",
-    "differentiable_local", "dtensor", "dynamo_source", "fake_mode", "handed_on",
-    "has_backward_hooks", "has_storage", "is_functional", "lines_along", "local_gradient",
-    "local_tensor", "missing_cpp_compiler", "on_second_derivative", "pipeline_actions",
+    "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DropoutBase", "FakeTensor",
+    "FakeTensorMode", "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues",
+    "accumulate_gradient", "all_gather", "all_reduce", "all_to_all", "applying_functions_by",
+    "as_if_compiling", "autopar_op", "below_autograd", "broke_in_communication", "call_with",
+    "compile_graph", "computes_complex", "default_store", "differentiable_local", "dtensor",
+    "dynamo_source", "fake_mode", "handed_on", "has_backward_hooks", "has_storage",
+    "in_functorch_transform", "is_functional", "lines_along", "local_gradient", "local_tensor",
+    "missing_cpp_compiler", "on_second_derivative", "outside_of_traces", "pipeline_actions",
     "pipeline_stage", "quiet_export", "reduce_scatter", "replicates_implicitly",
-    "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks", "schema",
-    "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
-    "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "uncompiled",
-    "user_line", "validates_distribution", "widened_dtype", "without_memory", "without_value_checks",
+    "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks",
+    "schema", "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
+    "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "traced_ops",
+    "uncompiled", "user_line", "validates_distribution", "widened_dtype", "without_memory",
+    "without_value_checks",
 ]  # fmt: skip

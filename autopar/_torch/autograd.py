@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, Node
+
+Apply = Callable[..., Any]
+Function = type[torch.autograd.Function]
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -85,3 +88,47 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     """The innermost pair of saved-tensor hooks that is active, or a pair that changes nothing."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks or (lambda x: x, lambda x: x)
+
+
+@contextmanager
+def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
+    """Inside, every application of an autograd.Function is made by `take(apply, function, args, kwargs)`.
+
+    Args:
+        take: gets torch's own `apply`, to be called as `apply(function, *args, **kwargs)`.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
+        return original.__get__(None, function)(*args, **kwargs)
+
+    def apply(function: Function, *args: Any, **kwargs: Any) -> Any:
+        return take(plainly, function, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """Inside, tensors compute as they do when nothing is traced, with autograd on."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    # The modes of torch functions would write a change of the grad mode into the graph.
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        yield
+
+
+def in_functorch_transform() -> bool:
+    """Whether vmap, grad or another transform of torch.func is being computed."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def traced_ops(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.Graph:
+    """The graph of ATen ops that a function of fake tensors runs, those of its derivatives included."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function)(*examples).graph

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 # What a fake tensor answers to an op that has to read values.
 DependsOnValues = DataDependentOutputException
@@ -24,6 +25,10 @@ DependsOnValues = DataDependentOutputException
 
 # The same of an op with the size of whose result it does.
 SizeDependsOnValues = DynamicOutputShapeException
+
+
+# Both, and the answer to a comparison of such numbers.
+VALUES_READ = (DependsOnValues, SizeDependsOnValues, GuardOnDataDependentSymNode)
 
 
 def call_with(
@@ -49,27 +54,9 @@ def call_with(
     return torch.func.functional_call(model, once, args, dict(kwargs), tie_weights=False)
 
 
-@contextlib.contextmanager
-def custom_functions() -> Iterator[list[str]]:
-    """Collects the names of the autograd.Functions applied inside, whose backward a graph would not keep."""
-    seen: list[str] = []
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith(("torch.", "autopar.")):
-            seen.append(cls.__qualname__)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield seen
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def user_line(error: BaseException) -> str | None:
-    """The innermost line of a traceback (or of the trace that export attached) outside torch and autopar."""
-    frames = traceback.extract_tb(error.__traceback__)
+def user_line(error: BaseException | None = None) -> str | None:
+    """The innermost line outside torch and autopar, of the traceback of an error or of the code that runs now."""
+    frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
     ours = (
         os.path.dirname(torch.__file__),
         os.path.dirname(os.path.dirname(__file__)),

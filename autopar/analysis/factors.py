@@ -345,7 +345,7 @@ class _Analyzer:
     def _choices(self, name: str, spec: Spec) -> Iterable[Choice]:
         made = len(spec.results) + len(spec.kept.hidden)
         yield Choice(UNSPLIT, (R,) * len(spec.operands), (R,) * made)
-        if self._is_function_of_parameters(name):
+        if spec.linear_backward and self._is_function_of_parameters(name):
             yield Choice(VARIED, (V,) * len(spec.operands), (V,) * made)
         for letter, atom in self.letters[name].items():
             if not spec.splittable(letter) or letter in self.conflicts[name]:

@@ -23,6 +23,7 @@ from autopar.capture.captured import Captured
 from autopar.capture.casts import absorb_casts, call_cast
 from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
+from autopar.capture.functions import keeping_functions
 from autopar.capture.remedies import MODEL, changed_in_place, explained, traced_line, uncaptured
 from autopar.capture.rewrites import EXPORTED
 from autopar.capture.rewrites.say_elements import refuse_strides
@@ -188,7 +189,7 @@ def _capture(
 
 def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with (
-        _torch.custom_functions() as custom,
+        keeping_functions(wrapper) as put_functions,
         _torch.without_value_checks(),
         _torch.quiet_export(),
         watching(wrapper) as forgotten,
@@ -201,6 +202,7 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             for rewrite in EXPORTED:
                 rewrite(exported.graph_module)
             exported = exported.run_decompositions({})
+            put_functions(exported.graph_module)
             refuse_strides(exported.graph_module)
         except CaptureError:
             raise
@@ -209,14 +211,6 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if forgotten:
         raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}.")
     _refuse_trained_constants(exported, list(outside.found.values()))
-    if custom:
-        warnings.warn(
-            f"The model uses the torch.autograd.Functions {sorted(set(custom))}. The captured graph "
-            "keeps their forward, and takes its derivative as the backward; where the written "
-            "backward is another (a straight-through estimator), write the function as a "
-            "torch.library.custom_op. autopar.verify tells the difference.",
-            stacklevel=2,
-        )
     return exported
 
 

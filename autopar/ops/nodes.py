@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,18 @@ def draws(node: fx.Node) -> bool:
 
     Attention and recurrent layers do so only if they are called with dropout.
     """
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not is_operator(node):
+        return bool(getattr(node.target, "draws", False))  # that of a custom function
+    return draws_numbers(node.target, node.args, node.kwargs)
+
+
+def draws_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """The same of a call of an overload of a torch operator with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    arguments = bound_arguments(node)
+    names = [a.name for a in _torch.schema(operator).arguments]
+    arguments = {a.name: a.default_value for a in _torch.schema(operator).arguments}
+    arguments |= dict(zip(names, args, strict=False)) | dict(kwargs)
     if arguments.get("train") is False:
         return False
     return bool(arguments.get("dropout_p", arguments.get("dropout", True)))

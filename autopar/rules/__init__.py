@@ -26,6 +26,7 @@ from autopar.rules import (
     reduce,
     shape,
 )
+from autopar.rules.functions import CustomFunction
 from autopar.rules.kept import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
 from autopar.rules.kept import kept
 from autopar.rules.registered import registered_rule
@@ -73,6 +74,8 @@ def spec(node: fx.Node, wanted: Iterable[int] | None = None) -> tuple[Spec, bool
     """
     call = Call(node, wanted)
     found, has_rule = _ruled(call)
+    if isinstance(node.target, CustomFunction):
+        return node.target.finished(call, found, has_rule), has_rule
     if not isinstance(node.target, OpOverload):
         return found, has_rule
     return replace(found, kept=kept(operator_name(node), call, found)), has_rule

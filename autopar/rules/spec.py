@@ -134,6 +134,7 @@ class Spec:
         batch: letters over samples that do not meet in the op: N of torch's documentation.
         joins: letters of results -> those of operands whose elements they line up.
         experts: letters that count the experts of a mixture.
+        linear_backward: whether backward makes of a sum of gradients the sum of what it makes of each.
         stretch: letters whose parts compute more than their share of the whole op -> by which factor.
         localize: runs the op on local shards.
     """
@@ -156,6 +157,7 @@ class Spec:
     batch: frozenset[str] = frozenset()
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
+    linear_backward: bool = True
     stretch: Mapping[str, float] = field(default_factory=dict)
     localize: Localizer = field(default=run_as_is, compare=False)
 

@@ -64,3 +64,54 @@ def test_the_innermost_saved_tensor_hooks_are_found() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: "packed", lambda packed: x):
         pack, unpack = _torch.saved_tensor_hooks()
         assert pack(x) == "packed" and unpack("packed") is x
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def test_applications_of_functions_are_taken():
+    def take(apply, function, args, kwargs):
+        assert function is Twice
+        return 10 * apply(function, *args, **kwargs)
+
+    with _torch.applying_functions_by(take):
+        assert Twice.apply(torch.ones(1)) == 20
+    assert Twice.apply(torch.ones(1)) == 2
+
+
+def test_what_runs_outside_of_a_trace_is_not_in_it():
+    class Model(nn.Module):
+        def forward(self, x):
+            with _torch.outside_of_traces():
+                assert torch.is_grad_enabled()
+                with torch.no_grad():
+                    assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
+            return x + 1
+
+    graph = torch.export.export(Model(), (torch.ones(2),), strict=False).graph
+    assert [n.name for n in graph.find_nodes(op="call_function")] == ["add"]
+
+
+def test_transforms_are_seen():
+    seen = []
+    torch.func.vmap(lambda x: seen.append(_torch.in_functorch_transform()) or x)(torch.ones(2))
+    assert seen == [True] and not _torch.in_functorch_transform()
+
+
+def test_the_ops_of_a_function_and_of_its_derivative_are_traced():
+    def run(x):
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(leaf.sin(), leaf, torch.ones_like(x))
+
+    found = [
+        str(n.target)
+        for n in _torch.traced_ops(run, [torch.ones(2)]).find_nodes(op="call_function")
+    ]
+    assert "aten.sin.default" in found and "aten.cos.default" in found

@@ -10,19 +10,6 @@ from torch._subclasses import FakeTensorMode
 from autopar import _torch
 
 
-def test_custom_functions_are_seen():
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-    with _torch.custom_functions() as seen:
-        Twice.apply(torch.ones(1))
-    assert [name.split(".")[-1] for name in seen] == ["Twice"]
-    Twice.apply(torch.ones(1))
-    assert len(seen) == 1
-
-
 def test_the_line_of_an_error_is_the_users():
     try:
         torch.ones(2) @ torch.ones(3)

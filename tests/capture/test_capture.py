@@ -274,26 +274,6 @@ def test_a_buffer_assigned_to_itself_is_not_forgotten():
     assert capture_step(Lazy(), (torch.ones(2, 4),), {}, None).buffers
 
 
-def test_a_custom_function_is_warned_of():
-    class Straight(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.round()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    class Model(nn.Module):
-        def forward(self, x):
-            return Straight.apply(x).sum()
-
-    with pytest.warns(
-        UserWarning, match=r"autograd.Functions \[.*Straight'\].*torch.library.custom_op"
-    ):
-        capture_step(Model(), (torch.ones(2),), {}, None)
-
-
 def test_an_input_changed_in_place():
     class Model(nn.Module):
         def forward(self, x):

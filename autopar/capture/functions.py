@@ -1,0 +1,334 @@
+"""torch.autograd.Functions of a model become calls of the graph that keep their own backward.
+
+While export traces, every `apply` is taken: the function runs once on tensors without values, forward and
+backward, and one call of `torch.ops.autopar.custom_function` is traced in its place. When the trace is made, each
+such call gets an `autopar.rules.functions.CustomFunction` as its target, which runs the user's code.
+
+The run without values says what a graph must know: the results, what `ctx` keeps, and which gradients backward
+gives. It also finds what cannot be kept, see `_Watch`. A backward that reads values cannot be run so, and is taken to
+give every gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar import _torch
+from autopar._torch import pytree
+from autopar.capture.pointwise import free_dims
+from autopar.capture.remedies import uncaptured
+from autopar.errors import CaptureError
+from autopar.ops import functions as ops
+from autopar.ops.nodes import draws_numbers
+from autopar.rules.functions import Arguments, CustomFunction, Trial, function_name
+
+aten = torch.ops.aten
+Function = type[torch.autograd.Function]
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+@contextlib.contextmanager
+def keeping_functions(model: nn.Module) -> Iterator[Callable[[fx.GraphModule], None]]:
+    """Takes the applications of autograd.Functions inside; yields what puts them into the graph of the trace.
+
+    Raises CaptureError, where a function is applied, for one that cannot be kept.
+    """
+    taken = _Applications(model)
+    with _torch.applying_functions_by(taken.take):
+        yield taken.put
+
+
+class _Applications:
+    """The applications that a trace has met, in their order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = (*model.named_parameters(), *model.named_buffers())
+        self._own = {_torch.storage_reference(x).cdata: name for name, x in own}
+        self._kept: list[CustomFunction] = []
+        self._tried: dict[str, Trial] = {}
+        self._is_trying = False
+
+    def take(self, apply: _torch.Apply, function: Function, args: Any, kwargs: Any) -> Any:
+        """What stands in the trace for an application."""
+        arguments, operands = Arguments.of(args, kwargs)
+        if (
+            self._is_trying
+            or not operands
+            or function.__module__.startswith(("torch.", "autopar."))
+        ):
+            return apply(function, *args, **kwargs)
+        where = _Place(function, _torch.user_line() or "")
+        if _torch.in_functorch_transform():
+            raise where.refused(
+                "is applied inside a transform of torch.func, which takes its derivative while the graph is made",
+                "Apply it outside of the transform",
+            )
+        trial = self._trial(apply, where, arguments, operands)
+        self._kept.append(CustomFunction(function, arguments, trial, _autocast()))
+        traced = ops.call(operands, trial.results, str(self._kept[-1]), len(self._kept) - 1)
+        leaves, remaining = list(trial.leaves), iter(traced)
+        for position in trial.positions:
+            leaves[position] = next(remaining)
+        return pytree.tree_unflatten(leaves, trial.spec)
+
+    def _trial(
+        self, apply: _torch.Apply, where: _Place, arguments: Arguments, operands: Sequence[Tensor]
+    ) -> Trial:
+        """The findings of a run without values, made once for applications that are alike."""
+        kinds = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
+        key = f"{id(where.function)} {arguments!r} {kinds} {_autocast()}"
+        if key not in self._tried:
+            self._is_trying = True
+            try:
+                with _torch.outside_of_traces(), _torch.fake_mode() as mode:
+                    watch = _Watch(mode, self._own, where)
+                    self._tried[key] = _Run(apply, arguments, operands, watch).trial()
+            finally:
+                self._is_trying = False
+        return self._tried[key]
+
+    def put(self, module: fx.GraphModule) -> None:
+        """Gives every application in a graph the user's code as its target."""
+        for node, number in list(ops.applications(module.graph)):
+            _put(node, self._kept[number])
+        module.graph.eliminate_dead_code()
+        module.recompile()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A function, and the line of the model that applies it."""
+
+    function: Function
+    line: str
+
+    def refused(self, reason: str, remedy: str) -> CaptureError:
+        """An error that says why the function cannot be kept."""
+        code = getattr(self.function.forward, "__code__", None)
+        at = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        name = function_name(self.function)
+        return uncaptured(self.line, f"the torch.autograd.Function {name}{at} {reason}", remedy)
+
+
+def _autocast() -> dict[str, torch.dtype]:
+    kinds = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+
+
+# --- the run without values
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses what the code of a function does and a call of the graph cannot do."""
+
+    def __init__(self, mode: Any, own: dict[int, str], where: _Place) -> None:
+        super().__init__()
+        self._mode, self._own, self.where = mode, own, where
+        self.draws = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and getattr(x, "fake_mode", None) is not self._mode:
+                self._check(x)
+        if "c10d" in func.namespace:
+            raise self.where.refused(
+                f"communicates ({func})",
+                "Leave communication to the plan: autopar adds what the split needs",
+            )
+        self.draws |= draws_numbers(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _check(self, x: Tensor) -> None:
+        """A parameter that is read as an attribute may be a shard when the function runs."""
+        traced = type(x) not in (Tensor, nn.Parameter)
+        name = "" if traced else self._own.get(_torch.storage_reference(x).cdata, "")
+        if traced or name:
+            what = (
+                f"the parameter or buffer {name.removeprefix('model.')}"
+                if name
+                else "a tensor of the model"
+            )
+            raise self.where.refused(
+                f"computes with {what}, of shape {list(x.shape)}, which is none of its arguments",
+                "Pass that tensor to apply",
+            )
+
+
+@dataclass
+class _Run:
+    """One run of an application on tensors without values."""
+
+    apply: _torch.Apply
+    arguments: Arguments
+    given: Sequence[Tensor]
+    watch: _Watch
+
+    @property
+    def where(self) -> _Place:
+        return self.watch.where
+
+    def trial(self) -> Trial:
+        operands = [_leaf(x) for x in self.given]
+        found, flops = self._forward(operands)
+        leaves, spec = pytree.tree_flatten(found)
+        self._check_results(leaves, operands)
+        results = [x for x in leaves if isinstance(x, Tensor)]
+        draws, ungraded, is_known = self.watch.draws, *self._backward(operands, results)
+        saved_operands, saved_results, saved = _kept(results, operands)
+        free = frozenset[int]()
+        if is_known and not draws:
+            free = free_dims(self._applied, operands, results)
+        return Trial(
+            tuple(_leaf(x).detach() for x in results),
+            tuple(None if isinstance(x, Tensor) else x for x in leaves), spec,
+            tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor)),
+            ungraded, frozenset(i for i, x in enumerate(results) if not x.requires_grad),
+            saved_operands, saved_results, saved, flops, draws, free,
+        )  # fmt: skip
+
+    def _applied(self, *operands: Tensor) -> list[Tensor]:
+        args, kwargs = self.arguments.filled(operands)
+        found = self.apply(self.where.function, *args, **kwargs)
+        return [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+
+    def _forward(self, operands: Sequence[Tensor]) -> tuple[Any, int]:
+        args, kwargs = self.arguments.filled(operands)
+        counter = FlopCounterMode(display=False)
+        try:
+            with counter, self.watch:
+                found = self.apply(self.where.function, *args, **kwargs)
+        except CaptureError:
+            raise
+        except _torch.VALUES_READ as error:
+            raise self.where.refused(
+                f"reads the values of a tensor in its forward ({_first_line(error)})",
+                "Keep such numbers tensors (torch.where instead of `if`, no .item())",
+            ) from error
+        return found, counter.get_total_flops()
+
+    def _check_results(self, leaves: Sequence[Any], operands: Sequence[Tensor]) -> None:
+        if any(x._version for x in operands):
+            raise self.where.refused(
+                "changes one of its arguments in place",
+                "Return a new tensor, and drop ctx.mark_dirty",
+            )
+        other = [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+        if other or not any(isinstance(x, Tensor) for x in leaves):
+            what = type(other[0]).__name__ if other else "no tensor"
+            raise self.where.refused(f"returns {what}", "Return tensors")
+
+    def _backward(
+        self, operands: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> tuple[frozenset[int], bool]:
+        """Positions of the operands without a gradient, and whether backward ran to say so."""
+        wanted = [i for i, x in enumerate(operands) if x.requires_grad]
+        ends = [x for x in results if x.requires_grad]
+        others = frozenset(range(len(operands))) - {*wanted}
+        if not ends or not wanted:
+            return frozenset(range(len(operands))), True
+        self.watch.draws = False
+        gradients = [torch.empty_like(x) for x in ends]
+        try:
+            with self.watch:
+                found = torch.autograd.grad(
+                    ends,
+                    [operands[i] for i in wanted],
+                    gradients,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+        except CaptureError:
+            raise
+        except Exception:  # it reads values, or fails as it will when it runs
+            return others, False
+        if self.watch.draws:
+            raise self.where.refused(
+                "draws random numbers in its backward, which ranks would draw apart",
+                "Draw them in forward",
+            )
+        return others | {i for i, x in zip(wanted, found, strict=True) if x is None}, True
+
+
+def _leaf(x: Tensor) -> Tensor:
+    differentiable = x.is_floating_point() or x.is_complex()
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return made.requires_grad_(differentiable)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _kept(
+    results: Sequence[Tensor], operands: Sequence[Tensor]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[tuple[int, ...], torch.dtype], ...]]:
+    """What the `ctx` of an application keeps: positions of operands and results, and other tensors."""
+    context = next((x.grad_fn for x in results if x.grad_fn is not None), None)
+    found: list[Tensor] = [x for x in getattr(context, "saved_tensors", ()) if x is not None]
+    found += (
+        [x for x in pytree.tree_leaves(vars(context)) if isinstance(x, Tensor)] if context else []
+    )
+    kept = {_memory(x): x for x in found}
+    saved_operands = tuple(
+        i for i, x in enumerate(operands) if kept.pop(_memory(x), None) is not None
+    )
+    saved_results = tuple(
+        i for i, x in enumerate(results) if kept.pop(_memory(x), None) is not None
+    )
+    return saved_operands, saved_results, tuple((tuple(x.shape), x.dtype) for x in kept.values())
+
+
+def _memory(x: Tensor) -> int:
+    return _torch.storage_reference(x).cdata
+
+
+# --- the graph
+
+
+def _put(node: fx.Node, target: CustomFunction) -> None:
+    """custom_function([x, w], ...) -> Function(x, detach(w)): one call, whose result is a tensor if it is alone.
+
+    What backward gives no gradient, and a result that takes none, are detached, so that a plan knows.
+    """
+    operands: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    with node.graph.inserting_before(node):
+        given = [_detached(x) if i in target.trial.ungraded else x for i, x in enumerate(operands)]
+    node.target, node.args = target, tuple(given)
+    values = tuple(node.meta["val"])
+    node.meta["val"] = values[0] if len(values) == 1 else values
+    for user in list(node.users):
+        assert user.target is operator.getitem, user.format_node()
+        if len(values) == 1:
+            user.replace_all_uses_with(node)
+        elif user.args[1] in target.trial.undifferentiable:
+            readers = list(user.users)
+            with node.graph.inserting_after(user):
+                cut = _detached(user)
+            for reader in readers:
+                reader.replace_input_with(user, cut)
+
+
+def _detached(x: fx.Node) -> fx.Node:
+    """A node that hands on no gradient; `x` itself where it has none."""
+    value = x.meta["val"]
+    if not (value.is_floating_point() or value.is_complex()):
+        return x
+    new = x.graph.call_function(aten.detach.default, (x,))
+    new.meta = {**x.meta, "val": value.detach()}
+    return new

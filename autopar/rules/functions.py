@@ -1,0 +1,180 @@
+"""Applications of `torch.autograd.Function`: one op each, whose forward and backward are the user's own code.
+
+A function runs whole on every rank unless it is known how to split it: by a row that the user has registered
+(`autopar.register_rule(Function, row)`), or because a trace of its forward and backward shows that it is
+point-wise (`Trial.free`).
+
+[Note: backwards that are not linear] A backward may clip or round its gradient, so that the sum of what it makes of
+partial gradients is not what it makes of their sum. Operands of a function are never in V unless a row says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar._torch import pytree
+from autopar.errors import AutoparError
+from autopar.rules.elementwise import elementwise
+from autopar.rules.spec import Call, Hidden, Kept, Letters, RuleDoesNotApply, Spec
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of an application, its tensors taken out.
+
+    Attributes:
+        leaves: leaves of `(args, kwargs)`; None where a tensor stood.
+        spec: structure of `(args, kwargs)`.
+        positions: positions of the tensors among the leaves.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec = field(repr=False)
+    positions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Tensor]]:
+        """The arguments, and the tensors that were among them."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        positions = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+        others = tuple(None if isinstance(x, Tensor) else x for x in leaves)
+        return cls(others, spec, positions), [leaves[i] for i in positions]
+
+    def filled(self, operands: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with these tensors."""
+        leaves = list(self.leaves)
+        for position, x in zip(self.positions, operands, strict=True):
+            leaves[position] = x
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The findings of a run of an application on tensors without values.
+
+    Attributes:
+        results: shape and dtype of every tensor result, as tensors without values.
+        leaves: leaves of the result; None where a tensor stood.
+        spec: structure of the result.
+        positions: positions of the tensors among the leaves of the result.
+        ungraded: positions of the operands that backward gives no gradient.
+        undifferentiable: positions of the results that take no gradient.
+        saved_operands, saved_results: positions of those that `ctx` keeps for backward.
+        saved: shape and dtype of everything else that it keeps.
+        flops: floating-point operations of matrix products and convolutions in the forward.
+        draws: whether the forward draws random numbers.
+        free: dims, counted from the last, along which a trace shows the function to be point-wise.
+    """
+
+    results: tuple[Tensor, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    positions: tuple[int, ...]
+    ungraded: frozenset[int]
+    undifferentiable: frozenset[int]
+    saved_operands: tuple[int, ...]
+    saved_results: tuple[int, ...]
+    saved: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    flops: int
+    draws: bool
+    free: frozenset[int]
+
+
+class CustomFunction:
+    """The target of a call in a captured graph: one application of an autograd.Function to its tensor operands.
+
+    Args:
+        function: the user's class.
+        arguments: what it is applied to besides the operands.
+        trial: findings of a run on tensors without values.
+        autocast: device type -> dtype of every autocast that is on where the model applies it.
+    """
+
+    def __init__(
+        self,
+        function: type[torch.autograd.Function],
+        arguments: Arguments,
+        trial: Trial,
+        autocast: Mapping[str, torch.dtype],
+    ) -> None:
+        self.__name__ = function.__name__
+        self.function, self.arguments, self.trial = function, arguments, trial
+        self.autocast = dict(autocast)
+
+    def __str__(self) -> str:
+        return function_name(self.function)
+
+    def __repr__(self) -> str:
+        return f"{self}{self.arguments.leaves}"
+
+    @property
+    def draws(self) -> bool:
+        """Whether the forward takes random numbers from the default generator."""
+        return self.trial.draws
+
+    def __call__(self, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The tensor results of the user's own code, whose backward is the user's own, too.
+
+        Raises AutoparError if a result is another number than it was when the model was captured.
+        """
+        args, kwargs = self.arguments.filled(operands)
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            found = self.function.apply(*args, **kwargs)
+        leaves = pytree.tree_leaves(found)
+        results = tuple(x for x in leaves if isinstance(x, Tensor))
+        others = tuple(None if isinstance(x, Tensor) else x for x in leaves)
+        if others != self.trial.leaves:
+            raise AutoparError(
+                f"The torch.autograd.Function {self} returned {others} beside its tensors, and {self.trial.leaves} "
+                "when the model was captured; return such values from the model another way."
+            )
+        return results[0] if len(results) == 1 else results
+
+    def rule(self, call: Call) -> Spec:
+        """Point by point along the dims where a trace shows it."""
+        if not self.trial.free:
+            raise RuleDoesNotApply("no row, and not point-wise")
+        spec = elementwise(call)
+        free = {f"d{dim}" for dim in self.trial.free}
+        return replace(spec, whole=frozenset(spec.sizes) - free)
+
+    def finished(self, call: Call, spec: Spec, has_rule: bool) -> Spec:
+        """The spec of a call with what `ctx` keeps for backward and, where no rule says so, its FLOPs."""
+        kept = Kept()
+        if call.wanted:
+            trial = self.trial
+            hidden = (
+                _hidden(f"saved{i}", shape, dtype, call, spec)
+                for i, (shape, dtype) in enumerate(trial.saved)
+            )
+            kept = Kept(trial.saved_operands, trial.saved_results, tuple(hidden))
+        flops = spec.flops if has_rule else max(spec.flops, self.trial.flops)
+        return replace(spec, kept=kept, flops=flops, linear_backward=False)
+
+
+def function_name(function: type[torch.autograd.Function]) -> str:
+    """The name under which rules and plans know a function."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _hidden(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, call: Call, spec: Spec
+) -> Hidden:
+    """A tensor that `ctx` keeps: cut as a tensor of its shape is, else taken to be whole on every rank."""
+    known = (
+        *zip(call.results, spec.results, strict=True),
+        *zip(call.operands, spec.operands, strict=True),
+    )
+    letters: Letters | None = next((own for x, own in known if tuple(x.shape) == shape), None)
+    if letters is not None:
+        return Hidden(name, letters, dtype)
+    return Hidden(name, (), dtype, torch.Size(shape).numel())
