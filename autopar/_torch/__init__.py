@@ -2,6 +2,7 @@
 
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, widened_dtype
 from autopar._torch.autograd import (
@@ -68,7 +69,7 @@ from autopar._torch.tensors import has_storage, storage_key, storage_reference, 
 
 __all__ = [
     "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DropoutBase", "FakeTensor",
-    "FakeTensorMode", "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues",
+    "FakeTensorMode", "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues", "TorchDispatchMode",
     "accumulate_gradient", "all_gather", "all_reduce", "all_to_all", "applying_functions_by",
     "as_if_compiling", "autopar_op", "below_autograd", "broke_in_communication", "call_with",
     "compile_graph", "computes_complex", "default_store", "differentiable_local", "dtensor",

@@ -19,17 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar import _torch
-from autopar._torch import pytree
+from autopar._torch import TorchDispatchMode, pytree
 from autopar.capture.pointwise import free_dims
 from autopar.capture.remedies import uncaptured
 from autopar.errors import CaptureError
 from autopar.ops import functions as ops
 from autopar.ops.nodes import draws_numbers
-from autopar.rules.functions import Arguments, CustomFunction, Trial, function_name
+from autopar.rules.functions import CustomFunction, FunctionArguments, FunctionTrial, function_name
 
 aten = torch.ops.aten
 Function = type[torch.autograd.Function]
@@ -54,12 +53,12 @@ class _Applications:
         own = (*model.named_parameters(), *model.named_buffers())
         self._own = {_torch.storage_reference(x).cdata: name for name, x in own}
         self._kept: list[CustomFunction] = []
-        self._tried: dict[str, Trial] = {}
+        self._tried: dict[str, FunctionTrial] = {}
         self._is_trying = False
 
     def take(self, apply: _torch.Apply, function: Function, args: Any, kwargs: Any) -> Any:
         """What stands in the trace for an application."""
-        arguments, operands = Arguments.of(args, kwargs)
+        arguments, operands = FunctionArguments.of(args, kwargs)
         if (
             self._is_trying
             or not operands
@@ -81,8 +80,12 @@ class _Applications:
         return pytree.tree_unflatten(leaves, trial.spec)
 
     def _trial(
-        self, apply: _torch.Apply, where: _Place, arguments: Arguments, operands: Sequence[Tensor]
-    ) -> Trial:
+        self,
+        apply: _torch.Apply,
+        where: _Place,
+        arguments: FunctionArguments,
+        operands: Sequence[Tensor],
+    ) -> FunctionTrial:
         """The findings of a run without values, made once for applications that are alike."""
         kinds = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
         key = f"{id(where.function)} {arguments!r} {kinds} {_autocast()}"
@@ -91,7 +94,7 @@ class _Applications:
             try:
                 with _torch.outside_of_traces(), _torch.fake_mode() as mode:
                     watch = _Watch(mode, self._own, where)
-                    self._tried[key] = _Run(apply, arguments, operands, watch).trial()
+                    self._tried[key] = _TrialRun(apply, arguments, operands, watch).trial()
             finally:
                 self._is_trying = False
         return self._tried[key]
@@ -171,11 +174,11 @@ class _Watch(TorchDispatchMode):
 
 
 @dataclass
-class _Run:
+class _TrialRun:
     """One run of an application on tensors without values."""
 
     apply: _torch.Apply
-    arguments: Arguments
+    arguments: FunctionArguments
     given: Sequence[Tensor]
     watch: _Watch
 
@@ -183,7 +186,7 @@ class _Run:
     def where(self) -> _Place:
         return self.watch.where
 
-    def trial(self) -> Trial:
+    def trial(self) -> FunctionTrial:
         operands = [_leaf(x) for x in self.given]
         found, flops = self._forward(operands)
         leaves, spec = pytree.tree_flatten(found)
@@ -194,7 +197,7 @@ class _Run:
         free = frozenset[int]()
         if is_known and not draws:
             free = free_dims(self._applied, operands, results)
-        return Trial(
+        return FunctionTrial(
             tuple(_leaf(x).detach() for x in results),
             tuple(None if isinstance(x, Tensor) else x for x in leaves), spec,
             tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor)),

@@ -2,7 +2,7 @@
 
 A function runs whole on every rank unless it is known how to split it: by a row that the user has registered
 (`autopar.register_rule(Function, row)`), or because a trace of its forward and backward shows that it is
-point-wise (`Trial.free`).
+point-wise (`FunctionTrial.free`).
 
 [Note: backwards that are not linear] A backward may clip or round its gradient, so that the sum of what it makes of
 partial gradients is not what it makes of their sum. Operands of a function are never in V unless a row says so.
@@ -25,7 +25,7 @@ from autopar.rules.spec import Call, Hidden, Kept, Letters, RuleDoesNotApply, Sp
 
 
 @dataclass(frozen=True)
-class Arguments:
+class FunctionArguments:
     """The arguments of an application, its tensors taken out.
 
     Attributes:
@@ -39,7 +39,9 @@ class Arguments:
     positions: tuple[int, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Tensor]]:
+    def of(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[FunctionArguments, list[Tensor]]:
         """The arguments, and the tensors that were among them."""
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         positions = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
@@ -56,7 +58,7 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Trial:
+class FunctionTrial:
     """The findings of a run of an application on tensors without values.
 
     Attributes:
@@ -100,8 +102,8 @@ class CustomFunction:
     def __init__(
         self,
         function: type[torch.autograd.Function],
-        arguments: Arguments,
-        trial: Trial,
+        arguments: FunctionArguments,
+        trial: FunctionTrial,
         autocast: Mapping[str, torch.dtype],
     ) -> None:
         self.__name__ = function.__name__
