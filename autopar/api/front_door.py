@@ -26,6 +26,7 @@ from autopar.planning.planning import (
     split_example,
 )
 from autopar.runtime.compiled import Executor, ExecutorName
+from autopar.runtime.failures import show_failures
 from autopar.runtime.initialise import InitFunction
 from autopar.runtime.module import Batch, CompiledModule, Outputs, Settings
 from autopar.runtime.processes import (
@@ -135,6 +136,7 @@ def compile(
     device = _device(model, mesh, device)
     priced, assumed = hardware_of(hardware, device)
     join_process_group(device)
+    show_failures()  # around torch's own hook, which the process group brings
     request = Request(
         priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
