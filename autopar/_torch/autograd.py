@@ -94,22 +94,31 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
     """Inside, every application of an autograd.Function is made by `take(apply, function, args, kwargs)`.
 
+    That is so for `apply` methods, too, that were looked up before (`rounded = Round.apply`).
+
     Args:
         take: gets torch's own `apply`, to be called as `apply(function, *args, **kwargs)`.
     """
-    original = torch.autograd.Function.__dict__["apply"]
+    # Function.apply itself may have been looked up; what it calls has not.
+    functions: Any = torch.autograd.function
+    base, transformed = functions._SingleLevelFunction, functions.custom_function_call
 
     def plainly(function: Function, *args: Any, **kwargs: Any) -> Any:
-        return original.__get__(None, function)(*args, **kwargs)
+        return super(base, function).apply(*args, **kwargs)
 
     def apply(function: Function, *args: Any, **kwargs: Any) -> Any:
         return take(plainly, function, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    def apply_transformed(function: Function, *args: Any, **kwargs: Any) -> Any:
+        return take(transformed, function, args, kwargs)
+
+    base.apply = classmethod(apply)
+    functions.custom_function_call = apply_transformed
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del base.apply
+        functions.custom_function_call = transformed
 
 
 @contextmanager

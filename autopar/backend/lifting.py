@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch.fx import traceback as fx_traceback
 
 from autopar import _torch
+from autopar.backend.functions import function_of
 from autopar.backend.sharding import whole_parameter
 from autopar.errors import CaptureError
 
@@ -113,7 +114,7 @@ def lift(
 
     Those at the positions `sharded` stand for parameters that `autopar.shard_` has cut.
 
-    Raises CaptureError for what it cannot stand for: a custom backward, an argument that is changed in
+    Raises CaptureError for what it cannot stand for: an argument that is changed in
     place and takes a gradient or shares memory with another.
     """
     _refuse_forgotten(module)
@@ -286,10 +287,12 @@ class _Interpreter(fx.Interpreter):
         super().__init__(module)
         self._held = held
         self.extra_traceback = False  # errors here speak to users
+        self.function = ""  # name of the autograd.Function that the running call applies
         self.place = ""  # of the call that failed: a line to add to an error
         self.changes: dict[int, str] = {}  # memory -> the same of the call that last wrote to it
 
     def run_node(self, n: fx.Node) -> Any:
+        self.function = _applied_function(n)
         taken = [x for x in map(self.env.get, n.all_input_nodes) if isinstance(x, Tensor)]
         before = [_version(x) for x in taken]
         try:
@@ -308,18 +311,18 @@ class _Interpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = _STANDINS.get(_name(target))
-        return run(self, *args) if run else super().call_function(target, args, kwargs)
+        return run(self, *args, **kwargs) if run else super().call_function(target, args, kwargs)
 
     def run_block(self, body: fx.GraphModule, *operands: Any) -> Any:
         """What a checkpointed block computes; what is kept for backward is not the graph's business."""
         return _Interpreter(body, self._held).run(*operands)
 
-    def refuse_function(self, *_: Any) -> Any:
-        """Raises CaptureError: a graph would take the derivative of the forward."""
-        raise CaptureError(
-            "It applies a torch.autograd.Function, and a graph would take the derivative of its "
-            "forward in place of its backward; write it as a torch.library.custom_op."
-        )
+    def apply_function(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, *operands: Any, **facts: Any
+    ) -> Any:
+        """An autograd.Function of the user's, from the graphs of its forward and backward."""
+        found = function_of(forward, backward, self.function, facts["non_differentiable_idx"])
+        return found.apply(*operands)
 
     def parameter(self, x: Tensor) -> Tensor:
         """What stands for a sharded parameter is whole."""
@@ -338,7 +341,7 @@ class _Interpreter(fx.Interpreter):
 
 _STANDINS: Mapping[str, Callable[..., Any]] = {
     "tag_activation_checkpoint": _Interpreter.run_block,
-    "autograd_function_apply": _Interpreter.refuse_function,
+    "autograd_function_apply": _Interpreter.apply_function,
     "whole_parameter": _Interpreter.parameter,
     "_enter_autocast": _Interpreter.enter_autocast,
     "_exit_autocast": _Interpreter.exit_autocast,
@@ -352,6 +355,11 @@ def _place(node: fx.Node) -> str:
         return ""
     file, line, function, code = frames[-1]
     return f"\n  where:  {file}:{line} in {function}: {code.strip()}"
+
+
+def _applied_function(node: fx.Node) -> str:
+    """`Straight` for a call from the line `y = Straight.apply(x)`, as dynamo does not keep the class."""
+    return "".join(re.findall(r"(\w+)\.apply\(", _place(node))[:1]) or "Function"
 
 
 def _name(target: Any) -> str:

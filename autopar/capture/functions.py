@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,8 @@ class _Applications:
     ) -> FunctionTrial:
         """The findings of a run without values, made once for applications that are alike."""
         kinds = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
-        key = f"{id(where.function)} {arguments!r} {kinds} {_autocast()}"
+        code = getattr(where.function, "traced_code", id(where.function))
+        key = f"{code} {arguments!r} {kinds} {_autocast()}"
         if key not in self._tried:
             self._is_trying = True
             try:
@@ -196,7 +198,8 @@ class _TrialRun:
         saved_operands, saved_results, saved = _kept(results, operands)
         free = frozenset[int]()
         if is_known and not draws:
-            free = free_dims(self._applied, operands, results)
+            with _unwatched():
+                free = free_dims(self._applied, operands, results)
         return FunctionTrial(
             tuple(_leaf(x).detach() for x in results),
             tuple(None if isinstance(x, Tensor) else x for x in leaves), spec,
@@ -266,6 +269,17 @@ class _TrialRun:
                 "Draw them in forward",
             )
         return others | {i for i, x in zip(wanted, found, strict=True) if x is None}, True
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Inside, `autopar.capture.watch` sees nothing: it has seen this code run, and looking takes time."""
+    profile = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profile)
 
 
 def _leaf(x: Tensor) -> Tensor:

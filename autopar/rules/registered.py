@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from autopar._torch import schema
 from autopar.errors import RecipeError
 from autopar.ir import P, S, State, V
+from autopar.rules.functions import function_name
 from autopar.rules.notation import parse, spec_of
 from autopar.rules.spec import Call, Letters, Spec
 from autopar.rules.trial import Results, difference, on_parts
@@ -50,16 +51,16 @@ _HALF_TOLERANCE = 3e-2
 _MOST_PARTS = 8
 
 
-def register_rule(op: str, row: str) -> None:
+def register_rule(op: str | type[torch.autograd.Function], row: str) -> None:
     """Lets an op be split as one line of the project's notation says (docs/rules.md).
 
     Every captured call of the op proves the rule before a plan uses it. A second rule for an op replaces
     the first; one for an op that autopar knows already goes before its own.
 
     Args:
-        op: a functional op of `torch.library`, as `mylib::scale`.
+        op: a functional op of `torch.library`, as `mylib::scale`, or a `torch.autograd.Function`.
         row: its operands and results in letters, `b s h, h -> b s h`, one for every tensor argument in the
-            order of the schema.
+            order of the schema, or of the call of `apply`.
 
     Raises:
         RecipeError: for an op that is not defined, or changes its arguments, and a row that cannot be
@@ -71,6 +72,16 @@ def register_rule(op: str, row: str) -> None:
     ...     return x * by
     >>> autopar.register_rule("example::scale", "b s h, h -> b s h")
     """
+    name = _functional_op(op) if isinstance(op, str) else function_name(op)
+    try:
+        parse(row)
+    except ValueError as error:
+        raise RecipeError(f"The rule of {op} cannot be used: {error}") from error
+    RULES[name] = Registered(row)
+
+
+def _functional_op(op: str) -> str:
+    """The name of an op in a graph, `mylib.scale`. Raises RecipeError for one that cannot be split."""
     namespace, colons, name = op.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), name, None) if colons else None
     if packet is None:
@@ -83,11 +94,7 @@ def register_rule(op: str, row: str) -> None:
             f"The op {op} changes its arguments, and autopar splits functional ops only; return the new "
             "value instead."
         )
-    try:
-        parse(row)
-    except ValueError as error:
-        raise RecipeError(f"The rule of {op} cannot be used: {error}") from error
-    RULES[f"{namespace}.{name}"] = Registered(row)
+    return f"{namespace}.{name}"
 
 
 def registered_rule(name: str) -> Callable[[Call], Spec] | None:
@@ -112,7 +119,7 @@ def _key(call: Call) -> str:
     """Equal for calls that prove the same."""
     tensors = [(tuple(x.shape), x.dtype, x.device.type) for x in call.operands]
     others = fx.map_arg((call.node.args, call.node.kwargs), lambda _: None)
-    return f"{call.node.target} {tensors} {others} {sorted(call.wanted)}"
+    return f"{call.node.target!r} {tensors} {others} {sorted(call.wanted)}"
 
 
 def _fitted(name: str, row: str, call: Call) -> Spec:

@@ -81,9 +81,10 @@ def test_applications_of_functions_are_taken():
         assert function is Twice
         return 10 * apply(function, *args, **kwargs)
 
+    before = Twice.apply
     with _torch.applying_functions_by(take):
-        assert Twice.apply(torch.ones(1)) == 20
-    assert Twice.apply(torch.ones(1)) == 2
+        assert Twice.apply(torch.ones(1)) == 20 == before(torch.ones(1))
+    assert Twice.apply(torch.ones(1)) == 2 == before(torch.ones(1))
 
 
 def test_what_runs_outside_of_a_trace_is_not_in_it():

@@ -7,6 +7,7 @@ from proof import labels_of, prove
 import autopar
 from autopar.errors import RecipeError
 from autopar.rules import registered
+from autopar.rules.functions import function_name
 
 
 def define(name, function, mutated=()):
@@ -130,3 +131,47 @@ def forget():
     yield
     registered.RULES.clear()
     registered.RULES.update(before)
+
+
+class Scaled(torch.autograd.Function):
+    """x * weight, with twice the gradient of x."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return 2 * gradient * weight, (gradient * x).sum((0, 1))
+
+
+def test_a_function_with_a_backward_of_its_own_is_split_by_a_row():
+    tensors, kind = (rand(2, 4, 6), rand(6)), function_name(Scaled)
+    assert labels_of(Scaled.apply, *tensors, kind=kind) == {"-"}
+    autopar.register_rule(Scaled, "b s h, h -> b s h")
+    assert labels_of(Scaled.apply, *tensors, kind=kind) == {"-", "b", "s", "h"}
+    assert prove(Scaled.apply, *tensors, kind=kind) >= 4
+
+
+class Normed(torch.autograd.Function):
+    """x, with its gradient divided by the norm of every row."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm(dim=-1, keepdim=True)
+
+
+def test_the_backward_of_a_function_is_proved():
+    autopar.register_rule(Normed, "b h -> b h")
+    with pytest.raises(
+        RecipeError, match=r"Normed does not hold: splitting the letter 'h' into 2 parts"
+    ):
+        labels_of(Normed.apply, rand(4, 6), kind=function_name(Normed))
+    autopar.register_rule(Normed, "b h! -> b h!")
+    assert labels_of(Normed.apply, rand(4, 6), kind=function_name(Normed)) == {"-", "b"}

@@ -354,8 +354,26 @@ def dropout(compile: Compile) -> Result:
 
 
 @_script
-def custom_backward(compile: Compile) -> Result:
+def draws_in_backward(compile: Compile) -> Result:
     """It cannot be captured, and so runs whole."""
+
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.round()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient + torch.rand_like(gradient)
+
+    model, x = nn.Linear(8, 8).double(), torch.randn(4, 8, dtype=torch.float64)
+    loss = compile(lambda x: (Noisy.apply(model(x)) - 1).square().mean())
+    return _train(model.parameters(), (loss(x) for _ in range(3)))
+
+
+@_script
+def custom_backward(compile: Compile) -> Result:
+    """Straight through, which is not the derivative of rounding."""
 
     class Straight(torch.autograd.Function):
         @staticmethod

@@ -113,9 +113,16 @@ def test_the_plan_used_longest_ago_makes_room_for_another(two_ranks: Ranks) -> N
 
 @pytest.mark.multiprocess
 def test_what_cannot_be_captured_runs_whole_and_is_named(two_ranks: Ranks) -> None:
-    first, _ = two_ranks.run(_told, scripts.run_compiled, "custom_backward", {})
-    assert "runs whole on every rank: It applies a torch.autograd.Function" in first[0]
-    assert re.search(r"where: .*scripts\.py:\d+ in .*Straight\.apply\(model\(x\)\)", first[0])
+    first, _ = two_ranks.run(_told, scripts.run_compiled, "draws_in_backward", {})
+    assert "runs whole on every rank: " in first[0]
+    assert "Noisy" in first[0] and "draws random numbers in its backward" in first[0]
+    assert re.search(r"where: .*scripts\.py:\d+ in .*Noisy\.apply\(model\(x\)\)", first[0])
+
+
+@pytest.mark.multiprocess
+def test_a_custom_backward_is_split(two_ranks: Ranks) -> None:
+    first, _ = two_ranks.run(_told, scripts.run_compiled, "custom_backward", {"recipe": "ddp"})
+    assert "dp splits batch in" in first[0] and not any("runs whole" in line for line in first)
 
 
 def _unlike() -> str:

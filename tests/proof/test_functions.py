@@ -1,0 +1,29 @@
+"""Models with a backward of their own, split and cut by any legal plan, have the loss and gradients of one device."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar
+from tests.support.functions import NAMES, made
+
+MESHES = ({"a": 2}, {"a": 2, "b": 2})
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_random_plans(name: str, mesh: dict[str, int]) -> None:
+    model, batch = made(name)
+    for seed in range(3):
+        report = autopar.verify(model, batch, mesh=mesh, plan="random", seed=seed)
+        assert report.passed, report
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_stages_and_recomputation(schedule: str, recompute: str) -> None:
+    model, batch = made("stack")
+    report = autopar.verify(
+        model, batch, mesh={"pp": 2, "dp": 2}, micro_batches=2, schedule=schedule, recompute=recompute
+    )  # fmt: skip
+    assert report.passed, report
