@@ -19,11 +19,9 @@ def test_random_plans(name: str, mesh: dict[str, int]) -> None:
         assert report.passed, report
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
-def test_stages_and_recomputation(schedule: str, recompute: str) -> None:
+def test_stages(schedule: str) -> None:
+    """Whose backward is cut, in zb, into that of inputs and that of parameters."""
     model, batch = made("stack")
-    report = autopar.verify(
-        model, batch, mesh={"pp": 2, "dp": 2}, micro_batches=2, schedule=schedule, recompute=recompute
-    )  # fmt: skip
+    report = autopar.verify(model, batch, mesh={"pp": 2}, micro_batches=2, recipe=schedule)
     assert report.passed, report
