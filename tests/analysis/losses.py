@@ -1,0 +1,105 @@
+"""Eight losses of a small language model, and three that no share can put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS, STEPS, CLASSES, WIDTH, IGNORED = 8, 4, 16, 8, -100
+
+
+class Words(nn.Module):
+    """Token ids of shape `(rows, steps)` to logits of shape `(rows, steps, classes)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(torch.tanh(self.table(tokens)))))
+
+
+def each(y: Tensor, targets: Tensor) -> Tensor:
+    """The loss of every token, 0 where the target is ignored."""
+    return F.cross_entropy(y.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
+def mean_of_squares(y: Tensor, targets: Tensor) -> Tensor:
+    return (y - F.one_hot(targets.clamp(min=0), CLASSES)).square().mean()
+
+
+def ignoring(y: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(y.flatten(0, 1), targets.flatten())
+
+
+def shifted(y: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(y[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def weighted(y: Tensor, targets: Tensor) -> Tensor:
+    weight = torch.linspace(0.1, 2, CLASSES, dtype=y.dtype)
+    return F.cross_entropy(y.flatten(0, 1), targets.flatten(), weight=weight)
+
+
+def ratio(y: Tensor, targets: Tensor) -> Tensor:
+    mask = (targets != IGNORED).to(y.dtype)
+    return (each(y, targets) * mask).sum() / mask.sum()
+
+
+def clamped_ratio(y: Tensor, targets: Tensor) -> Tensor:
+    mask = (targets != IGNORED).to(y.dtype)
+    return 0.5 * (each(y, targets) * mask).mean() / mask.mean().clamp(min=1e-3)
+
+
+def by_items(y: Tensor, targets: Tensor, items: Tensor) -> Tensor:
+    return each(y, targets).sum() / items
+
+
+def mean_of_rows(y: Tensor, targets: Tensor) -> Tensor:
+    mask = (targets != IGNORED).to(y.dtype)
+    return ((each(y, targets) * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "mean of squares": (mean_of_squares, "mean"),
+    "ignore_index": (ignoring, "ratio"),
+    "ignore_index of shifted targets": (shifted, "ratio"),
+    "class weights": (weighted, "ratio"),
+    "a ratio of sums": (ratio, "ratio"),
+    "a ratio of means": (clamped_ratio, "ratio"),
+    "num_items_in_batch": (by_items, "sum"),
+    "a mean of each row's masked mean": (mean_of_rows, "mean"),
+}
+
+
+def spread(y: Tensor, targets: Tensor) -> Tensor:
+    """The variance of the rows' losses, which is no mean of the parts' variances."""
+    return each(y, targets).mean(1).var()
+
+
+def two_ratios(y: Tensor, targets: Tensor) -> Tensor:
+    return ratio(y, targets) + mean_of_squares(y, targets)
+
+
+def divided_by_rows(y: Tensor, targets: Tensor) -> Tensor:
+    """A mean by hand: a micro-batch divides by fewer rows, but a fixed number would look the same."""
+    return each(y, targets).sum() / y.shape[0]
+
+
+NO_SHARES = (spread, two_ratios, divided_by_rows)
+
+
+def batch(loss: Callable[..., Tensor], seed: int = 0) -> tuple[Tensor, ...]:
+    """Inputs of the model and the loss; the number of ignored targets differs from row to row."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(CLASSES, (ROWS, STEPS), generator=draw)
+    targets = torch.randint(CLASSES, (ROWS, STEPS), generator=draw)
+    for row in range(ROWS):
+        targets[row, : row % STEPS] = IGNORED
+    items = (torch.tensor(19.0, dtype=torch.float64),) if loss is by_items else ()
+    return tokens, targets, *items
