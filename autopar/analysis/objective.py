@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture.captured import Captured
+from autopar.errors import StepError
 from autopar.ir import PARTIAL, Choice, Graph, Op
 from autopar.ops.nodes import bound_arguments
 
@@ -47,8 +48,8 @@ class Objective:
     Attributes:
         kind: `mean`, `sum` or `ratio` of rows, or `unknown`.
         base: what the numerator of a ratio is.
-        denominator: for a ratio, the graph from inputs, buffers and constants, by name, to the denominator and
-            to the sums or means that it is a function of.
+        denominator: for a ratio, the graph from inputs and buffers to the denominator and to the sums or means that
+            it is a function of. Its placeholders are the names of inputs, and `buffers.` and the names of buffers.
         bases: whether each of those is a sum or a mean.
     """
 
@@ -64,24 +65,25 @@ class Objective:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Placeholders that the denominator is computed of."""
+        """Names of the inputs and buffers that the denominator is computed of."""
         if self.denominator is None:
             return ()
-        return tuple(n.name for n in self.denominator.graph.find_nodes(op="placeholder"))
+        return tuple(str(n.target) for n in self.denominator.graph.find_nodes(op="placeholder"))
 
     @torch.no_grad()
-    def shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        """The share of each micro-batch's loss in the loss of the batch, tensors of shape `()`.
+    def shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
+        """The share of each micro-batch's loss in the loss of the batch.
 
         Where the kind is unknown the loss is the mean over micro-batches.
 
         Args:
-            parts: for every micro-batch the whole tensors that are read, by placeholder.
+            parts: for every micro-batch the whole tensors on the CPU that are read, by name.
+
+        Raises StepError where no element of a micro-batch counts: its loss would be 0 / 0.
         """
         count = len(parts)
-        if self.denominator is None:
-            share = 1.0 if self.kind == "sum" else 1 / count
-            return [torch.tensor(share, dtype=torch.float64)] * count
+        if self.denominator is None or count == 1:
+            return [1.0 if self.kind == "sum" or count == 1 else 1 / count] * count
         found = [self._run([part[name] for name in self.reads], {}) for part in parts]
         whole = {}
         for node, base, *values in zip(
@@ -90,8 +92,14 @@ class Objective:
             total = torch.stack(values).sum(0)
             whole[node] = total / count if base == "mean" else total
         (denominator, *_) = self._run([parts[0][name] for name in self.reads], whole)
+        empty = [i for i, each in enumerate(found) if not each[0].item()]
+        if empty and denominator.item():
+            raise StepError(
+                f"Micro-batch {empty[0] + 1} of {count} has no element that counts (all of its targets are "
+                "ignored or masked), and its loss is 0 / 0. Take fewer micro-batches, or shuffle the batch."
+            )
         scale = count if self.base == "mean" else 1
-        return [each[0].double() / (scale * denominator.double()) for each in found]
+        return [each[0].item() / (scale * denominator.item()) for each in found]
 
     @property
     def _summands(self) -> list[fx.Node]:
@@ -294,7 +302,7 @@ def _ratio(captured: Captured, finder: _Finder, loss: _Part) -> Objective | None
     if denominator is None or builder.has_parameter or not summands:
         return None
     builder.graph.output([denominator, *summands])
-    module = fx.GraphModule(torch.nn.Module(), builder.graph)
+    module = fx.GraphModule(builder.root, builder.graph)
     return Objective("ratio", loss.base, module, tuple(bases))  # type: ignore[arg-type]
 
 
@@ -305,8 +313,8 @@ class _Slice:
     """Copies the nodes that a node is computed of."""
 
     def __init__(self, captured: Captured, finder: _Finder) -> None:
-        self.finder, self.graph = finder, fx.Graph()
-        self.parameters = set(captured.parameters)
+        self.finder, self.graph, self.root = finder, fx.Graph(), torch.nn.Module()
+        self.captured = captured
         self.has_parameter = False
         self.totals: list[fx.Node] = []
         self.bases: list[str] = []
@@ -317,8 +325,8 @@ class _Slice:
         if node in self._copies:
             return self._copies[node]
         if node.op == "placeholder":
-            self.has_parameter |= node.name in self.parameters
-            made = self._placeholder(node)
+            self.has_parameter |= node.name in self.captured.parameters
+            made = self._leaf(node)
         else:
             for operand in node.all_input_nodes:
                 self.copy(operand)
@@ -327,12 +335,18 @@ class _Slice:
         self._copies[node] = made
         return made
 
-    def _placeholder(self, node: fx.Node) -> fx.Node:
+    def _leaf(self, node: fx.Node) -> fx.Node:
+        constant = self.captured.constants.get(node.name)
+        if constant is not None:
+            self.root.register_buffer(node.name, constant.detach().cpu())
+            return self.graph.get_attr(node.name)
+        buffer = self.captured.buffers.get(node.name)
+        name = f"buffers.{buffer}" if buffer else self.captured.inputs.get(node.name, node.name)
         first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         if first is None:
-            return self.graph.placeholder(node.name)
+            return self.graph.placeholder(name)
         with self.graph.inserting_before(first):
-            return self.graph.placeholder(node.name)
+            return self.graph.placeholder(name)
 
     def _note(self, node: fx.Node, made: fx.Node) -> None:
         kind = self.finder.part(node.name).kind

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.analysis.factors import Analysis, analyze
+from autopar.analysis.objective import objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.errors import AutoparError, PlanError, StepError
@@ -132,8 +133,10 @@ def search_step(
 ) -> Searched:
     """The same search with the price of the plan and with what else was found; arguments as in `make_plan`."""
     graph = prepared.analysis.graph
-    if request.micro_batches is None and _batch_elsewhere(graph):
-        # Micro-batches are parts of dim 0, which is not the batch here.
+    if request.micro_batches is None and (
+        _batch_elsewhere(graph) or _is_changed_by_micro_batches(prepared)
+    ):
+        # Micro-batches are parts of dim 0; where that is not the batch, or another loss, none are taken unasked.
         request = request.but(micro_batches=captured_micro_batches or 1)
     if fixed_storage is None:
         _refuse_more_blocks(graph, request.recompute)
@@ -175,6 +178,12 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
             f"of {name} of shape {shape} is dim {dim}: take one (micro_batches=1), or put the "
             "samples into dim 0 (batch_first=True in torch.nn; the states of a recurrent layer have them in dim 1)."
         )
+
+
+def _is_changed_by_micro_batches(prepared: Prepared) -> bool:
+    """Whether the loss of a batch does not come from those of its micro-batches, as with batch statistics."""
+    captured, graph = prepared.captured, prepared.analysis.graph
+    return captured.is_step and not objective_of(captured, graph).is_known
 
 
 def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:

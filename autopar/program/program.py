@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from autopar._torch import pytree
 from autopar.analysis.factors import Analysis, output_nodes
+from autopar.analysis.objective import Objective, objective_of
 from autopar.capture.captured import Captured
 from autopar.errors import PlanError
 from autopar.ir import (
@@ -33,6 +34,8 @@ from autopar.ir.plan import Reduction
 from autopar.ir.recompute import Selection
 from autopar.passes import partition, verify_graph
 from autopar.program.recomputation import check_selection, mark_blocks
+
+_MEAN = Objective()
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Program:
         sent: what goes to the stage behind.
         recomputed: numbers of the blocks that run again in backward; every call of the module has that
             of its block in `meta["block"]`.
+        objective: how the loss of a batch comes from the losses of its micro-batches.
     """
 
     module: fx.GraphModule
@@ -122,6 +126,7 @@ class Program:
     received: tuple[Wire, ...] = ()
     sent: tuple[Wire, ...] = ()
     recomputed: frozenset[int] = frozenset()
+    objective: Objective = _MEAN
 
     def storage(self, name: str) -> ParameterPlan:
         """The plan of a parameter."""
@@ -165,7 +170,13 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         frozen=captured.frozen,
         is_step=captured.is_step,
         recomputed=mark_blocks(module, analysis.graph, plan),
+        objective=_objective(captured, analysis, plan),
     )
+
+
+def _objective(captured: Captured, analysis: Analysis, plan: Plan) -> Objective:
+    """The objective of the step; a single micro-batch is the batch, whatever its loss is."""
+    return objective_of(captured, analysis.graph) if plan.micro_batches > 1 else Objective()
 
 
 def _outputs(

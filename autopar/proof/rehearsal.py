@@ -57,7 +57,8 @@ class Rehearsal:
         whole: the program before it was cut.
         stages: the programs of its stages.
         parameters, buffers: global values by name.
-        micro_batches: number of micro-batches; the loss and the gradients are means over them.
+        micro_batches: number of micro-batches.
+        shares: share of each micro-batch's loss in the loss of the step; by default they are equal.
 
     Attributes:
         stored: parameter name -> the stored shard of every rank; gradients are left in `.grad`.
@@ -74,8 +75,10 @@ class Rehearsal:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         micro_batches: int,
+        shares: Sequence[float] = (),
     ) -> None:
-        self.stages, self.mesh, self.count = stages, whole.plan.mesh, micro_batches
+        self.stages, self.mesh = stages, whole.plan.mesh
+        self.shares = shares or [1 / micro_batches] * micro_batches
         self.stored: dict[str, Ranks] = {}
         self.losses: dict[int, Ranks] = {}
         self.updates: dict[str, Ranks] = {}
@@ -169,7 +172,7 @@ class Rehearsal:
         """The gradients of a stage's results: of the loss, or from the stage behind."""
         program = self.stages[stage]
         if program.is_step:
-            share = 1 / self.count
+            share = self.shares[micro_batch]
             return [[torch.full_like(x, share) for x in self.losses[micro_batch]]]
         if not program.sent:
             return []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar._torch import RandomLastBits, pytree, widened_dtype
+from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
 from autopar.capture.remedies import traced_line
 from autopar.cost_model import find_hardware
@@ -213,7 +214,7 @@ class Subject:
         return self.references[micro_batches]
 
     def _single_device_results(self, micro_batches: int) -> Reference:
-        device, first = self.single_device, self._batches(0, micro_batches)
+        device, first = self.single_device, self._on_one_device(0, micro_batches)
         samples = []
         if self.arithmetic != torch.float64:
             samples = device.run([first], None)
@@ -221,7 +222,7 @@ class Subject:
                 with RandomLastBits(seed):
                     samples += device.run([first], None)
         has_state = self.between is not None or not device.repeats(first)
-        steps = [self._batches(step, micro_batches) for step in range(2 if has_state else 1)]
+        steps = [self._on_one_device(i, micro_batches) for i in range(2 if has_state else 1)]
         if self.arithmetic == torch.float64:
             return Reference(tuple(device.run(steps, self.between)), ())
         wide = device.widened()
@@ -263,20 +264,27 @@ class Subject:
         for step, expected in enumerate(reference.steps):
             if step and self.between is not None:
                 self.between(model)
+            inputs = [_named_inputs(whole, batch) for batch in self._batches(step, count)]
+            buffers = dict(model.named_buffers(remove_duplicate=False))
+            shares = whole.objective.shares([each | _prefixed(buffers) for each in inputs])
             rehearsal = Rehearsal(
                 whole, stages, micro_batches=count, parameters=dict(model.named_parameters()),
-                buffers=dict(model.named_buffers(remove_duplicate=False)),
+                buffers=buffers, shares=shares,
             )  # fmt: skip
-            inputs = [_named_inputs(whole, batch) for batch in self._batches(step, count)]
             rehearsal.run(actions_of(whole.plan), inputs.__getitem__)
             updated = _updated_buffers(rehearsal, model, expected)
-            losses = [
-                torch.stack(ranks).mean(0) for ranks in zip(*rehearsal.losses.values(), strict=True)
-            ]
+            weighted = [[s * x for x in rehearsal.losses[i]] for i, s in enumerate(shares)]
+            losses = [torch.stack(ranks).sum(0) for ranks in zip(*weighted, strict=True)]
             yield PlanResults(whole, losses, rehearsal.stored, updated)
             with torch.no_grad():
                 for name, ranks in rehearsal.updates.items():
                     model.get_buffer(name).copy_(ranks[0])
+
+    def _on_one_device(self, step: int, count: int) -> list[Batch]:
+        """What the single device runs: the whole batch, but its micro-batches where the loss is that of none."""
+        batches = self._batches(step, count)
+        objective = objective_of(self.prepared.captured, self.prepared.analysis.graph)
+        return _together(batches) if objective.kind in ("sum", "ratio") and count > 1 else batches
 
     def _batches(self, step: int, count: int) -> list[Batch]:
         """The micro-batches of a step: the rows of the example, each time in another order."""
@@ -290,6 +298,18 @@ class Subject:
             (self.args, self.kwargs),
         )
         return cast(Batch, rolled)
+
+
+def _prefixed(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"buffers.{name}": x for name, x in buffers.items()}
+
+
+def _together(batches: list[Batch]) -> list[Batch]:
+    """The micro-batches as one batch."""
+    together = pytree.tree_map(
+        lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else xs[0], *batches
+    )
+    return [cast(Batch, together)]
 
 
 def _named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:

@@ -188,21 +188,24 @@ class BoundProgram:
             program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor
         )
 
-    def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients.
+    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[float]) -> Tensor:
+        """Forward and backward of every micro-batch; returns the loss of the batch, and leaves gradients.
 
         Where autograd is off there is no backward.
+
+        Args:
+            batch: this rank's inputs of every micro-batch.
+            shares: share of each micro-batch's loss in the loss of the batch.
         """
         self._runner.begin()
         loss = torch.zeros(())
         for number, inputs in enumerate(batch):
             (part,) = self._runner.run(inputs)
-            loss = loss.to(part) + part.detach() / len(batch)
+            loss = loss.to(part) + part.detach() * shares[number]
             is_last = number == len(batch) - 1
             if torch.is_grad_enabled():
                 self._runner.begin_backward(last=is_last)
-                # The total is the mean over micro-batches, so each gives its share of the gradient.
-                part.backward(torch.full_like(part, 1 / len(batch)))
+                part.backward(torch.full_like(part, shares[number]))
             total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
             if torch.is_grad_enabled():
                 self._runner.end_backward()

@@ -61,6 +61,7 @@ from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.processes import world_size
 from autopar.runtime.recaptures import Recaptures
 from autopar.runtime.shared import SharedParameters
+from autopar.runtime.shares import loss_shares
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
 from autopar.runtime.world import World
@@ -290,7 +291,9 @@ class CompiledModule(nn.Module):
             kwargs: keyword arguments of the model.
 
         Returns:
-            The loss of the whole batch, the mean over micro-batches; the same on every rank.
+            The loss of the whole batch, the same on every rank. A mean over what a mask leaves is a mean over the
+            whole batch; a loss that is neither a mean, a sum nor a ratio of sums over rows is the mean of the
+            micro-batches' losses.
 
         Raises StepError where the ranks give other shapes or values, or none, PeerError if another rank died or hangs.
         """
@@ -304,7 +307,8 @@ class CompiledModule(nn.Module):
             log.info("%s", self._clock.against(predicted, self._settings.device))
         try:
             with self._as_captured():
-                loss = bound.step(parts)
+                shares = loss_shares(bound.program, parts, self._original, bound.world)
+                loss = bound.step(parts, shares)
         except PeerError as error:
             raise bound.world.explain(error, f"Step {self._steps}") from error
         ready.finish()

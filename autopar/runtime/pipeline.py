@@ -72,6 +72,7 @@ class BoundPipeline:
             for number in numbers
         }  # fmt: skip
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
+        self._shares: Sequence[float] = ()
         self._schedules: dict[bool, Any] = {}  # with a backward, and without: their buffers differ
 
     def _begin(self, batch: Sequence[list[Tensor]]) -> None:
@@ -83,18 +84,23 @@ class BoundPipeline:
 
     # --- a step
 
-    def step(self, batch: Sequence[list[Tensor]]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the mean loss, and leaves gradients.
+    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[float]) -> Tensor:
+        """Forward and backward of every micro-batch; returns the loss of the batch, and leaves gradients.
 
         Where autograd is off there is no backward.
+
+        Args:
+            batch: this rank's inputs of every micro-batch.
+            shares: share of each micro-batch's loss in the loss of the batch.
         """
         self._begin(batch)
+        self._shares = shares
         for runner in self._runners.values():
             runner.begin()
         losses = self._run_schedule(batch)
         for runner in self._runners.values():
             runner.end()
-        return self._mean(losses)
+        return self._loss(losses)
 
     def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
         trains = torch.is_grad_enabled()
@@ -131,11 +137,11 @@ class BoundPipeline:
             self._count, loss_fn=self._share_of_loss, scale_grads=False,
         )  # fmt: skip
 
-    def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """The total is the mean over micro-batches, so each gives its share of the gradient."""
-        return loss / self._count
+    def _share_of_loss(self, loss: Tensor, number: Tensor) -> Tensor:
+        """What a micro-batch adds to the loss of the batch."""
+        return loss * self._shares[int(number)]
 
-    def _mean(self, shares: Sequence[Tensor]) -> Tensor:
+    def _loss(self, shares: Sequence[Tensor]) -> Tensor:
         """The loss on every rank of the pipeline, of what the last stage's ranks have."""
         last = self._pipeline.rank_of(self._pipeline.stages - 1)
         spec = self.program.outputs[-1]

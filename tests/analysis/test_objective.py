@@ -9,28 +9,30 @@ import torch
 from torch import Tensor
 
 from autopar.analysis.objective import Objective, objective_of
+from autopar.errors import StepError
 from autopar.planning.planning import prepare_step
-from tests.analysis.losses import LOSSES, NO_SHARES, ROWS, Words, batch
+from tests.analysis.losses import IGNORED, LOSSES, NO_SHARES, ROWS, Words, batch, ignoring
 
 PARTS = 4
 
 
-def found(loss: Callable[..., Tensor], rows: int) -> tuple[Words, Objective]:
+def found(loss: Callable[..., Tensor], rows: int) -> tuple[Words, Objective, list[str]]:
     torch.manual_seed(0)
     model = Words().double()
     part = tuple(x[:rows] if x.ndim else x for x in batch(loss))
     prepared = prepare_step(model, part, loss_fn=loss)
-    return model, objective_of(prepared.captured, prepared.analysis.graph)
+    captured = prepared.captured
+    return model, objective_of(captured, prepared.analysis.graph), list(captured.inputs.values())
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_parts_with_their_shares_are_the_loss_of_the_batch(name: str) -> None:
     loss, kind = LOSSES[name]
-    model, objective = found(loss, ROWS // PARTS)
+    model, objective, names = found(loss, ROWS // PARTS)
     assert objective.kind == kind
     whole = batch(loss)
     parts = [[x.chunk(PARTS)[i] if x.ndim else x for x in whole] for i in range(PARTS)]
-    named = [{f"batch_{j}": x for j, x in enumerate(part)} for part in parts]
+    named = [dict(zip(names, part, strict=True)) for part in parts]
     shares = objective.shares(named)
     losses = [loss(model(part[0]), *part[1:]) for part in parts]
     total = torch.stack([s * x for s, x in zip(shares, losses, strict=True)]).sum()
@@ -44,5 +46,16 @@ def test_a_loss_that_no_shares_put_together_is_unknown(loss: Callable[..., Tenso
 
 def test_a_mean_needs_no_denominator() -> None:
     shares = Objective("mean").shares([{}, {}])
-    assert [x.item() for x in shares] == [0.5, 0.5]
-    assert [x.item() for x in Objective("sum").shares([{}, {}])] == [1.0, 1.0]
+    assert shares == [0.5, 0.5]
+    assert Objective("sum").shares([{}, {}]) == [1.0, 1.0]
+
+
+def test_a_micro_batch_of_ignored_targets_alone_is_refused() -> None:
+    _, objective, names = found(ignoring, 2)
+    tokens, targets = batch(ignoring)
+    named = [
+        dict(zip(names, (tokens[:2], t), strict=True))
+        for t in (targets[:2], torch.full_like(targets[:2], IGNORED))
+    ]
+    with pytest.raises(StepError, match="Micro-batch 2 of 2 has no element that counts"):
+        objective.shares(named)

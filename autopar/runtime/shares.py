@@ -1,0 +1,45 @@
+"""The share of each micro-batch's loss in the loss of a step, see `autopar.analysis.objective`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autopar.ir import R
+from autopar.program.program import Program
+from autopar.runtime.transfer import route, travel
+from autopar.runtime.world import World
+
+
+@torch.no_grad()
+def loss_shares(
+    program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
+) -> list[float]:
+    """The shares, the same on every rank. What a denominator is computed of is gathered: labels and masks.
+
+    Args:
+        program: the program of a step of the whole model.
+        parts: this rank's inputs of every micro-batch.
+        model: the model with its buffers.
+        world: the mesh of the ranks.
+
+    Raises StepError for a micro-batch in which nothing counts.
+    """
+    objective, read = program.objective, set(program.objective.reads)
+    replicated = (R,) * len(world.mesh.axes)
+    buffers = {
+        f"buffers.{spec.name}": model.get_buffer(spec.name).cpu()
+        for spec in program.buffers
+        if f"buffers.{spec.name}" in read
+    }
+
+    def whole(inputs: list[Tensor]) -> dict[str, Tensor]:
+        return buffers | {
+            spec.name: travel(x, route(spec.dims, spec.layout, replicated, world.mesh), world).cpu()
+            for spec, x in zip(program.inputs, inputs, strict=True)
+            if spec.name in read
+        }
+
+    return objective.shares([whole(inputs) for inputs in parts])
