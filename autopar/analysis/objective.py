@@ -139,6 +139,9 @@ def objective_of(captured: Captured, graph: Graph) -> Objective:
         return Objective("unknown")
     finder = _Finder(captured, graph)
     loss = finder.part(graph.outputs[-1])
+    if finder.rows == 1:
+        # Dims of one row have no factor to follow; the last op still says whether the loss is a masked mean.
+        loss = finder.masked_mean(graph.ops[-1])
     if loss.kind in ("mean", "sum"):
         return Objective("mean" if loss.kind == "mean" else "sum")
     if loss.kind != "ratio":
@@ -200,14 +203,19 @@ class _Finder:
         )
         if choice is None:
             return self._none(op)
-        masked = op.kind in _MASKED_MEANS and self._averages(op)
-        if not masked and any(choice.label in each.labels for each in op.collectives):
+        masked = self.masked_mean(op)
+        if masked == _UNKNOWN and any(choice.label in each.labels for each in op.collectives):
             return self._none(op)  # its parts need each other, as those of a batch norm do
-        total: _Part = _Part("mean" if op.kind in _AVERAGES else "sum")
-        if masked:
-            total = _Part("ratio", "sum", op.name)
+        total = _Part("mean" if op.kind in _AVERAGES else "sum")
+        if masked != _UNKNOWN:
+            total = masked
         made = {"S": _Part("rows"), "P": total}
         return [made.get(state.kind, _UNKNOWN) for state in choice.results]
+
+    def masked_mean(self, op: Op) -> _Part:
+        """The ratio that a masked mean is; unknown for any other op."""
+        is_masked = op.kind in _MASKED_MEANS and self._averages(op)
+        return _Part("ratio", "sum", op.name) if is_masked else _UNKNOWN
 
     def _averages(self, op: Op) -> bool:
         return bound_arguments(self.nodes[op.name]).get("reduction") == _MEAN_REDUCTION

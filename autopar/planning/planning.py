@@ -28,6 +28,7 @@ from autopar.ir import (
     divides,
     is_legal,
 )
+from autopar.ir.batches import captured_batch
 from autopar.ir.recompute import RecomputeWish
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
@@ -181,9 +182,13 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
 
 
 def _is_changed_by_micro_batches(prepared: Prepared) -> bool:
-    """Whether the loss of a batch does not come from those of its micro-batches, as with batch statistics."""
+    """Whether the loss of a batch does not come from those of its micro-batches, as with batch statistics.
+
+    A batch of one row cannot be cut.
+    """
     captured, graph = prepared.captured, prepared.analysis.graph
-    return captured.is_step and not objective_of(captured, graph).is_known
+    can_be_cut = captured.is_step and captured_batch(graph) > 1
+    return can_be_cut and not objective_of(captured, graph).is_known
 
 
 def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:

@@ -1,6 +1,8 @@
 """Parity of plans drawn at random with one device, over small architectures and meshes.
 
     OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 5 --markdown docs/parity.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 1 --meshes "a=2,b=2" \
+        --dtypes float32,bfloat16 --markdown docs/parity_rounding.md
 
 Every choice of every op and every storage layout is drawn; all ranks are simulated in one process; loss
 and every gradient of every rank are compared with the eager model's.
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -43,8 +46,14 @@ class Row:
         passed = sum(r.passed for r in self.reports)
         return (
             self.name, f"{passed} of {len(self.reports)}", worst.arithmetic, f"{loss:.1e}",
-            f"{worst.worst_gradient_error:.1e}", worst.worst_parameter, f"{self.seconds:.0f}",
+            f"{worst.worst_gradient_error:.1e}", worst.worst_parameter, self._nearest, f"{self.seconds:.0f}",
         )  # fmt: skip
+
+    @property
+    def _nearest(self) -> str:
+        """The largest share of its bound that an error has in the model's own arithmetic."""
+        shares = [r.worst_rounding.share for r in self.reports if r.worst_rounding is not None]
+        return f"{max(shares):.3f}" if shares else "-"
 
 
 COLUMNS = (
@@ -54,14 +63,15 @@ COLUMNS = (
     "loss error",
     "gradient error",
     "worst at",
+    "share of the bound",
     "s",
 )
 
 
-def measure(name: str, meshes: list[Mesh], seeds: int) -> Row:
-    """Draws and compares `seeds` plans on every mesh."""
+def measure(name: str, meshes: list[Mesh], seeds: int, dtype: torch.dtype | None) -> Row:
+    """Draws and compares `seeds` plans on every mesh, of a model in the widest or in a given element type."""
     start_seconds = time.perf_counter()
-    model, args = build(name)
+    model, args = build(name, dtype=dtype)
     subject = Subject.of(model, args)
     graph, fingerprint = subject.prepared.analysis.graph, subject.prepared.captured.fingerprint
     plans = (
@@ -73,14 +83,16 @@ def measure(name: str, meshes: list[Mesh], seeds: int) -> Row:
     return Row(name, reports, time.perf_counter() - start_seconds)
 
 
-def markdown(rows: list[Row], seeds: int) -> str:
+def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str) -> str:
     """The table as a page."""
     lines = [
         "# Parity of random plans",
         "",
-        f"{seeds} plans drawn at random on each of the meshes {', '.join(MESHES)}, all ranks simulated, against the",
-        "eager model on one device; relative errors, the worst of all plans and ranks. Made by",
-        f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {seeds} --markdown docs/parity.md`.",
+        f"Plans drawn at random, {seeds} on each of the meshes {meshes}, all ranks simulated, against the eager model",
+        "on one device in float64. Errors are relative and in float64 arithmetic, the worst of all plans and ranks. In",
+        "the model's own arithmetic an error is given as a share of its bound, see [verify](verify.md). Made by",
+        f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {seeds} --meshes '{meshes}' "
+        f"--dtypes '{dtypes}'`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
@@ -92,17 +104,21 @@ def markdown(rows: list[Row], seeds: int) -> str:
 @click.command(context_settings={"show_default": True})
 @click.option("--names", default=",".join(NAMES), help="Architectures, separated by commas.")
 @click.option("--seeds", default=5, help="Plans on each mesh.")
+@click.option("--meshes", default="; ".join(MESHES), help="Meshes, separated by semicolons.")
+@click.option("--dtypes", default="", help="Element types; by default the widest of each model.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
-def main(names: str, seeds: int, path: Path | None) -> None:
+def main(names: str, seeds: int, meshes: str, dtypes: str, path: Path | None) -> None:
     """Print a row per architecture; exit 1 if any plan fails."""
     console = Console()
-    meshes = [Mesh.parse(text) for text in MESHES]
+    drawn = [Mesh.parse(text.strip()) for text in meshes.split(";")]
+    types = [getattr(torch, name) for name in dtypes.split(",")] if dtypes else [None]
     rows = []
     for name in track(names.split(","), description="architectures", console=console):
-        rows.append(measure(name, meshes, seeds))
-        console.print("  ".join(rows[-1].cells))
+        for dtype in types:
+            rows.append(measure(name, drawn, seeds, dtype))
+            console.print("  ".join(rows[-1].cells))
     if path is not None:
-        path.write_text(markdown(rows, seeds))
+        path.write_text(markdown(rows, seeds, meshes, dtypes))
     sys.exit(0 if all(r.passed for row in rows for r in row.reports) else 1)
 
 

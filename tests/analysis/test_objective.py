@@ -39,6 +39,16 @@ def test_losses_of_parts_with_their_shares_are_the_loss_of_the_batch(name: str) 
     assert total.item() == pytest.approx(loss(model(whole[0]), *whole[1:]).item(), rel=1e-12)
 
 
+def test_micro_batches_of_one_row_have_their_shares_too() -> None:
+    """Rows with 4, 3, 2 and 1 targets that count, twice: 20 in all."""
+    _, objective, names = found(ignoring, 1)
+    parts = [
+        dict(zip(names, pair, strict=True))
+        for pair in zip(*(x.chunk(ROWS) for x in batch(ignoring)), strict=True)
+    ]
+    assert objective.shares(parts) == pytest.approx([n / 20 for n in (4, 3, 2, 1, 4, 3, 2, 1)])
+
+
 @pytest.mark.parametrize("loss", NO_SHARES, ids=lambda loss: loss.__name__)
 def test_a_loss_that_no_shares_put_together_is_unknown(loss: Callable[..., Tensor]) -> None:
     assert not found(loss, ROWS)[1].is_known
