@@ -135,7 +135,7 @@ _UNKNOWN, _SAME = _Part("unknown"), _Part("same")
 
 def objective_of(captured: Captured, graph: Graph) -> Objective:
     """Finds how the loss of a captured step comes from its micro-batches' losses; unknown for what is none."""
-    if not captured.is_step or not graph.outputs:
+    if not captured.is_step or not graph.outputs or not graph.ops:
         return Objective("unknown")
     finder = _Finder(captured, graph)
     loss = finder.part(graph.outputs[-1])
