@@ -47,10 +47,10 @@ class Objective:
 
     Attributes:
         kind: `mean`, `sum` or `ratio` of rows, or `unknown`.
-        base: what the numerator of a ratio is.
+        base: kind of a ratio's numerator.
         denominator: for a ratio, the graph from inputs and buffers to the denominator and to the sums or means that
             it is a function of. Its placeholders are the names of inputs, and `buffers.` and the names of buffers.
-        bases: whether each of those is a sum or a mean.
+        bases: kind of each of those, `sum` or `mean`.
     """
 
     kind: Literal["mean", "sum", "ratio", "unknown"] = "mean"
@@ -120,9 +120,9 @@ class _Part:
     """How one tensor comes from the micro-batches' tensors.
 
     Attributes:
-        kind: as `Kind` says.
-        base: of a ratio, the kind of its numerator.
-        denominator: of a ratio, the name of the node that divides.
+        kind: one of `Kind`.
+        base: kind of a ratio's numerator.
+        denominator: name of the node that a ratio divides by; "" for other kinds.
     """
 
     kind: Kind
