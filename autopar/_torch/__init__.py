@@ -8,6 +8,7 @@ from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, widened
 from autopar._torch.autograd import (
     Apply,
     applying_functions_by,
+    backward_hooks_of,
     below_autograd,
     handed_on,
     has_backward_hooks,
@@ -71,7 +72,7 @@ __all__ = [
     "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DropoutBase", "FakeTensor",
     "FakeTensorMode", "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues", "TorchDispatchMode",
     "accumulate_gradient", "all_gather", "all_reduce", "all_to_all", "applying_functions_by",
-    "as_if_compiling", "autopar_op", "below_autograd", "broke_in_communication", "call_with",
+    "as_if_compiling", "autopar_op", "backward_hooks_of", "below_autograd", "broke_in_communication", "call_with",
     "compile_graph", "computes_complex", "default_store", "differentiable_local", "dtensor",
     "dynamo_source", "fake_mode", "handed_on", "has_backward_hooks", "has_storage",
     "in_functorch_transform", "is_functional", "lines_along", "local_gradient", "local_tensor",

@@ -77,11 +77,18 @@ def _as_input(node: Node, number: int, gradient: Tensor) -> Tensor:
     return gradient.sum_to_size(tuple(like.shape)).to(like.dtype)
 
 
+def backward_hooks_of(x: Tensor | nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that are registered on the backward of a parameter or a module."""
+    if isinstance(x, nn.Module):
+        tables: tuple[Any, ...] = (x._backward_pre_hooks, x._backward_hooks)
+    else:
+        tables = (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
+    return [hook for table in tables for hook in (table or {}).values()]
+
+
 def has_backward_hooks(x: Tensor | nn.Module) -> bool:
     """Whether hooks are registered on the backward of a parameter or a module."""
-    if isinstance(x, nn.Module):
-        return bool(x._backward_hooks or x._backward_pre_hooks)
-    return bool(x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None))
+    return bool(backward_hooks_of(x))
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

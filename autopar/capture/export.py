@@ -181,7 +181,7 @@ def _capture(
             raise explained(error, wrapper) from error
 
     watch = wrapper.__dict__["watch"] = Watch(wrapper.model, wrapper.loss_fn)
-    with capturable(run, wrapper, args, kwargs) as forms:
+    with watch.keeping(), capturable(run, wrapper, args, kwargs) as forms:
         exported = _export(wrapper, args, kwargs)
     described = _describe(exported, wrapper, args, kwargs, is_step)
     return replace(described, forms=forms, guards=watch.guards, writes=watch.writes)

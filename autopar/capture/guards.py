@@ -11,18 +11,16 @@ so that a value that did not change costs some nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CellType, MappingProxyType
 from typing import Any
 
-from torch import nn
-
 from autopar.capture.values import MISSING, MUTABLE, SeenContainer, SeenTensor, in_words, is_same
 
 _CHECKS_PER_FUNCTION = 500
-LENGTH = "len()"  # the key of how many entries a dict has
+CALL = "()"  # the key of what a function returns
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +28,8 @@ class Place:
     """Where a Python value stands.
 
     Attributes:
-        holder: a dict, the cell of a closure, or an object of which it is an attribute.
-        key: its key in the dict or its name as an attribute; None for a cell, LENGTH for the dict's length.
+        holder: a dict, the cell of a closure, an object of which it is an attribute, or a function that returns it.
+        key: its key in the dict or its name as an attribute; None for a cell, CALL for what a function returns.
         words: its name for people.
         line: the line that read it, `file:line`.
     """
@@ -48,8 +46,8 @@ class Place:
                 return self.holder.cell_contents
             except ValueError:
                 return MISSING
-        if self.key is LENGTH:
-            return len(self.holder)
+        if self.key is CALL:
+            return self.holder()
         if isinstance(self.holder, (dict, MappingProxyType)):
             return self.holder.get(self.key, MISSING)
         return getattr(self.holder, self.key, MISSING)
@@ -109,8 +107,8 @@ class Guard:
     def source(self, number: int) -> str:
         """The check as an expression of the names `h` and `v` with this number."""
         key = repr(self.place.key)
-        if self.place.key is LENGTH:
-            return f"len(h{number}) == v{number}"
+        if self.place.key is CALL:
+            return f"is_same(h{number}(), v{number})"
         if isinstance(self.place.holder, (dict, MappingProxyType)) and self.before is MISSING:
             return f"{key} not in h{number}"
         if isinstance(self.place.holder, (dict, MappingProxyType)):
@@ -138,9 +136,6 @@ class Guards:
 
     def __len__(self) -> int:
         return len(self._guards)
-
-    def __add__(self, other: Guards) -> Guards:
-        return Guards((*self._guards, *other._guards))
 
     @cached_property
     def _checks(self) -> tuple[Callable[[], bool], ...]:
@@ -171,28 +166,3 @@ def _compiled(guards: Sequence[Guard]) -> Callable[[], bool]:
     exec("".join(["def check():\n", *lines, "    return True\n"]), names)
     found: Callable[[], bool] = names["check"]
     return found
-
-
-def structure_guards(model: nn.Module) -> Guards:
-    """Guards of what a model is made of: its submodules, and its parameters with their flags.
-
-    Buffers may be replaced between steps: programs read them where they are.
-    """
-    return Guards(_structure(model))
-
-
-def _structure(model: nn.Module) -> Iterator[Guard]:
-    for path, module in model.named_modules():
-        if module._modules:
-            words = f"the number of submodules of model.{path}".rstrip(".")
-            place = Place(module._modules, LENGTH, words, "the model's structure")
-            yield Guard(place, len(module._modules))
-        for table in (module._modules, module._parameters):
-            for name, value in table.items():
-                words = f"model.{path}.{name}".replace("..", ".")
-                yield Guard(Place(table, name, words, "the model's structure"), value)
-                if isinstance(value, nn.Parameter):
-                    place = Place(
-                        value, "requires_grad", f"{words}.requires_grad", "every backward"
-                    )
-                    yield Guard(place, value.requires_grad)

@@ -6,6 +6,7 @@ count as the user's where attributes are concerned, and not where globals are, i
 
 from __future__ import annotations
 
+import datetime
 import dis
 import inspect
 import os
@@ -25,6 +26,7 @@ _HERE = os.path.dirname(os.path.dirname(__file__))
 OTHERS = ("torch", "numpy", "autopar", "sympy", "mpmath", "networkx", "optree")
 _SITE = os.path.dirname(os.path.dirname(torch.__file__))
 _FOLDERS = (_HERE + os.sep, *(os.path.join(_SITE, name) + os.sep for name in OTHERS))
+_GENERATED = ("<frozen", "<string>", "<eval_with_key>", "<attrs", "<__array_function__")
 _INSTALLED = ("site-packages", "dist-packages")
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _COUNTS = ("+", "+=", "-", "-=")
@@ -33,7 +35,7 @@ _COUNTS = ("+", "+=", "-", "-=")
 @cache
 def is_users(filename: str) -> bool:
     """Whether code of a file is the user's, or of a library between the user and torch."""
-    return not (filename.startswith(("<frozen", *_FOLDERS)) or is_standard(filename))
+    return not (filename.startswith((*_GENERATED, *_FOLDERS)) or is_standard(filename))
 
 
 @cache
@@ -109,6 +111,20 @@ def draws(function: Any) -> bool:
     """Whether a built-in function draws from a generator of Python or numpy."""
     source = getattr(function, "__self__", None)
     return isinstance(source, GENERATORS) and "state" not in function.__name__
+
+
+def reads_clock(function: Any) -> bool:
+    """Whether a built-in function returns the time or noise of the machine."""
+    name = getattr(function, "__name__", "")
+    is_clock = getattr(function, "__module__", "") == "time" and name not in ("sleep", "strftime")
+    return (
+        is_clock or name == "urandom" or (name in ("now", "utcnow", "today") and _is_date(function))
+    )
+
+
+def _is_date(function: Any) -> bool:
+    source = getattr(function, "__self__", None)
+    return isinstance(source, type) and issubclass(source, datetime.date)
 
 
 def line_naming_numpy(code: types.CodeType, values: dict[str, Any]) -> int | None:

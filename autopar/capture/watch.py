@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -29,7 +30,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
-from autopar.capture.guards import Guard, Guards, Place
+from autopar.capture import refusals
+from autopar.capture.guards import CALL, Guard, Guards, Place
 from autopar.capture.user_code import (
     GENERATORS,
     OTHERS,
@@ -44,6 +46,7 @@ from autopar.capture.user_code import (
     line_naming_numpy,
     line_of,
     place_of,
+    reads_clock,
     stored_by,
 )
 from autopar.capture.values import (
@@ -57,10 +60,17 @@ from autopar.capture.values import (
     seen,
     slots,
 )
-from autopar.errors import CaptureError
 
 _TABLES = frozenset([*vars(nn.Module()), *vars(nn.Module)]) - {"training"}
 _MOST_OBJECTS = 10_000
+# What is asked of the process: guarded where the user's code has the name.
+_ASKED: dict[str, Callable[[], Any]] = {
+    "is_grad_enabled": torch.is_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "environ": os.environ.copy,
+    "getenv": os.environ.copy,
+    "argv": lambda: tuple(sys.argv),
+}
 
 
 @dataclass(frozen=True)
@@ -134,10 +144,22 @@ class Watch:
         self._lines: dict[tuple[int, str], str] = {}  # of writes
         self._kept: set[tuple[int, str]] = set()  # attributes that stay as they were set
         self._drawn: list[str] = []
+        self._timed: list[str] = []
         self._noting = False
         self.writes: tuple[Write, ...] = ()
 
     # --- running
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, export may replace attributes of modules by copies, as it does with containers."""
+        before = [dict(vars(m)) for m in self._modules]
+        try:
+            yield
+        finally:
+            for module, name, old, _ in list(self._written(before)):
+                if (id(module), name) not in self._kept:
+                    Place(vars(module), name, "", "").put(old)
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -147,6 +169,7 @@ class Watch:
             self._hold(value, Place({}, None, words, line_of(value)))
         drawn = np.random.get_state(legacy=False)
         get, put, profile = nn.Module.__getattribute__, nn.Module.__setattr__, sys.getprofile()
+        remove = nn.Module.__delattr__
 
         def read(module: nn.Module, name: str) -> Any:
             is_state = name not in _TABLES and not name.startswith("__")
@@ -162,6 +185,11 @@ class Watch:
             self._lines[id(module), name] = place_of(sys._getframe(1))
             put(module, name, value)
 
+        def delete(module: nn.Module, name: str) -> None:
+            self._lines[id(module), name] = place_of(sys._getframe(1))
+            remove(module, name)
+
+        nn.Module.__delattr__ = delete  # type: ignore[method-assign, assignment]
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
         try:
@@ -173,6 +201,7 @@ class Watch:
                     sys.setprofile(profile)
         finally:
             nn.Module.__setattr__ = put  # type: ignore[method-assign]
+            nn.Module.__delattr__ = remove  # type: ignore[method-assign]
             del nn.Module.__getattribute__
             self._find_cells()
             written = [w for w in self._written(before) if not self._keeps(w[0], w[1], w[3])]
@@ -191,10 +220,17 @@ class Watch:
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "call" and frame.f_code not in self._codes:
             self._function(frame)
-        elif event == "c_call" and draws(function):
+        elif event == "c_call" and (draws(function) or reads_clock(function)):
             caller = calling(frame)
             if caller is not None and is_users(caller.f_code.co_filename):
-                self._drawn.append(place_of(caller))
+                self._called(function, caller)
+
+    def _called(self, function: Any, caller: types.FrameType) -> None:
+        """Notes a draw or a reading of the clock; libraries may time themselves."""
+        if draws(function):
+            self._drawn.append(place_of(caller))
+        elif not is_installed(caller.f_code.co_filename):
+            self._timed.append(place_of(caller))
 
     def _numpy_line(self) -> str:
         """The line that draws from numpy's own generator, whose functions no profile shows."""
@@ -274,12 +310,15 @@ class Watch:
             for element in elements(value):
                 self._hold(element, place, code)
         elif isinstance(value, partial):
-            for part in (value.func, value.args, value.keywords):
-                self._hold(part, place, code)
+            for name in ("func", "args", "keywords"):
+                self._note(Place(value, name, f"{name} of {place.words}", place.line), code)
         elif isinstance(value, types.MethodType):
             self._hold(value.__self__, place, code)
         elif isinstance(value, types.FunctionType):
-            self._hold((value.__defaults__, value.__kwdefaults__), place, code)
+            for name in ("__defaults__", "__kwdefaults__"):
+                if getattr(value, name):
+                    words = f"the defaults of {place.words}"
+                    self._note(Place(value, name, words, place.line), code)
             if is_users(value.__code__.co_filename):
                 self._attributes(value, place, code)
         elif is_users_type(type(value)):
@@ -368,31 +407,21 @@ class Watch:
         attributes, line = vars(module), self._lines.get((id(module), name), line_of(module))
         if self._is_counter(attributes, name) and type(old) is type(new) is int:
             return Write(attributes, name, new - old, adds=True)
-        tensors = [x for x in pytree.tree_leaves(new) if isinstance(x, Tensor)]
-        if new is MISSING or tensors or not (is_plain(new) or isinstance(new, MUTABLE)):
-            raise CaptureError(
-                f"The forward sets {self._paths[id(module)]}.{name} in {line}, and a captured program does not "
-                "run that line in each step. Return the value from the forward, or keep a tensor in a buffer and "
-                f"write into it: self.register_buffer({name!r}, ...) in __init__, self.{name}.copy_(...) here."
-            )
+        if new is MISSING or not all(map(is_plain, pytree.tree_leaves(new))):
+            words = f"{self._paths[id(module)]}.{name}"
+            raise refusals.sets_attribute(words, name, line, deletes=new is MISSING)
         return Write(attributes, name, new, adds=False)
 
     def _is_counter(self, attributes: dict[str, Any], name: str) -> bool:
         return self._counted.get((id(attributes), name)) == {True}
 
     def _refuse(self, changed: list[Place]) -> None:
+        if self._timed:
+            raise refusals.reads_clock(self._timed[0])
         if self._drawn:
-            raise CaptureError(
-                f"The forward or the loss draws from Python's or numpy's random numbers in {self._drawn[0]}; a "
-                "captured program would repeat the first draw for ever. Draw with torch (torch.rand, "
-                "torch.bernoulli) and choose with torch.where, or draw outside and give the result as an input."
-            )
+            raise refusals.draws_in_python(self._drawn[0])
         if changed:
-            raise CaptureError(
-                f"The forward or the loss changes {changed[0].words} (read in {changed[0].line}), and a captured "
-                "program does not do that in each step. Do it outside, after step, or return what it collects from "
-                "the forward."
-            )
+            raise refusals.changes(changed[0])
 
     # --- result
 
@@ -404,17 +433,18 @@ class Watch:
     def _guards(self) -> Iterator[Guard]:
         for key, (place, before, value) in self._read.items():
             is_named = key not in self._optional or place.key in self._names
-            is_ours = str(getattr(value, "__module__", "")).startswith("autopar.")  # a form
-            if (
-                not is_named
-                or is_ours
-                or key in self._kept
-                or (key in self._counted and self._counted[key] == {True})
-            ):
+            is_counter = self._counted.get(key) == {True}
+            if not is_named or _is_form(value) or key in self._kept or is_counter:
                 continue
             if isinstance(value, (Iterator, *GENERATORS)):
-                raise CaptureError(
-                    f"The forward or the loss reads the {type(value).__name__} {place.words} in {place.line}, whose "
-                    "next value no captured program can know. Take its value outside, and give it as an input."
-                )
+                raise refusals.reads_iterator(value, place)
             yield Guard(place, before)
+        for name, function in _ASKED.items():
+            if name in self._names:
+                place = Place(function, CALL, f"what {name} says", "a line of the forward")
+                yield Guard(place, seen(function()))
+
+
+def _is_form(value: Any) -> bool:
+    """Whether a value is autopar's own: the form that a module is captured in."""
+    return isinstance(value, types.FunctionType) and value.__module__.startswith("autopar.")

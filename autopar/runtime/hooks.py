@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from autopar._torch import has_backward_hooks
+from autopar._torch import backward_hooks_of
+from autopar.capture.user_code import line_of
+from autopar.errors import CaptureError
 
 _MOST_NAMED = 5
 
 
 def backward_hooks(model: nn.Module) -> list[str]:
-    """What of a model has hooks on its backward, in words: parameters, then modules.
+    """The hooks on a model's backward in words: those of parameters, then those of modules.
 
-    Forward hooks are not among them: they are called while the model is captured, and what they
-    compute is part of the graph.
+    Forward hooks are not among them: they are called while the model is captured, what they compute is part
+    of the graph, and what they store is refused.
     """
-    parameters = [
-        f"parameter {name!r}" for name, p in model.named_parameters() if has_backward_hooks(p)
-    ]
-    modules = [
-        f"module {name!r}" if name else "the model itself"
-        for name, module in model.named_modules()
-        if has_backward_hooks(module)
-    ]
-    return parameters + modules
+    found = [(f"parameter {name!r}", p) for name, p in model.named_parameters()]
+    modules = list(model.named_modules())
+    found += [(f"module {name!r}" if name else "the model itself", m) for name, m in modules]
+    return [f"{owner} ({line})" for owner, x in found for line in _lines(x)]
 
 
-def warn_of_hooks(owners: Sequence[str]) -> None:
-    """Warns, once for all owners, that their hooks are not called."""
-    if not owners:
+def _lines(x: Tensor | nn.Module) -> Iterator[Any]:
+    for hook in backward_hooks_of(x):
+        yield line_of(hook)
+
+
+def refuse_hooks(hooks: list[str]) -> None:
+    """Raises CaptureError where there are hooks, by owner and line."""
+    if not hooks:
         return
-    rest = len(owners) - _MOST_NAMED
-    named = ", ".join(owners[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-    warnings.warn(
-        f"There are backward hooks on {named}. They are not run by the captured program: do what they "
-        "do with the gradients after `step`, before the optimizer's.",
-        stacklevel=2,
+    rest = len(hooks) - _MOST_NAMED
+    named = ", ".join(hooks[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    raise CaptureError(
+        f"There are backward hooks on {named}. A captured program does not call them: do what they do with the "
+        "gradients between `step` and the optimizer's, and remove the hooks. What has to happen within backward is "
+        "an autograd.Function, or an operation on tensors in forward."
     )

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture.guards import Guards, structure_guards
+from autopar.capture.guards import ChangedValue, Guards
+from autopar.capture.structure import Structure
 from autopar.capture.watch import Write
 from autopar.errors import CaptureError, PeerError, PlanError, StepError
 from autopar.ir import ParameterPlan, Pipeline, Plan
@@ -35,7 +36,7 @@ from autopar.runtime.clock import StepClock
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
-from autopar.runtime.hooks import backward_hooks, warn_of_hooks
+from autopar.runtime.hooks import backward_hooks, refuse_hooks
 from autopar.runtime.initialise import (
     InitFunction,
     initial_values,
@@ -193,7 +194,8 @@ class _Ready:
         bound: the program on this rank.
         state: modes of torch at the capture, see `CompiledModule._state`.
         count: number of micro-batches.
-        guards: what the capture read of Python, and what the model was made of.
+        guards: what the capture read of Python.
+        structure: what the model was made of.
         writes: what the captured forward does to attributes of modules.
     """
 
@@ -201,7 +203,16 @@ class _Ready:
     state: tuple[object, ...]
     count: int
     guards: Guards
+    structure: Structure
     writes: Sequence[Write]
+
+    def holds(self) -> bool:
+        """Whether the program still is what a capture would give."""
+        return self.guards.hold() and self.structure.hold()
+
+    def broken(self) -> ChangedValue | None:
+        """What has changed since the capture."""
+        return self.guards.broken() or self.structure.broken()
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -380,7 +391,7 @@ class CompiledModule(nn.Module):
         shapes, state = self._global_shapes(arguments, known), self._state()
         alike = [r for r in reversed(known) if r.state == state and r.shapes == shapes]
         for each in alike:
-            if each.guards.hold():
+            if each.holds():
                 # Every rank runs the same number of steps; a single rank may run a forward by itself.
                 if is_step:
                     programs.append(programs.pop(programs.index(each)))
@@ -454,6 +465,7 @@ class CompiledModule(nn.Module):
         """Captures, plans and binds a program for arguments of global shapes."""
         start = time.perf_counter()
         model = self._original
+        refuse_hooks(self._hooked or backward_hooks(model))
         replaced = self._forget_replaced()
         with _lasting():
             programs = self._planner.program(
@@ -465,20 +477,19 @@ class CompiledModule(nn.Module):
                 count = programs.whole.plan.micro_batches
                 self._micro_batches = self._micro_batches or count
             if self._store is None:
-                warn_of_hooks(list(dict.fromkeys([*self._hooked, *backward_hooks(model)])))
                 self._place(programs)
             elif replaced:
                 self._place_replaced(programs, replaced)
             ready = _Ready(
                 self._bind(programs, count), self._state(), count,
-                programs.guards + structure_guards(model), programs.writes,
+                programs.guards, Structure(model), programs.writes,
             )  # fmt: skip
         self._keep(ready, arguments, time.perf_counter() - start)
         return ready
 
     def _add_again(self, earlier: _Ready, arguments: Arguments, *, is_step: bool) -> _Ready:
         """Captures anew what a Python value has changed since; says which, and how often."""
-        difference = earlier.guards.broken()
+        difference = earlier.broken()
         assert difference is not None, "its guards do not hold"
         # A rank whose Python did not change would not come: those that are here find out in time.
         self._comparison.gather(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,61 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import CaptureError
-
-Between = Callable[[nn.Module, int], object]
-
-
-def trained(
-    model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], between: Between
-) -> list[float]:
-    """The losses of five steps of SGD, before each of which a script changes something."""
-    torch.manual_seed(1)
-    batch = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
-    losses = []
-    for number in range(5):
-        between(model, number)
-        loss = step(*batch)
-        losses.append(loss.item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
-                    parameter.grad = None
-    return losses
-
-
-def both(make: Callable[[], nn.Module], loss_fn: Any, between: Between) -> list[float]:
-    """The losses of the compiled model, which must be those of the plain one, bit by bit."""
-    torch.manual_seed(0)
-    plain = make().double()
-    compiled = copy.deepcopy(plain)
-
-    def plain_step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_fn(plain(x), y)
-        loss.backward()
-        return loss
-
-    made = autopar.compile(compiled, loss_fn=loss_fn)
-    expected = trained(plain, plain_step, between)
-    found = trained(compiled, made.step, between)
-    assert found == expected
-    return found
-
-
-def squares(out: Tensor, y: Tensor) -> Tensor:
-    return ((out - y) ** 2).mean()
-
-
-class Scaled(nn.Module):
-    """A linear layer and an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.beta: Any = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x).tanh()) * self.beta
+from tests.support.scripts import Scaled, both, refused, squares
 
 
 @pytest.fixture(autouse=True)
@@ -191,19 +135,6 @@ class NoisyByGenerator(Scaled):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.source.uniform()
-
-
-def line_of(kind: type, text: str) -> str:
-    """`file:line` of the line in a class, or function, that has this text."""
-    lines, first = inspect.getsourcelines(kind)
-    number = next(i for i, line in enumerate(lines) if text in line)
-    return f"{__file__}:{first + number}"
-
-
-def refused(make: Callable[[], nn.Module], text: str, said: str) -> None:
-    with pytest.raises(CaptureError, match=said) as caught:
-        both(make, squares, lambda m, i: None)
-    assert line_of(make, text) in str(caught.value)
 
 
 def test_python_draws_are_refused_by_their_line() -> None:

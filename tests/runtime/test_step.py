@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import autopar
+from autopar.errors import CaptureError
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import difference, full_state, single, train
@@ -516,8 +517,8 @@ def test_the_model_itself_says_why_it_cannot_be_called(two_ranks: Ranks, recipe:
 # --- hooks
 
 
-def hooked(early: bool) -> list[str]:
-    """The warnings of two steps of a model with hooks, made before `compile` or after."""
+def hooked(early: bool) -> str:
+    """What a step of a model with hooks raises, which are made before `compile` or after."""
     model, batch, _ = make("mlp")
     if not early:
         model = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe="zero3")
@@ -527,18 +528,18 @@ def hooked(early: bool) -> list[str]:
     if early:
         model = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe="zero3")
     assert isinstance(model, autopar.CompiledModule)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model.step(*batch)
-    return [str(w.message) for w in caught if "hooks" in str(w.message)]
+    with pytest.raises(CaptureError) as caught:
+        model.step(*batch)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_backward_hooks_are_warned_of_once(two_ranks: Ranks, early: bool) -> None:
-    (message,) = equal_on_all(two_ranks.run(hooked, early))
-    assert "parameter 'up.weight', parameter 'up.bias', module 'down'" in message
-    assert "not run by the captured program" in message
+def test_backward_hooks_are_refused_by_owner_and_line(two_ranks: Ranks, early: bool) -> None:
+    message = equal_on_all(two_ranks.run(hooked, early))
+    line = rf"\({re.escape(__file__)}:\d+\)"
+    owners = ["parameter 'up.weight'", "parameter 'up.bias'", "module 'down'"]
+    assert re.search(", ".join(f"{owner} {line}" for owner in owners), message)
+    assert "between `step` and the optimizer's" in message
 
 
 # --- checkpoints

@@ -1,0 +1,57 @@
+"""The errors for Python that a captured program cannot repeat in each step: the line, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.capture.guards import Place
+from autopar.errors import CaptureError
+
+
+def sets_attribute(name: str, attribute: str, line: str, *, deletes: bool) -> CaptureError:
+    """For an attribute of a module that forward sets to what only a run can give, or deletes.
+
+    Args:
+        name: path of the attribute, `model.last`.
+        attribute: its own name, `last`.
+        line: the line that sets it.
+        deletes: whether it is deleted.
+    """
+    return CaptureError(
+        f"The forward {'deletes' if deletes else 'sets'} {name} in {line}, and a captured program does not run that "
+        "line in each step. Return the value from the forward, or keep a tensor in a buffer and write into it: "
+        f"self.register_buffer({attribute!r}, ...) in __init__, self.{attribute}.copy_(...) here."
+    )
+
+
+def changes(place: Place) -> CaptureError:
+    """For a container, object, closure or global that forward or loss changes."""
+    return CaptureError(
+        f"The forward or the loss changes {place.words} (read in {place.line}), and a captured program does not do "
+        "that in each step. Do it outside, after step, or return what it collects from the forward."
+    )
+
+
+def draws_in_python(line: str) -> CaptureError:
+    """For draws from the random numbers of Python or numpy."""
+    return CaptureError(
+        f"The forward or the loss draws from Python's or numpy's random numbers in {line}; a captured program would "
+        "repeat the first draw for ever. Draw with torch (torch.rand, torch.bernoulli) and choose with torch.where, "
+        "or draw outside and give the result as an input."
+    )
+
+
+def reads_clock(line: str) -> CaptureError:
+    """For readings of the clock, or of the machine's noise."""
+    return CaptureError(
+        f"The forward or the loss reads the clock or the machine's noise in {line}, and a captured program does not "
+        "run that line in each step. Read it outside, and give what depends on it as an input."
+    )
+
+
+def reads_iterator(value: Any, place: Place) -> CaptureError:
+    """For an iterator or a generator of random numbers, whose next value nobody can look at."""
+    return CaptureError(
+        f"The forward or the loss reads the {type(value).__name__} {place.words} in {place.line}, whose next value "
+        "no captured program can know. Take its value outside, and give it as an input."
+    )
