@@ -189,7 +189,7 @@ class Watch:
             self._lines[id(module), name] = place_of(sys._getframe(1))
             remove(module, name)
 
-        nn.Module.__delattr__ = delete  # type: ignore[method-assign, assignment]
+        nn.Module.__delattr__ = delete  # type: ignore[method-assign]
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
         try:
