@@ -82,14 +82,14 @@ def pipeline_actions(
     if has_list:
         lists = schedule(stages[0], micro_batches).pipeline_order_with_comms
         return tuple(_flat_actions(lists[rank]) for rank in range(ranks))
-    return tuple(_looped_actions(schedule, stage, micro_batches) for (stage,) in stages)
-
-
-def _looped_actions(
-    schedule: type[Any], stage: _StandInStage, micro_batches: int
-) -> tuple[tuple[str, int, int], ...]:
-    built = schedule(stage, micro_batches)
+    # One object runs the stages of all ranks: at birth it makes a list for every rank.
+    built = schedule(stages[0][0], micro_batches)
     built._stage_forward_initialized = True  # or it would look for neighbours to receive from
+    return tuple(_looped_actions(built, stage) for (stage,) in stages)
+
+
+def _looped_actions(built: Any, stage: _StandInStage) -> tuple[tuple[str, int, int], ...]:
+    built._stage = stage
     built._step_microbatches()
     return tuple(stage.log)
 

@@ -49,7 +49,7 @@ def explain_command(
         asked = question(target, progress, given)
         found = asked.answer()
         progress("writing the report")
-        page = page_of(found, target, save)
+        page = page_of(found, target, save, has_document=as_json or html is not None)
     if save is not None:
         asked.whole_plan(found.plan).save(save)
     write_files(page, html, trace)

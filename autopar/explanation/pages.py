@@ -24,20 +24,25 @@ from autopar.units import format_bytes, format_seconds
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
 
 
-def page_of(explanation: Explanation, title: str, saved: Path | None = None) -> Page:
+def page_of(
+    explanation: Explanation, title: str, saved: Path | None = None, *, has_document: bool = True
+) -> Page:
     """Everything there is to show of a plan.
 
     Args:
         explanation: the plan with its costs.
         title: name of the model.
         saved: the file that the plan was saved in; None if it was not saved.
+        has_document: whether the page comes with its JSON, which takes as long as the rest.
     """
     page = dataclasses.replace(
         _page(explanation, title),
         asked=asked(explanation, title),
         launch=launch(explanation, saved),
     )
-    return dataclasses.replace(page, document=_document(explanation, page))
+    return (
+        dataclasses.replace(page, document=_document(explanation, page)) if has_document else page
+    )
 
 
 def _page(explanation: Explanation, title: str) -> Page:
@@ -101,7 +106,7 @@ def change_lines(e: Explanation) -> tuple[str, ...]:
 def change_line(e: Advice, change: Change) -> str:
     """`With 141 GB of memory: dp=16 zero1, 4 x 2, 3.5 % faster.`"""
     chosen = e.setting.name if e.setting else ""
-    now = e.closed_form.step_seconds  # as what it is compared with
+    now = e.step_seconds
     best = _relative(change.best_seconds, now)
     if change.best == chosen:
         return f"With {change.what}: the same choice, {best}."

@@ -166,6 +166,11 @@ def in_order(actions: Actions) -> list[Action]:
     the stage before it where that is on the same rank. An AssertionError says which actions would
     wait for ever.
     """
+    return list(_in_order(tuple(map(tuple, actions))))
+
+
+@functools.lru_cache(maxsize=32)
+def _in_order(actions: tuple[tuple[Action, ...], ...]) -> tuple[Action, ...]:
     rank_of = ranks_of(actions)
     rest = [deque(each) for each in actions]
     order: list[Action] = []
@@ -185,7 +190,7 @@ def in_order(actions: Actions) -> list[Action]:
                 done.add(result)
                 ready.extend(waiting.pop(result, ()))
     assert not waiting, _deadlock(waiting, rest)
-    return order
+    return tuple(order)
 
 
 def ranks_of(actions: Actions) -> dict[int, int]:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -487,7 +487,10 @@ class StageTables:
     def _covered(self, shared: Iterable[tuple[float, Sequence[int]]]) -> np.ndarray:
         """Bytes of what counts once in every stage that has one of some blocks."""
         single, total = np.zeros(self.n), np.zeros((self.n + 1, self.n + 1))
+        sums: dict[tuple[int, ...], float] = {}
         for size, units in shared:
+            sums[tuple(units)] = sums.get(tuple(units), 0.0) + size
+        for units, size in sums.items():
             if len(units) == 1:
                 single[units[0]] += size
             else:
@@ -498,7 +501,7 @@ class StageTables:
         """What stays of a micro-batch: what ops keep, and what a stage received and sent."""
         once, again = np.zeros(self.n), np.zeros(self.n)
         total = np.zeros((self.n + 1, self.n + 1))
-        for each in memories:
+        for each in _alike(memories):
             if not each.spans and len({*each.kept, *each.entering}) == 1:
                 # then it is in one sum or in the other
                 once[list(each.kept)] += each.bytes
@@ -705,6 +708,15 @@ class _Turn(NamedTuple):
     def then(self, sums: np.ndarray) -> np.ndarray:
         """Of the blocks behind those."""
         return sums[self.turns, self.ends]
+
+
+def _alike(memories: Sequence[_Staying]) -> Iterator[_Staying]:
+    """Memory that stays for the same blocks, summed up."""
+    sums: dict[tuple[Any, ...], float] = {}
+    for size, *where in memories:
+        sums[tuple(where)] = sums.get(tuple(where), 0.0) + size
+    for (kept, entering, spans), size in sums.items():
+        yield _Staying(size, kept, entering, spans)
 
 
 def _places(places: Places, units: Iterable[int]) -> tuple[int, ...]:

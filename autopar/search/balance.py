@@ -23,6 +23,7 @@ zbv, and 0 to 2.6 % under interleaved 1F1B; with one stage on every rank none at
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -71,26 +72,31 @@ class Shape:
         return self.cut([str(number) for number in range(1, self.stages)])
 
     def in_flight(self) -> tuple[int, ...]:
-        """Of every stage how many micro-batches it holds at most.
+        """The largest number of micro-batches in flight, of every stage.
 
-        GPipe has all of them, 1F1B as many as there are stages from its own on; others are counted in
+        GPipe and looped BFS have all of them, 1F1B as many as there are stages from its own on; others are counted in
         their lists of actions. Raises PlanError where the schedule refuses so many micro-batches.
         """
-        m = self.micro_batches
-        if self.schedule == "gpipe":
-            return (m,) * self.ranks
-        if self.schedule == "1f1b":
-            return tuple(min(m, self.ranks - rank) for rank in range(self.ranks))
-        most, now = [0] * self.stages, [0] * self.stages
-        lists = actions(self.blank, m)
-        split = {a.stage for each in lists for a in each if a.kind == "W"}
-        for action in itertools.chain.from_iterable(lists):
-            if action.kind == "F":
-                now[action.stage] += 1
-            elif action.kind == "W" or (action.kind == "B" and action.stage not in split):
-                now[action.stage] -= 1
-            most[action.stage] = max(most[action.stage], now[action.stage])
-        return tuple(most)
+        return _in_flight(self)
+
+
+@functools.lru_cache(maxsize=64)
+def _in_flight(shape: Shape) -> tuple[int, ...]:
+    m = shape.micro_batches
+    if shape.schedule in ("gpipe", "looped-bfs"):
+        return (m,) * shape.stages
+    if shape.schedule == "1f1b":
+        return tuple(min(m, shape.ranks - rank) for rank in range(shape.ranks))
+    most, now = [0] * shape.stages, [0] * shape.stages
+    lists = actions(shape.blank, m)
+    split = {a.stage for each in lists for a in each if a.kind == "W"}
+    for action in itertools.chain.from_iterable(lists):
+        if action.kind == "F":
+            now[action.stage] += 1
+        elif action.kind == "W" or (action.kind == "B" and action.stage not in split):
+            now[action.stage] -= 1
+        most[action.stage] = max(most[action.stage], now[action.stage])
+    return tuple(most)
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,13 @@ def least_overfull(
 def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balance:
     """Given cuts with what they take."""
     return _Problem(table, shape, math.inf).of(cuts)
+
+
+def mean_bytes(table: StageTable, shape: Shape) -> float:
+    """A lower bound on the fullest rank: the mean over ranks, if stages shared nothing and cut nowhere."""
+    whole = 0, table.blocks
+    saved = min(shape.in_flight()) * table.saved_bytes[whole]
+    return float(table.kept_bytes[whole] + saved) / shape.ranks
 
 
 class _Problem:

@@ -4,8 +4,8 @@
         the plan of one setting                `autopar.search.given`, exact
             layouts, cuts, schedule, chunks and recomputation
 
-Closed forms assume equal stages and 1F1B, so that a setting's promise is its closed form without the bubble:
-other schedules have a smaller one. Settings are searched exactly in that order, and ranked by the price of
+Closed forms assume equal stages and 1F1B, so that a setting's promise is its closed form with the smaller bubble
+of interleaved stages. Settings are searched exactly in that order, and ranked by the price of
 their plan, until no promise is better than the best plan or `_EXACT` of them have a plan. An open recipe is
 searched under the recipe of the closed form first, and on the best mesh without a recipe too.
 
@@ -28,11 +28,12 @@ from autopar.pipeline.parts import block_starts
 from autopar.search.candidates import PricedCandidate, Space
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
+from autopar.search.pipeline import SEARCHED_CHUNKS
 from autopar.search.recipes import RecipeLike, is_open, recipe_axes
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 
-_EXACT = 6  # settings with a plan, of which the best is taken
+_EXACT = 4  # settings with a plan, of which the best is taken
 _SAME_MESH = 2  # numbers of micro-batches that are searched on one mesh
 
 
@@ -214,7 +215,11 @@ def trials_of(
     if request.ranks == 1 or not has_closed_form(request):
         return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
     settings = closed_forms(space_of(graph, request, rows), request)
+    # A step without stages costs nearly what its closed form says: the best one bounds all others.
     trials = list(_promising(settings, request.bound_bytes))
+    flat = next((each for each in trials if _depth(each.mesh) == 1), None)
+    if flat is not None:
+        trials = [flat, *(each for each in trials if each is not flat)]
     return (
         [each for each in trials if _depth(each.mesh) in first],
         [each for each in trials if _depth(each.mesh) in if_none_fits],
@@ -289,7 +294,8 @@ def _promising(settings: Sequence[PricedCandidate], bound_bytes: int) -> Iterato
 
 
 def _promise(each: PricedCandidate) -> float:
-    return each.seconds - each.parts.get("bubble", 0.0)
+    """The closed form with the bubble of the most chunks that are searched."""
+    return each.seconds - (1 - 1 / max(SEARCHED_CHUNKS)) * each.parts.get("bubble", 0.0)
 
 
 def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:

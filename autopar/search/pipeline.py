@@ -53,7 +53,14 @@ from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTable, StageTables
-from autopar.search.balance import Balance, Shape, balance, balance_of, least_overfull
+from autopar.search.balance import (
+    Balance,
+    Shape,
+    balance,
+    balance_of,
+    least_overfull,
+    mean_bytes,
+)
 from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.search.search import search
@@ -257,7 +264,7 @@ class _Search:
         refused = {
             name: str(error) for name, error in self.refused.items() if name not in self.found
         }
-        best = ranked[0]
+        best = replace(ranked[0], kept_whole=self._kept_whole(ranked[0]))
         notes = (*_of_layouts(best.plan.notes), *_notes(best, ranked[1:]))
         best = replace(best, plan=replace(best.plan, notes=notes))
         return PipelineFound(best, tuple(ranked[1:]), refused)
@@ -353,13 +360,23 @@ class _Search:
                 self._price(inner, tables, Setting(shape, recompute))
         elif wish is not None:
             self._price(inner, tables, Setting(shape, wish))
-        else:
+        elif not self.found or self._may_fit(tables, shape):
             missed = len(self.overfull)
             self._price(inner, tables, Setting(shape, "none"))
             if len(self.overfull) > missed:
                 if not tables.repetition.groups:  # ops are named where all layers were captured
                     self._price_selection(inner, tables, shape, frontier)
                 self._price_fewest(inner, tables, shape)
+
+    def _may_fit(self, tables: StageTables, shape: Shape) -> bool:
+        """Whether anything may fit: False where even the mean rank has too much.
+
+        No recomputation keeps less than that of all blocks but one, or than that of all.
+        """
+        if math.isinf(self.bound):
+            return True
+        kinds: tuple[Recompute, ...] = ("none", "full", max(1, tables.repeating_blocks - 1))
+        return any(mean_bytes(tables.at(each), shape) <= self.bound for each in kinds)
 
     def _price_selection(
         self, inner: _Inner, tables: StageTables, shape: Shape, frontier: Frontier[Memory]
@@ -423,6 +440,8 @@ class _Search:
         if max(cuts.rank_bytes) > self.bound:
             self.overfull.append(self._overfull(tables, setting, cuts))
             return None
+        if self._busy_seconds(table, setting.shape, cuts) >= self._best_seconds() and not executed:
+            return None
         try:
             priced = self._priced(inner, tables, setting, cuts)
         except PlanError as error:
@@ -444,13 +463,17 @@ class _Search:
         if isinstance(again, int) and again >= table.most_repeating(cuts.cuts):
             setting = replace(setting, recompute="full")
         plan = self._cut(replace(inner.plan, recompute=setting.recompute), table, setting, cuts)
-        kept = None
-        if again != "none":
-            whole = tables.at("none")
-            held = balance_of(whole, setting.shape, cuts.cuts)
-            _, quicker = self._executed(whole, setting.shape, cuts)
-            kept = KeptWhole(quicker, max(held.rank_bytes))
-        return Priced(setting, plan, seconds, run, cuts, inner.share, kept)
+        return Priced(setting, plan, seconds, run, cuts, inner.share)
+
+    def _kept_whole(self, best: Priced) -> KeptWhole | None:
+        """What the best plan would take if it recomputed nothing; None where it recomputes nothing."""
+        if best.setting.recompute == "none":
+            return None
+        _, tables = self.tables[str(best.setting)]
+        whole, shape = tables.at("none"), best.setting.shape
+        held = balance_of(whole, shape, best.balance.cuts)
+        _, quicker = self._executed(whole, shape, best.balance)
+        return KeptWhole(quicker, max(held.rank_bytes))
 
     def _executed(self, table: StageTable, shape: Shape, cuts: Balance) -> tuple[Simulation, float]:
         """The schedule as it runs, and the seconds of a step."""
@@ -478,6 +501,15 @@ class _Search:
             for i in range(table.blocks)
         )
         return shape.micro_batches * max(whole / shape.ranks, *blocks)
+
+    @staticmethod
+    def _busy_seconds(table: StageTable, shape: Shape, cuts: Balance) -> float:
+        """Seconds of a step during which the busiest rank computes, with these cuts."""
+        ranks = [0.0] * shape.ranks
+        for stage, edge in enumerate(itertools.pairwise((0, *cuts.cuts, table.blocks))):
+            seconds = float(table.forward_seconds[edge] + table.backward_seconds[edge])
+            ranks[shape.blank.rank_of(stage)] += seconds
+        return shape.micro_batches * max(ranks)
 
     def _once_seconds(self, table: StageTable, shape: Shape, cuts: Balance) -> float:
         """What the slowest rank does once a step, all its stages together."""
