@@ -17,7 +17,7 @@ from autopar.capture.remedies import traced_line
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
-from autopar.ops.nodes import bound_arguments, draws
+from autopar.ops.nodes import bound_arguments, draws, is_operator
 from autopar.planning.planning import (
     Prepared,
     make_plan,
@@ -380,7 +380,8 @@ def _require_determinism(prepared: Prepared) -> None:
 
 def _without_draws(node: fx.Node) -> str:
     """A remedy: how a model computes the same without the random numbers of an op."""
-    if "dropout" in str(node.target) or {"train", "training"} & bound_arguments(node).keys():
+    arguments = bound_arguments(node) if is_operator(node) else {}
+    if "dropout" in str(node.target) or {"train", "training"} & arguments.keys():
         return "Set its dropout to 0, or verify model.eval()."
     return (
         "Give it the numbers, as an input or as FractionalMaxPool2d takes `_random_samples`; what draws in training "
