@@ -151,7 +151,6 @@ def markdown(rows: list[Row]) -> str:
         "as a loss's count of targets. Measured on the CPU; for a model captured elsewhere the price assumes the",
         "fused kernels of a GPU, which are not measured here. The eager model runs other ops: untraced,",
         "transformers leaves out causal masks and shares grouped heads without repeating them;",
-        "bloom's activation is a hand-written `autograd.Function`, of which capture keeps the forward alone;",
         "whisper makes copies that capture takes out.",
         "Made by",
         "`OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py --markdown docs/saved_activations.md`.",
