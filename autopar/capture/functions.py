@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar import _torch
 from autopar._torch import TorchDispatchMode, pytree
 from autopar.capture.pointwise import free_dims
+from autopar.capture.profiling import profiled_by
 from autopar.capture.remedies import uncaptured
 from autopar.errors import CaptureError
 from autopar.ops import functions as ops
@@ -198,7 +198,7 @@ class _TrialRun:
         saved_operands, saved_results, saved = _kept(results, operands)
         free = frozenset[int]()
         if is_known and not draws:
-            with _unwatched():
+            with profiled_by(None):
                 free = free_dims(self._applied, operands, results)
         return FunctionTrial(
             tuple(_leaf(x).detach() for x in results),
@@ -269,17 +269,6 @@ class _TrialRun:
                 "Draw them in forward",
             )
         return others | {i for i, x in zip(wanted, found, strict=True) if x is None}, True
-
-
-@contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """Inside, `autopar.capture.watch` sees nothing: it has seen this code run, and looking takes time."""
-    profile = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(profile)
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import pytree
 from autopar.capture import refusals
 from autopar.capture.guards import CALL, Guard, Guards, Place
+from autopar.capture.profiling import profiled_by
 from autopar.capture.user_code import (
     GENERATORS,
     OTHERS,
@@ -104,12 +105,8 @@ class _Unwatched(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return function(*args, **(kwargs or {}))
-        profile = sys.getprofile()
-        sys.setprofile(None)
-        try:
+        with profiled_by(None):
             return function(*args, **(kwargs or {}))
-        finally:
-            sys.setprofile(profile)
 
 
 class Watch:
@@ -168,7 +165,7 @@ class Watch:
         for value, words in self._roots:
             self._hold(value, Place({}, None, words, line_of(value)))
         drawn = np.random.get_state(legacy=False)
-        get, put, profile = nn.Module.__getattribute__, nn.Module.__setattr__, sys.getprofile()
+        get, put = nn.Module.__getattribute__, nn.Module.__setattr__
         remove = nn.Module.__delattr__
 
         def read(module: nn.Module, name: str) -> Any:
@@ -193,12 +190,8 @@ class Watch:
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
         try:
-            with _Unwatched():
-                sys.setprofile(self._profile)
-                try:
-                    yield
-                finally:
-                    sys.setprofile(profile)
+            with _Unwatched(), profiled_by(self._profile):
+                yield
         finally:
             nn.Module.__setattr__ = put  # type: ignore[method-assign]
             nn.Module.__delattr__ = remove  # type: ignore[method-assign]
