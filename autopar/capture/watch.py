@@ -138,7 +138,8 @@ class Watch:
         self._globals: dict[types.CodeType, dict[str, Any]] = {}  # of code of the user's
         self._names: set[str] = set()
         self._counted: dict[tuple[int, str], set[bool]] = {}  # was each read only a count?
-        self._lines: dict[tuple[int, str], str] = {}  # of writes
+        self._lines: dict[tuple[int, str], str] = {}  # of writes by the user's code
+        self._internal: set[tuple[int, str]] = set()  # attributes that torch's code sets
         self._kept: set[tuple[int, str]] = set()  # attributes that stay as they were set
         self._drawn: list[str] = []
         self._timed: list[str] = []
@@ -179,7 +180,11 @@ class Watch:
             return get(module, name)
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            self._lines[id(module), name] = place_of(sys._getframe(1))
+            frame = sys._getframe(1)
+            if is_users(frame.f_code.co_filename) or (id(module), name) in self._lines:
+                self._lines[id(module), name] = place_of(frame)
+            else:
+                self._internal.add((id(module), name))
             put(module, name, value)
 
         def delete(module: nn.Module, name: str) -> None:
@@ -208,7 +213,8 @@ class Watch:
             np.random.set_state(drawn)
             self._drawn.append(self._numpy_line())
         self._refuse(others)
-        self.writes = tuple(self._effect(*write) for write in written)
+        effects = [w for w in written if not self._is_internal(*w[:2])]
+        self.writes = tuple(self._effect(*write) for write in effects)
 
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "call" and frame.f_code not in self._codes:
@@ -394,6 +400,11 @@ class Watch:
         if is_plain(new) and is_installed(self._lines.get((id(module), name), "")):
             self._kept |= {(id(module), name), (id(vars(module)), name)}
         return (id(module), name) in self._kept
+
+    def _is_internal(self, module: nn.Module, name: str) -> bool:
+        """Whether torch alone has set an attribute, as an LSTM does with its list of weights."""
+        key = id(module), name
+        return key in self._internal and key not in self._lines
 
     def _effect(self, module: nn.Module, name: str, old: Any, new: Any) -> Write:
         """What a forward did to an attribute, to be done after every step; CaptureError where it cannot be."""

