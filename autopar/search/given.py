@@ -115,11 +115,11 @@ class GivenMesh:
         return Planned(found.plan, graph, Composed(best.seconds, peak_bytes), found.others)
 
     def _recomputing(self) -> Planned:
-        """A plan without stages, found as a pipeline of one rank, whose schedule does not matter."""
+        """A plan without stages, found as a pipeline of one rank: under 1F1B it holds one micro-batch at once."""
         request = self._issuing()
         assert request.mesh is not None, "a mesh was given"
         whole = request.but(
-            mesh=with_pipeline(request.mesh, 1, 0), schedule="gpipe",
+            mesh=with_pipeline(request.mesh, 1, 0), schedule="1f1b",
             micro_batches=request.micro_batches or 1,
         )  # fmt: skip
         return self._priced(replace(self._staged(whole).plan, pipeline=None))

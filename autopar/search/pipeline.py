@@ -75,6 +75,7 @@ _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory 
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
 _EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
+_EXECUTABLE = 1024  # stages times micro-batches: balancing executes a schedule hundreds of times
 _MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
 
 
@@ -281,6 +282,7 @@ class _Search:
             (name, each)
             for name, each in ranked
             if each.setting.shape.chunks > 1 and each.seconds <= _NEAR * ranked[0][1].seconds
+            if each.setting.shape.stages * each.plan.micro_batches <= _EXECUTABLE
         ]
         for name, each in near[:_EXECUTED]:
             self._price(*self.tables[name], each.setting, executed=True)
