@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from autopar.capture.guards import Place
@@ -21,6 +22,20 @@ def sets_attribute(name: str, attribute: str, line: str, *, deletes: bool) -> Ca
         f"The forward {'deletes' if deletes else 'sets'} {name} in {line}, and a captured program does not run that "
         "line in each step. Return the value from the forward, or keep a tensor in a buffer and write into it: "
         f"self.register_buffer({attribute!r}, ...) in __init__, self.{attribute}.copy_(...) here."
+    )
+
+
+def warn_of_library(does: str, line: str) -> None:
+    """Warns of state that an installed library keeps; people cannot change its code.
+
+    Args:
+        does: verb and name, `sets model.layers.0.last`.
+        line: the line of the library.
+    """
+    warnings.warn(
+        f"A library {does} in {line}, and a captured program does not run that line in each step: what stands "
+        "there stays as it was before the capture.",
+        stacklevel=2,
     )
 
 

@@ -205,16 +205,16 @@ class Watch:
             written = [w for w in self._written(before) if not self._keeps(w[0], w[1], w[3])]
             for module, name, old, _ in written:
                 Place(vars(module), name, "", "").put(old)
-            changed = list(self._changed())
+            changed = [each for each in self._changed() if not self._stays(each[0])]
             for place, value in changed:
                 place.put(value)
             others = [place for place, _ in changed] + self._refilled()
         if not is_state_of_numpy(np.random.get_state(legacy=False), drawn):
             np.random.set_state(drawn)
             self._drawn.append(self._numpy_line())
-        self._refuse(others)
+        self._refuse(self._of_users(others))
         effects = [w for w in written if not self._is_internal(*w[:2])]
-        self.writes = tuple(self._effect(*write) for write in effects)
+        self.writes = tuple(filter(None, (self._effect(*write) for write in effects)))
 
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "call" and frame.f_code not in self._codes:
@@ -401,18 +401,39 @@ class Watch:
             self._kept |= {(id(module), name), (id(vars(module)), name)}
         return (id(module), name) in self._kept
 
+    def _stays(self, place: Place) -> bool:
+        """The same for a value elsewhere that a library reads, such as an entry of its configuration."""
+        key = id(place.holder), place.key
+        if is_plain(place.get()) and is_installed(place.line):
+            self._kept.add(key)
+        return key in self._kept
+
+    @staticmethod
+    def _of_users(changed: list[Place]) -> list[Place]:
+        """What the user's own code changes; of what libraries change, such as their caches, is warned."""
+        for place in changed:
+            if is_installed(place.line):
+                refusals.warn_of_library(f"changes {place.words}", place.line)
+        return [place for place in changed if not is_installed(place.line)]
+
     def _is_internal(self, module: nn.Module, name: str) -> bool:
         """Whether torch alone has set an attribute, as an LSTM does with its list of weights."""
         key = id(module), name
         return key in self._internal and key not in self._lines
 
-    def _effect(self, module: nn.Module, name: str, old: Any, new: Any) -> Write:
-        """What a forward did to an attribute, to be done after every step; CaptureError where it cannot be."""
+    def _effect(self, module: nn.Module, name: str, old: Any, new: Any) -> Write | None:
+        """What a forward did to an attribute, to be done after every step; CaptureError where it cannot be.
+
+        None where an installed library did what cannot be repeated, of which is warned.
+        """
         attributes, line = vars(module), self._lines.get((id(module), name), line_of(module))
         if self._is_counter(attributes, name) and type(old) is type(new) is int:
             return Write(attributes, name, new - old, adds=True)
         if new is MISSING or not all(map(is_plain, pytree.tree_leaves(new))):
             words = f"{self._paths[id(module)]}.{name}"
+            if is_installed(line):
+                refusals.warn_of_library(f"sets {words}", line)
+                return None
             raise refusals.sets_attribute(words, name, line, deletes=new is MISSING)
         return Write(attributes, name, new, adds=False)
 
