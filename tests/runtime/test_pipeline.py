@@ -445,7 +445,7 @@ def modes() -> tuple[float, float, bool]:
 
 def test_another_mode_is_another_program_on_the_same_stages(two_ranks: Ranks) -> None:
     trained, evaluated, same = equal_on_all(two_ranks.run(modes))
-    assert trained != evaluated == 128 and same  # 2 rows of 64 ones
+    assert trained != evaluated == 512 and same  # 8 rows of 64 ones
 
 
 def inner_axis() -> tuple[dict[str, Any], float, float]:
