@@ -28,13 +28,14 @@ from autopar.planning.planning import (
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.failures import show_failures
 from autopar.runtime.initialise import InitFunction
-from autopar.runtime.module import Batch, CompiledModule, Outputs, Settings
+from autopar.runtime.module import CompiledModule
 from autopar.runtime.processes import (
     BUCKET_BYTES,
     check_world,
     join_process_group,
     world_size,
 )
+from autopar.runtime.settings import Batch, Outputs, Settings
 from autopar.runtime.together import warn_together
 from autopar.search import RecipeLike
 from autopar.search.request import HEADROOM, Request

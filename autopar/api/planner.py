@@ -42,7 +42,7 @@ from autopar.planning.planning import (
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie
-from autopar.runtime.module import Fixed, Programs, StandIns
+from autopar.runtime.maker import Fixed, Programs, StandIns
 from autopar.runtime.processes import (
     agreed,
     make_world,

@@ -55,7 +55,7 @@ from autopar.program.recomputation import mark_blocks
 from autopar.runtime.compiled import Executor
 from autopar.runtime.entries import Entries
 from autopar.runtime.gather import Gathers
-from autopar.runtime.module import KEPT_PROGRAMS
+from autopar.runtime.kept_programs import KEPT_PROGRAMS
 from autopar.runtime.processes import (
     BUCKET_BYTES,
     agreed,
@@ -189,7 +189,7 @@ def _arguments_of_bodies(call: fx.Node, given: fx.Node) -> list[fx.Node]:
 class _SplitGraph:
     """The function that dynamo calls in place of a graph; it plans at the first call of each set of shapes.
 
-    [Note: programs are kept] in autopar/runtime/module.py.
+    [Note: programs are kept] in autopar/runtime/kept_programs.py.
     """
 
     def __init__(

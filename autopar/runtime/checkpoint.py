@@ -159,8 +159,8 @@ def _progress(model: nn.Module) -> dict[str, Any] | None:
 
 def _catch_up(model: nn.Module, optimizer: Optimizer) -> None:
     """Gives an optimizer that was made early, and not stepped since, the parameters that are there now."""
-    if isinstance(model, CompiledModule) and model._adoption is not None:
-        model._adoption.follow(optimizer)
+    if isinstance(model, CompiledModule) and model._placement.adoption is not None:
+        model._placement.adoption.follow(optimizer)
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,6 +23,11 @@ Shape = tuple[int, ...]
 Form = Literal["whole", "part", ""]
 
 
+def shape_words(shapes: Sequence[Sequence[int]]) -> str:
+    """Shapes for people, such as `[8, 8], [8]`."""
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a call, flattened.

@@ -73,7 +73,7 @@ def demo(device: str) -> None:
     def step() -> None:
         made.step(tokens, tokens).item()
 
-    (ready,) = made._ready[True]
+    (ready,) = made._kept.ready[True]
     seconds = check_seconds(ready.guards, ready.structure)
     step_seconds = fastest_seconds(step, 10)
     share = 100 * seconds / step_seconds

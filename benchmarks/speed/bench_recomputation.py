@@ -111,7 +111,7 @@ def compiled(model: nn.Module, prepared: Prepared, recompute: Recompute) -> Comp
 
 def measured_bytes(module: CompiledModule, inputs: tuple[Tensor, ...]) -> int:
     """What one micro-batch keeps between forward and backward."""
-    runner = module._ready[True][0].bound._runner  # type: ignore[union-attr]
+    runner = module._kept.ready[True][0].bound._runner  # type: ignore[union-attr]
     runner.begin()
     return kept_bytes(lambda: runner.run(inputs), runner.leaves)
 

@@ -54,8 +54,10 @@ def clipped(
     for norm_type in NORMS:
         made.zero_grad()
         made.step(*batch)
-        assert made._store is not None
-        norm = clip_grad_norm_(made.named_parameters(), made._store.world, max_norm, norm_type)
+        assert made._placement.store is not None
+        norm = clip_grad_norm_(
+            made.named_parameters(), made._placement.store.world, max_norm, norm_type
+        )
         grads = {
             n: p.grad.full_tensor()  # type: ignore[operator]
             for n, p in made.named_parameters()

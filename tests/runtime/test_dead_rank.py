@@ -48,7 +48,7 @@ def work(
     )
     made.step(*batch)
     if rank == 1:
-        (ready,) = made._ready[True]
+        (ready,) = made._kept.ready[True]
         leaf = ready.bound._runner.leaves[2]
         leaf.register_hook(lambda grad: accident())
     try:
@@ -113,7 +113,7 @@ def in_stages(rank: int, folder: str, accident: Callable[[], None]) -> None:
     optimizer.step()
     save_checkpoint(f"{folder}/good", made, optimizer, steps=1)
     if rank == 1:
-        (ready,) = made._ready[True]
+        (ready,) = made._kept.ready[True]
         (runner,) = ready.bound._runners.values()
         runner.leaves[0].register_hook(lambda grad: accident())
     try:

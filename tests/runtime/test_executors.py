@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.backend.sharding import whole_parameter
 from autopar.errors import AutoparError
-from autopar.runtime import module as runtime_module
+from autopar.runtime import kept_programs
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.gather import Gathers
 from tests.runtime import scripts
@@ -257,7 +257,7 @@ def test_what_was_compiled_goes_with_the_last_program_that_uses_it() -> None:
 
 
 def test_dropped_programs_take_along_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_module, "KEPT_PROGRAMS", 2)
+    monkeypatch.setattr(kept_programs, "KEPT_PROGRAMS", 2)
     made = autopar.compile(layers(2), mesh={"dp": 1}, executor="aot_eager")
     for rows in range(1, 6):
         made(torch.ones(rows, 4))

@@ -62,7 +62,7 @@ def model_bytes(recipe: str, precision: str | None = None) -> float:
     optimizer.step()
     optimizer.zero_grad()
     seen = []
-    (ready,) = made._ready[True]
+    (ready,) = made._kept.ready[True]
     runner = ready.bound._runner
     run, finish = runner.run, runner._reducer.finish
 
@@ -123,7 +123,7 @@ def kept_between() -> tuple[int, int]:
         model, loss_fn=mean_square, mesh={"dp": 4}, recipe="zero3", bucket_bytes=1
     )
     made.step(*batch)
-    (ready,) = made._ready[True]
+    (ready,) = made._kept.ready[True]
     runner = ready.bound._runner
     gathers, begin = runner._gathers, runner._reducer.begin
     counts = []

@@ -384,7 +384,7 @@ def step_kept_bytes(layers: int, recompute: Recompute) -> tuple[float, StageTabl
     plan = replace(plan, recompute=recompute)
     compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan)
     compiled.step(*batch)
-    runner: Runner = compiled._ready[True][0].bound._runner  # type: ignore[union-attr]
+    runner: Runner = compiled._kept.ready[True][0].bound._runner  # type: ignore[union-attr]
     runner.begin()
     kept = kept_bytes(lambda: runner.run(batch), runner.leaves)
     return kept, stage_table(graph, plan, HARDWARE)
@@ -417,7 +417,7 @@ def test_what_selected_ops_leave_is_what_is_priced() -> None:
     for recompute in (*chosen.values(), *drawn):
         compiled = autopar.compile(model, loss_fn=loss_fn, plan=replace(plan, recompute=recompute))
         compiled.step(*batch)
-        runner: Runner = compiled._ready[True][0].bound._runner  # type: ignore[union-attr]
+        runner: Runner = compiled._kept.ready[True][0].bound._runner  # type: ignore[union-attr]
         runner.begin()
         kept = kept_bytes(lambda: runner.run(batch), runner.leaves)  # noqa: B023
         assert kept == pytest.approx(tables.at(recompute).saved_bytes[0, -1], rel=0.001)

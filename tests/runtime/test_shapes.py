@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.runtime import module as runtime_module
+from autopar.runtime import kept_programs
+from autopar.runtime.comparison import Comparison
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.support.staged import plan_for
 
@@ -107,7 +108,7 @@ def several(
             distance(made, reader(layers), tokens(shape, i), part=part if i else whole)
             for i, shape in enumerate(shapes)
         ]
-    return max(worst), [str(w.message) for w in caught], len(made._ready[True])
+    return max(worst), [str(w.message) for w in caught], len(made._kept.ready[True])
 
 
 def all_of(tasks: Sequence[tuple[Any, ...]]) -> list[Found]:
@@ -201,7 +202,7 @@ def disagreeing() -> tuple[str, str]:
     made.step(*tokens((8, 8)))
     with pytest.raises(autopar.StepError) as shapes:
         made.step(*tokens((5 + rank, 8)))
-    alone = runtime_module.Comparison(timeout_seconds=1.0)
+    alone = Comparison(timeout_seconds=1.0)
     assert alone.gather(str(rank), "Why.") == ["0", "1"]
     begin = time.monotonic()
     if rank == 0:
@@ -223,18 +224,18 @@ def test_ranks_that_disagree_are_named(two_ranks: Ranks) -> None:
 
 def bounded() -> tuple[int, list[str], float, bool]:
     """With room for two programs: how many are kept, what is said, the distance, and that planning is alike."""
-    kept, runtime_module.KEPT_PROGRAMS = runtime_module.KEPT_PROGRAMS, 2
+    kept, kept_programs.KEPT_PROGRAMS = kept_programs.KEPT_PROGRAMS, 2
     try:
         made = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             shapes = [(2, 2), (2, 3), (2, 2), (2, 4), (2, 2)]
             found = [distance(made, reader(), tokens(shape)) for shape in shapes]
-        ready = made._ready[True]
+        ready = made._kept.ready[True]
         plans = {str(sorted(r.bound.program.plan.ops.items())) for r in ready}
         last = ready[-1].shapes[0] == (2, 2)
     finally:
-        runtime_module.KEPT_PROGRAMS = kept
+        kept_programs.KEPT_PROGRAMS = kept
     return len(ready), [str(w.message) for w in caught], max(found), last and len(plans) == 1
 
 

@@ -1,0 +1,96 @@
+"""The shapes of the whole batch, found from the batches that the ranks were given.
+
+[Note: whole or part] A shape may be the global one, or the shape of this rank's part of a larger batch. The
+first is global. Where it can be either, ranks compare what they were given: a whole batch is the same on all
+of them, and parts differ. With batch="local" every rank gives its own part always.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from autopar.errors import StepError
+from autopar.program.program import Program
+from autopar.runtime.comparison import Comparison
+from autopar.runtime.inputs import Arguments, Shape, cuts, form, shape_words, shapes_of_parts
+from autopar.runtime.kept_programs import ReadyProgram
+from autopar.runtime.parts import shapes_of_whole
+from autopar.runtime.processes import world_size
+from autopar.runtime.settings import Batch
+from autopar.runtime.world import World
+
+
+class BatchShapes:
+    """Finds the shapes of whole batches, and remembers what earlier batches have shown.
+
+    Args:
+        batch: what a rank gives: the batch of all ranks, or its own part of it.
+        comparison: gathers what the ranks were given.
+    """
+
+    def __init__(self, batch: Batch, comparison: Comparison) -> None:
+        self._is_local = batch == "local"
+        self._comparison = comparison
+        self._gives_parts = False  # whether ranks have given parts of batches
+        self._cuts: dict[str, Shape] = {}  # path of an input -> how the first program cuts its dims
+
+    def whole(self, arguments: Arguments, known: Sequence[ReadyProgram]) -> tuple[Shape, ...]:
+        """The shapes of the whole batch, see [Note: whole or part].
+
+        Args:
+            arguments: the arguments of this rank.
+            known: the programs that take such arguments.
+
+        Raises StepError where the ranks gave different values and these cannot be parts.
+        """
+        if self._is_local:
+            whole = shapes_of_whole(arguments, world_size())
+            if all(each.shapes != whole for each in known):
+                self.compare(arguments, "")
+            return whole
+        forms = [form(r.bound.program, arguments, r.count, r.bound.world) for r in known]
+        as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
+        if "whole" in forms and as_part is None and not self._gives_parts:
+            return arguments.shapes
+        if as_part is not None and "whole" not in forms and self._gives_parts:
+            return as_part
+        if self.compare(arguments, arguments.digest):
+            return arguments.shapes
+        found = as_part or shapes_of_parts(arguments, self._cuts)
+        if found == arguments.shapes:
+            raise _differences(arguments)
+        self._gives_parts = True
+        return found
+
+    def compare(self, arguments: Arguments, digest: str) -> bool:
+        """Whether all ranks have the same values. Raises StepError unless they have the same shapes."""
+        own = json.dumps([[list(shape) for shape in arguments.shapes], digest])
+        why = f"The batch has the shapes {shape_words(arguments.shapes)}, which all ranks compare."
+        found = [json.loads(text) for text in self._comparison.gather(own, why)]
+        others = [rank for rank, each in enumerate(found) if each[0] != found[0][0]]
+        if others:
+            said = "; ".join(
+                f"rank {rank} {shape_words(found[rank][0])}" for rank in (0, *others[:4])
+            )
+            raise StepError(
+                f"The ranks gave batches of different shapes: {said}. Each has to give the same whole "
+                "batch, or parts of one shape: pad parts to one length, and let the samplers drop what "
+                "does not divide (DistributedSampler(..., drop_last=True))."
+            )
+        return all(each == found[0] for each in found)
+
+    def learn(self, arguments: Arguments, program: Program, world: World) -> None:
+        """Remembers how the first program with such inputs cuts them into parts."""
+        for path, cut in zip(arguments.paths, cuts(program, world), strict=True):
+            self._cuts.setdefault(path, cut)
+
+
+def _differences(arguments: Arguments) -> StepError:
+    """The error of ranks whose values differ where each has to give the whole batch."""
+    return StepError(
+        f"The ranks gave different values in a batch of the shapes {shape_words(arguments.shapes)}, where every "
+        "rank has to give the same whole batch. If each gives a part of its own, as DistributedSampler "
+        'hands them out, say so: autopar.compile(..., batch="local"). Else seed the samplers alike on all '
+        'ranks; what model(...) returns is whole with outputs="dtensor", and may be given back.'
+    )

@@ -1,0 +1,129 @@
+"""The programs of a compiled module: one for each shape of a batch and mode of torch, a bounded number of them.
+
+[Note: programs are kept] Each shape of a batch has a program, which holds a graph and no parameters. Of steps
+and of forwards `KEPT_PROGRAMS` are kept each; the least recently used one makes room for another.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.capture.guards import ChangedValue, Guards
+from autopar.capture.structure import Structure
+from autopar.capture.watch import Write
+from autopar.program.program import Program
+from autopar.runtime.executor import BoundProgram
+from autopar.runtime.inputs import Arguments, Shape, shape_words, whole_shapes
+from autopar.runtime.pipeline import BoundPipeline
+from autopar.runtime.together import warn_together
+
+log = logging.getLogger("autopar")
+
+KEPT_PROGRAMS = 16
+_MANY_SHAPES = 4  # captured so far: time to speak of buckets
+
+
+@dataclass
+class ReadyProgram:
+    """A program with what it was captured under.
+
+    Attributes:
+        bound: the program on this rank.
+        state: modes of torch at the capture, see `CompiledModule._state`.
+        count: number of micro-batches.
+        guards: what the capture read of Python.
+        structure: what the model was made of.
+        writes: what the captured forward does to attributes of modules.
+    """
+
+    bound: BoundProgram | BoundPipeline
+    state: tuple[object, ...]
+    count: int
+    guards: Guards
+    structure: Structure
+    writes: Sequence[Write]
+
+    def holds(self) -> bool:
+        """Whether the program still is what a capture would give."""
+        return self.guards.hold() and self.structure.hold()
+
+    def broken(self) -> ChangedValue | None:
+        """What has changed since the capture."""
+        return self.guards.broken() or self.structure.broken()
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The global shapes of its inputs."""
+        return whole_shapes(self.bound.program, self.count)
+
+    def finish(self) -> None:
+        """After a run: does what the forward would have done to Python's values."""
+        for write in self.writes:
+            write.repeat()
+
+
+class KeptPrograms:
+    """The programs that can run now, see [Note: programs are kept].
+
+    Attributes:
+        ready: programs of steps (True) and of forwards (False), the most recently made or used last.
+        first_step: the first program of a step, from which later ones take their number of micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.ready: dict[bool, list[ReadyProgram]] = {True: [], False: []}
+        self.first_step: Program | None = None
+        self._captures, self._capture_seconds = 0, 0.0  # of further shapes
+
+    def fitting(self, arguments: Arguments, *, is_step: bool) -> list[ReadyProgram]:
+        """The programs that take such arguments, of whatever sizes."""
+        return [r for r in self.ready[is_step] if arguments.fits(r.bound.program)]
+
+    def used(self, program: ReadyProgram) -> None:
+        """Notes that a program runs now, so that others make room before it."""
+        programs = self.ready[program.bound.program.is_step]
+        programs.append(programs.pop(programs.index(program)))
+
+    def add(self, ready: ReadyProgram, arguments: Arguments, seconds: float) -> None:
+        """Keeps a program whose capture and planning took so long, and says what shapes cost."""
+        program = ready.bound.program
+        alike = [
+            r for r in self.fitting(arguments, is_step=program.is_step) if r.state == ready.state
+        ]
+        another = bool(alike) and all(r.shapes != ready.shapes for r in alike)
+        kept = self.ready[program.is_step]
+        if program.is_step and self.first_step is None:
+            self.first_step = program
+        kept.append(ready)
+        if ready.bound.world.rank == 0:
+            log.info("Captured for the shapes %s in %.1f s.", shape_words(ready.shapes), seconds)
+        self._captures += another
+        self._capture_seconds += seconds * another
+        if another and self._captures + 1 in (_MANY_SHAPES, KEPT_PROGRAMS + 1):
+            self._warn_of_shapes()
+        del kept[:-KEPT_PROGRAMS]
+
+    def clear(self) -> None:
+        """Drops all programs."""
+        for programs in self.ready.values():
+            programs.clear()
+
+    def _warn_of_shapes(self) -> None:
+        warn_together(
+            f"{self._captures + 1} programs so far, one for each shape of a batch and mode of the model: those "
+            f"after the first took {self._capture_seconds:.1f} s to capture and plan, and {KEPT_PROGRAMS} are "
+            "kept. Pad to few lengths (pad_to_multiple_of=64 of transformers' "
+            "collators, or buckets), and drop a last, smaller batch (drop_last=True).",
+            stacklevel=5,
+        )
+
+
+def release(kept: KeptPrograms) -> None:
+    """Lets go of bound programs before the interpreter ends, and of what they hold of process groups:
+    groups that outlive Python abort the process when their threads are torn down.
+    """
+    kept.clear()
+    gc.collect()

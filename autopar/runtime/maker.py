@@ -1,0 +1,98 @@
+"""What the compiled module and the planner say to each other: programs asked for, programs made.
+
+The runtime loads no solver: it knows the planner only as a `ProgramMaker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from autopar.capture.guards import Guards
+from autopar.capture.watch import Write
+from autopar.ir import ParameterPlan, Pipeline, Plan
+from autopar.ir.recompute import Recompute
+from autopar.program.program import Program
+from autopar.runtime.part import Users
+from autopar.runtime.world import World
+
+# Number of micro-batches -> a context in which the model can be captured with the arguments of one of them.
+StandIns = Callable[[int], AbstractContextManager[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs that came of one capture.
+
+    Attributes:
+        whole: the program of the whole model.
+        stages: the programs of its stages.
+        guards: the Python values that they were made from.
+        writes: what the captured forward does to attributes of modules.
+    """
+
+    whole: Program
+    stages: Sequence[Program]
+    guards: Guards
+    writes: Sequence[Write]
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.whole.plan.pipeline
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The layouts of parameters since the first program.
+
+    Attributes:
+        parameters: parameter name -> its layouts on the mesh of its stage.
+        pipeline: the stages of the first program; None for a single stage.
+        recompute: the recomputation of the first program.
+        users: parameter name -> the stages that use it.
+    """
+
+    parameters: Mapping[str, ParameterPlan]
+    pipeline: Pipeline | None
+    recompute: Recompute
+    users: Users
+
+
+class ProgramMaker(Protocol):
+    """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
+
+    def program(
+        self,
+        model: nn.Module,
+        stand_ins: StandIns,
+        *,
+        micro_batches: int | None,
+        is_step: bool,
+        fixed: Fixed | None,
+    ) -> Programs:
+        """Captures and plans a step or a forward.
+
+        Args:
+            model: the user's model.
+            stand_ins: makes the arguments of one of so many micro-batches.
+            micro_batches: number of micro-batches of a step; None leaves it open.
+            is_step: whether a step is captured, or a forward.
+            fixed: the layouts that parameters already have; None for the first program.
+        """
+        ...
+
+    def predicted(self, plan: Plan) -> tuple[float, float]:
+        """Predicted seconds of a step and peak bytes of a rank, of the plan of the first program."""
+        ...
+
+    def world(self) -> World:
+        """The mesh as it runs; known once the first program is."""
+        ...
+
+    def explain(self, plan: Plan) -> object:
+        """The plan of the first program for people."""
+        ...

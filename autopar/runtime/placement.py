@@ -1,0 +1,115 @@
+"""Parameters and buffers are put to rest with the first program, and again where the user replaces them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.errors import PlanError, StepError
+from autopar.program.program import Program
+from autopar.runtime.adoption import Adoption, adopt
+from autopar.runtime.initialise import initial_values, place_buffers, replaced_values
+from autopar.runtime.maker import Fixed, Programs
+from autopar.runtime.parameters import ParameterStore
+from autopar.runtime.part import RankPart, held_by, take_part, users_of
+from autopar.runtime.settings import Settings
+from autopar.runtime.shared import SharedParameters
+from autopar.runtime.world import World
+
+
+class Placement:
+    """The parameters of a model on this rank.
+
+    Parameters become DTensors at once where there are process groups; `place` gives them their layouts.
+
+    Args:
+        model: the user's model, whose parameters are replaced in place.
+        settings: the options of the compiled module.
+
+    Attributes:
+        adoption: the DTensors that parameters have become; None without process groups.
+        store: the parameters at rest; None before there is a plan.
+        fixed: the layouts of the first program; None before there is a plan.
+        part: the part of the model that this rank holds.
+        shared: parameters that several pipeline stages use; None without pipeline stages.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._model, self._settings = model, settings
+        self.adoption: Adoption | None = None
+        if settings.device_mesh is not None:
+            self.adoption = adopt(model, settings.device_mesh)
+            weakref.finalize(self, self.adoption.stop)
+        self.store: ParameterStore | None = None
+        self.fixed: Fixed | None = None
+        self.part = RankPart()
+        self.shared: SharedParameters | None = None
+
+    def place(self, programs: Programs, world: World) -> None:
+        """Puts parameters and buffers to rest as the first program has them."""
+        model, settings = self._model, self._settings
+        users, pipe = users_of(model, programs.stages), world.pipe
+        held = frozenset(users)
+        if programs.pipeline is not None and pipe is not None:
+            held = held_by(pipe.rank, users, programs.pipeline)
+        values = initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed)
+        self.store = ParameterStore(world)
+        self.store.fill(programs.whole, model, values, held)
+        place_buffers(model, world)
+        plan = programs.whole.plan
+        self.fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users)
+        if pipe is not None:
+            assert self.adoption is not None and programs.pipeline is not None
+            self.part = take_part(model, programs.stages, users, world, self.adoption)
+            self.shared = SharedParameters(users, programs.pipeline, self.store)
+
+    def forget_replaced(self) -> list[str]:
+        """Names of the parameters that are other objects since they were placed; every program holds the old ones.
+
+        Raises StepError for a model with pipeline stages.
+        """
+        if self.store is None or self.fixed is None:
+            return []
+        replaced = self.store.replaced(self._model)
+        if not replaced:
+            return []
+        if self.fixed.pipeline is not None:
+            raise StepError(
+                f"The parameter {replaced[0]} was replaced by another, which a model with pipeline stages does not "
+                "follow. Copy the values into it (with torch.no_grad(): parameter.copy_(...)), or compile again."
+            )
+        shapes = {name: p.shape for name, p in self._model.named_parameters()}
+        same = {
+            name: layouts
+            for name, layouts in self.fixed.parameters.items()
+            if shapes.get(name) == self.store.kept[name].spec.shape
+        }
+        self.fixed = replace(self.fixed, parameters=same)
+        return replaced
+
+    def place_replaced(self, programs: Programs, names: Sequence[str]) -> None:
+        """Puts parameters to rest that took the place of others."""
+        assert self.store is not None and self.fixed is not None
+        model, world = self._model, self.store.world
+        if self.adoption is not None and self._settings.device_mesh is not None:
+            adopt(model, self._settings.device_mesh, self.adoption)
+        values = replaced_values(model, names, world)
+        self.store.fill(programs.whole, model, values, frozenset(names))
+        planned = programs.whole.plan.parameters
+        new = {name: planned[name] for name in names if name in planned}
+        self.fixed = replace(self.fixed, parameters={**self.fixed.parameters, **new})
+
+    def refuse_other_factors(self, program: Program) -> None:
+        """Raises PlanError where a program names the factors of a split parameter's dims otherwise than the first."""
+        assert self.store is not None
+        for spec in program.parameters:
+            kept = self.store.kept.get(spec.name)
+            inner = [s for s in (*spec.layout, *(kept.storage if kept else ())) if s.factor > 0]
+            if kept is not None and inner and kept.spec.dims != spec.dims:
+                raise PlanError(
+                    f"Parameter {spec.name} lies split within dims of factors {kept.spec.dims}, and with "
+                    f"these inputs the model uses it with {spec.dims}. Compile it again for these inputs."
+                )

@@ -1,0 +1,46 @@
+"""The options of a compiled module, as the runtime uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.compiled import Executor
+from autopar.runtime.initialise import InitFunction
+
+Outputs = Literal["local", "dtensor"]
+Batch = Literal["global", "local"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of a compiled module.
+
+    Attributes:
+        micro_batches: number of micro-batches that `step` cuts its batch into; None leaves it to the planner.
+        device: the device of this rank.
+        device_mesh: any mesh over all ranks, for parameters to become DTensors before there is a plan;
+            None for a single rank without process groups.
+        init_fn: initialises one meta-device module in place of its `reset_parameters`.
+        seed: seed for the initial values of a meta-device model.
+        outputs: what `model(...)` returns: local tensors, or DTensors.
+        batch: what a rank gives: the batch of all ranks, or its own part of it.
+        bucket_bytes: about how much one collective carries.
+        executor: what runs the ops of a program.
+        timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
+            as the process group does.
+    """
+
+    micro_batches: int | None
+    device: torch.device
+    device_mesh: DeviceMesh | None
+    init_fn: InitFunction | None
+    seed: int
+    outputs: Outputs
+    bucket_bytes: int
+    executor: Executor
+    batch: Batch = "global"
+    timeout_seconds: float | None = None
