@@ -129,7 +129,7 @@ class SimulatedStep(ExecutedStep):
     def _copies(self, name: str, stage: int) -> int:
         """Number of the parameters that a captured one stands for in a stage."""
         tensor, (begin, end) = self.graph.parameters[name], self._edges[stage]
-        spread = self.tables.spread(tensor, self.tables.uses.get(tensor, []))
+        spread = self.tables.blocks.spread(tensor, self.tables.blocks.uses.get(tensor, []))
         return sum(
             any(begin <= at < end for places in each.values() for at in places) for each in spread
         )
@@ -166,7 +166,7 @@ class SimulatedStep(ExecutedStep):
         m, stages = self.plan.micro_batches, self.pipeline.stages_of(rank)
         whole = m * sum(getattr(self.costs[s], f"{direction}_seconds") for s in stages)
         sums: dict[str, float] = {}
-        for item in self.tables.items:
+        for item in self.tables.blocks.items:
             times = m * self._times(item, direction, stages)
             if times:
                 name = (
@@ -188,7 +188,7 @@ class SimulatedStep(ExecutedStep):
         """
         if item.phase in ("gather", "reduce") and not item.every_micro_batch:
             return 0.0
-        rows, share = self.tables.rows_of(item)
+        rows, share = self.tables.blocks.rows_of(item)
         here = [row for row in rows if self._homes[row] in stages]
         if direction == "forward":
             return share * len(here) * (item.phase == "forward")
@@ -238,7 +238,7 @@ class SimulatedStep(ExecutedStep):
 
     def _kept(self, kind: str, rank: int) -> Breakdown:
         stages = self.pipeline.stages_of(rank)
-        held = self.tables.held({kind: 1})
+        held = self.tables.memory.held({kind: 1})
         return _of_stages(kind, "bytes", {s: float(held[self._edges[s]]) for s in stages}, "")
 
     @cached_property
@@ -261,7 +261,9 @@ class SimulatedStep(ExecutedStep):
         """That a rank sends in a step, between stages and inside one, without a tree of formulas."""
         plan, layers = self.plan, sum(stack.layers for stack in self.graph.stacks) or 1
         run = Run(plan.micro_batches, self.pipeline.ranks, recompute=plan.recompute)
-        step = Step(tuple(self.tables.items), (), run, self.hardware, self.software, layers=layers)
+        step = Step(
+            tuple(self.tables.blocks.items), (), run, self.hardware, self.software, layers=layers
+        )
         return float(total(step.traffic())) + self.traffic.value
 
     # --- sentences

@@ -20,7 +20,8 @@ from autopar.ir import Graph, Pipeline, Plan
 from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
-from autopar.pipeline.stage_costs import StageTable, StageTables
+from autopar.pipeline.stage_costs import StageTables
+from autopar.pipeline.stage_table import StageTable
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from autopar.errors import SearchError
 from autopar.ir.pipeline import SCHEDULES, Pipeline
 from autopar.pipeline.schedules import Actions, actions, waits_for_sends
 from autopar.pipeline.simulation import simulate
-from autopar.pipeline.stage_costs import StageTable
+from autopar.pipeline.stage_table import StageTable
 from autopar.units import format_bytes
 
 _ROUNDING = 1 + 1e-9  # sums of the same seconds in another order are not slower

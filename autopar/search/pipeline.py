@@ -52,7 +52,8 @@ from autopar.ir.recompute import (
 from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
-from autopar.pipeline.stage_costs import StageTable, StageTables
+from autopar.pipeline.stage_costs import StageTables
+from autopar.pipeline.stage_table import StageTable
 from autopar.search.balance import (
     Balance,
     Shape,

@@ -11,7 +11,8 @@ import pytest
 from autopar.cost_model import price
 from autopar.cost_model.software import Software
 from autopar.ir import Graph, Mesh, ParameterPlan, Pipeline, Plan, R
-from autopar.pipeline.stage_costs import StageTable, costs_of_stages, stage_table
+from autopar.pipeline.stage_costs import costs_of_stages, stage_table
+from autopar.pipeline.stage_table import StageTable
 from autopar.search import search
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY

@@ -22,7 +22,8 @@ from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.parts import block_starts
 from autopar.pipeline.recomputable import recomputable_names
-from autopar.pipeline.stage_costs import StageTable, StageTables, stage_table
+from autopar.pipeline.stage_costs import StageTables, stage_table
+from autopar.pipeline.stage_table import StageTable
 from autopar.planning.planning import make_plan
 from autopar.runtime.executor import Runner
 from autopar.search.request import Request

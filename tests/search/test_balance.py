@@ -12,7 +12,7 @@ import pytest
 from autopar.errors import PlanError, SearchError
 from autopar.pipeline.schedules import actions
 from autopar.pipeline.simulation import simulate
-from autopar.pipeline.stage_costs import StageTable
+from autopar.pipeline.stage_table import StageTable
 from autopar.search.balance import Shape, balance, least_overfull
 
 

@@ -1,0 +1,140 @@
+"""The priced items of a plan, and the blocks of the whole model that each of them stands in.
+
+A graph may have fewer layers than the model: a captured part of a middle layer then stands for several parts of
+the whole model, see `autopar.pipeline.repetition`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from autopar.cost_model import Hardware, Link, Sizes
+from autopar.cost_model.items import FULL, Item, TrainingState
+from autopar.cost_model.pricer import Pricer
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import Run, Step
+from autopar.ir import Graph, Mesh, Plan
+from autopar.pipeline.parts import block_starts, find_parts
+from autopar.pipeline.recomputable import Memory
+from autopar.pipeline.repetition import Places, Repetition
+
+
+class PricedBlocks:
+    """A plan's items and holdings by block.
+
+    Arguments are those of `autopar.pipeline.stage_costs.stage_table`.
+
+    Attributes:
+        parts: the blocks of the whole model, in order.
+        starts: name of the first op of every block.
+        unit: name of an op -> index of its captured part.
+        repeating: for every block whether it may be recomputed, of shape `(n,)`.
+        unit_repeats: index of a captured part -> whether it may be recomputed.
+        n: number of blocks of the whole model.
+        units: number of captured parts.
+        uses: tensor -> the captured parts whose ops take it, ascending.
+        items: work and communication of the captured ops, priced.
+        holdings: memory of parameters and of what belongs to them.
+    """
+
+    def __init__(
+        self, graph: Graph, plan: Plan, hardware: Hardware, *, starts: Sequence[str] | None = None,
+        world: Mesh | None = None, training_state: TrainingState = FULL, software: Software = AUTOPAR,
+    ) -> None:  # fmt: skip
+        self.graph, self.plan, self.software = graph, plan, software
+        self.hardware, self.world = software.on(hardware), world or plan.world_mesh
+        self.parts = find_parts(graph, starts or block_starts(graph))
+        self.starts = tuple(part.start for part in self.parts)
+        self.repetition = Repetition.of(graph)
+        places = {op.name: i for i, op in enumerate(graph.ops)}
+        begins = (
+            [places[block.start] for block in self.repetition.blocks]
+            if self.repetition.groups
+            else [places[name] for name in self.starts]
+        )
+        self.unit = {name: bisect.bisect_right(begins, i) - 1 for name, i in places.items()}
+        self.repeating = np.array([part.may_repeat for part in self.parts])
+        self.unit_repeats = {part.captured: part.may_repeat for part in self.parts}
+        self.n, self.units = len(self.parts), len(begins)
+        self.uses = self._uses()
+        self.pricer = Pricer(
+            graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, training_state=training_state,
+            links=[self.link(axis) for axis in plan.mesh.names], blocks=self.unit,
+        )  # fmt: skip
+        self.flow, self.sizes = self.pricer.flow, self.pricer.sizes
+        self.items = list(self.pricer.items())
+        self.holdings = list(self.pricer.holdings())
+        self.step = Step((), (), Run(plan.micro_batches), self.hardware, software)
+
+    @property
+    def repeating_blocks(self) -> int:
+        """Number of blocks that may be recomputed."""
+        return len({part.block for part in self.parts if part.may_repeat})
+
+    def link(self, axis: str) -> Link:
+        """The link of a mesh axis; a stage of one rank has an axis that the mesh of all ranks lacks."""
+        names = self.world.names
+        if axis not in names:
+            return self.hardware.axis_link(1, 1, self.world.size)
+        return self.hardware.link(self.world, names.index(axis))
+
+    def _uses(self) -> dict[str, list[int]]:
+        """Tensor -> the captured parts whose ops take it, ascending."""
+        found: dict[str, list[int]] = {}
+        for op in self.graph.ops:
+            for name in op.operands:
+                at = found.setdefault(name, [])
+                if not at or at[-1] != self.unit[op.name]:
+                    at.append(self.unit[op.name])
+        return found
+
+    def rows_of(self, item: Item) -> tuple[list[int], float]:
+        """The blocks that an item stands in, and the share of its count in each."""
+        if item.moves:
+            unit = self.unit.get(item.of, self.units - 1)  # or for the end of the graph
+            found = self.spread(item.moves, {*self.uses.get(item.moves, ()), unit})
+            return [min(at[unit]) for at in found if at.get(unit)], 1 / self.times(item.moves)
+        if item.of in self.unit:
+            return self.all_of(self.unit[item.of]), 1 / self.times(item.of)
+        if item.of in self.graph.parameters:
+            units = self.uses.get(self.graph.parameters[item.of], [0])
+            found = self.spread(self.graph.parameters[item.of], units)
+            return [min(at[units[0]]) for at in found], 1 / self.times(item.of)
+        return [self.n - 1], 1.0  # the end of the graph
+
+    def times(self, name: str) -> int:
+        """Number of ops, tensors or parameters of the whole model that a captured one stands for."""
+        return self.graph.stands_for.get(name, 1)
+
+    def all_of(self, unit: int) -> list[int]:
+        """The blocks that a captured part stands for."""
+        return list(self.repetition.all_of(unit)) if self.repetition.groups else [unit]
+
+    def spread(self, name: str, units: Collection[int]) -> list[Places]:
+        """The blocks of every tensor that a captured tensor stands for; see `Repetition.spread`."""
+        if not self.repetition.groups:
+            return [{unit: (unit,) for unit in units}]
+        maker = self.graph.producer.get(name)
+        made = self.unit[maker.name] if maker else None
+        owner = min(units) if maker is None and name in self._owned else None
+        return self.repetition.spread(made, owner, units)
+
+    @cached_property
+    def _owned(self) -> frozenset[str]:
+        """Parameters and buffers, as tensors, of layers that stand for several."""
+        graph = self.graph
+        leaves = {**graph.parameters, **graph.buffers}
+        return frozenset(
+            tensor
+            for name, tensor in leaves.items()
+            if (place := graph.stack_of(name)) and place[1] == place[0].middle
+        )
+
+    def bytes(self, memory: Memory) -> float:
+        """Bytes of a tensor on a rank, given its name and its layout."""
+        name, layout = memory
+        return float(self.sizes.bytes(self.graph.tensors[name], layout))

@@ -1,0 +1,206 @@
+"""Bytes of every stage: memory held all the time, memory that stays for backward, and transient memory.
+
+For every micro-batch in flight a stage holds the tensors that its ops keep for backward and, because
+`torch.distributed.pipelining` does, the values that it received and sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autopar.cost_model import keeps
+from autopar.ir import Op
+from autopar.pipeline.crossings import Crossings
+from autopar.pipeline.priced_blocks import PricedBlocks
+from autopar.pipeline.recomputable import Memory
+from autopar.pipeline.repetition import Places
+from autopar.pipeline.stretches import Turn, carries, has, largest, sums
+
+
+class Staying(NamedTuple):
+    """Memory that stays for backward, in blocks of the whole model.
+
+    Attributes:
+        bytes: its size.
+        kept: blocks that keep it where nothing is recomputed.
+        entering: blocks that keep it where they are recomputed: it enters them.
+        spans: pairs of the block that makes it and the last block that uses it, where it crosses between blocks.
+    """
+
+    bytes: float
+    kept: tuple[int, ...]
+    entering: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+
+class StageBytes:
+    """Bytes of a plan's stages.
+
+    Args:
+        blocks: the plan's items by block.
+        crossings: what crosses from one block to a later one.
+    """
+
+    def __init__(self, blocks: PricedBlocks, crossings: Crossings) -> None:
+        self.blocks, self.crossings = blocks, crossings
+
+    def held(self, weights: Mapping[str, float]) -> np.ndarray:
+        """Bytes of parameters and their gradients and states, counted once in every stage that uses them.
+
+        Args:
+            weights: kind of a holding -> number of times that it counts.
+        """
+        held: dict[str, float] = {}
+        for h in self.blocks.holdings:
+            if h.kind in weights:
+                name = self.blocks.graph.parameters.get(h.of, h.of)
+                held[name] = held.get(name, 0) + weights[h.kind] * h.bytes
+        return self._covered(
+            (size / len(spread), sorted(itertools.chain.from_iterable(at.values())))
+            for name, size in held.items()
+            for spread in [self.blocks.spread(name, self.blocks.uses.get(name, [0]))]
+            for at in spread
+        )
+
+    def _covered(self, shared: Iterable[tuple[float, Sequence[int]]]) -> np.ndarray:
+        """Bytes of every stage, from pairs of a size and the blocks of which a stage needs one to count it, once."""
+        n = self.blocks.n
+        single, total = np.zeros(n), np.zeros((n + 1, n + 1))
+        sizes: dict[tuple[int, ...], float] = {}
+        for size, units in shared:
+            sizes[tuple(units)] = sizes.get(tuple(units), 0.0) + size
+        for units, size in sizes.items():
+            if len(units) == 1:
+                single[units[0]] += size
+            else:
+                total += size * has(units, n)
+        return total + sums(single)
+
+    def saved(self, turn: Turn, memories: Sequence[Staying]) -> np.ndarray:
+        """Bytes that stay of a micro-batch: tensors that ops keep, and values that a stage received and sent."""
+        n = self.blocks.n
+        once, again, total = np.zeros(n), np.zeros(n), np.zeros((n + 1, n + 1))
+        for each in _alike(memories):
+            if not each.spans and len({*each.kept, *each.entering}) == 1:
+                # It is in one sum or in the other.
+                once[list(each.kept)] += each.bytes
+                again[list(each.entering)] += each.bytes
+                continue
+            there = turn.first(has(each.entering, n)) | turn.then(has(each.kept, n))
+            for span in each.spans:
+                there |= carries(*span, n)
+            total += each.bytes * there
+        return total + turn.first(sums(again)) + turn.then(sums(once))
+
+    @cached_property
+    def memories(self) -> list[Staying]:
+        """All memory that stays for backward or crosses between blocks, where whole blocks are recomputed."""
+        return self.memories_with(self._staying(self.blocks.unit_repeats))
+
+    def memories_with(self, entering: Mapping[Memory, Sequence[int]]) -> list[Staying]:
+        """The same, where `entering` says which memory stays of recomputed blocks, and for which captured parts."""
+        kept, wires = self._staying({}), self._wires
+        found = []
+        for at in {**kept, **entering, **wires}:
+            size, spans = self.blocks.bytes(at), wires.get(at, [])
+            units = {*kept.get(at, ()), *entering.get(at, ())}
+            units.update(itertools.chain.from_iterable(spans))
+            for places in self.blocks.spread(at[0], units | {*self.blocks.uses.get(at[0], ())}):
+                found.append(
+                    Staying(
+                        size,
+                        _places(places, kept.get(at, ())),
+                        _places(places, entering.get(at, ())),
+                        tuple(
+                            (min(places[made]), max(places[last]))
+                            for made, last in spans
+                            if places.get(made) and places.get(last)
+                        ),
+                    )
+                )
+        return found
+
+    @cached_property
+    def _wires(self) -> dict[Memory, list[tuple[int, int]]]:
+        """Memory that crosses -> pairs of the captured part that makes it and the last that uses it."""
+        found: dict[Memory, list[tuple[int, int]]] = {}
+        for name, span in self.crossings.spans.items():
+            at = self.blocks.flow.saved.memory(name, self.blocks.flow.produced[name])
+            found.setdefault(at, []).append(span)
+        return found
+
+    def _staying(self, again: Mapping[int, bool]) -> dict[Memory, list[int]]:
+        """Memory that stays for backward -> the captured parts that keep it.
+
+        A part that is recomputed (`again`) keeps only the tensors that enter it.
+        """
+        graph, flow = self.blocks.graph, self.blocks.flow
+        stored = {*graph.parameters.values(), *graph.buffers.values()}
+        found: dict[Memory, list[int]] = {}
+        for op in graph.ops:
+            unit = self.blocks.unit[op.name]
+            kept = op.saved if keeps(op, graph.tensors) else ()
+            names = self._from_outside(op) if again.get(unit) else kept
+            layouts = (*flow.operands[op.name], *flow.results[op.name])
+            for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
+                if name in names and flow.saved.root(name) not in stored:
+                    units = found.setdefault(flow.saved.memory(name, layout), [])
+                    if unit not in units:
+                        units.append(unit)
+        return found
+
+    def _from_outside(self, op: Op) -> tuple[str, ...]:
+        """Operands that are made outside of the op's block."""
+        makers = {name: self.blocks.graph.producer.get(name) for name in op.operands}
+        unit = self.blocks.unit[op.name]
+        return tuple(
+            n for n, made in makers.items() if made is None or self.blocks.unit[made.name] != unit
+        )
+
+    def transient(self, turn: Turn, memories: Sequence[Staying], *, keeps_part: bool) -> np.ndarray:
+        """The largest block's transient bytes: the loss or gathered parameters with gradients, and recomputed tensors.
+
+        Recomputed tensors count only as far as they exceed the memory that later blocks have freed by then.
+
+        Args:
+            turn: the block of every stage at which recomputation ends.
+            memories: the memory that stays for backward.
+            keeps_part: whether recomputed blocks keep some of their tensors, as with selected ops.
+        """
+        blocks = self.blocks
+        gathered, losses = np.zeros(blocks.n), np.zeros(blocks.n)
+        again, alone = np.zeros(blocks.n), np.zeros(blocks.n)
+        for h in blocks.holdings:
+            if h.kind == "gathered":
+                gathered[blocks.all_of(blocks.unit.get(h.of, blocks.units - 1))] += h.bytes
+            elif h.kind == "working":
+                losses[blocks.all_of(blocks.unit[h.of])] += h.bytes / blocks.times(h.of)
+        for each in memories:
+            if each.kept:
+                stays = keeps_part and each.kept[0] in each.entering
+                again[each.kept[0]] += 0 if stays else each.bytes
+                if len(each.kept) == 1 and not each.spans:
+                    alone[each.kept[0]] += each.bytes
+        moment = np.maximum(losses, 2 * gathered)
+        beyond = turn.first(largest((moment + again) * blocks.repeating))
+        beyond = beyond - turn.then(sums(alone))
+        return np.maximum(largest(moment), beyond)
+
+
+def _alike(memories: Sequence[Staying]) -> Iterator[Staying]:
+    """Yields the memory that stays for the same blocks, summed up."""
+    sizes: dict[tuple[Any, ...], float] = {}
+    for size, *where in memories:
+        sizes[tuple(where)] = sizes.get(tuple(where), 0.0) + size
+    for (kept, entering, spans), size in sizes.items():
+        yield Staying(size, kept, entering, spans)
+
+
+def _places(places: Places, units: Iterable[int]) -> tuple[int, ...]:
+    """The blocks of the whole model for captured parts, ascending."""
+    return tuple(sorted({at for unit in units for at in places.get(unit, ())}))

@@ -1,0 +1,149 @@
+"""Seconds of every stage: forward, backward, recomputation, and what is done once a step."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.cost_model.compute import is_product
+from autopar.cost_model.items import COMPUTE, Item
+from autopar.cost_model.memory import Selected
+from autopar.cost_model.step import REGIONS
+from autopar.pipeline.priced_blocks import PricedBlocks
+from autopar.pipeline.stretches import ratio
+
+# Seconds of a block in one direction, as columns: computation, communication of parameters and gradients,
+# communication of activations, the wait for the host op by op, and its sum where the host runs ahead.
+_COMPUTE, _STORED, _ACTIVATIONS, _WAITS, _AHEAD = range(5)
+
+
+class BlockWork(NamedTuple):
+    """Work of every block for one micro-batch, by region of the model and column.
+
+    Attributes:
+        forward: seconds of forward, of shape `(n, 3, 5)`.
+        backward: seconds of backward, of shape `(n, 3, 5)`.
+        recomputed: change of backward where the block is recomputed, see `Item.recomputed`.
+        weights: seconds of backward for gradients of parameters, of shape `(n,)`.
+        once: seconds of gathers and reductions once a step, of shape `(n, 2)`.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    recomputed: np.ndarray
+    weights: np.ndarray
+    once: np.ndarray
+
+    @classmethod
+    def nothing(cls, blocks: int) -> BlockWork:
+        """Work of no seconds."""
+        shape = (blocks, len(REGIONS), 5)
+        zeros = (np.zeros(shape), np.zeros(shape), np.zeros(shape))
+        return cls(*zeros, np.zeros(blocks), np.zeros((blocks, 2)))
+
+
+class StageSeconds:
+    """Seconds of a plan's stages.
+
+    Args:
+        blocks: the plan's items by block.
+    """
+
+    def __init__(self, blocks: PricedBlocks) -> None:
+        self.blocks = blocks
+
+    @cached_property
+    def work(self) -> BlockWork:
+        """Work of every block of the whole model."""
+        work = BlockWork.nothing(self.blocks.n)
+        for item in self.blocks.items:
+            (rows, share), region = self.blocks.rows_of(item), REGIONS.index(item.region)
+            if item.phase in ("gather", "reduce") and not item.every_micro_batch:
+                once = share * item.count * item.seconds
+                work.once[rows, int(item.phase == "reduce")] += once
+                continue
+            row = share * self._row(item)
+            (work.forward if item.phase == "forward" else work.backward)[rows, region] += row
+            work.recomputed[rows, region] += item.recomputed * row
+            if item.phase != "forward":
+                weights = self._weight_share(item)
+                work.weights[rows] += share * item.count * item.seconds * weights
+        return work
+
+    def recomputed_work(self, selected: Selected) -> np.ndarray:
+        """Work of every block's selected ops, of the shape of `BlockWork.recomputed`."""
+        work = np.zeros_like(self.work.recomputed)
+        for item in self.blocks.items:
+            if selected.repeats(item.of, item.moves, item.phase, item.carries):
+                rows, share = self.blocks.rows_of(item)
+                work[rows, REGIONS.index(item.region)] += share * self._row(item)
+        return work
+
+    def _row(self, item: Item) -> np.ndarray:
+        """Seconds of an item, by column of a block's work."""
+        row = np.zeros(5)
+        seconds = item.count * item.seconds
+        late = item.count * (self.blocks.step.issue_seconds(item) - item.seconds)
+        if item.resource == COMPUTE:
+            row[_COMPUTE] = seconds
+        else:
+            row[_ACTIVATIONS if item.carries == "activation" else _STORED] = seconds
+        row[_WAITS] = max(0.0, late) if item.kernels else 0.0
+        row[_AHEAD] = late
+        return row
+
+    def _weight_share(self, item: Item) -> float:
+        """The share of an item of backward that no other stage waits for, from 0 to 1."""
+        op = self.blocks.graph.by_name.get(item.of)
+        if op is None or item.carries == "gradient":
+            return 1.0
+        if item.resource != COMPUTE or not (is_product(op) or op.kind == "aten.embedding"):
+            return 0.0
+        wanted = [n for n in op.operands if self.blocks.graph.tensors[n].needs_grad]
+        return sum(name in self._of_parameters for name in wanted) / max(1, len(wanted))
+
+    @cached_property
+    def _of_parameters(self) -> frozenset[str]:
+        """Parameters, and casts and views of them."""
+        found = set(self.blocks.graph.parameters.values())
+        for op in self.blocks.graph.ops:
+            if op.operands and found.issuperset(op.operands):
+                found.update(op.results)
+        return frozenset(found)
+
+    def directions(
+        self, forward: np.ndarray, backward: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of both directions, each given as work of shape `(n + 1, n + 1, 3, 5)`.
+
+        What is hidden is found region by region for both together, as `autopar.cost_model.step` does
+        it, and attributed to each direction by its part of the communication.
+        """
+        software, both = self.blocks.software, forward + backward
+        compute, stored, activations, _, ahead = np.moveaxis(both, -1, 0)
+        own = software.hides * np.minimum(stored, compute)
+        other = software.hides_activations * np.minimum(activations, compute)
+        late = np.maximum(0, ahead + own + other)
+        device = both[..., :3].sum(-1)
+
+        def seconds(work: np.ndarray) -> np.ndarray:
+            hidden = own * ratio(work[..., _STORED], stored)
+            hidden = hidden + other * ratio(work[..., _ACTIVATIONS], activations)
+            busy = work[..., :3].sum(-1)
+            waits = late * ratio(busy, device) if software.runs_ahead else work[..., _WAITS]
+            return np.asarray((busy - hidden + waits).sum(-1))
+
+        return seconds(forward), seconds(backward)
+
+    def once(self, once: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        """Seconds of gathers and reductions once a step, of shape `(n + 1, n + 1)`.
+
+        Args:
+            once: seconds of both, one after the other, of shape `(n + 1, n + 1, 2)`.
+            backward: work of backward, which hides reductions, of shape `(n + 1, n + 1, 3, 5)`.
+        """
+        gathers, reductions = np.moveaxis(once, -1, 0)
+        computing = backward[..., _COMPUTE].sum(-1)
+        return gathers + reductions - self.blocks.software.hides * np.minimum(reductions, computing)

@@ -1,0 +1,86 @@
+"""The figures of every stage that a pipeline can have, as arrays over its first and its last block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.ir.recompute import Recompute
+from autopar.pipeline.simulation import StageCosts
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Figures of the stage with blocks `i` up to `j`, at `[i, j]` of arrays of shape `(n + 1, n + 1)`.
+
+    Attributes:
+        starts: name of the first op of every block.
+        recompute: number of a stage's blocks that are recomputed in backward, or a selection of their ops.
+        repeating: for every block whether it may be recomputed.
+        forward_seconds: forward of one micro-batch, without the communication that is hidden.
+        backward_seconds: backward of one micro-batch, likewise.
+        weight_seconds: the part of backward that makes gradients of parameters.
+        once_seconds: gathers, reductions and the optimizer, once a step.
+        saved_bytes: saved activations of each micro-batch in flight.
+        kept_bytes: parameters, gradients, optimizer states and buffers.
+        transient_bytes: memory of the largest block that is allocated for a moment.
+        sent_bytes: tensors that cross into block k, at `[k]`, of shape `(n + 1,)`.
+        gradient_bytes: gradients that cross out of block k, at `[k]`, of shape `(n + 1,)`.
+        send_seconds: duration of sending those tensors, of shape `(n + 1,)`.
+        gradient_seconds: duration of sending those gradients, of shape `(n + 1,)`.
+    """
+
+    starts: tuple[str, ...]
+    recompute: Recompute
+    repeating: tuple[bool, ...]
+    forward_seconds: np.ndarray
+    backward_seconds: np.ndarray
+    weight_seconds: np.ndarray
+    once_seconds: np.ndarray
+    saved_bytes: np.ndarray
+    kept_bytes: np.ndarray
+    transient_bytes: np.ndarray
+    sent_bytes: np.ndarray
+    gradient_bytes: np.ndarray
+    send_seconds: np.ndarray
+    gradient_seconds: np.ndarray
+
+    @property
+    def blocks(self) -> int:
+        return len(self.starts)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Seconds of a micro-batch: forward, backward and sending both ways; inf where `i >= j`."""
+        whole = self.forward_seconds + self.backward_seconds
+        whole = whole + self.send_seconds[None, :] + self.gradient_seconds[:, None]
+        begin, end = np.indices(whole.shape)
+        return np.where(begin < end, whole, np.inf)
+
+    def most_repeating(self, cuts: Sequence[int]) -> int:
+        """The largest number of blocks of a stage that may be recomputed."""
+        edges = (0, *cuts, self.blocks)
+        return max(sum(self.repeating[i:j]) for i, j in itertools.pairwise(edges))
+
+    def stage(self, begin: int, end: int) -> StageCosts:
+        """The stage with blocks `begin` up to `end`, as the event simulator takes it."""
+        at = begin, end
+        return StageCosts(
+            forward_seconds=float(self.forward_seconds[at]),
+            backward_seconds=float(self.backward_seconds[at]),
+            weight_seconds=float(self.weight_seconds[at]),
+            saved_bytes=float(self.saved_bytes[at]),
+            working_bytes=float(self.transient_bytes[at]),
+            kept_bytes=float(self.kept_bytes[at]),
+            send_forward_seconds=float(self.send_seconds[end]),
+            send_backward_seconds=float(self.gradient_seconds[begin]),
+        )
+
+    def stages(self, cuts: Sequence[int]) -> tuple[StageCosts, ...]:
+        """All stages, given the blocks with which those after the first begin."""
+        edges = (0, *cuts, self.blocks)
+        return tuple(self.stage(i, j) for i, j in itertools.pairwise(edges))
