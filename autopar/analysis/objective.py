@@ -79,7 +79,8 @@ class Objective:
         Args:
             parts: for every micro-batch the whole tensors on the CPU that are read, by name.
 
-        Raises StepError where no element of a micro-batch counts: its loss would be 0 / 0.
+        Raises StepError where no element of a micro-batch counts: its loss would be 0 / 0. Where none of the whole
+        batch does, the shares are nan, as the loss is on one device.
         """
         count = len(parts)
         if self.denominator is None or count == 1:
@@ -99,7 +100,7 @@ class Objective:
                 "ignored or masked), and its loss is 0 / 0. Take fewer micro-batches, or shuffle the batch."
             )
         scale = count if self.base == "mean" else 1
-        return [each[0].item() / (scale * denominator.item()) for each in found]
+        return [(each[0].double() / (scale * denominator.double())).item() for each in found]
 
     @property
     def _summands(self) -> list[fx.Node]:
@@ -116,7 +117,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """How one tensor comes from the micro-batches' tensors.
 
     Attributes:
@@ -130,27 +131,41 @@ class _Part:
     denominator: str = ""
 
 
-_UNKNOWN, _SAME = _Part("unknown"), _Part("same")
+_UNKNOWN, _SAME = Part("unknown"), Part("same")
 
 
 def objective_of(captured: Captured, graph: Graph) -> Objective:
     """Finds how the loss of a captured step comes from its micro-batches' losses; unknown for what is none."""
     if not captured.is_step or not graph.outputs or not graph.ops:
         return Objective("unknown")
-    finder = _Finder(captured, graph)
+    finder = PartFinder(captured, graph)
     loss = finder.part(graph.outputs[-1])
     if finder.rows == 1:
-        # Dims of one row have no factor to follow; the last op still says whether the loss is a masked mean.
-        loss = finder.masked_mean(graph.ops[-1])
-    if loss.kind in ("mean", "sum"):
-        return Objective("mean" if loss.kind == "mean" else "sum")
-    if loss.kind != "ratio":
+        # Dims of one row have no factor to follow; the op of the loss still says whether it is a masked mean.
+        maker = next((op for op in graph.ops if graph.outputs[-1] in op.results), None)
+        loss = finder.masked_mean(maker) if maker is not None else _UNKNOWN
+    return objective_in(captured, finder, loss)
+
+
+def objective_in(captured: Captured, finder: PartFinder, total: Part) -> Objective:
+    """How a total comes from those of micro-batches; unknown for what is neither mean, sum nor ratio."""
+    if total.kind in ("mean", "sum"):
+        return Objective("mean" if total.kind == "mean" else "sum")
+    if total.kind != "ratio":
         return Objective("unknown")
-    return _ratio(captured, finder, loss) or Objective("unknown")
+    return _ratio(captured, finder, total) or Objective("unknown")
 
 
-class _Finder:
-    """Goes through the ops in order; `parts` holds what is known of every tensor."""
+class PartFinder:
+    """Goes through the ops of a step in order, and finds for every tensor how it comes from micro-batches.
+
+    Attributes:
+        graph: the step.
+        nodes: name -> node of the captured graph.
+        batch: names of the factors that are the batch.
+        rows: number of rows of a micro-batch.
+        parts: name of a tensor -> how it comes from the micro-batches' tensors.
+    """
 
     def __init__(self, captured: Captured, graph: Graph) -> None:
         self.graph = graph
@@ -161,21 +176,21 @@ class _Finder:
             if graph.tensors[t].factors and graph.tensors[t].factors[0]
         }
         self.rows = _rows(graph)
-        self.parts: dict[str, _Part] = {}
+        self.parts: dict[str, Part] = {}
         for name in graph.inputs.values():
             tensor = graph.tensors[name]
-            self.parts[name] = _Part("rows") if tensor.dims else _SAME
+            self.parts[name] = Part("rows") if tensor.dims else _SAME
             if tensor.dims and len(tensor.dims[0]) != 1:
                 self.parts[name] = _UNKNOWN
         for op in graph.ops:
             for result, part in zip(op.results, self._results(op), strict=True):
                 self.parts[result] = part
 
-    def part(self, tensor: str) -> _Part:
+    def part(self, tensor: str) -> Part:
         """Of a parameter, buffer or constant: the same in every micro-batch."""
         return self.parts.get(tensor, _SAME)
 
-    def _results(self, op: Op) -> list[_Part]:
+    def _results(self, op: Op) -> list[Part]:
         parts = [self.part(name) for name in op.operands]
         kinds = {part.kind for part in parts}
         if "unknown" in kinds:
@@ -187,16 +202,16 @@ class _Finder:
         return [self._of_totals(op, parts)] * len(op.results)
 
     @staticmethod
-    def _none(op: Op) -> list[_Part]:
+    def _none(op: Op) -> list[Part]:
         return [_UNKNOWN] * len(op.results)
 
-    def _made(self, op: Op, result: str) -> _Part:
+    def _made(self, op: Op, result: str) -> Part:
         """A tensor that no input went into: the same in every part, or equal rows in all."""
         if not any(f in self.batch for dim in self.graph.tensors[result].factors for f in dim):
             return _SAME
-        return _Part("rows") if op.kind in _EQUAL_ROWS else _UNKNOWN
+        return Part("rows") if op.kind in _EQUAL_ROWS else _UNKNOWN
 
-    def _of_rows(self, op: Op, parts: list[_Part]) -> list[_Part]:
+    def _of_rows(self, op: Op, parts: list[Part]) -> list[Part]:
         """An op whose operands are split along the batch, each row for itself."""
         choice = next(
             (c for c in op.choices if c.factor in self.batch and _takes_rows(c, parts)), None
@@ -206,36 +221,36 @@ class _Finder:
         masked = self.masked_mean(op)
         if masked == _UNKNOWN and any(choice.label in each.labels for each in op.collectives):
             return self._none(op)  # its parts need each other, as those of a batch norm do
-        total = _Part("mean" if op.kind in _AVERAGES else "sum")
+        total = Part("mean" if op.kind in _AVERAGES else "sum")
         if masked != _UNKNOWN:
             total = masked
-        made = {"S": _Part("rows"), "P": total}
+        made = {"S": Part("rows"), "P": total}
         return [made.get(state.kind, _UNKNOWN) for state in choice.results]
 
-    def masked_mean(self, op: Op) -> _Part:
+    def masked_mean(self, op: Op) -> Part:
         """The ratio that a masked mean is; unknown for any other op."""
         is_masked = op.kind in _MASKED_MEANS and self._averages(op)
-        return _Part("ratio", "sum", op.name) if is_masked else _UNKNOWN
+        return Part("ratio", "sum", op.name) if is_masked else _UNKNOWN
 
     def _averages(self, op: Op) -> bool:
         return bound_arguments(self.nodes[op.name]).get("reduction") == _MEAN_REDUCTION
 
-    def _of_totals(self, op: Op, parts: list[_Part]) -> _Part:
+    def _of_totals(self, op: Op, parts: list[Part]) -> Part:
         """An op on sums and means over the batch."""
         totals = {part for part in parts if part.kind != "same"}
         if op.kind == "aten.div" and len(parts) == 2 and self._divides(op, parts):
-            return _Part("ratio", _base(parts[0]), op.operands[1])
-        if op.kind in ("aten.add", "aten.sub") and totals == {_Part("mean")}:
-            return _Part("mean")  # the mean of x_i + c is that of x_i, and c
+            return Part("ratio", _base(parts[0]), op.operands[1])
+        if op.kind in ("aten.add", "aten.sub") and totals == {Part("mean")}:
+            return Part("mean")  # the mean of x_i + c is that of x_i, and c
         if self._may_count_rows(op, totals):
             return _UNKNOWN
         if len(totals) == 1 and _linear(op, parts):
             return totals.pop()
         if any(self.graph.tensors[t].needs_grad for t in op.operands):
             return _UNKNOWN
-        return _Part("function") if all(t.kind in _KNOWN_BEFORE for t in totals) else _UNKNOWN
+        return Part("function") if all(t.kind in _KNOWN_BEFORE for t in totals) else _UNKNOWN
 
-    def _divides(self, op: Op, parts: list[_Part]) -> bool:
+    def _divides(self, op: Op, parts: list[Part]) -> bool:
         """Whether a total is divided by what is known before a gradient is taken."""
         over, under = parts
         return (
@@ -244,7 +259,7 @@ class _Finder:
             and not self.graph.tensors[op.operands[1]].needs_grad
         )
 
-    def _may_count_rows(self, op: Op, totals: set[_Part]) -> bool:
+    def _may_count_rows(self, op: Op, totals: set[Part]) -> bool:
         """Whether a number by which the op scales may be a count of rows, of which a micro-batch has fewer.
 
         A count is a multiple of the rows. A sum is divided by it to make a mean, and a mean is multiplied
@@ -255,7 +270,7 @@ class _Finder:
         numbers = [abs(x) for x in self.nodes[op.name].args if isinstance(x, (int, float)) and x]
         if op.kind == "aten.div":
             numbers = [1 / x for x in numbers]
-        if _Part("mean") not in totals:
+        if Part("mean") not in totals:
             numbers += [1 / x for x in numbers]
         elif self.rows == 1:
             numbers = [x for x in numbers if x == 1]
@@ -264,17 +279,17 @@ class _Finder:
         )
 
 
-def _base(part: _Part) -> Base:
+def _base(part: Part) -> Base:
     return "mean" if part.kind == "mean" else "sum"
 
 
-def _takes_rows(choice: Choice, parts: list[_Part]) -> bool:
+def _takes_rows(choice: Choice, parts: list[Part]) -> bool:
     """Whether a choice takes parts of what has rows, and the whole of what is the same everywhere."""
     pairs = zip(choice.operands, parts, strict=True)
     return all((state.kind == "S") == (part.kind == "rows") for state, part in pairs)
 
 
-def _linear(op: Op, parts: list[_Part]) -> bool:
+def _linear(op: Op, parts: list[Part]) -> bool:
     """Whether an op passes totals on as it would their addends."""
     return any(
         choice.label.startswith(PARTIAL)
@@ -297,11 +312,14 @@ def _rows(graph: Graph) -> int:
 # --- the denominator as a graph of its own
 
 
-def _ratio(captured: Captured, finder: _Finder, loss: _Part) -> Objective | None:
-    """None where the denominator depends on a parameter."""
+def _ratio(captured: Captured, finder: PartFinder, loss: Part) -> Objective | None:
+    """None where the denominator depends on a parameter, or has several elements."""
     builder = _Slice(captured, finder)
     node = finder.nodes[loss.denominator]
-    if finder.nodes[loss.denominator].target in _MASKED_TARGETS:
+    is_masked = node.target in _MASKED_TARGETS
+    if not is_masked and node.meta["val"].numel() != 1:
+        return None
+    if is_masked:
         denominator = builder.weight_of_targets(node)
         summands, bases = [denominator], [_SUMMED]
     else:
@@ -320,7 +338,7 @@ _MASKED_TARGETS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 class _Slice:
     """Copies the nodes that a node is computed of."""
 
-    def __init__(self, captured: Captured, finder: _Finder) -> None:
+    def __init__(self, captured: Captured, finder: PartFinder) -> None:
         self.finder, self.graph, self.root = finder, fx.Graph(), torch.nn.Module()
         self.captured = captured
         self.has_parameter = False

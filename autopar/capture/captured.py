@@ -35,7 +35,7 @@ class Captured:
         out_spec: pytree of the result.
         mutated: output position -> qualified name of the buffer whose new value it is; these come
             before the model's own outputs.
-        is_step: whether the only output is the loss.
+        is_step: whether the last output is the loss; those before it are the step's extra results.
         training: the mode the model was in.
         precision: the policy under which it was captured, None for none.
         stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.

@@ -25,6 +25,7 @@ from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
 from autopar.capture.functions import keeping_functions
 from autopar.capture.remedies import MODEL, changed_in_place, explained, traced_line, uncaptured
+from autopar.capture.results import loss_in, loss_last
 from autopar.capture.rewrites import EXPORTED
 from autopar.capture.rewrites.say_elements import refuse_strides
 from autopar.capture.watch import Watch
@@ -33,11 +34,11 @@ from autopar.ir import MixedPrecision
 
 aten = torch.ops.aten
 
-LossFunction = Callable[..., Tensor]
+LossFunction = Callable[..., Any]  # returns the loss, or (loss, extra results)
 
 
 class _WithLoss(nn.Module):
-    """The model and its loss as one module that returns a scalar."""
+    """The model and its loss as one module; a step returns a scalar, behind its extra results."""
 
     loss_fn: LossFunction | None
     watch: Watch | None
@@ -67,22 +68,16 @@ class _WithLoss(nn.Module):
     def _run(self, *batch: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
             result = self._result(*batch, **kwargs)
-            return _loss_in(result) if self.is_step else result
+            return loss_last(loss_in(result)) if self.is_step else result
         targets = target_count(self.loss_fn)
         inputs = batch[: len(batch) - targets]
-        return self.loss_fn(self._result(*inputs, **kwargs), *batch[len(batch) - targets :])
+        result = self._result(*inputs, **kwargs)
+        return loss_last(self.loss_fn(result, *batch[len(batch) - targets :]))
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
         if self.precision is None:
             return self.model(*args, **kwargs)
         return call_cast(self.model, args, kwargs, self.precision)
-
-
-def _loss_in(result: Any) -> Any:
-    """The loss of a model that returns one among other things, as those of transformers do."""
-    if isinstance(result, Mapping) and "loss" in result:
-        return result["loss"]
-    return getattr(result, "loss", result)
 
 
 def target_count(loss_fn: LossFunction) -> int:
@@ -137,16 +132,19 @@ def run_with_loss(
     loss_fn: LossFunction | None,
     precision: MixedPrecision | None = None,
 ) -> Tensor:
-    """Forward and loss without capture, as the single device runs them."""
-    return _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
+    """The loss without capture, as the single device computes it."""
+    result = _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
+    loss: Tensor = result[-1] if isinstance(result, tuple) else result
+    return loss
 
 
 def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> None:
     output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
     made = output[len(captured.mutated) :]
-    values = [n.meta["val"] for n in made if n is not None]
+    values = [n.meta["val"] for n in made if isinstance(n, fx.Node)]
     shapes = [list(v.shape) for v in values if isinstance(v, Tensor)]
-    if len(shapes) == 1 and len(made) == 1 and values[0].numel() == 1:
+    has_extras = captured.out_spec.type is tuple
+    if isinstance(made[-1], fx.Node) and (len(made) == 1 or has_extras) and values[-1].numel() == 1:
         return
     if loss_fn is None and not shapes:
         raise StepError(
@@ -156,11 +154,13 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
     if loss_fn is None:
         raise StepError(
             f"`step` needs a loss: the model returns tensors of shapes {shapes}, not one scalar, and "
-            "no loss function was given. Pass loss_fn=... to autopar.compile."
+            "no loss function was given. Pass loss_fn=... to autopar.compile, or return the loss first: "
+            "(loss, {'logits': logits})."
         )
     raise StepError(
         f"The loss function returns tensors of shapes {shapes}; `step` needs one scalar. "
-        "Reduce it, for example with .mean()."
+        "Reduce it, for example with .mean(), and return what else a step is to give back behind it: "
+        "(loss, {'logits': logits})."
     )
 
 

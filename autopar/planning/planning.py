@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.analysis.extras import extras_of
 from autopar.analysis.factors import Analysis, analyze
 from autopar.analysis.objective import objective_of
 from autopar.capture.captured import Captured
@@ -182,13 +183,15 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
 
 
 def _is_changed_by_micro_batches(prepared: Prepared) -> bool:
-    """Whether the loss of a batch does not come from those of its micro-batches, as with batch statistics.
+    """Whether a result of a batch does not come from those of its micro-batches, as a loss with batch statistics.
 
     A batch of one row cannot be cut.
     """
     captured, graph = prepared.captured, prepared.analysis.graph
-    can_be_cut = captured.is_step and captured_batch(graph) > 1
-    return can_be_cut and not objective_of(captured, graph).is_known
+    if not captured.is_step or captured_batch(graph) <= 1:
+        return False
+    is_known = objective_of(captured, graph).is_known
+    return not is_known or any(each.obstacle for each in extras_of(captured, graph))
 
 
 def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:

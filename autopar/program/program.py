@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar._torch import pytree
+from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
 from autopar.analysis.factors import Analysis, output_nodes
 from autopar.analysis.objective import Objective, objective_of
 from autopar.capture.captured import Captured
@@ -100,12 +101,13 @@ class Program:
         mutated: output position -> name of the buffer it updates; these come first.
         tied: further names of tied parameters -> their first name.
         frozen: parameters that take no gradient.
-        is_step: whether the only output is the loss.
+        is_step: whether the last output is the loss; those before it are the step's extra results.
         received: what comes from the stage before.
         sent: what goes to the stage behind.
         recomputed: numbers of the blocks that run again in backward; every call of the module has that
             of its block in `meta["block"]`.
         objective: how the loss of a batch comes from the losses of its micro-batches.
+        extras: how each extra result of a step comes from those of its micro-batches.
     """
 
     module: fx.GraphModule
@@ -127,6 +129,7 @@ class Program:
     sent: tuple[Wire, ...] = ()
     recomputed: frozenset[int] = frozenset()
     objective: Objective = _MEAN
+    extras: tuple[Extra, ...] = ()
 
     def storage(self, name: str) -> ParameterPlan:
         """The plan of a parameter."""
@@ -134,7 +137,10 @@ class Program:
 
 
 def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program:
-    """Carries out a plan. Raises PlanError where it is of another model, or was tampered with."""
+    """Carries out a plan. Raises PlanError where it is of another model, or was tampered with.
+
+    Raises StepError for an extra result of the step that the plan's micro-batches do not give.
+    """
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
     verify_graph(module, after="partition")
@@ -150,6 +156,8 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         found = spec(node, name, plan.parameters[name].resident)
         return replace(found, reduced=captured.gradient_dtype(name, found.dtype))
 
+    extras = extras_of(captured, analysis.graph)
+    refuse_split_extras(extras, plan.micro_batches)
     replicated = (R,) * len(plan.mesh.axes)
     parameters = captured.parameters.items()
     outputs, literals = _outputs(captured, analysis, layouts)
@@ -171,6 +179,7 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         is_step=captured.is_step,
         recomputed=mark_blocks(module, analysis.graph, plan),
         objective=_objective(captured, analysis, plan),
+        extras=extras,
     )
 
 

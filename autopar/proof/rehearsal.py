@@ -63,6 +63,7 @@ class Rehearsal:
     Attributes:
         stored: parameter name -> the stored shard of every rank; gradients are left in `.grad`.
         losses: loss of every micro-batch, on the ranks of the last stage.
+        extras: extra results of every micro-batch, on the ranks of the last stage.
         buffers: buffer name -> its value on every rank.
         updates: buffer name -> its new value on every rank, for buffers that the program updates.
     """
@@ -81,6 +82,7 @@ class Rehearsal:
         self.shares = shares or [1 / micro_batches] * micro_batches
         self.stored: dict[str, Ranks] = {}
         self.losses: dict[int, Ranks] = {}
+        self.extras: dict[int, list[Ranks]] = {}
         self.updates: dict[str, Ranks] = {}
         # Every rank has its own: an op may write to one without saying so.
         self.buffers = {
@@ -133,7 +135,10 @@ class Rehearsal:
             self.buffers[name] = self.updates[name] = [x.detach() for x in results[position]]
         results = results[len(program.mutated) :]
         if program.is_step:
-            self.losses[micro_batch] = [x.detach() for x in results[0]]
+            *extras, loss = results
+            self.losses[micro_batch] = [x.detach() for x in loss]
+            self.extras[micro_batch] = extras
+            results = [loss]
         return _Flight(received, results)
 
     def _receive(self, stage: int, micro_batch: int) -> list[Ranks]:

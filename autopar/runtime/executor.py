@@ -24,6 +24,7 @@ from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
+from autopar.runtime.results import StepResults, joined
 from autopar.runtime.transfer import Hop, Transfer, finish_sum, start_sum
 from autopar.runtime.world import World
 
@@ -188,31 +189,33 @@ class BoundProgram:
             program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor
         )
 
-    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[float]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the loss of the batch, and leaves gradients.
+    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]]) -> StepResults:
+        """Forward and backward of every micro-batch; returns the results of the batch, and leaves gradients.
 
         Where autograd is off there is no backward.
 
         Args:
             batch: this rank's inputs of every micro-batch.
-            shares: share of each micro-batch's loss in the loss of the batch.
+            shares: for every result the share of each micro-batch, the loss last.
         """
         self._runner.begin()
-        loss = torch.zeros(())
+        loss, pieces = torch.zeros(()), list[Sequence[Tensor]]()
         for number, inputs in enumerate(batch):
-            (part,) = self._runner.run(inputs)
-            loss = loss.to(part) + part.detach() * shares[number]
+            *extras, part = self._runner.run(inputs)
+            pieces.append(extras)
+            share = shares[-1][number]
+            loss = loss.to(part) + part.detach() * share
             is_last = number == len(batch) - 1
             if torch.is_grad_enabled():
                 self._runner.begin_backward(last=is_last)
-                part.backward(torch.full_like(part, shares[number]))
+                part.backward(torch.full_like(part, share))
             total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
             if torch.is_grad_enabled():
                 self._runner.end_backward()
             if total is not None:
                 (loss,) = total.wait()
         self._runner.end()
-        return loss
+        return StepResults(loss, joined(self.program, pieces, shares))
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """The local outputs, differentiable in the parameters at rest if autograd is on."""

@@ -149,6 +149,16 @@ def form(program: Program, arguments: Arguments, micro_batches: int, world: Worl
     return "part" if fits else ""
 
 
+def parts_given(program: Program, arguments: Arguments, micro_batches: int) -> int:
+    """The number of parts in which ranks gave the batch, each its own rows; 1 where each gave it whole."""
+    wholes = whole_shapes(program, micro_batches)
+    return max(
+        (whole[0] // own[0] for whole, own in zip(wholes, arguments.shapes, strict=True)
+         if whole and own[0]),
+        default=1,
+    )  # fmt: skip
+
+
 def cuts(program: Program, world: World) -> list[Shape]:
     """The number of parts that ranks share every dim of every input in."""
     return [

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.results import loss_first
 from autopar.capture.structure import Structure
 from autopar.errors import CaptureError, PeerError, PlanError, StepError
 from autopar.ir import Plan
@@ -33,6 +34,7 @@ from autopar.runtime.inputs import (
     cut_inputs,
     first_micro_batch,
     fitting_micro_batches,
+    parts_given,
     shape_words,
 )
 from autopar.runtime.kept_programs import KeptPrograms, ReadyProgram, release
@@ -44,8 +46,9 @@ from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.placement import Placement
 from autopar.runtime.processes import world_size
 from autopar.runtime.recaptures import Recaptures
+from autopar.runtime.results import delivered
 from autopar.runtime.settings import Settings
-from autopar.runtime.shares import loss_shares
+from autopar.runtime.shares import step_shares
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
 
@@ -91,7 +94,7 @@ class CompiledModule(nn.Module):
 
     # --- running
 
-    def step(self, *batch: Any, **kwargs: Any) -> Tensor:
+    def step(self, *batch: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of one global batch; gradients are then ready in `.grad`.
 
         Under `torch.no_grad()` only the loss is computed, and gradients are left alone.
@@ -105,28 +108,38 @@ class CompiledModule(nn.Module):
             kwargs: keyword arguments of the model.
 
         Returns:
-            The loss of the whole batch, the same on every rank. A mean over what a mask leaves is a mean over the
+            The loss of the whole batch, of shape `()`, the same on every rank; or, where the loss function or the
+            model returns `(loss, extras)` with any tree behind the loss, such a tuple. Extra results are those of the
+            whole batch, too, whole on every rank, or with outputs="dtensor" split as the plan has them
+            (docs/training.md). A mean over what a mask leaves is a mean over the
             whole batch; a loss that is neither a mean, a sum nor a ratio of sums over rows is the mean of the
             micro-batches' losses.
 
-        Raises StepError where the ranks give other shapes or values, or none, PeerError if another rank died or hangs.
+        Raises StepError where the ranks give other shapes or values, or none, and for an extra result that several
+        micro-batches do not give; PeerError if another rank died or hangs.
         """
         arguments = Arguments.of(batch, kwargs)
         ready = self._program(arguments, is_step=True)
         bound = ready.bound
-        parts = self._cut(ready, arguments)
+        arguments = self._as_cut(ready, arguments)
+        parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
         self._steps += 1
         if self._clock.tick() and bound.world.rank == 0 and log.isEnabledFor(logging.INFO):
             predicted = self._planner.predicted(self.plan)
             log.info("%s", self._clock.against(predicted, self._settings.device))
         try:
             with self._as_captured():
-                shares = loss_shares(bound.program, parts, self._original, bound.world)
-                loss = bound.step(parts, shares)
+                shares = step_shares(bound.program, parts, self._original, bound.world)
+                found = bound.step(parts, shares)
+                results = delivered(
+                    bound.program, found, bound.world, micro_batches=ready.count,
+                    as_dtensors=self._settings.outputs == "dtensor",
+                    input_parts=parts_given(bound.program, arguments, ready.count),
+                )  # fmt: skip
         except PeerError as error:
             raise bound.world.explain(error, f"Step {self._steps}") from error
         ready.finish()
-        return loss
+        return loss_first(unflatten_outputs(bound.program, results))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.
@@ -141,7 +154,8 @@ class CompiledModule(nn.Module):
                 "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
                 "to the next. Call it under torch.no_grad(), or train with model.step(*batch)."
             )
-        inputs = self._cut(ready, arguments)[0]
+        arguments = self._as_cut(ready, arguments)
+        inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
         try:
             with self._as_captured():
                 outputs = bound.forward(inputs)
@@ -153,12 +167,11 @@ class CompiledModule(nn.Module):
             outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
         return unflatten_outputs(bound.program, outputs)
 
-    def _cut(self, ready: ReadyProgram, arguments: Arguments) -> list[list[Tensor]]:
-        """What this rank computes with, for every micro-batch."""
-        program, world = ready.bound.program, ready.bound.world
-        if self._settings.batch == "local":
-            arguments = whole_or_own(program, arguments, ready.count, world)
-        return cut_inputs(program, arguments, ready.count, world)
+    def _as_cut(self, ready: ReadyProgram, arguments: Arguments) -> Arguments:
+        """The arguments as the program can cut them."""
+        if self._settings.batch != "local":
+            return arguments
+        return whole_or_own(ready.bound.program, arguments, ready.count, ready.bound.world)
 
     def prepare(self, *batch: Any, **kwargs: Any) -> None:
         """Captures and plans for a batch of this shape, given as `step` takes it, before `step` meets it."""

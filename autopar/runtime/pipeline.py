@@ -19,10 +19,11 @@ from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Pipeline, local_shape
 from autopar.pipeline.schedules import schedule_class
-from autopar.program.program import Program, Wire
+from autopar.program.program import Program, TensorSpec, Wire
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.parameters import ParameterStore
+from autopar.runtime.results import StepResults, joined, spec_of_batch
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 from autopar.runtime.world import Pipe
@@ -73,6 +74,7 @@ class BoundPipeline:
         }  # fmt: skip
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
         self._shares: Sequence[float] = ()
+        self._extras: dict[int, list[Tensor]] = {}  # of every micro-batch, on the last stage's rank
         self._schedules: dict[bool, Any] = {}  # with a backward, and without: their buffers differ
 
     def _begin(self, batch: Sequence[list[Tensor]]) -> None:
@@ -84,23 +86,23 @@ class BoundPipeline:
 
     # --- a step
 
-    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[float]) -> Tensor:
-        """Forward and backward of every micro-batch; returns the loss of the batch, and leaves gradients.
+    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]]) -> StepResults:
+        """Forward and backward of every micro-batch; returns the results of the batch, and leaves gradients.
 
         Where autograd is off there is no backward.
 
         Args:
             batch: this rank's inputs of every micro-batch.
-            shares: share of each micro-batch's loss in the loss of the batch.
+            shares: for every result the share of each micro-batch, the loss last.
         """
         self._begin(batch)
-        self._shares = shares
+        self._shares, self._extras = shares[-1], {}
         for runner in self._runners.values():
             runner.begin()
         losses = self._run_schedule(batch)
         for runner in self._runners.values():
             runner.end()
-        return self._loss(losses)
+        return StepResults(self._loss(losses), self._joined(len(batch), shares))
 
     def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
         trains = torch.is_grad_enabled()
@@ -154,10 +156,29 @@ class BoundPipeline:
             dist.broadcast(loss, src=self._pipe.peer(last), group=self._pipe.group)
         return loss
 
+    def _joined(self, count: int, shares: Sequence[Sequence[float]]) -> list[Tensor]:
+        """The extra results on every rank of the pipeline, of what the last stage's ranks have."""
+        if not self.program.extras:
+            return []
+        results: list[Tensor] = []
+        if self._pipe.rank == self._pipeline.rank_of(self._pipeline.stages - 1):
+            results = joined(self.program, [self._extras[i] for i in range(count)], shares)
+        self._extras = {}
+        specs = [
+            spec_of_batch(spec, extra.rows, count)
+            for spec, extra in zip(self.program.outputs, self.program.extras, strict=False)
+        ]
+        with self._naming_failures():
+            return self._deliver(results, specs)
+
     def inputs(self, runner: Runner, number: int) -> list[Tensor]:
         """The inputs of a micro-batch that a stage takes."""
         parts = self._batch[number]
         return [parts[self._positions[spec.name]] for spec in runner.program.inputs]
+
+    def keep_extras(self, number: int, extras: Sequence[Tensor]) -> None:
+        """Keeps the extra results of a micro-batch to the end of the step."""
+        self._extras[number] = [x.detach() for x in extras]
 
     # --- a forward
 
@@ -172,7 +193,7 @@ class BoundPipeline:
         with self._naming_failures():
             for number in range(self._pipeline.stages):
                 results = self._pass(number, results)
-            return self._deliver(results)
+            return self._deliver(results, self.program.outputs)
 
     def _pass(self, number: int, results: list[Tensor]) -> list[Tensor]:
         """Runs a stage where it lies, and hands what it makes to the rank of the next."""
@@ -195,17 +216,14 @@ class BoundPipeline:
         dist.recv(x, self._pipe.peer(source), group=self._pipe.group)
         return x
 
-    def _deliver(self, results: list[Tensor]) -> list[Tensor]:
-        """Gives the last stage's results to all ranks of the pipeline."""
+    def _deliver(self, results: list[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Gives the last stage's results, of these specs, to all ranks of the pipeline."""
         last = self._pipeline.rank_of(self._pipeline.stages - 1)
         if self._pipe.rank != last:
-            shapes = [
-                local_shape(spec.dims, spec.layout, self.world.mesh)
-                for spec in self.program.outputs
-            ]
+            shapes = [local_shape(spec.dims, spec.layout, self.world.mesh) for spec in specs]
             results = [
                 torch.empty(shape, dtype=spec.dtype, device=self.world.device)
-                for shape, spec in zip(shapes, self.program.outputs, strict=True)
+                for shape, spec in zip(shapes, specs, strict=True)
             ]
         results = [x.contiguous() for x in results]
         for x in results:
@@ -242,7 +260,9 @@ class _StageModule(nn.Module):
         inputs = self._owner.inputs(self._runner, int(number))
         results = self._runner.run([*inputs, *received])
         if self._runner.program.is_step:
-            return _torch.handed_on(results[0])
+            *extras, loss = results
+            self._owner.keep_extras(int(number), extras)
+            return _torch.handed_on(loss)
         return tuple(_torch.handed_on(x) for x in results)
 
 
@@ -256,7 +276,7 @@ def _examples(wires: Sequence[Wire]) -> tuple[Tensor, ...]:
 def _loss_example(program: Program) -> tuple[Tensor, ...]:
     return tuple(
         torch.empty(s.shape, dtype=s.dtype, device="meta", requires_grad=True)
-        for s in program.outputs
+        for s in program.outputs[-1:]
     )
 
 

@@ -1,4 +1,4 @@
-"""The share of each micro-batch's loss in the loss of a step, see `autopar.analysis.objective`."""
+"""The share of each micro-batch's results in those of a step, see `autopar.analysis.objective`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from autopar.analysis.objective import Objective
 from autopar.ir import R
 from autopar.program.program import Program
 from autopar.runtime.transfer import route, travel
 from autopar.runtime.world import World
 
 
-@torch.no_grad()
-def loss_shares(
+def step_shares(
     program: Program, parts: Sequence[list[Tensor]], model: nn.Module, world: World
+) -> list[list[float]]:
+    """For every result of a step the shares of its micro-batches, the loss last; none for results in rows."""
+    extras = [
+        [] if each.objective is None else _shares(each.objective, program, parts, model, world)
+        for each in program.extras
+    ]
+    return [*extras, _shares(program.objective, program, parts, model, world)]
+
+
+@torch.no_grad()
+def _shares(
+    objective: Objective,
+    program: Program,
+    parts: Sequence[list[Tensor]],
+    model: nn.Module,
+    world: World,
 ) -> list[float]:
     """The shares, the same on every rank. What a denominator is computed of is gathered: labels and masks.
 
     Args:
+        objective: how the result comes from those of micro-batches.
         program: the program of a step of the whole model.
         parts: this rank's inputs of every micro-batch.
         model: the model with its buffers.
@@ -27,7 +44,7 @@ def loss_shares(
 
     Raises StepError for a micro-batch in which nothing counts.
     """
-    objective, read = program.objective, set(program.objective.reads)
+    read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)
     buffers = {
         f"buffers.{spec.name}": model.get_buffer(spec.name).cpu()

@@ -1,0 +1,53 @@
+"""What a step returns: the loss, and behind it whatever else the loss function or the model returned.
+
+A step that returns `(loss, {"acc": acc, "logits": logits})` is captured as a graph with the outputs
+`(acc, logits, loss)`: the loss is the last output, and the only one that a gradient is taken of. The others, its
+extra results, are detached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from autopar._torch import pytree
+
+
+def loss_in(result: Any) -> Any:
+    """The loss of a model that returns one among other things, as those of transformers do; else the result."""
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    return getattr(result, "loss", result)
+
+
+def loss_last(result: Any) -> Any:
+    """`(loss, *extras)` as `(*extras, loss)`, the extras detached; the loss alone where there are none."""
+    if not isinstance(result, tuple) or not result:
+        return result
+    loss, *extras = result
+    if not extras:
+        return loss
+    return (*pytree.tree_map(_detached, tuple(extras)), loss)
+
+
+def loss_first(result: Any) -> Any:
+    """The result of a captured step as the user returned it: the inverse of `loss_last`."""
+    if not isinstance(result, tuple):
+        return result
+    return (result[-1], *result[:-1])
+
+
+def extra_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
+    """The place of every leaf but the loss in what the user returned, such as `result[1]['acc']`."""
+    if spec.is_leaf():
+        return ()
+    numbered = loss_first(pytree.tree_unflatten(range(spec.num_leaves), spec))
+    pairs, _ = pytree.tree_flatten_with_path(numbered)
+    places = {number: f"result{pytree.keystr(path)}" for path, number in pairs}
+    return tuple(places[i] for i in range(spec.num_leaves - 1))
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
