@@ -10,6 +10,7 @@ from torch import fx, nn
 from autopar import _torch
 from autopar.errors import CaptureError
 
+_OWN_FORWARD = "autopar/capture/export.py"  # the forward that calls the model, and then the loss
 MODEL = "model."  # the model's place in what is captured, which holds its loss, too
 
 
@@ -23,14 +24,17 @@ def uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
 
 
 def traced_line(node: fx.Node) -> str:
-    """The innermost forward that a node comes from: `file:line in function: code`."""
+    """The innermost forward that a node comes from: `file:line in function: code`.
+
+    Export notes the forwards of modules alone, so that an op of a loss function has no line.
+    """
     place = r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
     found = list(re.finditer(place, str(node.meta.get("stack_trace", ""))))
-    return (
-        "{file}:{line} in {function}: {code}".format(**found[-1].groupdict())
-        if found
-        else str(node.target)
-    )
+    if not found:
+        return str(node.target)
+    if found[-1]["file"].endswith(_OWN_FORWARD):
+        return "in the loss function"
+    return "{file}:{line} in {function}: {code}".format(**found[-1].groupdict())
 
 
 def explained(error: Exception, wrapper: nn.Module) -> CaptureError:

@@ -50,4 +50,5 @@ def extra_names(spec: pytree.TreeSpec) -> tuple[str, ...]:
 
 
 def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    has_gradient = isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    return x.detach() if has_gradient else x
