@@ -117,7 +117,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """How one tensor comes from the micro-batches' tensors.
 
     Attributes:
@@ -131,7 +131,7 @@ class Part:
     denominator: str = ""
 
 
-_UNKNOWN, _SAME = Part("unknown"), Part("same")
+_UNKNOWN, _SAME = BatchPart("unknown"), BatchPart("same")
 
 
 def objective_of(captured: Captured, graph: Graph) -> Objective:
@@ -147,7 +147,7 @@ def objective_of(captured: Captured, graph: Graph) -> Objective:
     return objective_in(captured, finder, loss)
 
 
-def objective_in(captured: Captured, finder: PartFinder, total: Part) -> Objective:
+def objective_in(captured: Captured, finder: PartFinder, total: BatchPart) -> Objective:
     """How a total comes from those of micro-batches; unknown for what is neither mean, sum nor ratio."""
     if total.kind in ("mean", "sum"):
         return Objective("mean" if total.kind == "mean" else "sum")
@@ -176,21 +176,21 @@ class PartFinder:
             if graph.tensors[t].factors and graph.tensors[t].factors[0]
         }
         self.rows = _rows(graph)
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, BatchPart] = {}
         for name in graph.inputs.values():
             tensor = graph.tensors[name]
-            self.parts[name] = Part("rows") if tensor.dims else _SAME
+            self.parts[name] = BatchPart("rows") if tensor.dims else _SAME
             if tensor.dims and len(tensor.dims[0]) != 1:
                 self.parts[name] = _UNKNOWN
         for op in graph.ops:
             for result, part in zip(op.results, self._results(op), strict=True):
                 self.parts[result] = part
 
-    def part(self, tensor: str) -> Part:
+    def part(self, tensor: str) -> BatchPart:
         """Of a parameter, buffer or constant: the same in every micro-batch."""
         return self.parts.get(tensor, _SAME)
 
-    def _results(self, op: Op) -> list[Part]:
+    def _results(self, op: Op) -> list[BatchPart]:
         parts = [self.part(name) for name in op.operands]
         kinds = {part.kind for part in parts}
         if "unknown" in kinds:
@@ -202,16 +202,16 @@ class PartFinder:
         return [self._of_totals(op, parts)] * len(op.results)
 
     @staticmethod
-    def _none(op: Op) -> list[Part]:
+    def _none(op: Op) -> list[BatchPart]:
         return [_UNKNOWN] * len(op.results)
 
-    def _made(self, op: Op, result: str) -> Part:
+    def _made(self, op: Op, result: str) -> BatchPart:
         """A tensor that no input went into: the same in every part, or equal rows in all."""
         if not any(f in self.batch for dim in self.graph.tensors[result].factors for f in dim):
             return _SAME
-        return Part("rows") if op.kind in _EQUAL_ROWS else _UNKNOWN
+        return BatchPart("rows") if op.kind in _EQUAL_ROWS else _UNKNOWN
 
-    def _of_rows(self, op: Op, parts: list[Part]) -> list[Part]:
+    def _of_rows(self, op: Op, parts: list[BatchPart]) -> list[BatchPart]:
         """An op whose operands are split along the batch, each row for itself."""
         choice = next(
             (c for c in op.choices if c.factor in self.batch and _takes_rows(c, parts)), None
@@ -221,36 +221,36 @@ class PartFinder:
         masked = self.masked_mean(op)
         if masked == _UNKNOWN and any(choice.label in each.labels for each in op.collectives):
             return self._none(op)  # its parts need each other, as those of a batch norm do
-        total = Part("mean" if op.kind in _AVERAGES else "sum")
+        total = BatchPart("mean" if op.kind in _AVERAGES else "sum")
         if masked != _UNKNOWN:
             total = masked
-        made = {"S": Part("rows"), "P": total}
+        made = {"S": BatchPart("rows"), "P": total}
         return [made.get(state.kind, _UNKNOWN) for state in choice.results]
 
-    def masked_mean(self, op: Op) -> Part:
+    def masked_mean(self, op: Op) -> BatchPart:
         """The ratio that a masked mean is; unknown for any other op."""
         is_masked = op.kind in _MASKED_MEANS and self._averages(op)
-        return Part("ratio", "sum", op.name) if is_masked else _UNKNOWN
+        return BatchPart("ratio", "sum", op.name) if is_masked else _UNKNOWN
 
     def _averages(self, op: Op) -> bool:
         return bound_arguments(self.nodes[op.name]).get("reduction") == _MEAN_REDUCTION
 
-    def _of_totals(self, op: Op, parts: list[Part]) -> Part:
+    def _of_totals(self, op: Op, parts: list[BatchPart]) -> BatchPart:
         """An op on sums and means over the batch."""
         totals = {part for part in parts if part.kind != "same"}
         if op.kind == "aten.div" and len(parts) == 2 and self._divides(op, parts):
-            return Part("ratio", _base(parts[0]), op.operands[1])
-        if op.kind in ("aten.add", "aten.sub") and totals == {Part("mean")}:
-            return Part("mean")  # the mean of x_i + c is that of x_i, and c
+            return BatchPart("ratio", _base(parts[0]), op.operands[1])
+        if op.kind in ("aten.add", "aten.sub") and totals == {BatchPart("mean")}:
+            return BatchPart("mean")  # the mean of x_i + c is that of x_i, and c
         if self._may_count_rows(op, totals):
             return _UNKNOWN
         if len(totals) == 1 and _linear(op, parts):
             return totals.pop()
         if any(self.graph.tensors[t].needs_grad for t in op.operands):
             return _UNKNOWN
-        return Part("function") if all(t.kind in _KNOWN_BEFORE for t in totals) else _UNKNOWN
+        return BatchPart("function") if all(t.kind in _KNOWN_BEFORE for t in totals) else _UNKNOWN
 
-    def _divides(self, op: Op, parts: list[Part]) -> bool:
+    def _divides(self, op: Op, parts: list[BatchPart]) -> bool:
         """Whether a total is divided by what is known before a gradient is taken."""
         over, under = parts
         return (
@@ -259,7 +259,7 @@ class PartFinder:
             and not self.graph.tensors[op.operands[1]].needs_grad
         )
 
-    def _may_count_rows(self, op: Op, totals: set[Part]) -> bool:
+    def _may_count_rows(self, op: Op, totals: set[BatchPart]) -> bool:
         """Whether a number by which the op scales may be a count of rows, of which a micro-batch has fewer.
 
         A count is a multiple of the rows. A sum is divided by it to make a mean, and a mean is multiplied
@@ -270,7 +270,7 @@ class PartFinder:
         numbers = [abs(x) for x in self.nodes[op.name].args if isinstance(x, (int, float)) and x]
         if op.kind == "aten.div":
             numbers = [1 / x for x in numbers]
-        if Part("mean") not in totals:
+        if BatchPart("mean") not in totals:
             numbers += [1 / x for x in numbers]
         elif self.rows == 1:
             numbers = [x for x in numbers if x == 1]
@@ -279,17 +279,17 @@ class PartFinder:
         )
 
 
-def _base(part: Part) -> Base:
+def _base(part: BatchPart) -> Base:
     return "mean" if part.kind == "mean" else "sum"
 
 
-def _takes_rows(choice: Choice, parts: list[Part]) -> bool:
+def _takes_rows(choice: Choice, parts: list[BatchPart]) -> bool:
     """Whether a choice takes parts of what has rows, and the whole of what is the same everywhere."""
     pairs = zip(choice.operands, parts, strict=True)
     return all((state.kind == "S") == (part.kind == "rows") for state, part in pairs)
 
 
-def _linear(op: Op, parts: list[Part]) -> bool:
+def _linear(op: Op, parts: list[BatchPart]) -> bool:
     """Whether an op passes totals on as it would their addends."""
     return any(
         choice.label.startswith(PARTIAL)
@@ -312,7 +312,7 @@ def _rows(graph: Graph) -> int:
 # --- the denominator as a graph of its own
 
 
-def _ratio(captured: Captured, finder: PartFinder, loss: Part) -> Objective | None:
+def _ratio(captured: Captured, finder: PartFinder, loss: BatchPart) -> Objective | None:
     """None where the denominator depends on a parameter, or has several elements."""
     builder = _Slice(captured, finder)
     node = finder.nodes[loss.denominator]
