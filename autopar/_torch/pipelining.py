@@ -1,8 +1,7 @@
-"""torch.distributed.pipelining: the actions of a schedule, and a stage that frees what it received."""
+"""torch.distributed.pipelining: the actions of a schedule, and a stage of one."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,129 +126,20 @@ def pipeline_stage(
 
     Args:
         module: called with what is received and keyword arguments; returns what is sent, or the loss.
-        number, count: position of the stage, and number of stages.
-        received, sent: examples on the meta device, which need a gradient where one comes back.
+        number: position of the stage.
+        count: number of stages.
+        received: examples of received tensors on the meta device, which need a gradient where one is sent back.
+        sent: examples of sent tensors on the meta device, which need a gradient where one comes back.
         split_backward: function of results, their gradients and inputs; returns an object with `input_gradients` and
             `run_weights()`, the two halves of a backward.
         before_backward: called with `last`, whether the micro-batch is the step's last.
     """
-    made = _watched_stage()(
+    from autopar._torch.watched_stage import WatchedStage  # half a second
+
+    made = WatchedStage(
         module, number, count, device, input_args=received, output_args=sent, group=group
     )
     made.before_backward, made.after_backward = before_backward, after_backward
     made.split_backward, made.halves = split_backward, {}
     made.received, made.sent = received, sent
     return made
-
-
-@functools.cache
-def _watched_stage() -> type:
-    from torch.distributed.pipelining import PipelineStage  # half a second
-
-    class WatchedStage(PipelineStage):
-        before_backward: Callable[..., None]
-        after_backward: Callable[[], None]
-        split_backward: Callable[..., Any]
-        halves: dict[int, Any]
-        received: tuple[Tensor, ...]
-        sent: tuple[Tensor, ...]
-
-        # PipelineStage makes a buffer for whatever any micro-batch will receive, and keeps all of them.
-        # Here one lives from its receive to the end of its backward.
-
-        def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-            result = super()._prepare_forward_infra(*args, **kwargs)
-            for infos in self.args_recv_info.values():
-                _free_buffers(infos)
-            return result
-
-        def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-            result = super()._prepare_backward_infra(*args, **kwargs)
-            for infos in self.grad_recv_info.values():
-                _free_buffers(infos)
-            return result
-
-        def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-            if not self.is_first:
-                _make_buffers(self.args_recv_info[number], self.received, self.device)
-            return super().get_fwd_recv_ops(number)
-
-        def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-            if self.has_backward and not self.is_last:
-                _make_buffers(self.grad_recv_info[number], self.sent, self.device)
-            return super().get_bwd_recv_ops(number)
-
-        def forward_one_chunk(self, number: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-            output = super().forward_one_chunk(number, *args, **kwargs)
-            if not self.has_backward:
-                _free_buffers(self.args_recv_info[number])
-            return output
-
-        def backward_one_chunk(
-            self,
-            number: int,
-            loss: Any = None,
-            full_backward: bool = True,
-            last_backward: bool = False,
-        ) -> None:
-            if not self.has_backward:
-                return
-            arrived = () if self.is_first else self.args_recv_info[number]
-            received = [info.buffer for info in arrived if info.buffer is not None]
-            results, inputs = self.fwd_cache[number]
-            if full_backward:
-                self.before_backward(last=last_backward)
-                super().backward_one_chunk(number, loss, full_backward, last_backward)
-                self.after_backward()
-            else:
-                del self.fwd_cache[number]
-                self.bwd_cache[number] = self.input_gradients(number, results, inputs, loss)
-            for x in (*results, loss):  # torch keeps them, and they all that they were made of
-                if isinstance(x, Tensor) and x.requires_grad:
-                    x.detach_()
-            # A send takes contiguous tensors, and before torch 2.13 a gradient of every input.
-            pairs = zip(self.bwd_cache[number], received, strict=False)
-            self.bwd_cache[number] = tuple(
-                g.contiguous()
-                if g is not None
-                else torch.zeros_like(x)
-                if x.requires_grad
-                else None
-                for g, x in pairs
-            )
-            _free_buffers(self.args_recv_info[number])
-            if not self.is_last:
-                _free_buffers(self.grad_recv_info[number])
-
-        def input_gradients(
-            self, number: int, results: Sequence[Tensor], inputs: Sequence[Any], loss: Any
-        ) -> tuple[Tensor | None, ...]:
-            if self.is_last:
-                half = self.split_backward((loss,), (None,), inputs)
-            else:
-                half = self.split_backward(results, self._retrieve_recv_grads(number), inputs)
-            self.halves[number] = half
-            return half.input_gradients[: len(self.args_recv_info[number])]
-
-        def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
-            if not self.has_backward:
-                return
-            self.before_backward(last=last_backward)
-            self.halves.pop(number).run_weights()
-            self.after_backward()
-
-    return WatchedStage
-
-
-def _free_buffers(infos: Sequence[Any]) -> None:
-    """Lets go of what was received."""
-    for info in infos:
-        if getattr(info, "buffer", None) is not None:
-            info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=info.buffer.device)
-
-
-def _make_buffers(infos: Sequence[Any], like: Sequence[Tensor], device: torch.device) -> None:
-    """Makes room for what is received."""
-    for info, example in zip(infos, like, strict=True):
-        if info.buffer is not None:
-            info.buffer = torch.empty(example.shape, dtype=example.dtype, device=device)

@@ -79,23 +79,25 @@ def compile(
             tensor. Without it the first call is the example.
         loss_fn: takes the model's result and then the last entries of the batch, and returns a scalar;
             None if the model returns its loss itself.
-        mesh: the axes; without it its shape is searched too. The axis `pp` is that of pipeline stages.
-        plan: one made before, or the file it was saved in; nothing is searched then.
+        mesh: the axes and their sizes; without it they are searched too. The axis `pp` has the pipeline stages.
+        plan: an earlier plan, or the file it was saved in; nothing is searched then.
         recipe: constraints on the search, for all axes or by axis:
             `{"pp": "1f1b", "dp": "zero1", "tp": "tp"}`.
         pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
-        micro_batches: into how many parts `step` cuts the batch along dim 0 of every input; by default
-            1, and with pipeline stages what the search finds best.
+        micro_batches: number of micro-batches that `step` cuts the batch into, along dim 0 of every input;
+            by default 1, and with pipeline stages what the search finds best.
         schedule: order in which stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
             dualpipev; by default what the search finds best.
         chunks: stages of each pipeline rank, for schedules that take several.
-        recompute: "none" keeps everything for backward; "full" keeps of every layer only what enters it, and
-            runs it again in backward; 3 does so with the first three layers of every stage; 0.5 with as
-            few as leave half of the memory that "full" would save. By default nothing runs again that
-            fits into memory, and where not, as few layers as do, if that is faster than to shard more.
+        recompute: "none" keeps everything for backward; "full" keeps only the inputs of every layer, and
+            recomputes the layer in backward; 3 does so with the first three layers of every stage; 0.5
+            with as few as save half of the memory that "full" saves. By default nothing is recomputed
+            if the step fits into memory; else as few layers as make it fit, if that is faster than to
+            shard more.
         precision: a mixed-precision policy, such as "bf16" or a `MixedPrecision`: parameters stay in their
             own format, are cast once a step before they are gathered, and gradients are added up and
-            reduced in theirs. By default everything is computed as the model has it (docs/precision.md).
+            reduced in the format of the policy. By default everything is computed in the model's own
+            formats (docs/precision.md).
         hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar
             calibrate` writes, or figures; by default a guess from the kind of the device.
         memory_bytes: bound on the memory of a rank, in bytes; by default the memory of the hardware less
@@ -109,10 +111,10 @@ def compile(
         outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
         batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",
             rows of its own, as DistributedSampler hands them out; `example_inputs` is given likewise.
-        timeout_seconds: how long a collective may wait for the other ranks before the step ends with an
-            error; by default as the process groups have it. Gloo notices a dead process at once.
-        bucket_bytes: about how much one collective carries.
-        executor: "eager" runs the plan op by op; "inductor" and "aot_eager" compile what lies between
+        timeout_seconds: time that a collective may wait for the other ranks before the step ends with an
+            error; by default the timeout of the process groups. Gloo notices a dead process at once.
+        bucket_bytes: about the size of the message of one collective.
+        executor: "eager" runs the plan op by op; "inductor" and "aot_eager" compile the ops between
             gathers of parameters, block by block, with these backends of torch.compile.
 
     On one rank, without torchrun:
@@ -123,21 +125,15 @@ def compile(
     >>> loss.shape, model.plan.mesh.size
     (torch.Size([]), 1)
 
-    Raises AutoparError for an unknown executor, MeshError if the world does not match the mesh,
-    PlanError for a plan of another model,
-    CaptureError, RecipeError or SearchError where no plan can be made.
+    Raises AutoparError for an unknown executor, MeshError if the world does not match the mesh, PlanError for
+    a plan of another model, and CaptureError, RecipeError or SearchError where no plan can be made.
     """
-    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    _refuse_other_choices(
-        loaded, {"schedule": schedule, "chunks": chunks, "recompute": recompute}
-    )  # fmt: skip
-    if batch not in ("global", "local"):
-        raise AutoparError(f"batch={batch!r} is neither 'global' nor 'local'.")
+    loaded = _loaded(plan, {"schedule": schedule, "chunks": chunks, "recompute": recompute})
+    _refuse_unknown_batch(batch)
     policy = policy_of(precision, loaded)
     device = _device(model, mesh, device)
     priced, assumed = hardware_of(hardware, device)
-    join_process_group(device)
-    show_failures()  # around torch's own hook, which the process group brings
+    _join(device)
     request = Request(
         priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
@@ -148,14 +144,37 @@ def compile(
         request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=timeout_seconds,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None, assumed=assumed,
     )  # fmt: skip
-    # The warning comes from one rank, which is known now.
-    _warn_of_scaling(policy)
+    _warn_of_scaling(policy)  # once there are ranks, of which one says it
     settings = Settings(
         micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, batch=batch,
         bucket_bytes=bucket_bytes, executor=Executor(executor), timeout_seconds=timeout_seconds,
     )  # fmt: skip
-    compiled = CompiledModule(model, planner, settings)
+    return _prepared(CompiledModule(model, planner, settings), example_inputs)
+
+
+def _loaded(
+    plan: Plan | str | os.PathLike[str] | None, choices: Mapping[str, object]
+) -> Plan | None:
+    """The plan that was given, read from its file; AutoparError for a choice that it was not made with."""
+    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    _refuse_other_choices(loaded, choices)
+    return loaded
+
+
+def _refuse_unknown_batch(batch: str) -> None:
+    if batch not in ("global", "local"):
+        raise AutoparError(f"batch={batch!r} is neither 'global' nor 'local'.")
+
+
+def _join(device: torch.device) -> None:
+    """Joins the process group, and shows failures around torch's own hook, which the group brings."""
+    join_process_group(device)
+    show_failures()
+
+
+def _prepared(compiled: CompiledModule, example_inputs: Any) -> CompiledModule:
+    """The compiled module, with its program where an example was given."""
     if example_inputs is not None:
         args, kwargs = split_example(example_inputs)
         compiled.prepare(*args, **kwargs)
@@ -252,11 +271,11 @@ def explain(
         model: plain PyTorch, on any device; on the meta device it takes no memory.
         example_inputs: one micro-batch of all ranks, or the whole batch if `micro_batches` is left
             out: a tuple of arguments, a dict of keyword arguments, or one tensor.
-        mesh: the axes.
+        mesh: the axes and their sizes.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
-        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute: as in `compile`.
+        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute: the same as in `compile`.
         micro_batches: number of micro-batches in a step; by default the search's choice with stages, 1 without.
-        precision: as in `compile`. Gradients are priced in the format that they are reduced in, and
+        precision: the same as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest and two moments in the parameters' own.
 
     >>> import autopar, torch
@@ -269,13 +288,7 @@ def explain(
     Raises CaptureError, MeshError, RecipeError or SearchError as `compile` does, AutoparError for an
     unknown cluster.
     """
-    found = find_cluster(cluster)
-    if isinstance(cluster, (str, os.PathLike)):
-        found = as_eager_runs(found)
-    axes = axes_of(mesh, None)
-    assert axes is not None, "a mesh was given"
-    if axes.size > found.ranks:
-        raise MeshError(f"The mesh {axes} has {axes.size} ranks, and {found} has {found.ranks}.")
+    found, axes = _cluster_with(cluster, mesh)
     request = Request(
         found.hardware, mesh=axes, recipe=recipe, pins=pins or {}, memory_bytes=memory_bytes,
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
@@ -290,3 +303,17 @@ def explain(
     return Explanation(
         graph, plan, found, run_of(plan), memory_bound_bytes=request.bound_bytes, request=request
     )
+
+
+def _cluster_with(
+    cluster: Cluster | Hardware | str | os.PathLike[str], mesh: MeshLike
+) -> tuple[Cluster, Mesh]:
+    """A cluster and the mesh on it; MeshError where the mesh has more ranks."""
+    found = find_cluster(cluster)
+    if isinstance(cluster, (str, os.PathLike)):
+        found = as_eager_runs(found)
+    axes = axes_of(mesh, None)
+    assert axes is not None, "a mesh was given"
+    if axes.size > found.ranks:
+        raise MeshError(f"The mesh {axes} has {axes.size} ranks, and {found} has {found.ranks}.")
+    return found, axes

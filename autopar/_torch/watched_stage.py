@@ -1,0 +1,142 @@
+"""A stage of torch.distributed.pipelining that says when gradients accumulate, and frees what it received.
+
+PipelineStage makes a buffer for every tensor that any micro-batch will receive, and keeps all of them. Here a
+buffer lives from its receive to the end of its micro-batch's backward.
+
+Importing this module takes half a second, so that only `pipeline_stage` does, at its first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+
+class WatchedStage(PipelineStage):
+    """The stage that `autopar._torch.pipeline_stage` makes.
+
+    Attributes:
+        before_backward: called with `last`, whether the micro-batch is the step's last.
+        after_backward: called when a micro-batch's gradients are accumulated.
+        split_backward: splits a backward into its two halves, see `pipeline_stage`.
+        halves: number of a micro-batch -> the split backward whose second half is still to run.
+        received: examples of received tensors on the meta device.
+        sent: examples of sent tensors on the meta device.
+    """
+
+    before_backward: Callable[..., None]
+    after_backward: Callable[[], None]
+    split_backward: Callable[..., Any]
+    halves: dict[int, Any]
+    received: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        for infos in self.args_recv_info.values():
+            _free_buffers(infos)
+        return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        for infos in self.grad_recv_info.values():
+            _free_buffers(infos)
+        return result
+
+    def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+        """The receives of a micro-batch's forward, into new buffers."""
+        if not self.is_first:
+            _make_buffers(self.args_recv_info[number], self.received, self.device)
+        return super().get_fwd_recv_ops(number)
+
+    def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+        """The receives of a micro-batch's backward, into new buffers."""
+        if self.has_backward and not self.is_last:
+            _make_buffers(self.grad_recv_info[number], self.sent, self.device)
+        return super().get_bwd_recv_ops(number)
+
+    def forward_one_chunk(self, number: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """The forward of a micro-batch; without a backward to come, what it received is freed."""
+        output = super().forward_one_chunk(number, *args, **kwargs)
+        if not self.has_backward:
+            _free_buffers(self.args_recv_info[number])
+        return output
+
+    def backward_one_chunk(
+        self,
+        number: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """The backward of a micro-batch, or the first half of it; what it received is then freed."""
+        if not self.has_backward:
+            return
+        arrived = () if self.is_first else self.args_recv_info[number]
+        received = [info.buffer for info in arrived if info.buffer is not None]
+        results, inputs = self.fwd_cache[number]
+        if full_backward:
+            self.before_backward(last=last_backward)
+            super().backward_one_chunk(number, loss, full_backward, last_backward)
+            self.after_backward()
+        else:
+            del self.fwd_cache[number]
+            self.bwd_cache[number] = self._input_gradients(number, results, inputs, loss)
+        _free_graph((*results, loss))
+        pairs = zip(self.bwd_cache[number], received, strict=False)
+        self.bwd_cache[number] = tuple(_sendable(gradient, x) for gradient, x in pairs)
+        _free_buffers(self.args_recv_info[number])
+        if not self.is_last:
+            _free_buffers(self.grad_recv_info[number])
+
+    def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
+        """The second half of a micro-batch's backward, which makes gradients of parameters."""
+        if not self.has_backward:
+            return
+        self.before_backward(last=last_backward)
+        self.halves.pop(number).run_weights()
+        self.after_backward()
+
+    def _input_gradients(
+        self, number: int, results: Sequence[Tensor], inputs: Sequence[Any], loss: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Runs the first half of a micro-batch's backward and keeps the second."""
+        if self.is_last:
+            half = self.split_backward((loss,), (None,), inputs)
+        else:
+            half = self.split_backward(results, self._retrieve_recv_grads(number), inputs)
+        self.halves[number] = half
+        return half.input_gradients[: len(self.args_recv_info[number])]
+
+
+def _free_graph(results: Sequence[Any]) -> None:
+    """Detaches results in place: torch keeps them, and with them the graph that they were made by."""
+    for x in results:
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.detach_()
+
+
+def _sendable(gradient: Tensor | None, received: Tensor) -> Tensor | None:
+    """The gradient of a received tensor as a send takes it: contiguous, and before torch 2.13 never missing."""
+    if gradient is not None:
+        return gradient.contiguous()
+    return torch.zeros_like(received) if received.requires_grad else None
+
+
+def _free_buffers(infos: Sequence[Any]) -> None:
+    """Lets go of received tensors."""
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=info.buffer.device)
+
+
+def _make_buffers(infos: Sequence[Any], like: Sequence[Tensor], device: torch.device) -> None:
+    """Makes room for the tensors to receive."""
+    for info, example in zip(infos, like, strict=True):
+        if info.buffer is not None:
+            info.buffer = torch.empty(example.shape, dtype=example.dtype, device=device)
