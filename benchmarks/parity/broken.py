@@ -28,8 +28,8 @@ from autopar.ir import Mesh
 from autopar.ops.collectives import Collective
 from autopar.program.program import Program, build_program
 from autopar.proof.random_plan import random_plan
+from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
-from autopar.proof.verify import Subject
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.zoo.models import build

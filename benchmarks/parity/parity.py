@@ -22,8 +22,8 @@ from rich.progress import track
 
 from autopar.ir import Mesh
 from autopar.proof.random_plan import random_plan
+from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
-from autopar.proof.verify import Subject
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.zoo.models import NAMES, build

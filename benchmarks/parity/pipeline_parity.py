@@ -21,7 +21,7 @@ from rich.progress import track
 
 from autopar.ir import SCHEDULES, Mesh, Plan
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.parity.parity import COLUMNS, Row

@@ -14,7 +14,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Mesh, Plan
 from autopar.planning.planning import make_plan
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from autopar.search.request import Request
 from benchmarks.zoo import diffusion as zoo_diffusers
 from benchmarks.zoo import small as zoo_small

@@ -11,7 +11,7 @@ from autopar.errors import PlanError, SearchError
 from autopar.ir import S
 from autopar.passes import clean_up
 from autopar.planning.planning import make_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from autopar.search.request import Request
 from tests.search.toy import TOY
 

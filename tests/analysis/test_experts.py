@@ -11,7 +11,7 @@ from autopar.errors import CaptureError
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from autopar.search.request import Request
 from benchmarks.zoo.models import build
 

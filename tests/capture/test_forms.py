@@ -15,7 +15,7 @@ from autopar.cost_model import H100
 from autopar.errors import CaptureError, SearchError
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from autopar.search.request import Request
 
 

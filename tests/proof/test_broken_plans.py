@@ -10,7 +10,7 @@ import torch
 from autopar.ir import Mesh
 from autopar.program.program import build_program
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from benchmarks.parity.broken import FAULTS, broken
 from tests.support.llama import Llama
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.ir import Mesh
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from benchmarks.zoo.models import build
 from tests.support.llama import Llama
 

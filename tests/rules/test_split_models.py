@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.ir import UNSPLIT, Choice, Mesh, Op, ParameterPlan, Plan, R, S, is_legal
 from autopar.proof.random_plan import random_plan
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from tests.support.llama import Llama
 
 Wish = Callable[[Op, Choice], bool]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autopar.cost_model import find_hardware
 from autopar.planning.planning import make_plan, prepare_step
-from autopar.proof.verify import Subject
+from autopar.proof.subject import Subject
 from autopar.search.request import Request
 
 

@@ -1,0 +1,116 @@
+"""The steps of a plan on simulated ranks, as results to compare with those of a single device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from autopar._torch import pytree, widened_dtype
+from autopar.ir import Graph
+from autopar.program.program import Program, TensorSpec
+from autopar.program.stages import cut_stages
+from autopar.proof import lockstep
+from autopar.proof.comparison import PlanResults
+from autopar.proof.rehearsal import Rehearsal, actions_of
+from autopar.proof.single_device import (
+    Batch,
+    Between,
+    Results,
+    SingleDevice,
+    copied,
+    widened_tensors,
+)
+
+
+def simulated_steps(
+    whole: Program,
+    graph: Graph,
+    device: SingleDevice,
+    steps: Iterable[tuple[Sequence[Batch], Results]],
+    between: Between | None,
+) -> Iterator[PlanResults]:
+    """Runs the steps of a plan on simulated ranks; the weights stay, and buffers take their new values.
+
+    Args:
+        whole: the program of the plan.
+        graph: the captured model.
+        device: the model and its loss function, which are copied.
+        steps: for every step its micro-batches, and what a single device makes of them.
+        between: called with the copy of the model between two steps, or None.
+
+    Yields the results of every step.
+    """
+    model, _ = copied(device.model, device.loss_fn)
+    count = whole.plan.micro_batches
+    stages = cut_stages(whole, graph)
+    for step, (batches, expected) in enumerate(steps):
+        if step and between is not None:
+            between(model)
+        inputs = [_named_inputs(whole, batch) for batch in batches]
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        shares = whole.objective.shares([each | _prefixed(buffers) for each in inputs])
+        rehearsal = Rehearsal(
+            whole, stages, micro_batches=count, parameters=dict(model.named_parameters()),
+            buffers=buffers, shares=shares,
+        )  # fmt: skip
+        rehearsal.run(actions_of(whole.plan), inputs.__getitem__)
+        updated = _updated_buffers(rehearsal, model, expected)
+        weighted = [[s * x for x in rehearsal.losses[i]] for i, s in enumerate(shares)]
+        losses = [torch.stack(ranks).sum(0) for ranks in zip(*weighted, strict=True)]
+        yield PlanResults(whole, losses, rehearsal.stored, updated)
+        with torch.no_grad():
+            for name, ranks in rehearsal.updates.items():
+                model.get_buffer(name).copy_(ranks[0])
+
+
+def _prefixed(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"buffers.{name}": x for name, x in buffers.items()}
+
+
+def _named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    # A program in float64 arithmetic says that it takes float64.
+    pairs = zip(whole.inputs, tensors, strict=True)
+    return {spec.name: x.to(torch.promote_types(spec.dtype, x.dtype)) for spec, x in pairs}
+
+
+def _updated_buffers(
+    rehearsal: Rehearsal, model: nn.Module, expected: Results
+) -> dict[str, lockstep.Ranks]:
+    """The buffers that the program says it updates, and those that the model itself changes.
+
+    A buffer that the model changes and the program does not know of stays as it was, and fails.
+    """
+    found = dict(rehearsal.updates)
+    names = _names_of_buffers(model)
+    for name in expected.changed:
+        if found.keys().isdisjoint(names[name]):
+            held = next((n for n in names[name] if n in rehearsal.buffers), None)
+            found[name] = rehearsal.buffers[held] if held else [model.get_buffer(name).clone()]
+    return found
+
+
+def widened_program(program: Program) -> Program:
+    """A program that takes float64, and whose gradients are added up in float64."""
+    return replace(
+        program,
+        parameters=tuple(map(_widened_spec, program.parameters)),
+        buffers=tuple(map(_widened_spec, program.buffers)),
+        inputs=tuple(map(_widened_spec, program.inputs)),
+        constants=tuple(widened_tensors(x) for x in program.constants),
+    )
+
+
+def _widened_spec(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, dtype=widened_dtype(spec.dtype), reduced=None)
+
+
+def _names_of_buffers(model: nn.Module) -> dict[str, list[str]]:
+    """The first name of every buffer -> all that it has."""
+    names: dict[int, list[str]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    return {found[0]: found for found in names.values()}

@@ -1,0 +1,249 @@
+"""A captured model with the results of a single device, with which any number of plans are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autopar._torch import RandomLastBits, pytree
+from autopar.analysis.objective import objective_of
+from autopar.capture.export import LossFunction
+from autopar.ir import MixedPrecision, Plan
+from autopar.planning.planning import Prepared, prepare_step, split_example
+from autopar.program.program import Program, build_program
+from autopar.proof.comparison import (
+    PlanResults,
+    dtypes_of,
+    float64_verdicts,
+    largest_entry,
+    own_errors,
+    plan_errors,
+    rounding_verdicts,
+)
+from autopar.proof.provable import require_determinism, require_weights
+from autopar.proof.simulated_steps import simulated_steps, widened_program
+from autopar.proof.single_device import (
+    Batch,
+    Between,
+    Results,
+    SingleDevice,
+    copied,
+    float64_arithmetic,
+    widened_tensors,
+)
+from autopar.proof.verdict import PERTURBED_RUNS, Verdict, VerifyReport
+from autopar.units import counted
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The results that plans are compared with.
+
+    Attributes:
+        steps: results of the single device in float64 arithmetic, step by step.
+        samples: results of its first step in the model's own arithmetic, once unchanged and then with the last
+            bits drawn at random; empty for a model whose own arithmetic is float64.
+    """
+
+    steps: tuple[Results, ...]
+    samples: tuple[Results, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured model, to compare any number of plans with what a single device computes.
+
+    Attributes:
+        model: a copy of the user's model.
+        args: positional arguments of a micro-batch; further micro-batches have its rows in another order.
+        kwargs: keyword arguments of the micro-batch.
+        prepared: the model's captured step.
+        loss_fn: the same as in `compile`.
+        between: called with a copy of the model between two steps, or None.
+        references: number of micro-batches -> results of a single device, once it was run.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    prepared: Prepared
+    loss_fn: LossFunction | None
+    between: Between | None = None
+    references: dict[int, Reference] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        example_inputs: Any,
+        *,
+        loss_fn: LossFunction | None = None,
+        precision: MixedPrecision | None = None,
+        between: Between | None = None,
+    ) -> Subject:
+        """Captures a model; its random numbers must not matter."""
+        args, kwargs = split_example(example_inputs)
+        kwargs = dict(sorted(kwargs.items()))
+        require_weights(model)
+        model, loss_fn = copied(model, loss_fn)  # capture leaves weak references on what it saw
+        prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
+        require_determinism(prepared)
+        return cls(model, args, kwargs, prepared, loss_fn, between)
+
+    @cached_property
+    def arithmetic(self) -> torch.dtype:
+        """The lowest precision that a gradient passes through."""
+        return lowest_precision(self.prepared)
+
+    @cached_property
+    def single_device(self) -> SingleDevice:
+        return SingleDevice(self.model, self.loss_fn, self.prepared.captured)
+
+    def compare(self, plan: Plan) -> VerifyReport:
+        """Simulates a plan; compares loss, gradients and new values of buffers.
+
+        Raises PlanError for another model's plan.
+        """
+        return self.compare_program(
+            build_program(self.prepared.captured, self.prepared.analysis, plan)
+        )
+
+    def compare_program(self, whole: Program) -> VerifyReport:
+        """Compares the program of a plan likewise."""
+        plan = whole.plan
+        reference = self.reference(plan.micro_batches)
+        verdicts = self._in_float64(whole, reference)
+        if self.arithmetic != torch.float64:
+            verdicts += self._in_own_arithmetic(whole, reference)
+        return VerifyReport(
+            mesh=plan.world_mesh,
+            recipe=plan.recipe,
+            verdicts=tuple(verdicts),
+            schedule=_schedule_text(plan),
+            all_rounding=_is_all_rounding(reference.steps[0], self.model, self.arithmetic),
+        )
+
+    def reference(self, micro_batches: int) -> Reference:
+        """The model's results without autopar, computed once for each number of micro-batches."""
+        if micro_batches not in self.references:
+            self.references[micro_batches] = self._single_device_results(micro_batches)
+        return self.references[micro_batches]
+
+    def _single_device_results(self, micro_batches: int) -> Reference:
+        device, first = self.single_device, self._on_one_device(0, micro_batches)
+        samples = []
+        if self.arithmetic != torch.float64:
+            samples = device.run([first], None)
+            for seed in range(PERTURBED_RUNS):
+                with RandomLastBits(seed):
+                    samples += device.run([first], None)
+        has_state = self.between is not None or not device.repeats(first)
+        steps = [self._on_one_device(i, micro_batches) for i in range(2 if has_state else 1)]
+        if self.arithmetic == torch.float64:
+            return Reference(tuple(device.run(steps, self.between)), ())
+        wide = device.widened()
+        with float64_arithmetic():
+            exact = wide.run(widened_tensors(steps), self.between)
+        return Reference(tuple(exact), tuple(samples))
+
+    def _in_float64(self, whole: Program, reference: Reference) -> list[Verdict]:
+        """Every step of the plan in float64 arithmetic."""
+        if self.arithmetic == torch.float64:
+            rehearsed = self._simulate(whole, self.single_device, reference)
+        else:
+            with float64_arithmetic():
+                widened = self.single_device.widened()
+                rehearsed = self._simulate(widened_program(whole), widened, reference)
+        return [
+            verdict
+            for i, (found, expected) in enumerate(zip(rehearsed, reference.steps, strict=True))
+            for verdict in float64_verdicts(plan_errors(found, expected), expected, i + 1)
+        ]
+
+    def _in_own_arithmetic(self, whole: Program, reference: Reference) -> list[Verdict]:
+        """The first step of the plan as it would run."""
+        first = Reference(reference.steps[:1], reference.samples)
+        (found,) = self._simulate(whole, self.single_device, first)
+        errors = plan_errors(found, reference.steps[0])
+        own = own_errors(reference.samples, errors, reference.steps[0])
+        name = str(self.arithmetic).removeprefix("torch.")
+        return rounding_verdicts(errors, own, reference.steps[0], dtypes_of(found), name)
+
+    def _simulate(
+        self, whole: Program, device: SingleDevice, reference: Reference
+    ) -> list[PlanResults]:
+        """The plan's results of every step that the reference has."""
+        count = whole.plan.micro_batches
+        steps = [(self._batches(i, count), expected) for i, expected in enumerate(reference.steps)]
+        return list(
+            simulated_steps(whole, self.prepared.analysis.graph, device, steps, self.between)
+        )
+
+    def _on_one_device(self, step: int, count: int) -> list[Batch]:
+        """The batches of a step for the single device: the whole batch for a sum or a ratio, else its micro-batches."""
+        batches = self._batches(step, count)
+        objective = objective_of(self.prepared.captured, self.prepared.analysis.graph)
+        return _together(batches) if objective.kind in ("sum", "ratio") and count > 1 else batches
+
+    def _batches(self, step: int, count: int) -> list[Batch]:
+        """The micro-batches of a step: the rows of the example, each time in another order."""
+        return [self._batch(step * count + i) for i in range(count)]
+
+    def _batch(self, number: int) -> Batch:
+        if number == 0:
+            return self.args, self.kwargs
+        rolled = pytree.tree_map(
+            lambda x: x.roll(number, 0) if isinstance(x, Tensor) and x.ndim else x,
+            (self.args, self.kwargs),
+        )
+        return cast(Batch, rolled)
+
+
+def _together(batches: list[Batch]) -> list[Batch]:
+    """The micro-batches as one batch."""
+    together = pytree.tree_map(
+        lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else xs[0], *batches
+    )
+    return [cast(Batch, together)]
+
+
+def _schedule_text(plan: Plan) -> str:
+    """`1f1b with 4 micro-batches through 2 stages`, "" without stages."""
+    if plan.pipeline is None:
+        return ""
+    return (
+        f"{plan.pipeline.schedule} with {counted(plan.micro_batches, 'micro-batch')} through "
+        f"{plan.pipeline.stages} stages"
+    )
+
+
+def lowest_precision(prepared: Prepared) -> torch.dtype:
+    """The element type of the lowest precision that a gradient passes through."""
+    sizes = [t.itemsize_bytes for t in prepared.analysis.graph.tensors.values() if t.needs_grad]
+    values = [
+        x.dtype
+        for node in prepared.captured.module.graph.nodes
+        for x in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
+    lowest = min(sizes, default=8)
+    return min(
+        (dtype for dtype in values if dtype.itemsize == lowest),
+        key=lambda dtype: (-torch.finfo(dtype).eps, str(dtype)),
+        default=torch.float64 if lowest >= 8 else torch.float32,
+    )
+
+
+def _is_all_rounding(results: Results, model: nn.Module, arithmetic: torch.dtype) -> bool:
+    """Whether no gradient times its parameter's largest entry is above 64 roundings of the loss.
+
+    No ground to compare more loosely: with a large constant added, a right loss has such gradients too.
+    """
+    rounding = 64 * torch.finfo(arithmetic).eps * largest_entry(results.loss)
+    parameters = dict(model.named_parameters())
+    found = [(g, parameters[n]) for n, g in results.gradients.items() if g is not None]
+    return bool(found) and all(largest_entry(g) * largest_entry(x) <= rounding for g, x in found)
