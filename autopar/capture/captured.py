@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from autopar._torch import pytree
 from autopar.capture.casts import dtype_of
 from autopar.capture.guards import Guards
-from autopar.capture.watch import Write
+from autopar.capture.writes import Write
 from autopar.ir import MixedPrecision
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.capture.guards import ChangedValue, Guards
 from autopar.capture.structure import Structure
-from autopar.capture.watch import Write
+from autopar.capture.writes import Write
 from autopar.program.program import Program
 from autopar.runtime.executor import BoundProgram
 from autopar.runtime.inputs import Arguments, Shape, shape_words, whole_shapes

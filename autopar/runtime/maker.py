@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from autopar.capture.guards import Guards
-from autopar.capture.watch import Write
+from autopar.capture.writes import Write
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute
 from autopar.program.program import Program

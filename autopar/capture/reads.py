@@ -1,0 +1,268 @@
+"""The values of the user's Python that a capture has read, each with the place where it stands.
+
+Of objects other than modules every attribute is noted, and those are guarded whose names occur in the code that
+ran. Torch, numpy and the standard library are nobody's to change: their code is not looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import refusals
+from autopar.capture.guards import CALL, Guard, Guards, Place
+from autopar.capture.user_code import (
+    GENERATORS,
+    OTHERS,
+    globals_of,
+    is_count,
+    is_installed,
+    is_users,
+    is_users_type,
+    line_naming_numpy,
+    place_of,
+    stored_by,
+)
+from autopar.capture.values import (
+    MISSING,
+    MUTABLE,
+    copied,
+    elements,
+    is_copy,
+    is_plain,
+    refill,
+    seen,
+    slots,
+)
+
+_MOST_OBJECTS = 10_000
+# What is asked of the process: guarded where the user's code has the name.
+_ASKED: dict[str, Callable[[], Any]] = {
+    "is_grad_enabled": torch.is_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "environ": os.environ.copy,
+    "getenv": os.environ.copy,
+    "argv": lambda: tuple(sys.argv),
+}
+
+
+class Reads:
+    """Notes the values that code reads, in every run of a forward, and what those hold.
+
+    Args:
+        paths: id of a module -> its path, such as `model.layers.0`.
+    """
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self._paths = paths
+        self._read: dict[tuple[int, Any], tuple[Place, Any, Any]] = {}  # place, seen, value
+        self._containers: dict[int, tuple[Any, Any, Place]] = {}  # container, copy, its place
+        self._objects: dict[int, Any] = {}  # kept, so that no other has their id
+        # Of classes `vars` makes a new view each time.
+        self._spaces: dict[types.ModuleType | type, Any] = {}
+        self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
+        self._codes: dict[types.CodeType, dict[str, Any]] = {}  # with the values of free variables
+        self._globals: dict[types.CodeType, dict[str, Any]] = {}  # of code of the user's
+        self._names: set[str] = set()
+        self._counted: dict[tuple[int, str], set[bool]] = {}  # was each read only a count?
+
+    def attribute(self, module: nn.Module, name: str, frame: types.FrameType) -> None:
+        """Notes that code in a frame asks a module for an attribute."""
+        attributes = vars(module)
+        key = id(attributes), name
+        if name in attributes:
+            self._counted.setdefault(key, set()).add(is_count(frame, name))
+        if key in self._read:
+            return
+        place = Place(attributes, name, f"{self._paths[id(module)]}.{name}", place_of(frame))
+        if name in attributes:
+            self._note(place, frame.f_code)
+            return
+        if any(name in table for table in (module._parameters, module._buffers, module._modules)):
+            return
+        static = inspect.getattr_static(type(module), name, MISSING)
+        is_data = not hasattr(type(static), "__get__") and static is not MISSING
+        if is_data or static is MISSING:
+            place = Place(module, name, place.words, place.line)
+            self._note(place, frame.f_code)
+
+    def function(self, frame: types.FrameType) -> None:
+        """Notes globals and closures of a function of the user's that begins to run, at its first run."""
+        code = frame.f_code
+        if code in self._codes:
+            return
+        self._codes[code] = {}
+        if not is_users(code.co_filename):
+            return
+        self._names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+        if is_installed(code.co_filename):
+            return  # what a library keeps in globals are its own caches
+        self._globals[code] = frame.f_globals
+        where = f"{code.co_filename}:{code.co_firstlineno}"
+        for name, line in globals_of(code):
+            if name in frame.f_globals:
+                place = Place(
+                    frame.f_globals, name, f"the global {name}", f"{code.co_filename}:{line}"
+                )
+                self._note(place, code)
+        free = {n: frame.f_locals[n] for n in code.co_freevars if n in frame.f_locals}
+        self._codes[code] = {n: (seen(v), v) for n, v in free.items()}
+        for name, value in free.items():
+            self.hold(value, Place({}, name, f"{name} of {code.co_qualname}", where), code)
+
+    def _note(self, place: Place, code: types.CodeType | None, *, optional: bool = False) -> None:
+        key = id(place.holder), place.key
+        if key in self._read:
+            return
+        value = place.get()
+        self._objects[id(place.holder)] = place.holder
+        self._read[key] = place, seen(value), value
+        if optional:
+            self._optional.add(key)
+        self.hold(value, place, code)
+
+    def hold(self, value: Any, place: Place, code: types.CodeType | None = None) -> None:
+        """Notes what a value holds."""
+        if isinstance(value, (types.ModuleType, type)) and code is not None:
+            self._namespace(value, place, code)
+            return
+        if is_plain(value) or id(value) in self._objects or len(self._objects) > _MOST_OBJECTS:
+            return
+        if isinstance(value, (Tensor, np.ndarray, nn.Module)):
+            return
+        self._objects[id(value)] = value
+        if isinstance(value, MUTABLE):
+            self._containers[id(value)] = value, copied(value), place
+        if isinstance(value, (*MUTABLE, tuple)):
+            for element in elements(value):
+                self.hold(element, place, code)
+        elif isinstance(value, partial):
+            for name in ("func", "args", "keywords"):
+                self._note(Place(value, name, f"{name} of {place.words}", place.line), code)
+        elif isinstance(value, types.MethodType):
+            self.hold(value.__self__, place, code)
+        elif isinstance(value, types.FunctionType):
+            for name in ("__defaults__", "__kwdefaults__"):
+                if getattr(value, name):
+                    words = f"the defaults of {place.words}"
+                    self._note(Place(value, name, words, place.line), code)
+            if is_users(value.__code__.co_filename):
+                self._attributes(value, place, code)
+        elif is_users_type(type(value)):
+            self._attributes(value, place, code)
+
+    def _attributes(self, value: Any, place: Place, code: types.CodeType | None) -> None:
+        for name in getattr(value, "__dict__", ()):
+            words = f"{place.words}.{name}"
+            self._note(Place(vars(value), name, words, place.line), code, optional=True)
+        for name in slots(type(value)):
+            words = f"{place.words}.{name}"
+            self._note(Place(value, name, words, place.line), code, optional=True)
+        if not isinstance(value, types.FunctionType) and code is not None:
+            self._namespace(type(value), place, code)
+
+    def _namespace(
+        self, value: types.ModuleType | type, place: Place, code: types.CodeType
+    ) -> None:
+        """Notes the entries of a module or class of the user's that a code names."""
+        spaces = [value] if isinstance(value, types.ModuleType) else value.__mro__
+        for space in spaces:
+            top = getattr(space, "__module__", space.__name__).partition(".")[0]
+            if top in sys.stdlib_module_names or top in OTHERS:
+                continue
+            entries = self._spaces.setdefault(space, vars(space))
+            for name in sorted(set(code.co_names) & set(entries)):
+                words = f"{getattr(space, '__qualname__', space.__name__)}.{name}"
+                self._note(Place(entries, name, words, place.line), code)
+
+    def find_cells(self) -> None:
+        """Notes the cells of the closures that ran: those of functions that hold what the run has found."""
+        found = {code: free for code, free in self._codes.items() if free}
+        made_inside = {c for code in self._codes for c in code.co_consts if inspect.iscode(c)}
+        functions = (
+            [f for f in gc.get_referrers(*found) if isinstance(f, types.FunctionType)]
+            if found
+            else []
+        )
+        for function in functions:
+            code = function.__code__
+            if code not in found or code in made_inside:
+                continue
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                key = id(cell), None
+                if key in self._read or name not in found[code]:
+                    continue
+                before, value = found[code][name]
+                where = f"{code.co_filename}:{code.co_firstlineno}"
+                place = Place(cell, None, f"{name} of {code.co_qualname}", where)
+                if place.get() is value or name in stored_by(code):
+                    self._objects[id(cell)] = cell
+                    self._read[key] = place, before, value
+
+    def changed(self, attributes: Container[int]) -> Iterator[tuple[Place, Any]]:
+        """The places of values that a run replaced, each with the old value.
+
+        Args:
+            attributes: ids of modules and of their `__dict__`, whose attributes are left out.
+        """
+        for place, _, value in self._read.values():
+            if id(place.holder) not in attributes and place.get() is not value:
+                yield place, value
+
+    def refilled(self) -> list[Place]:
+        """Brings containers back to what they held; returns the places of those that had changed."""
+        changed = [each for each in self._containers.values() if not is_copy(*each[:2])]
+        for container, copy, _ in changed:
+            refill(container, copy)
+        return [place for _, _, place in changed]
+
+    def is_counter(self, attributes: dict[str, Any], name: str) -> bool:
+        """Whether every read of an attribute only counted it up or down."""
+        return self._counted.get((id(attributes), name)) == {True}
+
+    def numpy_line(self) -> str:
+        """The line that draws from numpy's own generator, whose functions no profile shows."""
+        for code, values in self._globals.items():
+            line = line_naming_numpy(code, values)
+            if line is not None:
+                return f"{code.co_filename}:{line}"
+        return "a line of the forward"
+
+    def guards(self, kept: Container[tuple[int, Any]]) -> Guards:
+        """Guards of all values that were read.
+
+        Args:
+            kept: the places (id of the holder, key) of values that stay as the forward has set them.
+
+        Raises CaptureError for an iterator, whose next value nobody can look at.
+        """
+        return Guards(self._guards(kept))
+
+    def _guards(self, kept: Container[tuple[int, Any]]) -> Iterator[Guard]:
+        for key, (place, before, value) in self._read.items():
+            is_named = key not in self._optional or place.key in self._names
+            is_counter = self._counted.get(key) == {True}
+            if not is_named or _is_form(value) or key in kept or is_counter:
+                continue
+            if isinstance(value, (Iterator, *GENERATORS)):
+                raise refusals.reads_iterator(value, place)
+            yield Guard(place, before)
+        for name, function in _ASKED.items():
+            if name in self._names:
+                place = Place(function, CALL, f"what {name} says", "a line of the forward")
+                yield Guard(place, seen(function()))
+
+
+def _is_form(value: Any) -> bool:
+    """Whether a value is autopar's own: the form that a module is captured in."""
+    return isinstance(value, types.FunctionType) and value.__module__.startswith("autopar.")
