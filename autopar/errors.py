@@ -56,11 +56,12 @@ class PeerError(RuntimeError):
     Attributes:
         collective: its name, such as `all_reduce`.
         group: the c10d name of the process group.
+        reason: what torch.distributed says of it.
     """
 
-    def __init__(self, message: str, *, collective: str, group: str) -> None:
+    def __init__(self, message: str, *, collective: str, group: str, reason: str = "") -> None:
         super().__init__(message)
-        self.collective, self.group = collective, group
+        self.collective, self.group, self.reason = collective, group, reason
 
 
 class VerifierError(AssertionError):

@@ -25,6 +25,7 @@ from autopar._torch.compiling import (
     is_functional,
     missing_cpp_compiler,
     on_second_derivative,
+    quiet_fake_failures,
     trace_recurrent_layers,
     uncompiled,
 )
@@ -48,6 +49,7 @@ from autopar._torch.exporting import (
     user_line,
     validates_distribution,
     without_value_checks,
+    without_values,
 )
 from autopar._torch.groups import (
     all_gather,
@@ -77,10 +79,10 @@ __all__ = [
     "dynamo_source", "fake_mode", "handed_on", "has_backward_hooks", "has_storage",
     "in_functorch_transform", "is_functional", "lines_along", "local_gradient", "local_tensor",
     "missing_cpp_compiler", "on_second_derivative", "outside_of_traces", "pipeline_actions",
-    "pipeline_stage", "quiet_export", "reduce_scatter", "replicates_implicitly",
+    "pipeline_stage", "quiet_export", "quiet_fake_failures", "reduce_scatter", "replicates_implicitly",
     "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks",
     "schema", "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
     "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "traced_ops",
     "uncompiled", "user_line", "validates_distribution", "widened_dtype", "without_memory",
-    "without_value_checks",
+    "without_value_checks", "without_values",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,3 +108,14 @@ def dynamo_source(node: fx.Node) -> str:
 def trace_recurrent_layers() -> None:
     """Lets Dynamo trace frames with nn.RNN, nn.LSTM and nn.GRU, which else it runs as they are, and says nothing."""
     torch._dynamo.config.allow_rnn = True
+
+
+def quiet_fake_failures() -> None:
+    """Keeps torch from logging the frames of an op that fails on tensors without values: its error says the same."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    if _is_no_failure not in log.filters:
+        log.addFilter(_is_no_failure)
+
+
+def _is_no_failure(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("failed while attempting to run meta")

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopar._torch import pytree
 
 # What a fake tensor answers to an op that has to read values.
 DependsOnValues = DataDependentOutputException
@@ -78,6 +81,34 @@ def fake_mode() -> Any:
     """
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def without_values(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Inside it calls compute shapes alone, and the model has fakes for parameters and buffers; yields fake arguments.
+
+    A model and arguments that are fakes already keep them.
+    """
+    leaves = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    mode = next((x.fake_mode for x in leaves if isinstance(x, FakeTensor)), None) or fake_mode()
+
+    def fake(x: Tensor) -> Tensor:
+        return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
+
+    tables = [table for m in model.modules() for table in (m._parameters, m._buffers)]
+    saved = [dict(table) for table in tables]
+    allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode:
+            for table in tables:
+                table.update({k: fake(x) for k, x in table.items() if x is not None})  # type: ignore[misc]
+            yield pytree.tree_map_only(Tensor, fake, (args, dict(kwargs)))
+    finally:
+        mode.allow_non_fake_inputs = allowed
+        for table, before in zip(tables, saved, strict=True):
+            table.update(before)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

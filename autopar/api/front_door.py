@@ -128,12 +128,13 @@ def compile(
     Raises AutoparError for an unknown executor, MeshError if the world does not match the mesh, PlanError for
     a plan of another model, and CaptureError, RecipeError or SearchError where no plan can be made.
     """
+    show_failures()
     loaded = _loaded(plan, {"schedule": schedule, "chunks": chunks, "recompute": recompute})
     _refuse_unknown_batch(batch)
     policy = policy_of(precision, loaded)
     device = _device(model, mesh, device)
     priced, assumed = hardware_of(hardware, device)
-    _join(device)
+    join_process_group(device)
     request = Request(
         priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
@@ -165,12 +166,6 @@ def _loaded(
 def _refuse_unknown_batch(batch: str) -> None:
     if batch not in ("global", "local"):
         raise AutoparError(f"batch={batch!r} is neither 'global' nor 'local'.")
-
-
-def _join(device: torch.device) -> None:
-    """Joins the process group, and shows failures around torch's own hook, which the group brings."""
-    join_process_group(device)
-    show_failures()
 
 
 def _prepared(compiled: CompiledModule, example_inputs: Any) -> CompiledModule:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar import _torch
+from autopar.backend.comparing import check_alike
 from autopar.capture.remedies import changed_in_place
 from autopar.cost_model import Hardware, find_hardware
-from autopar.errors import AutoparError, CaptureError, MeshError, RecipeError
+from autopar.errors import CaptureError, MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S
 from autopar.ir.layout import split_count
 from autopar.ops.sharding import shard
@@ -317,40 +318,3 @@ def world_of(mesh: Mesh, device: torch.device) -> World:
     if key not in known:
         known[key] = make_world(mesh, device, None)
     return known[key]
-
-
-def check_alike(world: World, named: Mapping[str, Any]) -> None:
-    """Raises AutoparError unless all ranks have the same numbers, but for rounding; shards are not asked."""
-    tensors = list(_plain(named))
-    if world.mesh.size == 1 or not tensors:
-        return
-    own = torch.stack([_fingerprint(x).to(world.device) for _, x in tensors])
-    first = own.clone()
-    world.broadcast(first)
-    differs = ((own - first).abs() > 1e-3).any(1).nonzero()
-    wrong = torch.tensor(int(differs[0]) if len(differs) else len(tensors), device=world.device)
-    dist.all_reduce(wrong, dist.ReduceOp.MIN)
-    if int(wrong) < len(tensors):
-        raise AutoparError(
-            f"{tensors[int(wrong)][0]} is not the same on all {world.mesh.size} ranks, and each has to "
-            "give the whole batch and the same parameters, as one device would have them: call "
-            "torch.manual_seed with one number on all ranks before the model is made and data are drawn, "
-            "and use no DistributedSampler."
-        )
-
-
-def _plain(named: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, x in named.items():
-        if isinstance(x, Tensor) and not isinstance(x, DTensor):
-            yield name, x
-
-
-@torch.no_grad()
-def _fingerprint(x: Tensor) -> Tensor:
-    """The logarithm of a tensor's norm and its direction along a fixed vector, of a million entries at most."""
-    values = torch.view_as_real(x) if x.is_complex() else x
-    flat = values.detach().reshape(-1)
-    flat = flat[:: 1 + flat.numel() // 2**20].double().nan_to_num(posinf=1e3, neginf=-1e3)
-    weights = torch.cos(torch.arange(flat.numel(), device=x.device, dtype=torch.float64))
-    norm = flat.norm() + 1e-30
-    return torch.stack([norm.log(), flat.dot(weights) / norm])

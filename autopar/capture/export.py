@@ -24,7 +24,15 @@ from autopar.capture.casts import absorb_casts, call_cast
 from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
 from autopar.capture.functions import keeping_functions
-from autopar.capture.remedies import MODEL, changed_in_place, explained, traced_line, uncaptured
+from autopar.capture.own_errors import own_error
+from autopar.capture.remedies import (
+    MODEL,
+    changed_in_place,
+    explained,
+    has_remedy,
+    traced_line,
+    uncaptured,
+)
 from autopar.capture.results import loss_in, loss_last
 from autopar.capture.rewrites import EXPORTED
 from autopar.capture.rewrites.say_elements import refuse_strides
@@ -178,7 +186,7 @@ def _capture(
         except CaptureError:
             raise
         except Exception as error:
-            raise explained(error, wrapper) from error
+            raise _reported(error, wrapper, args, kwargs) from None
 
     watch = wrapper.__dict__["watch"] = Watch(wrapper.model, wrapper.loss_fn)
     with watch.keeping(), capturable(run, wrapper, args, kwargs) as forms:
@@ -207,11 +215,24 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         except CaptureError:
             raise
         except Exception as error:
-            raise explained(error, wrapper) from error
+            raise _reported(error, wrapper, args, kwargs) from None
     if forgotten:
         raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}.")
     _refuse_trained_constants(exported, list(outside.found.values()))
     return exported
+
+
+def _reported(
+    error: Exception, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Exception:
+    """What a failed trace is reported as: the model's own error, or one that names the line and the remedy."""
+    if not has_remedy(error, wrapper):
+        own = own_error(wrapper, args, kwargs)
+        if own is not None:
+            return own
+    found = explained(error, wrapper)
+    found.__cause__ = error
+    return found
 
 
 def _describe(

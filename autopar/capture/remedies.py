@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 
+import torch
 from torch import fx, nn
 
 from autopar import _torch
 from autopar.errors import CaptureError
 
+_OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _OWN_FORWARD = "autopar/capture/export.py"  # the forward that calls the model, and then the loss
 MODEL = "model."  # the model's place in what is captured, which holds its loss, too
 
@@ -24,7 +27,7 @@ def uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
 
 
 def traced_line(node: fx.Node) -> str:
-    """The innermost forward that a node comes from: `file:line in function: code`.
+    """The innermost forward that a node comes from, outside torch if any: `file:line in function: code`.
 
     Export notes the forwards of modules alone, so that an op of a loss function has no line.
     """
@@ -34,6 +37,7 @@ def traced_line(node: fx.Node) -> str:
         return str(node.target)
     if found[-1]["file"].endswith(_OWN_FORWARD):
         return "in the loss function"
+    found = [each for each in found if not each["file"].startswith(_OURS)] or found
     return "{file}:{line} in {function}: {code}".format(**found[-1].groupdict())
 
 
@@ -44,7 +48,13 @@ def explained(error: Exception, wrapper: nn.Module) -> CaptureError:
     if isinstance(error, _torch.SizeDependsOnValues):  # says its name alone
         reason += " has no kernel that export takes: the size of a result depends on values"
     line = _torch.user_line(error) or _module_named_in(reason, wrapper)
-    return uncaptured(line, reason, _remedy(error, line, wrapper))
+    remedy = _remedy(error, line, wrapper) or "Write this line so that torch.export takes it"
+    return uncaptured(line, reason, remedy)
+
+
+def has_remedy(error: Exception, wrapper: nn.Module) -> bool:
+    """Whether it is known what to do about an error of a trace."""
+    return _remedy(error, _torch.user_line(error) or "", wrapper) is not None
 
 
 def _module_named_in(reason: str, wrapper: nn.Module) -> str:
@@ -87,6 +97,11 @@ _REMEDIES = (
         "optimizer.step()",
     ),
     (
+        "no fake impl registered",
+        "Give the op a fake kernel, with register_fake, which states the shape of its result; a gradient needs "
+        "register_autograd too",
+    ),
+    (
         r"Constant \S+ is mutated in the forward",
         "The loss changes a tensor that is no buffer of the model: make one module that holds both and whose "
         "forward returns the loss, and give that without loss_fn",
@@ -94,15 +109,11 @@ _REMEDIES = (
 )
 
 
-def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str:
+def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str | None:
     remedy = _remedy_of_values(error, line, wrapper)
     for said, known in _REMEDIES:
         remedy = remedy or (known if re.search(said, str(error)) else None)
-    return (
-        remedy
-        or _remedy_of_arguments(error, wrapper)
-        or "Write this line so that torch.export takes it"
-    )
+    return remedy or _remedy_of_arguments(error, wrapper)
 
 
 def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | None:

@@ -289,8 +289,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Reads a plan that `save` wrote. Raises PlanError naming the file and what is wrong."""
+        document = read_document(path)
         try:
-            return cls.from_json(read_document(path))
+            return cls.from_json(document)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
 
@@ -300,7 +301,10 @@ def read_document(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is not a whole JSON file ({error}); was it cut short?") from None
+        raise PlanError(
+            f"{path} is not a whole JSON file ({error}); was it cut short? Copy it again, or save the plan again "
+            "(explanation.plan.save(path), or autopar explain --save)."
+        ) from None
     except ValueError as error:
         raise PlanError(f"{path} is damaged: {error}.") from None
     except OSError as error:

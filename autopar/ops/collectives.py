@@ -15,7 +15,8 @@ process-group kernels in `KERNELS`, built on `torch.ops._c10d_functional`, must 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, fx
 
 from autopar import _torch
 from autopar._torch import OpOverload
+from autopar.errors import PeerError
 from autopar.ir import CollectiveCall, Mesh
 from autopar.ops.nodes import schema
 
@@ -136,24 +138,44 @@ def _on_bytes(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return kernel(x)
 
 
+@contextlib.contextmanager
+def naming_failures(collective: str, group: str) -> Iterator[None]:
+    """Turns what communication raises in a group of this c10d name into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or ["no reason"])[0]
+        message = (
+            f"{collective} broke: another rank died, hangs, or runs another program. Its own error is in its own "
+            f"log. ({reason})"
+        )
+        raise PeerError(message, collective=collective, group=group, reason=reason) from error
+
+
 def _group_all_reduce(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
-    return _torch.all_reduce(x.contiguous(), group)
+    own = x.contiguous()
+    with naming_failures("all_reduce", group):
+        return _torch.all_reduce(own, group)
 
 
 def _group_all_gather(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
-    gathered = _on_bytes(lambda y: _torch.all_gather(y, size, group), x.contiguous())
+    own = x.contiguous()
+    with naming_failures("all_gather", group):
+        gathered = _on_bytes(lambda y: _torch.all_gather(y, size, group), own)
     return gathered if dims[0] == 0 else torch.cat(gathered.chunk(size), dims[0])
 
 
 def _group_reduce_scatter(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
-    stacked = x if dims[0] == 0 else torch.cat(x.chunk(size, dims[0]))
-    return _torch.reduce_scatter(stacked.contiguous(), size, group)
+    stacked = (x if dims[0] == 0 else torch.cat(x.chunk(size, dims[0]))).contiguous()
+    with naming_failures("reduce_scatter", group):
+        return _torch.reduce_scatter(stacked, size, group)
 
 
 def _group_all_to_all(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
     gathered, cut = dims
     stacked = torch.cat(x.chunk(size, cut)).contiguous()
-    received = _on_bytes(lambda y: _torch.all_to_all(y, size, group), stacked)
+    with naming_failures("all_to_all", group):
+        received = _on_bytes(lambda y: _torch.all_to_all(y, size, group), stacked)
     return torch.cat(received.chunk(size), gathered)
 
 

@@ -382,7 +382,8 @@ def _refuse_other_size(file: Path, wanted_bytes: int) -> None:
     found = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
     if found != f"{wanted_bytes} bytes":
         raise AutoparError(
-            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes."
+            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. Copy it again, or load "
+            "an earlier checkpoint."
         )
 
 

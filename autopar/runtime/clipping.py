@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.errors import PeerError, StepError
-from autopar.runtime.transfer import naming_failures
+from autopar.ops.collectives import group_name, naming_failures
 from autopar.runtime.world import World
 
 
@@ -96,7 +96,7 @@ def _norm_over(
     for group in groups:
         if group is not None:
             parts = total.new_empty(group.size())
-            with naming_failures("all_gather", group):
+            with naming_failures("all_gather", group_name(group)):
                 _torch.start_all_gather(parts, total, group).wait()
             total = torch.linalg.vector_norm(parts, norm_type).reshape(1)
     return total.squeeze(0)

@@ -20,6 +20,7 @@ from autopar.passes import (
 )
 from autopar.program.program import Program
 from autopar.runtime.compiled import Executor
+from autopar.runtime.failing_op import naming_line
 from autopar.runtime.gather import Gathers
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.recompute import Recomputed
@@ -139,6 +140,10 @@ class Runner:
 
     def _run(self, parameters: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         arguments = (*parameters, *self._state(), *inputs)
+        with naming_line():
+            return self._run_graph(arguments)
+
+    def _run_graph(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         if not self._is_random:
             return list(self._graph(*arguments))
         devices = [] if self.world.device.type == "cpu" else [self.world.device]

@@ -1,16 +1,27 @@
-"""What people see when a rank fails: one message of a screen at most, and the whole traceback in a file.
+"""What people see when ranks fail: one message of a screen at most, and every traceback in a file.
 
-torchrun gives every rank the path of a file for its error, and shows what stands there in its summary. Without
-it the summary names exit codes alone, and each rank prints hundreds of lines of frames of autopar and torch.
+torchrun gives every rank the path of a file for its error, and shows in its summary what the file holds. Left alone,
+each rank prints hundreds of lines of frames of autopar and torch, and the summary names exit codes.
+
+[Note: who speaks] Where one rank fails, all do: the others lose a peer. The lowest rank that knows the cause prints
+it. A rank that only lost a peer knows none, and prints its error where no other rank reports a cause; it then names
+the ranks that report nothing, which were killed or hang. Ranks report through the store that torchrun holds, which
+outlives them. torchrun ends all ranks by SIGTERM when the first has ended; a rank that is about to report finishes
+that first.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import json
 import os
+import signal
 import sys
+import textwrap
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,65 +29,67 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar import _torch
 from autopar.errors import AutoparError, PeerError
 
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for a rank's error
 _INTERNAL = (Path(__file__).resolve().parents[1], Path(torch.__file__).parent)
+_STANDARD_LIBRARY = Path(contextlib.__file__).parent
+_PATIENCE_SECONDS = 1.0  # from an error to the others' reports
+_LINES, _COLUMNS = 16, 160  # of a message; the rest is in the file
+# Texts of the errors of torch's collectives where a peer is lost; Gloo raises them as plain RuntimeErrors.
+_LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 
 def show_failures() -> None:
-    """Under torchrun, says of an error that ends this rank what people need. More calls change nothing."""
+    """Under torchrun, has an error that ends this rank shown on one screen. More calls change nothing."""
     if _FILE in os.environ and not isinstance(sys.excepthook, _Shown):
-        sys.excepthook = _Shown(sys.excepthook)
+        sys.excepthook = _Shown()
 
 
 class _Shown:
-    """The hook for errors that nobody catches.
-
-    Args:
-        before: the hook that was there, which shows errors that are not autopar's.
-    """
-
-    def __init__(self, before: Callable[..., Any]) -> None:
-        self._before = before
+    """The hook for errors that nobody catches."""
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            self._before(kind, error, trace)
-            return
-        if isinstance(error, (AutoparError, PeerError)):
-            _show(error)
-        else:
-            _record(error)
-            self._before(kind, error, trace)
+        with _finishing():
+            path = Path(os.environ[_FILE])
+            whole = path.with_suffix(".traceback.txt")
+            whole.write_text("".join(traceback.format_exception(kind, error, trace)))
+            reports = _Reports.of_this_run()
+            knows = not _lost_peer(error)
+            others = reports.exchange(knows=knows)
+            speaker = reports.settled(_speaker(others), knows=knows)
+            if speaker == reports.rank:
+                text = "\n".join(
+                    [*screen(error), *_silent(others, knows), f"  all frames: {whole}"]
+                )
+                sys.stderr.write(f"[rank {reports.rank}] {text}\n")
+                sys.stderr.flush()
+            else:
+                headline = screen(error)[0].splitlines()[0]
+                text = f"{headline[:_COLUMNS]} (rank {speaker} says more; all frames: {whole})"
+            if not isinstance(error, KeyboardInterrupt):
+                _record(path, text, follows=not knows)
 
 
-def _show(error: BaseException) -> None:
-    """Prints an error of autopar's for people, and leaves its traceback in a file."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    whole = Path(os.environ[_FILE]).with_suffix(".traceback.txt")
-    whole.write_text("".join(traceback.format_exception(error)))
-    lines = [f"{type(error).__name__}: {error}", *_frames(error), f"  all frames: {whole}"]
-    _record(RuntimeError("\n".join(lines)))
-    if not _is_first_to_say(lines[0]):
-        lines = [f"{type(error).__name__}: as another rank says; {lines[-1].strip()}"]
-    sys.stderr.write(f"[rank {rank}] " + "\n".join(lines) + "\n")
-    sys.stderr.flush()
+def screen(error: BaseException) -> list[str]:
+    """The paragraphs that people need of an error: its type and message, its notes, the frames of their own code."""
+    notes = [textwrap.indent(str(note), "  ") for note in getattr(error, "__notes__", ())]
+    return [_headline(error), *notes, *_frames(error)]
 
 
-def _record(error: BaseException) -> None:
-    """Writes an error with its traceback to the file that torchrun reads."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    trace = error.__traceback__
-    try:
-        raise error
-    except BaseException as raised:  # the handler reads the traceback of what is being handled
-        get_error_handler().record_exception(raised)
-    error.__traceback__ = trace  # without the frame above
+def _headline(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return (
+            "Interrupted (Ctrl-C). To go on from the last autopar.checkpoint.save_checkpoint, start again and "
+            "call load_checkpoint before the first step."
+        )
+    lines = f"{type(error).__name__}: {error}".rstrip().splitlines()
+    kept = [
+        textwrap.shorten(line, 4 * _COLUMNS) if len(line) > 4 * _COLUMNS else line for line in lines
+    ]
+    return "\n".join(kept[:_LINES] + ["  ..."] * (len(kept) > _LINES))
 
 
 def _frames(error: BaseException) -> list[str]:
@@ -84,17 +97,130 @@ def _frames(error: BaseException) -> list[str]:
     own = [
         f"  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not any(Path(frame.filename).is_relative_to(folder) for folder in _INTERNAL)
+        if not frame.filename.startswith("<") and not _is_internal(Path(frame.filename))
     ]
     return own[-3:]
 
 
-def _is_first_to_say(text: str) -> bool:
-    """Whether no other rank has said the same; true where they cannot be asked."""
-    if not dist.is_initialized():
+def _is_internal(file: Path) -> bool:
+    """Whether a file is of autopar, torch or the standard library."""
+    if any(file.is_relative_to(folder) for folder in _INTERNAL):
         return True
-    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return file.is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in file.parts
+
+
+def _lost_peer(error: BaseException) -> bool:
+    """Whether an error says no more than that a collective or a wait failed because of another rank."""
+    return isinstance(error, (PeerError, dist.DistError)) or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, AutoparError)
+        and any(text in str(error) for text in _LOST_PEER)
+    )
+
+
+def _speaker(reports: Mapping[int, bool]) -> int:
+    """The rank that prints, of ranks that report whether they know the cause."""
+    return min(reports, key=lambda rank: (not reports[rank], rank))
+
+
+def _silent(reports: Mapping[int, bool], knows: bool) -> list[str]:
+    """A line on the ranks that report no error, where no rank knows the cause."""
+    missing = sorted(set(range(int(os.environ.get("WORLD_SIZE", "1")))) - set(reports))
+    if knows or not missing:
+        return []
+    ranks = f"rank {missing[0]} reports" if len(missing) == 1 else f"ranks {missing[:8]} report"
+    return [
+        f"  {ranks} no error: killed (by the kernel, if memory ran out: see dmesg), or hanging. torchrun's summary "
+        "below names the signal. Lower the memory of a rank (memory_bytes=, recompute=, recipe='zero3'), and go on "
+        "from the last checkpoint."
+    ]
+
+
+class _Reports:
+    """What the failing ranks say of themselves, in the store that torchrun holds.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        store: the store; None where there is none, so that each rank is the only one to report.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store | None) -> None:
+        self.rank, self._size, self._store = rank, size, store
+
+    @classmethod
+    def of_this_run(cls) -> _Reports:
+        """The reports of the ranks that torchrun has started at this attempt."""
+        env = os.environ
+        rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+        if size == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return cls(rank, size, None)
+        try:
+            store = dist.TCPStore(
+                env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False,
+                timeout=timedelta(seconds=_PATIENCE_SECONDS),
+            )  # fmt: skip
+        except (RuntimeError, dist.DistError):  # torchrun has ended
+            return cls(rank, size, None)
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(rank, size, dist.PrefixStore(f"autopar/failures/{attempt}", store))
+
+    def exchange(self, *, knows: bool) -> dict[int, bool]:
+        """Reports whether this rank knows the cause; gives what it needs to know of the others.
+
+        A rank that knows waits for the ranks below it alone.
+        """
+        found = {self.rank: knows}
+        if self._store is None:
+            return found
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store has died with its host
+            self._store.set(str(self.rank), str(int(knows)))
+            awaited = range(self.rank if knows else self._size)
+            deadline = time.monotonic() + _PATIENCE_SECONDS
+            while time.monotonic() < deadline:
+                for rank in awaited:
+                    if rank not in found and self._store.check([str(rank)]):
+                        found[rank] = self._store.get(str(rank)) == b"1"
+                if _speaker(found) < self.rank or len(found) >= len(awaited) + knows:
+                    break
+                time.sleep(0.02)
+        return found
+
+    def settled(self, speaker: int, *, knows: bool) -> int:
+        """The rank that prints: this one if it should, unless another was sooner; ranks may fail seconds apart."""
+        if self._store is None or speaker != self.rank:
+            return speaker
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            return int(self._store.compare_set(f"speaker/{int(knows)}", "", str(self.rank)))
+        return speaker
+
+
+@contextlib.contextmanager
+def _finishing() -> Iterator[None]:
+    """Inside it SIGTERM and SIGINT wait until the report is written; what waited takes effect after it."""
+    received: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+    for each in (signal.SIGTERM, signal.SIGINT):
+        before[each] = signal.signal(each, lambda number, _: received.append(number))
     try:
-        return bool(_torch.default_store().add(f"autopar/failures/{key}", 1) == 1)
-    except RuntimeError:  # the store has died with the rank that held it
-        return True
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        if received:
+            os.kill(os.getpid(), received[0])
+
+
+def _record(path: Path, text: str, *, follows: bool) -> None:
+    """Writes a rank's text to the file that torchrun reads.
+
+    Args:
+        path: the file.
+        text: the text for torchrun's summary.
+        follows: whether the error is the consequence of another rank's. torchrun takes the earliest for the root
+            cause, in whole seconds, so that such an error is dated a second later.
+    """
+    when = int(time.time()) + follows
+    path.write_text(
+        json.dumps({"message": {"message": text, "extraInfo": {"timestamp": str(when)}}})
+    )

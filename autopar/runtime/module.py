@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from autopar.runtime.clipping import clip_grad_norm_
 from autopar.runtime.clock import StepClock
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
+from autopar.runtime.finite import FiniteLoss, about_loss
 from autopar.runtime.hooks import backward_hooks, refuse_hooks
 from autopar.runtime.inputs import (
     Arguments,
@@ -85,6 +87,7 @@ class CompiledModule(nn.Module):
         self._seeds = torch.Generator()  # of random ops; the same on every rank
         self._steps = 0
         self._clock = StepClock()
+        self._finite = FiniteLoss()
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, table, getattr(model, table))
@@ -139,7 +142,23 @@ class CompiledModule(nn.Module):
         except PeerError as error:
             raise bound.world.explain(error, f"Step {self._steps}") from error
         ready.finish()
+        self._warn_of_loss(bound, found.loss, arguments)
         return loss_first(unflatten_outputs(bound.program, results))
+
+    def _warn_of_loss(
+        self, bound: BoundProgram | BoundPipeline, loss: Tensor, arguments: Arguments
+    ) -> None:
+        """Warns once of a loss that is not finite; ranks that give rows of their own all look at theirs."""
+        step = self._finite.found(loss, self._steps)
+        if step is None:
+            return
+        names = [spec.name for spec in bound.program.inputs]
+        inputs = zip(names, arguments.tensors, strict=True) if step == self._steps else ()
+        message = about_loss(step, inputs, self._original.named_parameters())
+        if self._settings.batch == "local":
+            warnings.warn(message, stacklevel=3)
+        else:
+            warn_together(message, stacklevel=3)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.

@@ -18,6 +18,7 @@ from autopar.ir import (
     Mesh,
     Plan,
 )
+from autopar.runtime.failures import show_failures
 from autopar.runtime.world import World
 
 BUCKET_BYTES = (
@@ -30,6 +31,7 @@ def join_process_group(device: torch.device) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if launched and not dist.is_initialized():
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        show_failures()  # over torch's own hook, which the process group brings
 
 
 def world_size() -> int:

@@ -9,8 +9,7 @@ it is waited for, so that what is computed meanwhile overlaps with it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _torch
-from autopar.errors import PeerError
 from autopar.ir import Dims, Layout, Mesh, calls, local_shape
-from autopar.ops.collectives import KERNELS, group_name, result_shape
+from autopar.ops.collectives import KERNELS, group_name, naming_failures, result_shape
 from autopar.runtime.world import World
 
 Shape = tuple[int, ...]
@@ -194,22 +192,9 @@ class _Started:
     unpack: Callable[[], list[Tensor]]
 
     def wait(self) -> list[Tensor]:
-        with naming_failures(self.hops[0].name, self.group):
+        with naming_failures(self.hops[0].name, group_name(self.group)):
             self.work.wait()
         return self.unpack()
-
-
-@contextlib.contextmanager
-def naming_failures(collective: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Turns what a backend raises into a PeerError."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()
-        name = group_name(group)
-        raise PeerError(
-            reason[0] if reason else "no reason", collective=collective, group=name
-        ) from error
 
 
 def _group(hop: Hop, world: World) -> dist.ProcessGroup:
@@ -230,7 +215,7 @@ def _start_all_reduce(hops: list[Hop], tensors: list[Tensor], world: World) -> _
         parts = flat.split([shape.numel() for shape in map(torch.Size, shapes)])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    with naming_failures("all_reduce", group):
+    with naming_failures("all_reduce", group_name(group)):
         work = _torch.start_all_reduce(flat, group)
     return _Started(hops, work, group, unpack)
 
@@ -246,7 +231,7 @@ def _start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> _
         parts = gathered.split([torch.Size(hop.viewed).numel() for hop in hops], dim=1)
         return [_join(part, hop) for part, hop in zip(parts, hops, strict=True)]
 
-    with naming_failures("all_gather", group):
+    with naming_failures("all_gather", group_name(group)):
         work = _torch.start_all_gather(gathered.view(-1), flat.contiguous(), group)
     return _Started(hops, work, group, unpack)
 
@@ -268,7 +253,7 @@ def _start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) 
         parts = reduced.split(sizes)
         return [part.view(hop.result) for part, hop in zip(parts, hops, strict=True)]
 
-    with naming_failures("reduce_scatter", group):
+    with naming_failures("reduce_scatter", group_name(group)):
         work = _torch.start_reduce_scatter(reduced, stacked.view(-1), group)
     return _Started(hops, work, group, unpack)
 
@@ -294,14 +279,14 @@ def start_sum(
     """Starts an all_reduce of a tensor without gradient, with the arguments of the graph's op."""
     found = _torch.resolve_group(group)
     total = x.clone(memory_format=torch.contiguous_format)
-    with naming_failures("all_reduce", found):
+    with naming_failures("all_reduce", group_name(found)):
         return total, _torch.start_all_reduce(total, found), found
 
 
 def finish_sum(started: tuple[Tensor, dist.Work, dist.ProcessGroup]) -> Tensor:
     """Waits for what `start_sum` began."""
     total, work, group = started
-    with naming_failures("all_reduce", group):
+    with naming_failures("all_reduce", group_name(group)):
         work.wait()
     return total
 

@@ -127,9 +127,10 @@ class World:
         return PeerError(
             f"{doing} broke in {error.collective} over {axis} on rank {self.rank}: another rank of "
             f"that axis died, hangs, or runs another program. Its own error is in its own log. "
-            f"({error})",
+            f"({error.reason or error})",
             collective=error.collective,
             group=error.group,
+            reason=error.reason,
         )
 
 

@@ -454,11 +454,6 @@ class Packed(nn.Module):
         return self.layer(pack_padded_sequence(x, [6, 5]))[0].data.sum()
 
 
-class Confused(nn.Module):
-    def forward(self, x, _):
-        return len(x.shape[0]) * x.sum()
-
-
 class Unary(nn.Module):
     def forward(self, x):
         return x.sum()
@@ -472,7 +467,6 @@ class Unary(nn.Module):
             "has no kernel that export takes.*\n  remedy: Compute this outside of what is captured",
         ),
         (Packed(), "Packed sequences do: give the recurrent layer the padded batch"),
-        (Confused(), "object of type 'int' has no len.*\n  remedy: Write this line so that"),
         (Unary(), "Call it with the arguments that the model's forward takes"),
     ],
 )

@@ -1,21 +1,23 @@
-"""What a person sees of a rank that fails under torchrun."""
+"""What a person sees of ranks that fail under torchrun."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from autopar.errors import PeerError
 from autopar.runtime import failures
-
-pytestmark = pytest.mark.multiprocess
+from benchmarks.wrong_inputs.cases import CASES, Case, Door
+from benchmarks.wrong_inputs.run import met
+from tests.support.launched import ROWS, Screen, launch
 
 SCRIPT = """
-import os
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,37 +36,58 @@ def shown(folder: Path, fails: str) -> tuple[str, str]:
     """What the ranks print, and torchrun's summary."""
     script = folder / "script.py"
     script.write_text(SCRIPT.replace("FAILS", fails))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--log-dir", str(folder / "logs"),
-        str(script),
-    ]  # fmt: skip
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert ran.returncode == 1, ran.stderr
-    ranks, _, rest = ran.stderr.partition("torch/distributed/elastic/multiprocessing/api.py")
+    screen = launch(script, ranks=2, timeout_seconds=120)
+    assert screen.exit_code == 1, screen.text
+    ranks, _, rest = screen.text.partition("torch/distributed/elastic/multiprocessing/api.py")
     return ranks, rest.partition("ChildFailedError")[2]
 
 
+@pytest.mark.multiprocess
 def test_one_rank_says_what_all_know(tmp_path: Path) -> None:
     ranks, summary = shown(tmp_path, "model.step(torch.ones(4, 8), torch.ones(4, 8), 1, 2, 3)")
-    assert ranks.count("[rank 0]") == 1 or ranks.count("[rank 1]") == 1
-    assert len(ranks.splitlines()) < 24, ranks
-    assert "script.py:11, in train: model.step(" in ranks and "script.py:11" in summary
+    assert len(re.findall(r"^\[rank \d\] ", ranks, re.M)) == 1, ranks
+    assert len(ranks.splitlines()) < ROWS, ranks
+    assert "script.py:10, in train: model.step(" in ranks and "script.py:10" in summary
     whole = Path(re.search(r"all frames: (\S+)", ranks)[1])  # type: ignore[index]
     assert "Traceback (most recent call last)" in whole.read_text()
 
 
-def test_an_error_of_the_script_is_shown_and_recorded(tmp_path: Path) -> None:
-    """On the other rank, which waits, the collective's error is one of autopar's."""
+@pytest.mark.multiprocess
+def test_the_rank_that_knows_the_cause_speaks(tmp_path: Path) -> None:
+    """Rank 0 only loses its peer, and torchrun takes rank 1's error for the root cause."""
     ranks, summary = shown(
         tmp_path,
-        "model.step(torch.ones(4, 8), torch.ones(4, 8)); print(1 / (1 - dist.get_rank()))",
+        "model.step(torch.ones(4, 8), torch.ones(4, 8)); print(1 / (1 - dist.get_rank())); "
+        "model.step(torch.ones(4, 8), torch.ones(4, 8))",
     )
-    assert "ZeroDivisionError: division by zero" in ranks and "failures.py" not in ranks
-    assert "ZeroDivisionError" in summary and "script.py" in summary
+    assert "[rank 1] ZeroDivisionError: division by zero" in ranks and "[rank 0]" not in ranks
+    assert "ZeroDivisionError" in summary.partition("Root Cause")[2]
+
+
+def given(name: str, door: Door) -> tuple[Case, Screen]:
+    """A wrong input of the page docs/wrong_inputs.md."""
+    (case,) = (case for case in CASES if case.name == name)
+    row = met(case, door)
+    return case, row.screen
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        ("a rank that is killed", "backend"),
+        ("a rank with another batch shape", "backend"),
+        pytest.param("Ctrl-C", "compile", marks=pytest.mark.slow),
+        pytest.param("a mesh of four ranks, where two run", "backend", marks=pytest.mark.slow),
+        pytest.param("an input of the wrong shape", "compile", marks=pytest.mark.slow),
+        pytest.param("an input of the wrong shape", "backend", marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_screen_holds_cause_and_remedy(name: str, door: Door) -> None:
+    case, screen = given(name, door)
+    assert re.search(case.cause, screen.first), screen.text
+    assert re.search(case.remedy, screen.first), screen.text
+    assert screen.exit_code not in (0, None)
 
 
 def test_without_torchrun_nothing_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,19 +97,109 @@ def test_without_torchrun_nothing_is_hooked(monkeypatch: pytest.MonkeyPatch) -> 
     assert sys.excepthook is before
 
 
-def test_it_is_hooked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def error_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file that torchrun would name, and no hook."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    return tmp_path / "error.json"
+
+
+def test_it_is_hooked_once(error_file: Path) -> None:
     failures.show_failures()
     first = sys.excepthook
     failures.show_failures()
     assert sys.excepthook is first is not sys.__excepthook__
 
 
+def test_the_file_holds_the_text_of_the_screen(
+    error_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures.show_failures()
+    error = ValueError("wrong")
+    error.add_note("where:  here")
+    sys.excepthook(ValueError, error, None)
+    printed = capsys.readouterr().err
+    message = json.loads(error_file.read_text())["message"]["message"]
+    assert printed == f"[rank 0] {message}\n"
+    assert message.startswith("ValueError: wrong\n  where:  here\n  all frames: ")
+
+
+def test_a_long_message_is_cut_to_a_screen() -> None:
+    (text,) = failures.screen(ValueError("\n".join(str(i) * 300 for i in range(100))))
+    lines = text.splitlines()
+    assert len(lines) < ROWS and lines[-1] == "  ..." and max(map(len, lines)) <= 640
+
+
 def test_own_frames_are_told_from_those_of_autopar() -> None:
     try:
-        failures._record(ValueError("x"))
         raise ValueError("here")
     except ValueError as error:
-        (line,) = failures._frames(error)
+        line = failures.screen(error)[-1]
     assert line.endswith('raise ValueError("here")')
+
+
+def test_a_lost_peer_is_no_cause() -> None:
+    lost = [
+        PeerError("all_reduce broke", collective="all_reduce", group="0"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+        dist.DistNetworkError("no store"),
+    ]
+    known = [ValueError("x"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")]
+    assert all(map(failures._lost_peer, lost)) and not any(map(failures._lost_peer, known))
+
+
+class Store(dict):  # type: ignore[type-arg]
+    """The calls of a key-value store that ranks report through."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.setdefault(key, desired.encode())  # type: ignore[no-any-return]
+
+
+def reports(knows: dict[int, bool], size: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The speaker that each rank finds, where the ranks fail one after the other, the last first."""
+    monkeypatch.setattr(failures, "_PATIENCE_SECONDS", 0.05)
+    store, found = Store(), []
+    for rank in sorted(knows, reverse=True):
+        each = failures._Reports(rank, size, store)  # type: ignore[arg-type]
+        speaker = failures._speaker(each.exchange(knows=knows[rank]))
+        found.append(each.settled(speaker, knows=knows[rank]))
+    return found
+
+
+def test_ranks_that_fail_late_leave_the_word_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 2, 1 and 0 come one after the other, each when the patience of the one before is over."""
+    assert reports({0: False, 1: False, 2: True}, 4, monkeypatch) == [2, 2, 2]
+    assert reports({0: True, 1: False, 2: True}, 4, monkeypatch) == [2, 2, 2]
+    assert reports({0: True, 3: False}, 4, monkeypatch) == [3, 0]
+    assert reports({1: False, 3: False}, 4, monkeypatch) == [3, 3]
+
+
+def test_of_ranks_that_report_in_time_the_lowest_that_knows_speaks() -> None:
+    assert failures._speaker({0: False, 1: True, 2: True}) == 1
+    assert failures._speaker({1: False, 3: False}) == 1
+
+
+def test_silent_ranks_are_named_where_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (line,) = failures._silent({0: False, 2: False}, knows=False)
+    assert line.startswith("  ranks [1, 3] report no error: killed")
+    assert not failures._silent({0: True}, knows=True)
+
+
+def test_a_signal_waits_for_the_report() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with failures._finishing():
+            signal.raise_signal(signal.SIGTERM)
+            assert not seen
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

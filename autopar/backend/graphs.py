@@ -1,0 +1,93 @@
+"""A graph of torch.compile as the backend runs it: planned at the first call of each set of shapes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from autopar.backend.comparing import check_alike, check_shapes
+from autopar.backend.lifting import lift
+from autopar.backend.plans import local_graph, plan_of, prepare, stand_in
+from autopar.backend.running import LocalGraph, WholeGraph
+from autopar.backend.summary import summary
+from autopar.errors import AutoparError
+from autopar.ir import Graph, Plan
+from autopar.runtime.comparison import Comparison
+from autopar.runtime.compiled import Executor
+from autopar.runtime.kept_programs import KEPT_PROGRAMS
+from autopar.runtime.world import World
+from autopar.search.request import Request
+
+log = logging.getLogger("autopar")
+Run = Callable[[Sequence[Any]], list[Any]]
+
+
+class SplitGraph:
+    """The function that dynamo calls in place of a graph; it plans at the first call of each set of shapes.
+
+    [Note: programs are kept] in autopar/runtime/kept_programs.py.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, names: Sequence[str], request: Request, world: World,
+        executor: Executor, comparison: Comparison,
+    ) -> None:  # fmt: skip
+        self._module, self._names, self._comparison = module, names, comparison
+        self._request, self._world, self._executor = request, world, executor
+        self._runs: dict[Any, Run] = {}
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        key = tuple(map(_kind, arguments))
+        run = self._runs.pop(key, None)
+        if run is None:
+            named = dict(zip(self._names, arguments, strict=True))
+            check_shapes(self._comparison, named)
+            check_alike(self._world, named)
+            run = self._made(arguments)
+        self._runs[key] = run  # last: what was used longest ago is let go first
+        if len(self._runs) > KEPT_PROGRAMS:
+            del self._runs[next(iter(self._runs))]
+        return run(arguments)
+
+    def _made(self, arguments: Sequence[Any]) -> Run:
+        start = time.perf_counter()
+        try:
+            sharded = {i: x for i, x in enumerate(arguments) if isinstance(x, DTensor)}
+            given = [stand_in(x) if i in sharded else x for i, x in enumerate(arguments)]
+            lifted = lift(self._module, self._names, given, frozenset(sharded))
+            prepared = prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
+            stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}
+            plan = plan_of(prepared, self._world, self._request, stored)
+            local = local_graph(prepared, plan)
+        except AutoparError as error:
+            self._tell_whole(error)
+            return WholeGraph(self._module, self._world)
+        self._tell(prepared.analysis.graph, plan, local, time.perf_counter() - start)
+        return LocalGraph(lifted, prepared.captured, local, self._world, self._executor, arguments)
+
+    def _tell(self, graph: Graph, plan: Plan, local: fx.GraphModule, seconds: float) -> None:
+        if self._world.rank == 0:
+            log.info("%s; planned in %.1f s", summary(graph, plan, local), seconds)
+            log.debug("%s\n%s", plan, local.code)
+
+    def _tell_whole(self, error: AutoparError) -> None:
+        if self._world.rank == 0:
+            calls = [n.name for n in self._module.graph.nodes if n.op.startswith("call")]
+            place = f"{calls[0]} ... {calls[-1]}" if calls else "nothing"
+            log.warning(
+                "A graph of %d calls (%s) runs whole on every rank: %s", len(calls), place, error
+            )
+
+
+def _kind(x: Any) -> Any:
+    """The properties of an argument that a plan depends on: the value of a number; of a tensor what its graph uses."""
+    if not isinstance(x, Tensor):
+        return x
+    if isinstance(x, DTensor):
+        return tuple(x.shape), x.placements, x.dtype, x.device, x.requires_grad
+    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad

@@ -1,0 +1,171 @@
+"""Graphs of torch.compile as they run: whole on every rank, or the local graph of this one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar import _torch
+from autopar.backend.lifting import Lifted, ReturnedView
+from autopar.capture.captured import Captured
+from autopar.errors import PeerError
+from autopar.ops.nodes import draws
+from autopar.passes import bind_groups, verify_graph
+from autopar.runtime.compiled import Executor
+from autopar.runtime.entries import Entries
+from autopar.runtime.failing_op import naming_line
+from autopar.runtime.gather import Gathers
+from autopar.runtime.processes import BUCKET_BYTES
+from autopar.runtime.world import World
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What is to be known of a parameter to group it with others, with no values."""
+
+    local: Tensor
+    parameter: Tensor
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Shard:
+        like = torch.empty_like(_torch.local_tensor(parameter), device="meta")
+        return cls(like, like.detach().requires_grad_(parameter.requires_grad))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The format in which its gradient is added up, as autograd gives it."""
+        return self.local.dtype
+
+
+class _Shards:
+    """The parameters of a graph as `Gathers` sees them; their gradients go back through autograd."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.kept = self.specs = list(map(_Shard.of, parameters))
+        self.leaves: list[Tensor] = []
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """The shape of the part that a rank holds."""
+        return tuple(self.kept[i].local.shape)
+
+
+class WholeGraph:
+    """A graph as dynamo gave it, on every rank alike."""
+
+    def __init__(self, module: fx.GraphModule, world: World) -> None:
+        self._module, self._world = module, world
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        with _naming_failures(self._world), _same_seed(self._world):
+            return list(self._module(*arguments))
+
+
+class LocalGraph:
+    """A local graph on this rank, called with the arguments of the dynamo graph.
+
+    Args:
+        lifted: what the arguments are.
+        captured: names the placeholders of the local graph.
+        executor: what runs it.
+        examples: example value of each argument.
+    """
+
+    def __init__(
+        self,
+        lifted: Lifted,
+        captured: Captured,
+        local: fx.GraphModule,
+        world: World,
+        executor: Executor,
+        examples: Sequence[Any],
+    ) -> None:
+        self._lifted, self._world = lifted, world
+        self._constants = list(captured.constants.values())
+        self._parameters = [lifted.parameters[name] for name in captured.parameters.values()]
+        self._buffers = [lifted.buffers[name] for name in captured.buffers.values()]
+        self._changed = [lifted.buffers[name] for _, name in sorted(captured.mutated.items())]
+        sources = _Shards([examples[i] for i in self._parameters])
+        self._gathers = Gathers(sources, world)
+        self._gathers.install(local, world.mesh, BUCKET_BYTES)
+        self._entries = Entries(world)
+        self._entries.install(local, [each.local for each in sources.kept], BUCKET_BYTES)
+        bind_groups(local, world.group_names)
+        verify_graph(local, after="binding to process groups")
+        is_random = any(draws(node) for node in local.graph.nodes)
+        self._graph = executor.ready(local)
+        self._seed = (lambda: _same_seed(world)) if is_random else contextlib.nullcontext
+        kind = world.device.type
+        self._casts = (
+            torch.autocast(kind, enabled=False)  # the graph has its casts
+            if torch.is_autocast_enabled(kind)
+            else contextlib.nullcontext()
+        )
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
+        changed = {*self._changed}
+        # What will be changed is given as a copy: backward may need what it was.
+        state = [arguments[i].clone() if i in changed else arguments[i] for i in self._buffers]
+        inputs = [arguments[i] for i in self._lifted.inputs]
+        shards = [_torch.differentiable_local(arguments[i]) for i in self._parameters]
+        with _naming_failures(self._world), self._seed(), self._casts, self._gathers.watching():
+            leaves = self._entries.open(shards)
+            results = list(self._graph(*leaves, *state, *self._constants, *inputs))
+        with torch.no_grad():
+            for i, value in zip(self._changed, results, strict=False):
+                arguments[i].copy_(value)
+        return self._results(results[len(self._changed) :], arguments)
+
+    def _results(self, made: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        fresh = iter(made)
+        return [
+            next(fresh) if r is None else r.of(arguments) if isinstance(r, ReturnedView) else r
+            for r in self._lifted.results
+        ]
+
+
+@contextlib.contextmanager
+def _naming_failures(world: World) -> Iterator[None]:
+    """Names the axis of a collective that broke, and the model's line of an op that failed."""
+    try:
+        with naming_line():
+            yield
+    except PeerError as error:
+        raise world.explain(error, "A graph of torch.compile") from error
+
+
+@contextlib.contextmanager
+def _same_seed(world: World) -> Iterator[None]:
+    """[Note: keys of random ops] in autopar/rules/random.py: all ranks draw in step.
+
+    The seed of a call is a number from the first rank's default generator, so that torch.manual_seed and
+    torch.set_rng_state there mean what they do on one device. A call that draws nothing leaves it alone.
+    """
+    devices = [] if world.device.type == "cpu" else [world.device]
+    with torch.random.fork_rng(devices, device_type=world.device.type):
+        torch.manual_seed(world.agree(_number()))
+        before = _states(world.device)
+        yield
+        drawn = _states(world.device) != before
+    if drawn:
+        _number()
+
+
+def _number() -> int:
+    """The next number of the default generator."""
+    return int(torch.randint(2**62, ()))
+
+
+def _states(device: torch.device) -> list[list[int]]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device.type).get_rng_state(device))
+    return [state.tolist() for state in states]

@@ -1,0 +1,58 @@
+"""Errors of single ops in a running graph: PyTorch's own, with a note of the model's line that the op comes from."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autopar.capture.remedies import traced_line
+from autopar.errors import AutoparError, PeerError
+
+_NO_MEMORY = (
+    "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a RuntimeError
+)
+
+
+@contextlib.contextmanager
+def naming_line() -> Iterator[None]:
+    """Adds to an error of an op the line of the model, and what to do where memory ran out."""
+    try:
+        yield
+    except (AutoparError, PeerError):
+        raise
+    except Exception as error:
+        node = _failed_node(error)
+        if node is not None:
+            error.add_note(f"where:  {traced_line(node)}")
+        if is_out_of_memory(error):
+            error.add_note(
+                "remedy: ask for a plan that takes less memory of a rank: a bound (memory_bytes=...), more "
+                "micro_batches, recompute='full', a recipe that stores parameters in shards (recipe='zero3'), or a "
+                "smaller batch. model.explain() shows the peak that was priced."
+            )
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory did not suffice."""
+    return isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY in str(error)
+
+
+def _failed_node(error: BaseException) -> fx.Node | None:
+    """The node of the innermost graph that was running, by the line of its code; None in compiled code."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, fx.GraphModule) and frame.f_code.co_filename.startswith(
+            "<eval_with_key>"
+        ):
+            text = traceback.StackSummary.extract([(frame, line)])[0].line or ""
+            name = re.match(r"\w+", text)
+            nodes = {node.name: node for node in module.graph.nodes}
+            found = nodes.get(name[0]) if name else None
+    return found

@@ -1,0 +1,87 @@
+"""A loss that is no number: said once, with the input or the parameter that brought it in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from autopar import _torch
+
+
+class FiniteLoss:
+    """Looks at the loss of every step, and warns of the first that is NaN or infinite.
+
+    On the CPU it looks at once. On an accelerator it would have to wait for the step; there a copy of the loss
+    travels while the host goes on, and is looked at when a later step begins.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+        self._copy: tuple[int, Tensor, torch.Event] | None = (
+            None  # step, its loss, the end of the copy
+        )
+
+    def found(self, loss: Tensor, step: int) -> int | None:
+        """The number of the first step whose loss is not finite, once; None before and after.
+
+        Args:
+            loss: loss of this step, of shape `()`.
+            step: number of this step.
+        """
+        if self._warned:
+            return None
+        if loss.device.type == "cpu":
+            return self._first(loss, step)
+        known = self._copy
+        if known is not None and not known[2].query():
+            return None  # it is still on its way
+        copy = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        copy.copy_(loss.detach(), non_blocking=True)
+        arrived = torch.Event(loss.device)
+        arrived.record()
+        self._copy = (step, copy, arrived)
+        return None if known is None else self._first(known[1], known[0])
+
+    def _first(self, loss: Tensor, step: int) -> int | None:
+        self._warned = not bool(loss.isfinite())
+        return step if self._warned else None
+
+
+def about_loss(
+    step: int, inputs: Iterable[tuple[str, Tensor]], parameters: Iterable[tuple[str, Tensor]]
+) -> str:
+    """What to say of a loss that is not finite: the first input or parameter that is not, and what to do.
+
+    Args:
+        step: number of the step.
+        inputs: names and values of the batch on this rank.
+        parameters: names and values of the parameters; of a DTensor, the part of this rank.
+    """
+    cause = _described("input", inputs) or _described("parameter", parameters)
+    remedy = (
+        "Mend the data, or leave such batches out."
+        if cause.startswith("input")
+        else "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."
+        if cause
+        else "Inputs and parameters are finite, so that the forward makes it: look for a division by zero, the "
+        "logarithm or root of zero, or an overflow in half precision (run the model alone under "
+        "torch.autograd.set_detect_anomaly(True))."
+    )
+    said = f"{cause[:1].upper()}{cause[1:]}{remedy}"
+    return f"The loss of step {step} is NaN or infinite, and so are its gradients. {said}"
+
+
+def _described(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """`input x of shape [8, 16] holds 1 value that is NaN or infinite, the first at [2, 3]. `; "" if none does."""
+    for name, given in tensors:
+        x = _torch.local_tensor(given).detach()
+        if (x.is_floating_point() or x.is_complex()) and not bool(x.isfinite().all()):
+            places = (~x.isfinite()).nonzero()
+            count = "1 value that is" if len(places) == 1 else f"{len(places)} values that are"
+            return (
+                f"{kind} {name} of shape {list(x.shape)} holds {count} NaN or infinite, the first at "
+                f"{places[0].tolist()}. "
+            )
+    return ""

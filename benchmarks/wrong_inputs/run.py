@@ -1,0 +1,128 @@
+"""Gives every wrong input at both doors, on two Gloo ranks, and writes what the first screen says.
+
+OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown docs/wrong_inputs.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.wrong_inputs.cases import CASES, Case, Door
+from tests.support.launched import COLUMNS, ROWS, Screen, launch
+
+RANKS, LIMIT_SECONDS = 2, 90.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A wrong input as it was met at one door.
+
+    Attributes:
+        case: the wrong input.
+        door: where it was given.
+        screen: what the user saw.
+    """
+
+    case: Case
+    door: Door
+    screen: Screen
+
+    @property
+    def missing(self) -> list[str]:
+        """What the first screen lacks."""
+        found = []
+        for what, pattern in (("cause", self.case.cause), ("remedy", self.case.remedy)):
+            if not re.search(pattern, self.screen.first):
+                found.append(what)
+        if self.screen.exit_code is None:
+            found.append("an end")
+        elif (self.screen.exit_code != 0) != self.case.fails:
+            found.append(f"the right exit code, not {self.screen.exit_code}")
+        return found
+
+
+def met(case: Case, door: Door) -> Row:
+    """The wrong input, given at a door."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(case.script(door))
+        screen = launch(
+            script, ranks=RANKS, timeout_seconds=LIMIT_SECONDS, interrupt_at=case.interrupt_at
+        )
+        return Row(
+            case, door, Screen(_plain(screen.text, folder), screen.exit_code, screen.seconds)
+        )
+
+
+def _plain(text: str, folder: str) -> str:
+    """The output with paths that are the same on every machine."""
+    text = text.replace(f"{folder}/", "")
+    return text.replace(f"{Path(torch.__file__).parents[1]}/", "").replace(
+        f"{Path(__file__).parents[2]}/", ""
+    )
+
+
+def page(rows: list[Row]) -> str:
+    """The rows as a page of Markdown: a table, and below it the texts."""
+    lines = [
+        "# Wrong inputs", "",
+        "What a user sees of a wrong input: one small training script with one wrong line, on two Gloo ranks "
+        f"under `torchrun`, at both doors. The first screen ({ROWS} lines of {COLUMNS} columns) has to hold cause "
+        "and remedy. Seconds include the start of Python on a machine of two cores that is busy with "
+        "other work. Written by",
+        "",
+        "    OMP_NUM_THREADS=1 python benchmarks/wrong_inputs/run.py --markdown docs/wrong_inputs.md", "",
+        "| input | door | cause and remedy on the first screen | exit code | s | lines in all |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in rows:
+        missing = ", ".join(row.missing)
+        shown = row.screen
+        lines.append(
+            f"| {row.case.name} | {row.door} | {'no: lacks ' + missing if missing else 'yes'} | "
+            f"{shown.exit_code} | {shown.seconds:.1f} | {len(shown.text.splitlines())} |"
+        )
+    for row in rows:
+        text = row.screen.first.splitlines()
+        lines += [
+            "",
+            f"## {row.case.name}, {row.door}",
+            "",
+            *(f"    {line}".rstrip() for line in text),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--only", default="", help="Part of the names of the inputs to give.")
+@click.option("--door", "doors", multiple=True, help="The doors; by default both.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Where to write the page.")
+@click.option("--verbose", is_flag=True, help="Print every first screen.")
+def main(only: str, doors: tuple[str, ...], markdown: Path | None, verbose: bool) -> None:
+    """Runs all, or some, and says which first screens lack something."""
+    rows = []
+    for case in CASES:
+        for door in case.doors:
+            if only not in case.name or (doors and door not in doors):
+                continue
+            row = met(case, door)
+            rows.append(row)
+            verdict = f"lacks {', '.join(row.missing)}" if row.missing else "ok"
+            click.echo(f"{case.name}, {door}: {verdict}; {row.screen.seconds:.1f} s")
+            if verbose:
+                click.echo(row.screen.text)
+    if markdown is not None:
+        markdown.write_text(page(rows))
+    sys.exit(any(row.missing for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A model that fails on one device too is reported by PyTorch's own error, with module and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture.export import capture_step
+from autopar.errors import CaptureError
+from tests.support.scripts import line_of
+
+
+class Net(nn.Module):
+    """A block whose forward is given."""
+
+    def __init__(self, work: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.norm, self.work = nn.Linear(4, 6), nn.LayerNorm(5), work
+
+    def forward(self, x: Tensor) -> Any:
+        return self.work(self, x).sum()
+
+
+def wide(net: Net, x: Tensor) -> Tensor:
+    return net.up(x)
+
+
+def normed(net: Net, x: Tensor) -> Tensor:
+    return net.norm(x)
+
+
+def looked_up(net: Net, x: Tensor) -> Tensor:
+    return nn.functional.embedding(x, net.up.weight)
+
+
+def misspelt(net: Net, x: Tensor) -> Tensor:
+    return net.upp(x)  # type: ignore[no-any-return]
+
+
+def checked(net: Net, x: Tensor) -> Tensor:
+    if x.shape[1] != 4:
+        raise ValueError(f"{x.shape[1]} features, not 4")
+    return x
+
+
+def outside(net: Net, x: Tensor) -> Tensor:
+    return x.transpose(0, 2)
+
+
+FAULTS = [
+    (wide, "net.up(x)", "up, Linear(in_features=4, out_features=6, bias=True), which is given [2, 3] float32"),
+    (normed, "net.norm(x)", "norm, LayerNorm((5,), eps=1e-05"),
+    (looked_up, "nn.functional.embedding", ""),
+    (misspelt, "net.upp(x)", ""),
+    (checked, "raise ValueError", ""),
+    (outside, "x.transpose(0, 2)", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("work", "text", "module"), FAULTS)
+def test_type_and_text_are_those_of_one_device(work: Any, text: str, module: str) -> None:
+    x = torch.randn(2, 3)
+    with pytest.raises(Exception) as alone:
+        Net(work)(x)
+    with pytest.raises(type(alone.value)) as captured:
+        capture_step(Net(work), (x,), {}, None)
+    (note,) = captured.value.__notes__
+    assert str(captured.value) == str(alone.value)
+    assert f"where:  {line_of(work, text)} in {work.__name__}: " in note and module in note
+
+
+def test_compile_raises_it_too() -> None:
+    made = autopar.compile(Net(wide))
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(2x3 and 4x6\)"):
+        made.step(torch.randn(2, 3))
+
+
+def test_a_dtype_bug_is_met_in_the_step_and_names_its_line() -> None:
+    """Tensors without values are multiplied whatever their dtypes, so that the trace does not meet it."""
+    made = autopar.compile(Net(wide))
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        made.step(torch.randn(2, 4).double())
+    assert f"where:  {line_of(Net, 'self.work(self')} in forward: " in caught.value.__notes__[0]
+
+
+def as_array(net: Net, x: Tensor) -> Tensor:
+    return x * float(x.numpy().sum())
+
+
+def as_number(net: Net, x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+@pytest.mark.parametrize("work", [as_array, as_number])
+def test_what_a_trace_alone_refuses_cannot_be_captured(work: Any) -> None:
+    assert Net(work)(torch.ones(2, 4)).shape == ()
+    with pytest.raises(CaptureError, match="The model cannot be captured as a graph"):
+        capture_step(Net(work), (torch.randn(2, 4),), {}, None)
