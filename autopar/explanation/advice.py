@@ -45,7 +45,7 @@ from autopar.search.candidates import (
 from autopar.search.given import Planned
 from autopar.search.intents import expand_pins, has_closed_form
 from autopar.search.notes import head_factors
-from autopar.search.outer import Searched, closed_forms, space_of
+from autopar.search.outer import Explored, Searched, closed_forms, space_of
 from autopar.search.pipeline import Priced as PricedPipeline
 from autopar.search.request import Request
 from autopar.units import counted
@@ -259,8 +259,9 @@ class Question:
             raise
         answer = self._advice(found.best.graph, found.best.plan)
         chosen = found.trial.priced
-        if chosen is not None:
-            changes = self._changes(chosen, answer.step_seconds / chosen.seconds)
+        if chosen is not None and found.explored is not None:
+            scale = answer.step_seconds / chosen.seconds
+            changes = self._changes(found.explored, chosen, scale)
             answer = replace(answer, setting=chosen.setting, changes=changes)
         return replace(answer, candidates=tuple(self._rows(found, answer)))
 
@@ -272,16 +273,16 @@ class Question:
             yield self._other(each, found.best.graph, answer)
         for planned in found.others:
             yield self._planned(planned, answer)
-        priced = found.trial.priced
-        if priced is not None:
+        priced, explored = found.trial.priced, found.explored
+        if priced is not None and explored is not None:
             searched = {
                 str(answer.plan.world_mesh),
                 *(str(p.plan.world_mesh) for p in found.others),
             }
-            rows = compared(self.settings, priced, self.bound_bytes)
+            rows = compared(explored.settings, priced, self.bound_bytes)
             unsearched = {
                 each.setting.name
-                for each in self.settings
+                for each in explored.settings
                 if str(each.setting.world_mesh) not in searched
             }
             yield from (row for row in rows if row.name in unsearched)
@@ -354,25 +355,28 @@ class Question:
             tokens=tokens_of(graph), words=self.model.words, request=self.request,
         )  # fmt: skip
 
-    def _changes(self, best: PricedCandidate, scale: float) -> tuple[Change, ...]:
+    def _changes(
+        self, explored: Explored, best: PricedCandidate, scale: float
+    ) -> tuple[Change, ...]:
         """What other figures of the cluster would lead to, among the settings that were near.
 
         Args:
+            explored: all settings of the request.
             best: closed form of the chosen setting.
             scale: step of the chosen plan, as a multiple of its closed form.
         """
-        near = _near(self.settings, best)
+        near = _near(explored.settings, best)
         self.progress("asking what would change the choice")
         found = []
         for what, hardware in _variants(self.cluster):
-            space = self.space.on(Cluster(hardware, self.cluster.nodes))
+            space = explored.space.on(Cluster(hardware, self.cluster.nodes))
             priced = sorted(space.price_of(near), key=lambda each: each.seconds)
             found.append(_change(what, priced, best, self.bound_bytes, scale))
         for size_bytes in _memories(self.bound_bytes):
             what = f"{size_bytes / 1e9:.0f} GB of memory"
             hardware = replace(self.cluster.hardware, memory_bytes=size_bytes)
             bound = self.request.but(hardware=hardware, memory_bytes=None).bound_bytes
-            change = _change(what, self.settings, best, bound, scale)
+            change = _change(what, explored.settings, best, bound, scale)
             found.append(change if change and change.best != best.setting.name else None)
         return tuple(each for each in found if each is not None)
 

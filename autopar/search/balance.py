@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -175,7 +175,6 @@ class _Problem:
         self.flights = shape.in_flight()
         flights = np.array(self.flights, dtype=float)[:, None, None]
         self.held = table.kept_bytes + flights * table.saved_bytes + table.transient_bytes
-        self.rank_of = [shape.blank.rank_of(stage) for stage in range(shape.stages)]
 
     def one_each(self) -> Balance:
         """The best cuts for ranks of one stage, or the smallest if none fit."""
@@ -206,18 +205,22 @@ class _Problem:
     def _descend(self, best: Balance, key: Callable[[Balance], tuple[float, ...]]) -> Balance:
         """Moves one cut at a time, as long as the key becomes smaller."""
         while True:
-            moved = min(map(self.of, self._moves(best.cuts)), key=key, default=best)
+            moved = min(self._moved(best.cuts), key=key, default=best)
             if not _is_less(key(moved), key(best)):
                 return best
             best = moved
 
-    def _moves(self, cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """One cut elsewhere between its neighbours."""
+    def _moved(self, cuts: tuple[int, ...]) -> list[Balance]:
+        """One cut elsewhere between its neighbours, in every way."""
         edges = (0, *cuts, self.table.blocks)
-        for k, at in enumerate(cuts):
-            for to in range(edges[k] + 1, edges[k + 2]):
-                if to != at:
-                    yield (*cuts[:k], to, *cuts[k + 1 :])
+        return self.of_all(
+            [
+                (*cuts[:k], to, *cuts[k + 1 :])
+                for k, at in enumerate(cuts)
+                for to in range(edges[k] + 1, edges[k + 2])
+                if to != at
+            ]
+        )
 
     def _rank_key(self, each: Balance) -> tuple[float, ...]:
         """Smaller is better: what does not fit, then the ranks from the slowest on."""
@@ -238,16 +241,25 @@ class _Problem:
 
     def of(self, cuts: tuple[int, ...]) -> Balance:
         """These cuts with what they take."""
-        ranks = self.shape.ranks
-        seconds, sums, transient = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-        edges = itertools.pairwise((0, *cuts, self.table.blocks))
-        for stage, (rank, edge) in enumerate(zip(self.rank_of, edges, strict=True)):
-            moment = float(self.table.transient_bytes[edge])
-            seconds[rank] += float(self.table.seconds[edge])
-            sums[rank] += float(self.held[(stage, *edge)]) - moment
-            transient[rank] = max(transient[rank], moment)
-        held = tuple(a + b for a, b in zip(sums, transient, strict=True))
-        return Balance(cuts, tuple(seconds), held)
+        return self.of_all([cuts])[0]
+
+    def of_all(self, cuts: Sequence[tuple[int, ...]]) -> list[Balance]:
+        """Many cuts with what they take."""
+        if not cuts:
+            return []
+        edges = np.array([(0, *each, self.table.blocks) for each in cuts])
+        begin, end = edges[:, self._stages_of], edges[:, self._stages_of + 1]
+        seconds = self.table.seconds[begin, end].sum(axis=-1)
+        moments = self.table.transient_bytes[begin, end]
+        held = (self.held[self._stages_of, begin, end] - moments).sum(axis=-1)
+        rows = zip(cuts, seconds.tolist(), (held + moments.max(axis=-1)).tolist(), strict=True)
+        return [Balance(each, tuple(busy), tuple(full)) for each, busy, full in rows]
+
+    @cached_property
+    def _stages_of(self) -> np.ndarray:
+        """The stages of every rank, of shape `(ranks, chunks)`."""
+        blank = self.shape.blank
+        return np.array([blank.stages_of(rank) for rank in range(self.shape.ranks)])
 
     def does_not_fit(self, least: Balance) -> SearchError:
         """The error that says which rank of the least overfull cuts is too full, and with what."""

@@ -175,7 +175,8 @@ class Space:
         for (data, tensor, recompute), group in groups.items():
             plan = self.plan(data, tensor)
             if plan is not None:
-                legal = [s for s in group if self._divides(plan, s)]
+                splits = self._splits(plan)
+                legal = [s for s in group if self._divides(splits, s)]
                 found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
         return [found[each] for each in wanted if each in found]
 
@@ -245,8 +246,9 @@ class Space:
             settings = {r: list(self._settings(data, tensor, r)) for r in self.recomputes}
             plan = self.plan(data, tensor) if any(settings.values()) else None
             if plan is not None:
+                splits = self._splits(plan)
                 for recompute, each in settings.items():
-                    yield plan, recompute, [s for s in each if self._divides(plan, s)]
+                    yield plan, recompute, [s for s in each if self._divides(splits, s)]
 
     def _settings(self, data: str, tensor: str, recompute: Recompute) -> Iterator[ClusterSetting]:
         """All ways to write the ranks as dp x tp x stages and the batch as micro-batches."""
@@ -283,19 +285,25 @@ class Space:
     def _layers(self) -> int:
         return min((stack.layers for stack in self.graph.stacks), default=1)
 
-    def _divides(self, plan: Plan, setting: ClusterSetting) -> bool:
-        """Whether the axes divide every factor that the plan splits along them."""
-        sizes = {"dp": setting.dp, "tp": setting.tp}
+    def _splits(self, plan: Plan) -> frozenset[tuple[str, str, int]]:
+        """What a plan splits: (axis, "batch" or "", size of the factor), each once."""
+        found = set()
         for op in self.graph.ops:
             for axis, label in zip(plan.mesh.names, plan.ops[op.name], strict=True):
                 choice = op.choice(label)
-                size = self._size(choice.factor, choice.size, setting)
-                if choice.splits and size % sizes[axis]:
-                    return False
-        return True
+                if choice.splits and choice.factor in self._batch_factors:
+                    found.add((axis, "batch", 0))
+                elif choice.splits:
+                    found.add((axis, "", choice.size))
+        return frozenset(found)
 
-    def _size(self, factor: str, size: int, setting: ClusterSetting) -> int:
-        return setting.micro_batch * setting.dp if factor in self._batch_factors else size
+    @staticmethod
+    def _divides(splits: frozenset[tuple[str, str, int]], setting: ClusterSetting) -> bool:
+        """Whether the axes divide every factor that a plan splits along them."""
+        sizes, rows = {"dp": setting.dp, "tp": setting.tp}, setting.micro_batch * setting.dp
+        return all(
+            (rows if is_batch else size) % sizes[axis] == 0 for axis, is_batch, size in splits
+        )
 
     def _priced(
         self, plan: Plan, recompute: Recompute | np.ndarray, settings: list[ClusterSetting]

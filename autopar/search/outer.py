@@ -55,6 +55,18 @@ class Trial(NamedTuple):
     priced: PricedCandidate | None = None
 
 
+class Explored(NamedTuple):
+    """All settings of a request.
+
+    Attributes:
+        space: the settings, as a space that prices them.
+        settings: their closed forms, fastest first.
+    """
+
+    space: Space
+    settings: tuple[PricedCandidate, ...]
+
+
 class Searched(NamedTuple):
     """The outcome of the outer search.
 
@@ -62,11 +74,13 @@ class Searched(NamedTuple):
         best: the fastest plan that fits.
         trial: the setting of the best plan.
         others: plans of other settings, fastest first.
+        explored: the settings that were priced by closed forms; None where there were none.
     """
 
     best: Planned
     trial: Trial
     others: tuple[Planned, ...] = ()
+    explored: Explored | None = None
 
 
 def search_plan(
@@ -107,7 +121,8 @@ class _Outer:
     def run(self) -> Searched:
         if self.request.mesh is not None:
             return self._on_mesh(self.request.mesh)
-        first, if_none_fits = trials_of(self.graph, self.request, self.rows, self.captured)
+        explored = explore(self.graph, self.request, self.rows)
+        first, if_none_fits = trials_of(self.graph, self.request, explored)
         reasons: list[AutoparError] = []
         tried = self._try(first, reasons) or self._try(if_none_fits, reasons)
         if not tried:
@@ -120,7 +135,7 @@ class _Outer:
         ranked = sorted(tried, key=lambda each: each[1].key)
         trial, best = ranked[0]
         others = tuple(each for other, each in ranked if other.mesh != trial.mesh)
-        return Searched(best, trial, others)
+        return Searched(best, trial, others, explored)
 
     def _try(
         self, trials: Iterable[Trial], reasons: list[AutoparError]
@@ -207,19 +222,25 @@ class _Outer:
         )  # fmt: skip
 
 
+def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
+    """All settings of a request; None where it, or the model's batch, has no closed forms."""
+    if request.ranks == 1 or not has_closed_form(request):
+        return None
+    space = space_of(graph, request, rows)
+    if not request.cuts_batch and space.is_empty:  # such as a batch that is no dim of its own
+        return None
+    return Explored(space, closed_forms(space, request))
+
+
 def trials_of(
-    graph: Graph, request: Request, rows: int, captured: int
+    graph: Graph, request: Request, explored: Explored | None
 ) -> tuple[list[Trial], list[Trial]]:
     """Settings to search, in order, and those to search where none of the first has a plan."""
     first, if_none_fits = depths_of(graph, request)
-    if request.ranks == 1 or not has_closed_form(request):
+    if explored is None:
         return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
-    space = space_of(graph, request, rows)
-    if not request.cuts_batch and space.is_empty:  # such as a batch that is no dim of its own
-        return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
-    settings = closed_forms(space, request)
     # A step without stages costs nearly what its closed form says: the best one bounds all others.
-    trials = list(_promising(settings, request.bound_bytes))
+    trials = list(_promising(explored.settings, request.bound_bytes))
     flat = next((each for each in trials if _depth(each.mesh) == 1), None)
     if flat is not None:
         trials = [flat, *(each for each in trials if each is not flat)]

@@ -64,7 +64,7 @@ from autopar.search.balance import (
 )
 from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
-from autopar.search.search import search
+from autopar.search.search import MeshSearch
 from autopar.search.selection import Frontier
 from autopar.units import counted, format_bytes
 
@@ -242,6 +242,7 @@ class _Search:
         self.ranks = self.mesh.sizes[self.position]
         self.stage_mesh = without_pipeline(self.mesh)
         self.graphs: dict[int, Graph] = {}
+        self.inside: dict[int, MeshSearch] = {}
         self.found: dict[str, Priced] = {}
         self.tables: dict[
             str, tuple[_Inner, StageTables]
@@ -296,23 +297,28 @@ class _Search:
 
         Where all of it is too little, one of the smallest: layers that run again may still fit.
         """
-        graph = self._graph(micro_batches)
+        inside = self._inside(micro_batches)
         for wider in _WIDER if share == 1 else (1.0,):
             relaxed = self.ranks * self.bound * share * wider + self.hardware.reserved_bytes
             try:
-                plan = search(
-                    graph, self.stage_mesh, hardware=self.hardware,
-                    memory_bytes=int(relaxed) if math.isfinite(relaxed) else None,
-                    micro_batches=micro_batches, recipe=self.request.inside,
-                    pins=self.request.pins, fixed_storage=self.fixed_storage,
-                    fingerprint=self.fingerprint, software=self.request.software,
-                    training_state=self.request.training_state,
-                )  # fmt: skip
-                return _Inner(plan, share)
+                found = inside.within(int(relaxed) if math.isfinite(relaxed) else None)
+                return _Inner(found.plan, share)
             except SearchError:
                 if math.isinf(relaxed):
                     raise
         return None
+
+    def _inside(self, micro_batches: int) -> MeshSearch:
+        """The search on the mesh of one stage."""
+        if micro_batches not in self.inside:
+            self.inside[micro_batches] = MeshSearch.of(
+                self._graph(micro_batches), self.stage_mesh, hardware=self.hardware,
+                micro_batches=micro_batches, recipe=self.request.inside,
+                pins=self.request.pins, fixed_storage=self.fixed_storage,
+                fingerprint=self.fingerprint, software=self.request.software,
+                training_state=self.request.training_state,
+            )  # fmt: skip
+        return self.inside[micro_batches]
 
     def _graph(self, micro_batches: int) -> Graph:
         if micro_batches == self.captured:

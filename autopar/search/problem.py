@@ -14,7 +14,6 @@ import copy
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
@@ -99,7 +98,7 @@ class Problem:
         fixed: entries whose parameter the caller fixed.
         constant_bytes: memory of every plan alike: buffers, and what no tensor can have.
         exposure: the slopes of a step that the programs charge work at.
-        solved: what the programs of single axes gave, by all they depend on.
+        solved: what the programs of single axes gave, by all they depend on; see `autopar.search.axis`.
         priced_entries: all entries but those inside a producer with its collapsed views.
     """
 
@@ -142,17 +141,23 @@ class Problem:
         self._constrain(recipes)
 
     def under(self, recipes: Sequence[Recipe]) -> Problem:
-        """The same problem under other recipes; remembered prices are shared."""
-        other = copy.copy(self)
-        other._constrain(recipes)
-        return other
+        """The same problem under other recipes, always the same one; remembered prices are shared."""
+        key = tuple(recipes)
+        if key not in self._under:
+            other = self._under[key] = copy.copy(self)
+            other._constrain(recipes)
+        return self._under[key]
 
     def exposed(self, exposure: Exposure) -> Problem:
-        """The same problem at other slopes of the step."""
+        """The same problem at other slopes of the step, always the same one."""
+        known = next((each for each in self._exposed if each.exposure == exposure), None)
+        if known is not None:
+            return known
         other = copy.copy(self)
         other.exposure = exposure
         other._forget_prices()
         other._constrain(self.recipes)
+        self._exposed.append(other)
         return other
 
     def _forget_prices(self) -> None:
@@ -168,7 +173,9 @@ class Problem:
         self.fixed: set[int] = set()
         self.strategies = self._strategies()
         self._serving: dict[tuple[int, int, Layout], list[Strategy]] = {}
-        self.solved: dict[object, Any] = {}
+        self.solved: dict[object, object] = {}
+        self._under: dict[tuple[Recipe, ...], Problem] = {}
+        self._exposed: list[Problem] = []
 
     def _mark(self, name: str) -> Hashable:
         """What keeps an op or parameter from sharing decisions with others."""

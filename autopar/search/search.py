@@ -1,26 +1,13 @@
-"""The search for a plan: one mesh axis at a time, from several starts, until nothing changes.
+"""The search for a plan on one mesh, for any bound on memory.
 
-The program of one axis (`autopar.search.milp`) is exact given the other axes. `search` solves it
-axis by axis until no axis can be improved. Descents begin
-
-- with every axis unsplit, in every order of the axes, memory relaxed by what the axes still to
-  come can divide;
-- at every combination of recipes that a person can name for the axes (`_FAMILIES`), each the best
-  plan under that combination.
-
-Every plan is ranked by its composed step among those whose composed peak fits
-(`autopar.pipeline.composed`): no recipe beats the open search, and what fits is what is said to fit.
-Where the runtime hides communication, programs charge it at the slopes of the best plan so far, and
-are solved again until the slopes stay (`autopar.search.prices`, [Note: exposure]).
-
-The best plan is expanded to the whole graph, composed again node by node, and must cost what the
-folded graph said. One axis is solved to a proven optimum (to 0.01 % where memory binds). Over several
-axes the result is a local optimum: no single axis can be improved while the others stay.
+Descents from many starts (`autopar.search.descent`) find the best assignment of the folded graph. It is
+expanded to the whole graph, composed again node by node, and must cost what the folded graph said. One
+axis is solved to a proven optimum (to 0.01 % where memory binds). Over several axes the result is a local
+optimum: no single axis can be improved while the others stay.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,30 +15,18 @@ from dataclasses import dataclass, replace
 from autopar.cost_model import Hardware
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.errors import MeshError, RecipeError, SearchError
-from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, ParameterPlan, Plan
+from autopar.errors import MeshError, SearchError
+from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, ParameterPlan, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
-from autopar.search.milp import AxisProgram, Outcome
+from autopar.search.descent import Descent, best_of, descents, fits
 from autopar.search.notes import explain
 from autopar.search.pins import resolve_pins
-from autopar.search.prices import Exposure
 from autopar.search.problem import Assignment, Problem
-from autopar.search.recipes import RECIPES, Recipe, RecipeLike, format_recipe, resolve
+from autopar.search.recipes import RecipeLike, format_recipe, resolve
 from autopar.units import format_bytes
 
-_MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
-_FOLLOWED = 3  # combinations of recipes, the best, from which the open search goes on
-_MAX_EXPOSURES = 3  # solutions at other slopes of the step
-_LEAN = 0.8  # of the memory that the best plan takes: enough to forbid it
 _TOLERANCE = 1e-6  # relative, between the price of the folded graph and that of the plan
-
-# Rows that bound what recipes of one kind can find: they split ops alike, and any of the ways to
-# store parameters that the recipes name is open to them.
-_FAMILIES = tuple(
-    replace(RECIPES[name], stages=RECIPES["auto"].stages, gathers=True)
-    for name in ("ddp", "tp", "tp+sp", "ep")
-)
 
 
 def search(
@@ -130,65 +105,83 @@ def search_with_cost(
     training_state: TrainingState = FULL,
 ) -> Found:
     """`search`, with the figures behind it. With `repeats=False` blocks are not folded."""
-    mesh = Mesh.of(mesh)
-    if PIPELINE_AXIS in mesh.names:
-        raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
-    rows = resolve(recipe, mesh)
-    check_axes(graph, mesh)
-    problem = Problem(
-        graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
-        micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
-        software=software, training_state=training_state,
+    of_mesh = MeshSearch.of(
+        graph, mesh, hardware=hardware, recipe=recipe, pins=pins, micro_batches=micro_batches,
+        fingerprint=fingerprint, fixed_storage=fixed_storage, repeats=repeats, software=software,
+        training_state=training_state,
     )  # fmt: skip
-    descents = _descents(problem, memory_bytes)
-    best = _best(descents, memory_bytes)
-    if not _fits(best, memory_bytes):
-        assert memory_bytes is not None, "without a bound everything fits"
-        raise _does_not_fit(best, memory_bytes, mesh, format_recipe(recipe))
-    plan = expand(problem, best.assignment, format_recipe(recipe), fingerprint)
-    check_used(graph, plan, rows)
-    cost = cost_of(graph, plan, hardware, software=software, training_state=training_state)
-    _agree(best, cost)
-    seconds = tuple(d.seconds if _fits(d, memory_bytes) else math.inf for d in descents)
-    notes = explain(
-        graph, plan, cost, bound_bytes=memory_bytes or hardware.memory_bytes, hardware=hardware,
-        descents_seconds=seconds,
-    )  # fmt: skip
-    is_tight = any(d.seconds < best.seconds for d in descents) or any(
-        each.thrifty for each in problem.solved.values()
-    )
-    return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
+    return of_mesh.within(memory_bytes)
 
 
-def _descents(problem: Problem, bound: int | None) -> list[_Descent]:
-    """Where every start ends; see the top of this file."""
-    found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
-    found += _from_recipes(problem, bound)
-    best = _best(found, bound)
-    if bound is not None and _fits(best, bound) and len(problem.recipes) > 1:
-        found.append(_from_lean(problem, best, bound))
-    for _ in range(_MAX_EXPOSURES):
-        best = _best(found, bound)
-        exposure = Exposure.of(problem.composed(best.assignment))
-        if exposure == problem.exposure:
-            break
-        problem = problem.exposed(exposure)
-        found.append(_descend(problem, _axes(problem), bound, start=best.assignment))
-        found += _from_recipes(problem, bound)
-    return found
+@dataclass(frozen=True)
+class MeshSearch:
+    """A search on one mesh that can be asked for several bounds, and solves again only what a bound changes.
 
+    Attributes:
+        problem: the folded graph with its prices and its solutions.
+        recipe: constraints, which the plan notes.
+        fingerprint: hash of the captured model, which the plan notes.
+        hardware, software, training_state: what the prices are made of.
+    """
 
-def _best(descents: Sequence[_Descent], bound: int | None) -> _Descent:
-    """The fastest that fits; if none does, the smallest."""
-    return min(descents, key=lambda each: (_excess(each, bound), each.seconds))
+    problem: Problem
+    recipe: RecipeLike
+    fingerprint: str
+    hardware: Hardware
+    software: Software
+    training_state: TrainingState
 
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        mesh: Mesh | Mapping[str, int],
+        *,
+        hardware: Hardware,
+        recipe: RecipeLike = "auto",
+        pins: Mapping[str, str] | None = None,
+        micro_batches: int = 1,
+        fingerprint: str = "",
+        fixed_storage: Mapping[str, ParameterPlan] | None = None,
+        repeats: bool = True,
+        software: Software = AUTOPAR,
+        training_state: TrainingState = FULL,
+    ) -> MeshSearch:
+        """The search that `search` makes, before a bound is known; arguments and errors are the same."""
+        mesh = Mesh.of(mesh)
+        if PIPELINE_AXIS in mesh.names:
+            raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
+        rows = resolve(recipe, mesh)
+        check_axes(graph, mesh)
+        problem = Problem(
+            graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
+            micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
+            software=software, training_state=training_state,
+        )  # fmt: skip
+        return cls(problem, recipe, fingerprint, hardware, software, training_state)
 
-def _excess(each: _Descent | Outcome, bound: int | None) -> float:
-    return 0.0 if bound is None else max(0.0, each.bytes - bound)
-
-
-def _fits(each: _Descent | Outcome, bound: int | None) -> bool:
-    return _excess(each, bound) == 0
+    def within(self, memory_bytes: int | None) -> Found:
+        """The fastest plan within a bound. Raises SearchError if no plan fits into memory."""
+        problem, recipe = self.problem, format_recipe(self.recipe)
+        found = descents(problem, memory_bytes)
+        best = best_of(found, memory_bytes)
+        if not fits(best, memory_bytes):
+            assert memory_bytes is not None, "without a bound everything fits"
+            raise _does_not_fit(best, memory_bytes, problem.mesh, recipe)
+        plan = expand(problem, best.assignment, recipe, self.fingerprint)
+        check_used(problem.graph, plan, problem.recipes)
+        cost = cost_of(
+            problem.graph, plan, self.hardware, software=self.software,
+            training_state=self.training_state,
+        )  # fmt: skip
+        _agree(best, cost)
+        seconds = tuple(d.seconds if fits(d, memory_bytes) else math.inf for d in found)
+        notes = explain(
+            problem.graph, plan, cost, bound_bytes=memory_bytes or self.hardware.memory_bytes,
+            hardware=self.hardware, descents_seconds=seconds,
+        )  # fmt: skip
+        is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
+        return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
 
 
 def meshes_of(world_size: int, named: Sequence[str] = ()) -> Iterator[Mesh]:
@@ -205,142 +198,6 @@ def meshes_of(world_size: int, named: Sequence[str] = ()) -> Iterator[Mesh]:
             yield Mesh((("dp", major), ("tp", minor)))
     if len(named) <= 1:
         yield Mesh(((named[0] if named else "dp", world_size),))
-
-
-def _orders(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Every order of the axes that have more than one rank; the first, slowest, axis leads."""
-    axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1] or [0]
-    return list(itertools.permutations(axes))
-
-
-@dataclass(frozen=True)
-class _Descent:
-    assignment: Assignment
-    seconds: float
-    bytes: float
-    gap: float
-    programs: tuple[tuple[int, int, int], ...]
-
-
-def _axes(problem: Problem) -> Sequence[int]:
-    return range(len(problem.recipes))
-
-
-def _from_recipes(problem: Problem, bound: int | None) -> list[_Descent]:
-    """The best plan under every combination of recipes for the open axes, and where the best lead."""
-    free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
-    free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
-    found: dict[object, _Descent] = {}
-    for families in itertools.product(_families(problem), repeat=len(free)) if free else ():
-        rows = list(problem.recipes)
-        for axis, row in zip(free, families, strict=True):
-            rows[axis] = row
-        try:
-            each = _descend(problem.under(rows), _axes(problem), bound)
-        except (RecipeError, SearchError):
-            continue  # pins, or where parameters lie already, leave nothing of this combination
-        found.setdefault((each.assignment.labels, *each.assignment.parameters.values()), each)
-    ranked = sorted(found.values(), key=lambda each: (_excess(each, bound), each.seconds))
-    return ranked + [
-        _descend(problem, _axes(problem), bound, start=each.assignment)
-        for each in ranked[:_FOLLOWED]
-    ]
-
-
-def _families(problem: Problem) -> tuple[Recipe, ...]:
-    """Rows to begin with; that of experts only where there are some."""
-    has_experts = any("expert" in factor.roles for factor in problem.graph.factors.values())
-    return tuple(row for row in _FAMILIES if row.name != "ep" or has_experts)
-
-
-def _from_lean(problem: Problem, best: _Descent, bound: int) -> _Descent:
-    """A descent from where less memory would have led: room must not make a plan worse."""
-    lean = _descend(problem, _axes(problem), int(_LEAN * best.bytes))
-    return _descend(problem, _axes(problem), bound, start=lean.assignment)
-
-
-def _descend(
-    problem: Problem, order: Sequence[int], bound: int | None, start: Assignment | None = None
-) -> _Descent:
-    """Solves axis after axis, round after round, until every axis is best given the others.
-
-    Without a `start` the axes to come are unsplit in the first round, and memory is relaxed by
-    them.
-    """
-    assignment = start or _unsplit(problem)
-    latest: dict[int, Outcome] = {}
-    best: Outcome | None = None
-    settled = 0
-    for turn, axis in enumerate(tuple(order) * _MAX_ROUNDS):
-        to_come = order[turn + 1 :] if start is None else ()
-        others = math.prod(problem.mesh.sizes[a] for a in to_come)
-        relaxed = None if bound is None else bound * others
-        tight = best is not None and best.thrifty
-        found = latest[axis] = _solve_axis(problem, axis, assignment, relaxed, tight=tight)
-        if best is None or turn < len(order) or _is_better(found, best, bound):
-            best, assignment, settled = found, found.assignment, 1
-        else:
-            settled += 1
-        if turn >= len(order) - 1 and settled >= len(order):
-            break
-    assert best is not None
-    best = _loosen(problem, axis, best, bound)
-    return _Descent(
-        best.assignment,
-        best.seconds,
-        best.bytes,
-        max(each.gap for each in latest.values()),
-        tuple(latest[axis].shape for axis in sorted(latest)),
-    )
-
-
-def _is_better(found: Outcome, best: Outcome, bound: int | None) -> bool:
-    """Whether it fits better into memory, or as well and is faster."""
-    excess, least = _excess(found, bound), _excess(best, bound)
-    return excess < least or (excess == least and found.seconds < best.seconds * (1 - 1e-9))
-
-
-def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> Outcome:
-    """The plan that shards least among those as fast, if the bound is not tight any more."""
-    if not found.thrifty:
-        return found
-    loose = AxisProgram(problem, axis, found.assignment, thrifty=False).solve()
-    is_as_good = loose is not None and _fits(loose, bound)
-    return loose if loose and is_as_good and loose.seconds <= found.seconds * (1 + 1e-9) else found
-
-
-def _solve_axis(
-    problem: Problem, axis: int, given: Assignment, bound: int | None, *, tight: bool
-) -> Outcome:
-    """The fastest assignment within the bound, or the smallest one if none is within.
-
-    Unless memory is known to be `tight`, first as if there were no bound.
-    """
-    elsewhere = tuple((*labels[:axis], *labels[axis + 1 :]) for labels in given.labels)
-    key = (axis, elsewhere, bound, tight)
-    if key not in problem.solved:
-        problem.solved[key] = _solve_anew(problem, axis, given, bound, tight)
-    return problem.solved[key]
-
-
-def _solve_anew(
-    problem: Problem, axis: int, given: Assignment, bound: int | None, tight: bool
-) -> Outcome:
-    if not tight or bound is None:
-        fastest = AxisProgram(problem, axis, given, thrifty=False).solve()
-        if fastest is not None and _fits(fastest, bound):
-            return fastest
-    program = AxisProgram(problem, axis, given, thrifty=True)
-    found = program.solve(max_bytes=bound) or program.solve(minimize="bytes")
-    if found is None:
-        names = ", ".join(problem.mesh.names)
-        raise SearchError(f"The recipe and the pins on the axes {names} leave no plan at all.")
-    return found
-
-
-def _unsplit(problem: Problem) -> Assignment:
-    labels = tuple((UNSPLIT,) * len(problem.mesh.axes) for _ in problem.ops)
-    return Assignment(labels, {}, {})
 
 
 def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: str) -> Plan:
@@ -365,7 +222,7 @@ def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: s
     )
 
 
-def _agree(found: _Descent, cost: StepCost) -> None:
+def _agree(found: Descent, cost: StepCost) -> None:
     assert math.isclose(found.seconds, cost.seconds, rel_tol=_TOLERANCE, abs_tol=1e-15), (
         f"the search said {found.seconds!r} s, and the expanded plan costs {cost.seconds!r} s"
     )
@@ -374,7 +231,7 @@ def _agree(found: _Descent, cost: StepCost) -> None:
     )
 
 
-def _does_not_fit(found: _Descent, bound: int, mesh: Mesh, recipe: str) -> SearchError:
+def _does_not_fit(found: Descent, bound: int, mesh: Mesh, recipe: str) -> SearchError:
     needed = math.ceil(found.bytes)
     free = "" if recipe == "auto" else f' recipe="auto" instead of {recipe!r},'
     return SearchError(
