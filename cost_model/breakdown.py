@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import sympy
+from sympy.printing.str import StrPrinter
 
 Unit = Literal["bytes", "seconds"]
 
@@ -46,13 +47,31 @@ class Breakdown:
 
     def to_json(self) -> dict[str, Any]:
         """Name, value under the key of its unit, expression as text, and parts."""
+        return self._document(_TextPrinter())
+
+    def _document(self, printer: _TextPrinter) -> dict[str, Any]:
         document: dict[str, Any] = {"name": self.name, self.unit: self.value}
-        document["expression"] = str(self.expression)
+        document["expression"] = printer.doprint(self.expression)
         if self.note:
             document["note"] = self.note
         if self.parts:
-            document["parts"] = [each.to_json() for each in self.parts]
+            document["parts"] = [each._document(printer) for each in self.parts]
         return document
+
+
+class _TextPrinter(StrPrinter):
+    """Prints a formula as `str` does, and a term that many formulas have in common only once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._printed: dict[Any, str] = {}
+
+    def _print(self, expr: Any, **settings: Any) -> str:
+        if settings or not isinstance(expr, sympy.Basic):
+            return str(super()._print(expr, **settings))
+        if expr not in self._printed:
+            self._printed[expr] = str(super()._print(expr))
+        return self._printed[expr]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
-from autopar.cost_model.step import Step, Term
+from autopar.cost_model.step import Step, Term, total
 from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, CaptureError, SearchError
 from autopar.explanation.explanation import Explanation, run_of
@@ -30,6 +30,7 @@ from autopar.ir.recompute import words_of_recompute
 from autopar.models.presets import Preset
 from autopar.models.targets import Built, Target, resolve_target
 from autopar.passes.unroll_layers import unroll_layers
+from autopar.pipeline.composed import step_of
 from autopar.pipeline.simulation import Simulation
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, prepare_step, search_step
@@ -289,10 +290,22 @@ class Question:
 
     def _planned(self, planned: Planned, best: Advice) -> Candidate:
         """A plan on another mesh as a row of the comparison."""
-        found = self._advice(planned.graph, planned.plan)
-        row = _row(found, name_of(found.plan), "", _slower(found.step_seconds, best.step_seconds))
-        binds = _idle(found.simulation) if found.plan.pipeline else row.binds
-        return replace(row, chosen=False, binds=binds)
+        price, traffic_bytes, binds = planned.price, *self._traffic_and_cause(planned)
+        return Candidate(
+            name_of(planned.plan), price.step_seconds, price.peak_bytes, traffic_bytes, binds,
+            price.peak_bytes <= self.bound_bytes,
+            why_not=_slower(price.step_seconds, best.step_seconds),
+        )  # fmt: skip
+
+    def _traffic_and_cause(self, planned: Planned) -> tuple[float, str]:
+        """Bytes that a rank sends in a step, and what most of the step's time goes to."""
+        graph, plan, software = planned.graph, planned.plan, self.request.software
+        hardware, state = self.cluster.hardware, training_state_of(graph)
+        if plan.pipeline is not None:
+            simulated = SimulatedStep(graph, plan, hardware, state, software)
+            return simulated.traffic_bytes, _idle(simulated.simulation)
+        step = step_of(graph, plan, hardware, software=software, training_state=state)
+        return float(total(step.traffic())), _largest_cause(step)
 
     def explain(self, priced: PricedCandidate) -> Advice:
         """A setting with the plan that its recipe leads to at its own sizes, whether it fits or not."""
@@ -480,12 +493,12 @@ def _slower(seconds: float, best_seconds: float) -> str:
 def _row(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
     return Candidate(
         name, found.step_seconds, found.memory_bytes, found.traffic.value,
-        binds or _binds(found), found.fits, True, why_not,
+        binds or _largest_cause(found.step), found.fits, True, why_not,
     )  # fmt: skip
 
 
-def _binds(found: Advice) -> str:
-    causes = where_time_goes(found.step)
+def _largest_cause(step: Step) -> str:
+    causes = where_time_goes(step)
     return max(causes, key=lambda name: causes[name])
 
 
