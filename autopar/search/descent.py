@@ -101,24 +101,41 @@ def _axes(problem: Problem) -> Sequence[int]:
 
 
 def _from_recipes(problem: Problem, bound: int | None) -> list[Descent]:
-    """The best plan under every combination of recipes for the open axes, and where the best lead."""
-    free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
-    free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
+    """The best plan under every combination of recipes for the open axes, and where the best lead.
+
+    A combination is left out where it is slower without any bound than what was found within the bound.
+    """
     found: dict[object, Descent] = {}
-    for families in itertools.product(_families(problem), repeat=len(free)) if free else ():
-        rows = list(problem.recipes)
-        for axis, row in zip(free, families, strict=True):
-            rows[axis] = row
-        try:
-            each = _descend(problem.under(rows), _axes(problem), bound)
-        except (RecipeError, SearchError):
-            continue  # pins, or where parameters lie already, leave nothing of this combination
+    best_seconds = math.inf
+    for unbounded, under in _combinations(problem):
+        if unbounded.seconds >= best_seconds:
+            break
+        each = _descend(under, _axes(problem), bound)
+        if fits(each, bound):
+            best_seconds = min(best_seconds, each.seconds)
         found.setdefault((each.assignment.labels, *each.assignment.parameters.values()), each)
     ranked = sorted(found.values(), key=lambda each: (excess(each.bytes, bound), each.seconds))
     return ranked + [
         _descend(problem, _axes(problem), bound, start=each.assignment)
         for each in ranked[:_FOLLOWED]
     ]
+
+
+def _combinations(problem: Problem) -> list[tuple[Descent, Problem]]:
+    """Every combination of recipes for the open axes with its plan if memory is no matter, fastest first."""
+    free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
+    free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
+    found = []
+    for families in itertools.product(_families(problem), repeat=len(free)) if free else ():
+        rows = list(problem.recipes)
+        for axis, row in zip(free, families, strict=True):
+            rows[axis] = row
+        under = problem.under(rows)
+        try:
+            found.append((_descend(under, _axes(problem), None), under))
+        except (RecipeError, SearchError):
+            continue  # pins, or where parameters lie already, leave nothing of this combination
+    return sorted(found, key=lambda pair: pair[0].seconds)
 
 
 def _families(problem: Problem) -> tuple[Recipe, ...]:
