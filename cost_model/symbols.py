@@ -214,7 +214,9 @@ class Expressions:
     def _evaluate(self) -> Callable[..., list[Quantity]]:
         dummies = [sympy.Symbol(f"x{i}", positive=True) for i in range(len(self._symbols))]
         renamed = dict(zip(self._symbols, dummies, strict=True))
-        with sympy.evaluate(False):  # other names change no formula; Max would compare all its operands
+        with sympy.evaluate(
+            False
+        ):  # other names change no formula; Max would compare all its operands
             flat = [expression.xreplace(renamed) for expression in self._flat]
         return sympy.lambdify(dummies, flat, modules="numpy", printer=_ArrayPrinter, cse=True)
 

@@ -1,0 +1,53 @@
+"""A search that is asked for one bound after another answers as if each bound were its first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from autopar.errors import SearchError
+from autopar.ir import Plan
+from autopar.search import search
+from autopar.search.search import MeshSearch
+from tests.search.graphs import LlamaSizes, llama
+from tests.search.toy import TOY
+
+SMALL = LlamaSizes(
+    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
+)
+MESH = {"x": 2, "y": 2}
+
+
+def plan_or_error(found: MeshSearch, bound: int | None) -> Plan | str:
+    try:
+        return found.within(bound).plan
+    except SearchError as error:
+        return str(error)
+
+
+def alone(bound: int | None) -> Plan | str:
+    try:
+        return search(llama(SMALL), MESH, hardware=TOY, memory_bytes=bound)
+    except SearchError as error:
+        return str(error)
+
+
+def test_what_one_bound_taught_changes_no_answer_to_another() -> None:
+    unbounded = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+    size = unbounded.within(None).cost.memory_bytes
+    bounds = [None, int(0.9 * size), size, size // 10]
+    expected = {bound: alone(bound) for bound in bounds}
+    assert isinstance(expected[size], Plan) and isinstance(expected[size // 10], str)
+    for order in itertools.islice(itertools.permutations(bounds), 0, 24, 12):
+        shared = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+        assert {bound: plan_or_error(shared, bound) for bound in order} == expected
+
+
+@pytest.mark.parametrize(("part", "is_tight"), [(2.0, False), (1.0, False), (0.9, True)])
+def test_memory_is_tight_only_where_something_faster_was_refused(
+    part: float, is_tight: bool
+) -> None:
+    of_mesh = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+    loose = of_mesh.within(None).cost
+    assert of_mesh.within(int(part * loose.memory_bytes)).is_tight == is_tight
