@@ -8,6 +8,7 @@ AutoparError (ValueError)
  +-- RecipeError      an unknown recipe, or a pin that cannot hold
  +-- SearchError      no plan satisfies the constraints (memory, pins)
  +-- StepError        a batch, a loss function or a loss that `step` cannot use
+      +-- NoLossError a model that returns no loss, without a loss function
 
 RuntimeError
  +-- PeerError        a collective that failed because another rank died or hangs
@@ -48,6 +49,10 @@ class SearchError(AutoparError):
 
 class StepError(AutoparError):
     """A batch, loss function or loss that `step` cannot use."""
+
+
+class NoLossError(StepError):
+    """`step` needs a loss, the model returns none, and no loss function was given."""
 
 
 class PeerError(RuntimeError):

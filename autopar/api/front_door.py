@@ -16,7 +16,7 @@ from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.explanation import Explanation, run_of
-from autopar.ir import Mesh, MixedPrecision, Plan
+from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import RecomputeWish
 from autopar.planning.planning import (
@@ -77,8 +77,8 @@ def compile(
             that an optimizer made of them before stays valid.
         example_inputs: a global batch as `step` takes it: a tuple, a dict of keyword arguments, or one
             tensor. Without it the first call is the example.
-        loss_fn: takes the model's result and then the last entries of the batch, and returns a scalar;
-            None if the model returns its loss itself.
+        loss_fn: takes the model's result and then the last entries of the batch, and returns a scalar, or
+            `(scalar, extras)` with further results of a step; None if the model returns its loss itself.
         mesh: the axes and their sizes; without it they are searched too. The axis `pp` has the pipeline stages.
         plan: an earlier plan, or the file it was saved in; nothing is searched then.
         recipe: constraints on the search, for all axes or by axis:
@@ -150,6 +150,8 @@ def compile(
         micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, batch=batch,
         bucket_bytes=bucket_bytes, executor=Executor(executor), timeout_seconds=timeout_seconds,
+        returns_loss=loss_fn is None,
+        has_stages=request.mesh is not None and PIPELINE_AXIS in request.mesh.names,
     )  # fmt: skip
     return _prepared(CompiledModule(model, planner, settings), example_inputs)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import LossFunction
 from autopar.cost_model import Hardware, find_hardware
-from autopar.errors import MeshError, RecipeError, SearchError
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.explanation.explanation import Explanation, run_of
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -150,12 +150,32 @@ class Planner:
     def _chosen(
         self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool
     ) -> Plan:
-        count = micro_batches or 1
+        count, given = micro_batches or 1, self._plan
+        if given is not None and (is_step or fixed is None):
+            is_its_model = given.fingerprint == prepared.captured.fingerprint
+            if is_its_model and (fixed is None or _has_storage(given, fixed, prepared)):
+                return given
+            if fixed is None:
+                return self._beside(given, prepared, is_step)
         if fixed is not None:
             return self._following(prepared, fixed, count, is_step=is_step)
-        if self._plan is not None:
-            return self._plan
         return self._search(prepared, micro_batches if is_step else None, captured=count)
+
+    def _beside(self, given: Plan, prepared: Prepared, is_step: bool) -> Plan:
+        """A plan of a forward that comes before the step that a plan was given for, with its parameters.
+
+        Of another model it is the given plan, which the program is then refused for.
+        """
+        if is_step or not given.parameters.keys() >= prepared.analysis.graph.parameters.keys():
+            return given
+        if given.pipeline is not None:
+            raise PlanError(
+                "The plan is that of a step through pipeline stages, and model(...) was called before the first step. "
+                "Give example_inputs=... to autopar.compile, so that the plan is carried out at once, or call step "
+                "first."
+            )
+        fixed = Fixed(given.parameters, None, given.recompute, {})
+        return self._following(prepared, fixed, 1, is_step=False)
 
     def _for_micro_batch(self, plan: Plan, prepared: Prepared) -> Plan:
         """The plan of the whole batch for the captured micro-batch, searched again if it is not legal there."""
@@ -356,6 +376,16 @@ def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
         f"This batch cannot be split as the first was: {reason}. It has a plan of "
         f"its own, where {axes}. To avoid it drop a last, smaller batch (drop_last=True), or pad.",
         stacklevel=2,
+    )
+
+
+def _has_storage(plan: Plan, fixed: Fixed, prepared: Prepared) -> bool:
+    """Whether a plan stores every parameter as it already lies."""
+    placed = _with_unused(fixed.parameters, prepared, plan.mesh)
+    return plan.pipeline == fixed.pipeline and all(
+        placed[name].storage == how.storage
+        for name, how in plan.parameters.items()
+        if name in placed
     )
 
 

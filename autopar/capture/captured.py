@@ -37,6 +37,7 @@ class Captured:
             before the model's own outputs.
         is_step: whether the last output is the loss; those before it are the step's extra results.
         training: the mode the model was in.
+        has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         precision: the policy under which it was captured, None for none.
         stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
         differentiable: placeholders of inputs that take a gradient.
@@ -59,6 +60,7 @@ class Captured:
     mutated: Mapping[int, str]
     is_step: bool
     training: bool
+    has_more: bool = False
     precision: MixedPrecision | None = None
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
     differentiable: frozenset[str] = frozenset()

@@ -37,7 +37,7 @@ from autopar.capture.results import loss_in, loss_last
 from autopar.capture.rewrites import EXPORTED
 from autopar.capture.rewrites.say_elements import refuse_strides
 from autopar.capture.watch import Watch
-from autopar.errors import CaptureError, StepError
+from autopar.errors import CaptureError, NoLossError, StepError
 from autopar.ir import MixedPrecision
 
 aten = torch.ops.aten
@@ -50,6 +50,9 @@ class _WithLoss(nn.Module):
 
     loss_fn: LossFunction | None
     watch: Watch | None
+    results_with_more: set[
+        type
+    ]  # types of results in which the model returned its loss among other things
 
     def __init__(
         self,
@@ -64,6 +67,8 @@ class _WithLoss(nn.Module):
         # Not a submodule: what a loss holds is no part of the model, and stays where it is.
         self.__dict__["loss_fn"] = loss_fn
         self.__dict__["watch"] = None
+        # A set, which is changed in place: export takes assignments to attributes back.
+        self.__dict__["results_with_more"] = set()
         self.precision = precision
         self.is_step = is_step
         self.training = model.training  # not train(): submodules keep their own modes
@@ -76,7 +81,11 @@ class _WithLoss(nn.Module):
     def _run(self, *batch: Any, **kwargs: Any) -> Any:
         if self.loss_fn is None:
             result = self._result(*batch, **kwargs)
-            return loss_last(loss_in(result)) if self.is_step else result
+            if not self.is_step:
+                return result
+            loss = loss_in(result)
+            self.results_with_more.update({type(result)} if loss is not result else ())
+            return loss_last(loss)
         targets = target_count(self.loss_fn)
         inputs = batch[: len(batch) - targets]
         result = self._result(*inputs, **kwargs)
@@ -155,12 +164,12 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
     if isinstance(made[-1], fx.Node) and (len(made) == 1 or has_extras) and values[-1].numel() == 1:
         return
     if loss_fn is None and not shapes:
-        raise StepError(
+        raise NoLossError(
             "`step` needs a loss, and the model returned None as its loss: give it what it computes one "
             "from, such as labels=..., or pass loss_fn=... to autopar.compile."
         )
     if loss_fn is None:
-        raise StepError(
+        raise NoLossError(
             f"`step` needs a loss: the model returns tensors of shapes {shapes}, not one scalar, and "
             "no loss function was given. Pass loss_fn=... to autopar.compile, or return the loss first: "
             "(loss, {'logits': logits})."
@@ -277,6 +286,7 @@ def _describe(
         out_spec=exported.call_spec.out_spec,
         mutated={i: _plain_name(s.target) for i, s in enumerate(mutated)},
         is_step=is_step,
+        has_more=bool(wrapper.results_with_more),
         training=wrapper.training,
         precision=policy,
         stored=stored,

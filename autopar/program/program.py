@@ -102,6 +102,7 @@ class Program:
         tied: further names of tied parameters -> their first name.
         frozen: parameters that take no gradient.
         is_step: whether the last output is the loss; those before it are the step's extra results.
+        has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         received: what comes from the stage before.
         sent: what goes to the stage behind.
         recomputed: numbers of the blocks that run again in backward; every call of the module has that
@@ -125,6 +126,7 @@ class Program:
     tied: Mapping[str, str]
     frozen: frozenset[str]
     is_step: bool
+    has_more: bool = False
     received: tuple[Wire, ...] = ()
     sent: tuple[Wire, ...] = ()
     recomputed: frozenset[int] = frozenset()
@@ -177,6 +179,7 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         tied=captured.tied,
         frozen=captured.frozen,
         is_step=captured.is_step,
+        has_more=captured.has_more,
         recomputed=mark_blocks(module, analysis.graph, plan),
         objective=_objective(captured, analysis, plan),
         extras=extras,

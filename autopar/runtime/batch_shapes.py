@@ -11,13 +11,24 @@ import json
 from collections.abc import Sequence
 
 from autopar.errors import StepError
+from autopar.ir import Pipeline
+from autopar.pipeline.schedules import takes
 from autopar.program.program import Program
 from autopar.runtime.comparison import Comparison
-from autopar.runtime.inputs import Arguments, Shape, cuts, form, shape_words, shapes_of_parts
+from autopar.runtime.inputs import (
+    Arguments,
+    Shape,
+    cuts,
+    fitting_micro_batches,
+    form,
+    shape_words,
+    shapes_of_parts,
+)
 from autopar.runtime.kept_programs import ReadyProgram
 from autopar.runtime.parts import shapes_of_whole
 from autopar.runtime.processes import world_size
 from autopar.runtime.settings import Batch
+from autopar.runtime.together import warn_together
 from autopar.runtime.world import World
 
 
@@ -94,3 +105,27 @@ def _differences(arguments: Arguments) -> StepError:
         'hands them out, say so: autopar.compile(..., batch="local"). Else seed the samplers alike on all '
         'ranks; what model(...) returns is whole with outputs="dtensor", and may be given back.'
     )
+
+
+def micro_batches_near(
+    usual: int, shapes: Sequence[Shape], first: Program, pipeline: Pipeline | None, world: World
+) -> int:
+    """The number of micro-batches of a step of such shapes; warns where it is not the usual one.
+
+    Args:
+        usual: number of micro-batches of the first step.
+        shapes: global shapes of the batch.
+        first: program of the first step.
+        pipeline: stages of the model, whose schedule takes some numbers only.
+        world: the mesh of the ranks.
+    """
+    count = fitting_micro_batches(
+        shapes, first, usual, world, lambda count: pipeline is None or takes(pipeline, count)
+    )
+    if count != usual:
+        warn_together(
+            f"A batch of the shapes {shape_words(shapes)} is run in {count} micro-batches, not {usual}, which do not "
+            "divide it or leave what the ranks cannot share alike.",
+            stacklevel=7,
+        )
+    return count

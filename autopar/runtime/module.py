@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from autopar.capture.results import loss_first
 from autopar.capture.structure import Structure
-from autopar.errors import CaptureError, PeerError, PlanError, StepError
+from autopar.errors import CaptureError, NoLossError, PeerError, PlanError, StepError
 from autopar.ir import Plan
-from autopar.pipeline.schedules import takes
-from autopar.runtime.batch_shapes import BatchShapes
+from autopar.runtime.batch_shapes import BatchShapes, micro_batches_near
 from autopar.runtime.clipping import clip_grad_norm_
 from autopar.runtime.clock import StepClock
 from autopar.runtime.comparison import Comparison
+from autopar.runtime.deferred import LossAlone, with_deferred_gradients
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.finite import FiniteLoss, about_loss
 from autopar.runtime.hooks import backward_hooks, refuse_hooks
@@ -35,7 +35,6 @@ from autopar.runtime.inputs import (
     Arguments,
     cut_inputs,
     first_micro_batch,
-    fitting_micro_batches,
     parts_given,
     shape_words,
 )
@@ -52,7 +51,6 @@ from autopar.runtime.results import delivered
 from autopar.runtime.settings import Settings
 from autopar.runtime.shares import step_shares
 from autopar.runtime.stand_ins import stand_ins
-from autopar.runtime.together import warn_together
 
 log = logging.getLogger("autopar")
 
@@ -80,6 +78,7 @@ class CompiledModule(nn.Module):
         self._planner, self._settings = planner, settings
         self._plan: Plan | None = None
         self._micro_batches = settings.micro_batches
+        self._returns_loss = settings.returns_loss  # until a capture shows that it does not
         self._kept = KeptPrograms()
         self._comparison = Comparison(settings.timeout_seconds)
         self._shapes = BatchShapes(settings.batch, self._comparison)
@@ -123,6 +122,10 @@ class CompiledModule(nn.Module):
         """
         arguments = Arguments.of(batch, kwargs)
         ready = self._program(arguments, is_step=True)
+        return loss_first(unflatten_outputs(ready.bound.program, self._step(ready, arguments)))
+
+    def _step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
+        """Runs a step; returns its results, the loss last."""
         bound = ready.bound
         arguments = self._as_cut(ready, arguments)
         parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
@@ -143,7 +146,7 @@ class CompiledModule(nn.Module):
             raise bound.world.explain(error, f"Step {self._steps}") from error
         ready.finish()
         self._warn_of_loss(bound, found.loss, arguments)
-        return loss_first(unflatten_outputs(bound.program, results))
+        return results
 
     def _warn_of_loss(
         self, bound: BoundProgram | BoundPipeline, loss: Tensor, arguments: Arguments
@@ -163,15 +166,27 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.
 
-        Inputs are as in `step`.
+        Inputs are as in `step`. With autograd on the result is differentiable: `model(x, y).backward()` of a model that
+        returns its loss leaves the gradients that `step(x, y)` leaves. Through pipeline stages or several micro-batches
+        it runs as `step` does, backward included, and gives the loss (and extra results) alone.
+
+        Raises StepError through pipeline stages with autograd on, where the model does not return its loss.
         """
         arguments = Arguments.of(args, kwargs)
+        if self._trains_in_parts():
+            try:
+                return self._differentiable_step(arguments)
+            except NoLossError:
+                self._returns_loss = False
         ready = self._program(arguments, is_step=False)
         bound = ready.bound
         if isinstance(bound, BoundPipeline) and torch.is_grad_enabled():
+            if self._returns_loss:
+                return self._differentiable_step(arguments)
             raise StepError(
                 "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
-                "to the next. Call it under torch.no_grad(), or train with model.step(*batch)."
+                "to the next. Call it under torch.no_grad(), or train with model.step(*batch); a model that "
+                "returns its loss, compiled without loss_fn, may be called."
             )
         arguments = self._as_cut(ready, arguments)
         inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
@@ -185,6 +200,22 @@ class CompiledModule(nn.Module):
             specs = bound.program.outputs
             outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
         return unflatten_outputs(bound.program, outputs)
+
+    def _trains_in_parts(self) -> bool:
+        """Whether a forward under autograd is a step through stages or several micro-batches, as far as is known."""
+        fixed = self._placement.fixed
+        has_stages = self._settings.has_stages if fixed is None else fixed.pipeline is not None
+        in_parts = has_stages or (self._micro_batches or 1) > 1
+        return in_parts and self._returns_loss and torch.is_grad_enabled()
+
+    def _differentiable_step(self, arguments: Arguments) -> Any:
+        """The results of a step whose gradients wait for the backward of the loss."""
+        ready = self._program(arguments, is_step=True)
+        trained = [p for p in self._original.parameters() if p.requires_grad]
+        results = with_deferred_gradients(lambda: self._step(ready, arguments), trained)
+        if ready.bound.program.has_more:
+            return LossAlone(results[-1])
+        return loss_first(unflatten_outputs(ready.bound.program, results))
 
     def _as_cut(self, ready: ReadyProgram, arguments: Arguments) -> Arguments:
         """The arguments as the program can cut them."""
@@ -294,18 +325,9 @@ class CompiledModule(nn.Module):
             return self._micro_batches
         assert fixed is not None, "there was a first program"
         assert self._micro_batches is not None, "the first step had some number"
-        pipeline, usual = fixed.pipeline, self._micro_batches
-        count = fitting_micro_batches(
-            arguments.shapes, first, usual, self._planner.world(),
-            lambda count: pipeline is None or takes(pipeline, count),
-        )  # fmt: skip
-        if count != usual:
-            warn_together(
-                f"A batch of the shapes {shape_words(arguments.shapes)} is run in micro-batches to the number of "
-                f"{count}, not {usual}, which do not divide it or leave what the ranks cannot share alike.",
-                stacklevel=6,
-            )
-        return count
+        return micro_batches_near(
+            self._micro_batches, arguments.shapes, first, fixed.pipeline, self._planner.world()
+        )
 
     @contextlib.contextmanager
     def _stand_ins(

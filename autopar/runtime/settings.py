@@ -30,6 +30,8 @@ class Settings:
         batch: what a rank gives: the batch of all ranks, or its own part of it.
         bucket_bytes: about how much one collective carries.
         executor: what runs the ops of a program.
+        returns_loss: whether the model is to return its loss itself, as there is no loss function.
+        has_stages: whether a mesh with pipeline stages was asked for.
         timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
             as the process group does.
     """
@@ -43,4 +45,6 @@ class Settings:
     bucket_bytes: int
     executor: Executor
     batch: Batch = "global"
+    returns_loss: bool = False
+    has_stages: bool = False
     timeout_seconds: float | None = None
