@@ -135,7 +135,7 @@ def test_other_shapes_give_what_one_device_gives(two_ranks: Ranks) -> None:
     assert {name: count for name, (_, _, count) in first.items()} == made
     for name, words in {
         "ddp": "dp=2 does not divide batch of size 3 (embedding). It has a plan of its own, where dp=2 splits",
-        "zero3": "to the number of 3, not 2",
+        "zero3": "in 3 micro-batches, not 2",
         "1f1b": "can be cut into 1 micro-batch, which the schedule 1f1b does not take; it is run by gpipe",
     }.items():
         assert any(words in said for said in first[name][1]), first[name]
