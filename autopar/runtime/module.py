@@ -51,6 +51,7 @@ from autopar.runtime.results import delivered
 from autopar.runtime.settings import Settings
 from autopar.runtime.shares import step_shares
 from autopar.runtime.stand_ins import stand_ins
+from autopar.runtime.together import warn_together
 
 log = logging.getLogger("autopar")
 
