@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, get_args
 
 import torch
@@ -33,6 +34,7 @@ from autopar.ir import (
 from autopar.ir.layout import WHOLE
 from autopar.ir.plan import Reduction
 from autopar.ir.recompute import Selection
+from autopar.ops.nodes import draws
 from autopar.passes import partition, verify_graph
 from autopar.program.recomputation import check_selection, mark_blocks
 
@@ -132,6 +134,11 @@ class Program:
     recomputed: frozenset[int] = frozenset()
     objective: Objective = _MEAN
     extras: tuple[Extra, ...] = ()
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether an op of it draws random numbers."""
+        return any(draws(node) for node in self.module.graph.nodes)
 
     def storage(self, name: str) -> ParameterPlan:
         """The plan of a parameter."""

@@ -154,7 +154,7 @@ def _progress(model: nn.Module) -> dict[str, Any] | None:
     if not isinstance(model, CompiledModule):
         return None
     _ = model.plan  # raises PlanError where there is none
-    return {"steps": model._steps, "seeds": model._seeds.get_state()}
+    return {"steps": model._steps, "seeds": torch.get_rng_state()}
 
 
 def _catch_up(model: nn.Module, optimizer: Optimizer) -> None:
@@ -336,7 +336,7 @@ class _Loading:
             self.restorer.restore(self._optimizer_states())
         if isinstance(model, CompiledModule) and notes["progress"] is not None:
             model._steps = notes["progress"]["steps"]
-            model._seeds.set_state(notes["progress"]["seeds"])
+            torch.set_rng_state(notes["progress"]["seeds"])
 
     def _optimizer_states(self) -> dict[str, dict[str, Any]]:
         """Parameter -> key -> tensor or value."""

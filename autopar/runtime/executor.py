@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar._torch import pytree
-from autopar.ops.nodes import draws
 from autopar.passes import (
     bind_groups,
     defer_loss_sum,
@@ -61,7 +60,6 @@ class Runner:
         self.program, self.world, self._model = program, store.world, model
         self.runs_backward_whole = executor.compiles or bool(program.recomputed)
         self._seeds = seeds
-        self._is_random = any(draws(node) for node in program.module.graph.nodes)
         parameters = len(program.parameters)
         self._constants = [x.to(self.world.device) for x in program.constants]
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
@@ -144,7 +142,7 @@ class Runner:
             return self._run_graph(arguments)
 
     def _run_graph(self, arguments: Sequence[Tensor]) -> list[Tensor]:
-        if not self._is_random:
+        if not self.program.is_random:
             return list(self._graph(*arguments))
         devices = [] if self.world.device.type == "cpu" else [self.world.device]
         with torch.random.fork_rng(devices, device_type=self.world.device.type):

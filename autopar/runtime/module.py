@@ -48,6 +48,7 @@ from autopar.runtime.placement import Placement
 from autopar.runtime.processes import world_size
 from autopar.runtime.recaptures import Recaptures
 from autopar.runtime.results import delivered
+from autopar.runtime.seeds import Seeds
 from autopar.runtime.settings import Settings
 from autopar.runtime.shares import step_shares
 from autopar.runtime.stand_ins import stand_ins
@@ -84,7 +85,7 @@ class CompiledModule(nn.Module):
         self._comparison = Comparison(settings.timeout_seconds)
         self._shapes = BatchShapes(settings.batch, self._comparison)
         self._recaptures = Recaptures()
-        self._seeds = torch.Generator()  # of random ops; the same on every rank
+        self._seeds = Seeds()
         self._steps = 0
         self._clock = StepClock()
         self._finite = FiniteLoss()
@@ -136,6 +137,7 @@ class CompiledModule(nn.Module):
             log.info("%s", self._clock.against(predicted, self._settings.device))
         try:
             with self._as_captured():
+                self._seeds.draw(bound.program, bound.world)
                 shares = step_shares(bound.program, parts, self._original, bound.world)
                 found = bound.step(parts, shares)
                 results = delivered(
@@ -193,6 +195,7 @@ class CompiledModule(nn.Module):
         inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
         try:
             with self._as_captured():
+                self._seeds.draw(bound.program, bound.world)
                 outputs = bound.forward(inputs)
         except PeerError as error:
             raise bound.world.explain(error, "The forward") from error
@@ -346,12 +349,12 @@ class CompiledModule(nn.Module):
         bucket_bytes, executor = self._settings.bucket_bytes, self._settings.executor
         if programs.pipeline is None:
             return BoundProgram(
-                programs.whole, store, self._original, seeds=self._seeds,
+                programs.whole, store, self._original, seeds=self._seeds.generator,
                 bucket_bytes=bucket_bytes, executor=executor,
             )  # fmt: skip
         assert shared is not None, "there was a first program, with stages"
         return BoundPipeline(
-            programs.whole, programs.stages, store, self._original, seeds=self._seeds,
+            programs.whole, programs.stages, store, self._original, seeds=self._seeds.generator,
             bucket_bytes=bucket_bytes, micro_batches=micro_batches, shared=shared,
             executor=executor,
         )  # fmt: skip
@@ -370,10 +373,8 @@ class CompiledModule(nn.Module):
         return torch.autocast(self._settings.device.type, enabled=False)
 
     def _place(self, programs: Programs) -> None:
-        """Puts the model to rest as its first program has it, with one seed of random ops for all ranks."""
-        world = self._planner.world()
-        self._placement.place(programs, world)
-        self._seeds.manual_seed(world.agree(torch.initial_seed() % 2**62))
+        """Puts the model to rest as its first program has it."""
+        self._placement.place(programs, self._planner.world())
         self._plan = programs.whole.plan
 
     # --- what was chosen

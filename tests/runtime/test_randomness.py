@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -146,3 +147,65 @@ def joined(ranks: list[Step]) -> Step:
         for name, mask in found.items():
             assert torch.equal(masks.setdefault(name, mask), mask)
     return ranks[0][0], masks
+
+
+class Dropping(nn.Module):
+    """Two layers with dropout, which returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)
+        ).double()  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def seeded_twice(options: dict[str, Any], seeds_of_ranks: str) -> list[float]:
+    """Losses of two steps, of the same after the same seed, of a forward after it, and after another seed."""
+    made = autopar.compile(Dropping(), **options)
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rank = dist.get_rank() if dist.is_initialized() and seeds_of_ranks == "differ" else 0
+    losses = []
+    for seed, runs in ((3, (made.step, made.step)), (3, (made.step, made.step)), (4, (made.step,))):
+        torch.manual_seed(seed + 100 * rank)
+        losses += [run(x).item() for run in runs]
+    return losses
+
+
+SEEDED: dict[str, dict[str, Any]] = {
+    "1 rank": {},
+    "1 rank, accumulation": {"micro_batches": 2},
+    "dp": {"mesh": {"dp": 2}, "recipe": "ddp"},
+    "tp": {"mesh": {"tp": 2}, "recipe": "tp"},
+    "pp": {"mesh": {"pp": 2}, "micro_batches": 2},
+    "compiled": {"mesh": {"dp": 2}, "recipe": "zero3", "executor": "aot_eager"},
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("seeds_of_ranks", ["alike", "differ"])
+@pytest.mark.parametrize("way", SEEDED)
+def test_a_seed_repeats_the_draws_of_the_steps_after_it(
+    way: str, seeds_of_ranks: str, two_ranks: Ranks
+) -> None:
+    options = SEEDED[way]
+    if "mesh" in options:
+        results = two_ranks.run(seeded_twice, options, seeds_of_ranks)
+    else:
+        results = [seeded_twice(options, seeds_of_ranks)]
+    for first, second, again, again_second, other in results:
+        assert (first, second) == (again, again_second)
+        assert len({first, second, other}) == 3
+    assert all(found == results[0] for found in results)
+
+
+def test_a_model_without_draws_leaves_the_generator_alone() -> None:
+    made = autopar.compile(Dropping().eval())
+    x = torch.ones(2, 8, dtype=torch.float64)
+    made.step(x)
+    state = torch.get_rng_state()
+    made.step(x)
+    assert torch.equal(torch.get_rng_state(), state)

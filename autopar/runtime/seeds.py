@@ -1,0 +1,33 @@
+"""The seed of a run's random ops, drawn from PyTorch's generator as an op of one device draws its numbers.
+
+torch.manual_seed(0); step(x)      the masks of seed 0
+step(x)                            the next ones
+torch.manual_seed(0); step(x)      those of the first step again
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.program.program import Program
+from autopar.runtime.world import World
+
+
+class Seeds:
+    """Draws one seed for every step and forward that has random ops.
+
+    Attributes:
+        generator: draws the seeds of micro-batches and stages; in the same state on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def draw(self, program: Program, world: World) -> None:
+        """Before a run: takes a seed from the first rank's generator. Every rank draws, so that all stay in step.
+
+        A program without random ops draws none, and no rank waits for the first.
+        """
+        if program.is_random:
+            own = int(torch.randint(2**62, ()))
+            self.generator.manual_seed(world.agree(own))
