@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from autopar.backend.comparing import check_alike, check_shapes
-from autopar.backend.lifting import lift
+from autopar.backend.lifting import lift, place_of
 from autopar.backend.plans import local_graph, plan_of, prepare, stand_in
+from autopar.backend.recurrence import Recurrence
 from autopar.backend.running import LocalGraph, WholeGraph
 from autopar.backend.summary import summary
 from autopar.errors import AutoparError
@@ -28,9 +29,18 @@ Run = Callable[[Sequence[Any]], list[Any]]
 
 
 class SplitGraph:
-    """The function that dynamo calls in place of a graph; it plans at the first call of each set of shapes.
+    """The function that dynamo calls in place of a graph; it plans for each set of sizes that is worth a plan.
 
-    [Note: programs are kept] in autopar/runtime/kept_programs.py.
+    [Note: programs are kept] in autopar/runtime/kept_programs.py, and [Note: sizes that depend on values] in
+    autopar/backend/recurrence.py.
+
+    Args:
+        module: the graph.
+        names: readable names of its arguments.
+        request: what is asked of its plans.
+        world: this rank's view of the mesh.
+        executor: what runs its local graphs.
+        comparison: compares texts of all ranks.
     """
 
     def __init__(
@@ -40,10 +50,16 @@ class SplitGraph:
         self._module, self._names, self._comparison = module, names, comparison
         self._request, self._world, self._executor = request, world, executor
         self._runs: dict[Any, Run] = {}
+        self._recurrence = Recurrence()
+        self._whole = WholeGraph(module, world)
+        self._has_warned = False
 
     def __call__(self, *arguments: Any) -> list[Any]:
         key = tuple(map(_kind, arguments))
         run = self._runs.pop(key, None)
+        if run is None and not self._recurrence.pays(key):
+            self._warn_of_sizes()
+            return self._whole(arguments)
         if run is None:
             named = dict(zip(self._names, arguments, strict=True))
             check_shapes(self._comparison, named)
@@ -65,8 +81,8 @@ class SplitGraph:
             plan = plan_of(prepared, self._world, self._request, stored)
             local = local_graph(prepared, plan)
         except AutoparError as error:
-            self._tell_whole(error)
-            return WholeGraph(self._module, self._world)
+            self._warn(str(error))
+            return self._whole
         self._tell(prepared.analysis.graph, plan, local, time.perf_counter() - start)
         return LocalGraph(lifted, prepared.captured, local, self._world, self._executor, arguments)
 
@@ -75,12 +91,23 @@ class SplitGraph:
             log.info("%s; planned in %.1f s", summary(graph, plan, local), seconds)
             log.debug("%s\n%s", plan, local.code)
 
-    def _tell_whole(self, error: AutoparError) -> None:
+    def _warn(self, reason: str) -> None:
+        """Says on the first rank that the graph runs whole, and why."""
         if self._world.rank == 0:
             calls = [n.name for n in self._module.graph.nodes if n.op.startswith("call")]
             place = f"{calls[0]} ... {calls[-1]}" if calls else "nothing"
             log.warning(
-                "A graph of %d calls (%s) runs whole on every rank: %s", len(calls), place, error
+                "A graph of %d calls (%s) runs whole on every rank: %s", len(calls), place, reason
+            )
+
+    def _warn_of_sizes(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"it has met {self._recurrence.sets} sets of sizes, and plans for others when they recur often. "
+                "Sizes that depend on values (x[mask], nonzero) seldom do: to have the work split, compute all rows "
+                "and mask them with torch.where, or multiply sorted rows with torch.nn.functional.grouped_mm. Lengths "
+                f"of batches: pad them to a few.{place_of(self._module)}"
             )
 
 

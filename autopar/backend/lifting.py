@@ -357,6 +357,11 @@ def _place(node: fx.Node) -> str:
     return f"\n  where:  {file}:{line} in {function}: {code.strip()}"
 
 
+def place_of(module: fx.GraphModule) -> str:
+    """The line of the user's code that the first call of a graph comes from, as a line to add to an error."""
+    return next((place for node in module.graph.nodes if (place := _place(node))), "")
+
+
 def _applied_function(node: fx.Node) -> str:
     """`Straight` for a call from the line `y = Straight.apply(x)`, as dynamo does not keep the class."""
     return "".join(re.findall(r"(\w+)\.apply\(", _place(node))[:1]) or "Function"

@@ -90,15 +90,24 @@ def page(rows: list[Row]) -> str:
             f"| {row.case.name} | {row.door} | {'no: lacks ' + missing if missing else 'yes'} | "
             f"{shown.exit_code} | {shown.seconds:.1f} | {len(shown.text.splitlines())} |"
         )
+    lines += [
+        "",
+        "What `torchrun` logs itself, with times and process numbers, is left out of the texts below.",
+    ]
     for row in rows:
-        text = row.screen.first.splitlines()
-        lines += [
-            "",
-            f"## {row.case.name}, {row.door}",
-            "",
-            *(f"    {line}".rstrip() for line in text),
-        ]
+        lines += ["", f"## {row.case.name}, {row.door}", ""]
+        lines += [f"    {line}".rstrip() for line in _said(row.screen)]
     return "\n".join(lines) + "\n"
+
+
+def _said(screen: Screen) -> list[str]:
+    """The lines of the first screen that the ranks wrote."""
+    ranks = screen.first.partition("\nTraceback (most recent call last):")[0]
+    return [
+        re.sub(r"logs/none_\w+/", "logs/.../", line)
+        for line in ranks.splitlines()
+        if not re.match(r"[WE]\d{4} ", line)
+    ]
 
 
 @click.command()

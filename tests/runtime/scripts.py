@@ -15,6 +15,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 
 from tests.runtime.models import Tied
+from tests.support.experts import MixtureModel
 
 Compile = Callable[[Any], Any]
 Result = dict[str, Any]
@@ -203,6 +204,14 @@ def gradient_penalty(compile: Compile) -> Result:
             yield loss + to_input.square().sum()
 
     return _train(parameters, losses())
+
+
+@_script
+def experts_by_mask(compile: Compile) -> Result:
+    model = MixtureModel().double()
+    compiled = compile(model)
+    batches = [torch.randn(4, 16, 8, dtype=torch.float64) for _ in range(14)]
+    return _train(model.parameters(), ((compiled(x) - x).square().mean() for x in batches))
 
 
 class _Filter(nn.Module):

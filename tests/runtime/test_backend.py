@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from autopar.backend import backend, graphs
+from autopar.backend import backend, graphs, recurrence
 from autopar.errors import AutoparError, MeshError, RecipeError
 from tests.runtime import scripts
 from tests.runtime.ranks import Ranks
@@ -100,6 +100,7 @@ def _many_lengths() -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "KEPT_PROGRAMS", 3)
+        patch.setattr(recurrence, "PLANNED_AT_ONCE", 9)
         for length in (4, 6, 8, 4, 2, 4, 6):  # 2 takes the place of 6, and 6 that of 8
             model(torch.ones(length, 2))
 
@@ -108,6 +109,23 @@ def _many_lengths() -> None:
 def test_the_plan_used_longest_ago_makes_room_for_another(two_ranks: Ranks) -> None:
     told, _ = two_ranks.run(_told, _many_lengths)
     assert sum("planned in" in line for line in told) == 5
+
+
+def _experts() -> tuple[list[str], scripts.Result]:
+    found = []
+    told = _told(lambda: found.append(scripts.run_compiled("experts_by_mask", {"recipe": "ddp"})))
+    return told, found[0]
+
+
+@pytest.mark.multiprocess
+def test_sizes_that_depend_on_values_do_not_plan_for_ever(two_ranks: Ranks) -> None:
+    """In 14 steps the experts of two blocks meet about 100 sets of sizes, four of which are planned at once."""
+    (told, first), (_, second) = two_ranks.run(_experts)
+    expected = scripts.run("experts_by_mask")
+    assert max(difference(each, expected) for each in (first, second)) < 1e-9
+    assert sum("planned in" in line for line in told) <= 8
+    (said,) = (line for line in told if "sets of sizes" in line)
+    assert "x[mask]" in said and "experts.py" in said and "in forward: return self.down(" in said
 
 
 @pytest.mark.multiprocess
