@@ -22,9 +22,9 @@ class GPTConfig:
 
     Attributes:
         seq_len: the longest sequence, in bytes.
-        layers: how many blocks.
+        layers: number of blocks.
         heads: attention heads of a block; they divide the width.
-        width: of the residual stream.
+        width: width of the residual stream.
     """
 
     seq_len: int = 128
@@ -89,7 +89,7 @@ class GPT(nn.Module):
 
     Args:
         config: the sizes.
-        seed: of the initial weights; the same seed gives the same weights in every process.
+        seed: seed of the initial weights; the same seed gives the same weights in every process.
     """
 
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:

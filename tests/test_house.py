@@ -1,4 +1,4 @@
-"""The house: which room imports which, as docs/design.md says."""
+"""The house: which room imports which, as docs/design.md says, and how prose and tests are written."""
 
 import ast
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 import autopar
 
 PACKAGE = Path(autopar.__file__).parent
+ROOT = Path(__file__).parents[1]
 
 # A room imports itself and what stands before it.
 ORDER = """
@@ -131,8 +132,36 @@ def _described(path: Path) -> Iterator[str]:
 
 
 def test_what_a_name_means_is_a_noun_phrase() -> None:
-    lines = [(path, line) for path in _modules().values() for line in _described(path)]
-    assert len(lines) > 500
-    relative = re.compile(r"[^:]+: (of|that|which|in|up to)\b")
-    found = {f"{p.relative_to(PACKAGE)}" for p, line in lines if relative.match(line)}
-    assert not found
+    written = ("autopar", "benchmarks", "examples", "tests")
+    paths = [path for folder in written for path in (ROOT / folder).rglob("*.py")]
+    lines = [(path, line) for path in paths for line in _described(path)]
+    assert len(lines) > 1200
+    relative = re.compile(r"[^:]+: (of|that|those|which|in|into|up to)\b")
+    found = [f"{p.relative_to(ROOT)}: {line}" for p, line in lines if relative.match(line)]
+    assert not found, "\n".join(found)
+
+
+def _shows_what_it_checks(test: ast.AST) -> bool:
+    """Whether a test has an `assert`, or expects an error or a warning, in its own body."""
+    expected = {"pytest.raises", "pytest.warns", "torch.testing.assert_close"}
+    return any(
+        isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) in expected)
+        for node in ast.walk(test)
+    )
+
+
+def test_every_test_shows_what_it_asserts() -> None:
+    tests = [
+        (path, node)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(tests) > 1000
+    hidden = [
+        f"{p.name}:{test.lineno} {test.name}"
+        for p, test in tests
+        if not _shows_what_it_checks(test)
+    ]
+    assert not hidden, "\n".join(hidden)

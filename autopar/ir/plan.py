@@ -91,7 +91,7 @@ class Plan:
         mesh: the axes, major first, on which each stage of the pipeline lies.
         fingerprint: fingerprint of the captured graph that the plan was made for.
         recipe: the recipe it was searched under, as text.
-        micro_batches: into how many parts `step` cuts its batch.
+        micro_batches: number of micro-batches that `step` cuts its batch into.
         parameters: parameter name -> how it lies.
         inputs: input name -> layout of the part each rank takes.
         ops: op name -> the label of its choice on every axis.

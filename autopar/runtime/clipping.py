@@ -33,7 +33,7 @@ def clip_grad_norm_(
     """Scales gradients in place so that their norm over all ranks is at most `max_norm`.
 
     Args:
-        named_parameters: those that this rank holds; each gradient lies as its parameter does.
+        named_parameters: the parameters of this rank; each gradient lies as its parameter does.
         world: the mesh on which they lie.
         max_norm: the bound; 1e-6 is added to the norm before it divides, as in torch.nn.utils.
         norm_type: p of the p-norm, above zero, or infinity.

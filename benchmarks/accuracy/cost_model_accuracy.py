@@ -31,6 +31,7 @@ from benchmarks.accuracy.pricing import Prediction, price_rows
 from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
 from benchmarks.accuracy.simulated import CLOSED, pipeline_of
 from benchmarks.accuracy.subjects import Subject, subject
+from benchmarks.tables import markdown_table
 
 FIGURES = (
     "time_error_median", "time_error_mean", "spearman", "tau_mean", "regret_mean",
@@ -164,19 +165,17 @@ def read(data: Path, *, simulates: bool = False) -> tuple[list[Source], dict[str
 def markdown(sources: Sequence[Source]) -> str:
     """The figures as a table for the documentation."""
     head = ("source", "used", "skipped", *(name.replace("_", " ") for name in FIGURES))
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for source in sources:
         figures = source.figures()
         cells = (source.name, str(figures["rows_used"]), str(figures["rows_skipped"]))
-        lines.append("| " + " | ".join((*cells, *_cells(figures))) + " |")
-    return "\n".join(lines) + "\n\n" + _pipelines_markdown(sources)
+        rows.append((*cells, *_cells(figures)))
+    return "\n".join(markdown_table(head, rows)) + "\n\n" + _pipelines_markdown(sources)
 
 
 def _pipelines_markdown(sources: Sequence[Source]) -> str:
     head = ("source", "stages", "rows", *(name.replace("_", " ") for name in PIPELINE_FIGURES))
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in _pipeline_rows(sources)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(markdown_table(head, _pipeline_rows(sources))) + "\n"
 
 
 def _pipeline_rows(sources: Sequence[Source]) -> Iterable[tuple[str, ...]]:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as
 from autopar.cost_model import Cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
-from autopar.explanation.advice import Advice, Question
+from autopar.explanation.advice import Question
 from autopar.ir import Mesh
 from autopar.models import Transformer
 from autopar.models.presets import Preset
@@ -41,6 +41,7 @@ from autopar.search.request import Request
 from benchmarks.accuracy.rows import Row, Skip, is_training_table, rows
 from benchmarks.accuracy.subjects import Subject, framework_of, hardware_of, subject
 from benchmarks.stored import store, stored
+from benchmarks.tables import markdown_table, plan_words
 
 FEWEST_GPUS = 64
 ZERO = ("ddp", "zero1", "zero2", "zero3")
@@ -188,19 +189,22 @@ def _measured(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """A case with both prices.
+    """The prices of a case: of the makers' configuration and of autopar's plan.
 
     Attributes:
-        name: that of the case.
-        model, gpus, batch, seq: what was asked.
+        name: name of the case.
+        model: name of the preset.
+        gpus: name of the cluster.
+        batch: number of sequences of a step.
+        seq: tokens of a sequence.
         choice: the makers' configuration, in words.
-        choice_seconds: price of it, per step.
-        choice_fits: whether it keeps the bound on memory by which autopar searches.
+        choice_seconds: predicted duration of a step of that configuration.
+        choice_fits: whether it keeps the bound on memory that autopar searches by.
         plan: autopar's plan, in words.
-        plan_seconds: price of it, per step.
+        plan_seconds: predicted duration of a step of that plan.
         search_seconds: processor time from the captured model to the plan.
-        measured_seconds: the makers' time of a step; None where they do not tell.
-        refusal: why one of them has no price; "" where both have.
+        measured_seconds: duration of a step that the makers report; None where they report none.
+        refusal: the reason why one of both has no price; "" where both have.
     """
 
     name: str
@@ -219,7 +223,7 @@ class Answer:
 
     @property
     def ratio(self) -> float | None:
-        """The plan's price over that of the makers' choice."""
+        """The plan's price over the price of the makers' choice."""
         if self.plan_seconds is None or self.choice_seconds is None:
             return None
         return self.plan_seconds / self.choice_seconds
@@ -235,7 +239,7 @@ def answer(case: Case) -> Answer:
     start_seconds = time.process_time()
     try:
         plan = Question(case.preset, asked, case.seq).answer()
-        found = replace(found, plan=words_of(plan), plan_seconds=plan.step_seconds)
+        found = replace(found, plan=plan_words(plan), plan_seconds=plan.step_seconds)
     except AutoparError as error:
         found = replace(found, refusal=f"search: {_first_line(error)}")
     found = replace(found, search_seconds=time.process_time() - start_seconds)
@@ -253,16 +257,6 @@ def _request(asked: Request, choice: Choice) -> Request:
         schedule=choice.schedule or None, chunks=choice.chunks if choice.schedule else None,
         recompute=choice.recompute, must_fit=False,
     )  # fmt: skip
-
-
-def words_of(found: Advice) -> str:
-    """A plan in a line."""
-    plan, pipeline = found.plan, found.plan.pipeline
-    stages = f"{pipeline.schedule} x {pipeline.chunks}, " if pipeline else ""
-    again = plan.recompute if isinstance(plan.recompute, (str, int)) else "by op"
-    return (
-        f"{plan.mesh} {plan.recipe}, {stages}{plan.micro_batches} micro-batches, recompute {again}"
-    )
 
 
 def _first_line(error: Exception) -> str:
@@ -299,8 +293,7 @@ def summary(answers: Sequence[Answer]) -> str:
 
 def markdown(answers: Sequence[Answer]) -> str:
     """The page of the results."""
-    lines = [summary(answers), "", "| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in table_rows(answers)]
+    lines = [summary(answers), "", *markdown_table(HEADS, table_rows(answers))]
     refused = [each for each in answers if each.refusal]
     if refused:
         lines += ["", "Without two prices:", ""]

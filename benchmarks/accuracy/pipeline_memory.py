@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import loss_fn
 
 from benchmarks.speed.bench_step_time import Sizes, free_port
+from benchmarks.tables import markdown_table
 
 
 @dataclass
@@ -157,9 +158,7 @@ def show(rows: Sequence[tuple[str, ...]], path: Path | None) -> None:
         table.add_row(*cells)
     Console(width=130).print(table)
     if path is not None:
-        lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, *rows)]
-        lines.insert(1, "|" + "---|" * len(COLUMNS))
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join(markdown_table(COLUMNS, rows)) + "\n")
 
 
 @click.command(context_settings={"show_default": True})

@@ -58,15 +58,17 @@ class Family:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the expressions of a run depend on, beside numbers.
+    """The properties of a run, other than numbers, that its expressions depend on.
 
     Attributes:
-        family: of models.
-        zero_stage, sequence_parallel, training_state: how it was sharded and kept.
+        family: family of models.
+        zero_stage: stage of ZeRO, 0 to 3.
+        sequence_parallel: whether tensor-parallel ranks split the sequence between their regions.
+        training_state: bytes that training keeps for each parameter.
         balances: whether stages are cut by weight, the head included.
         fused: whether chains of element-wise ops are one kernel.
         regathers: whether gathered activations are kept in shards.
-        bucket_bytes: of the collectives of gradients, before tensor parallelism splits them: their
+        bucket_bytes: size of the collectives of gradients, before tensor parallelism splits them: their
             number stays.
         scatters: whether each rank of a tensor-parallel group sends a part of what crosses from stage
             to stage, which the other side gathers.

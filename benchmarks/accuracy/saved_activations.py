@@ -28,6 +28,7 @@ from autopar.planning.planning import Prepared, prepare_step
 from autopar.program.program import build_program
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.tables import markdown_table
 from benchmarks.zoo.models import NAMES, architecture, build
 
 WITHIN = 0.02
@@ -155,9 +156,7 @@ def markdown(rows: list[Row]) -> str:
         "Made by",
         "`OMP_NUM_THREADS=1 python benchmarks/accuracy/saved_activations.py --markdown docs/saved_activations.md`.",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|---|---|" + "---:|" * (len(COLUMNS) - 2),
-        *("| " + " | ".join(row.cells) + " |" for row in rows),
+        *markdown_table(COLUMNS, [row.cells for row in rows], text_columns=2),
     ]
     return "\n".join(lines) + "\n"
 

@@ -49,8 +49,8 @@ class Simulated:
     """The steps of rows that were priced together.
 
     Args:
-        step: of all rows.
-        rows: with pipeline stages or without.
+        step: the step of all rows.
+        rows: the rows, with pipeline stages or without.
     """
 
     def __init__(self, step: Step, rows: Sequence[Row]) -> None:

@@ -32,19 +32,19 @@ class Framework:
     """What a table leaves unsaid about the code that ran it.
 
     Attributes:
-        name: in the catalogue of fitted software.
-        family: of models, a key of `autopar.models.FAMILIES`.
-        training_state: of what training keeps beside parameters.
-        zero_stage: where a row has none.
+        name: its name in the catalogue of fitted software.
+        family: family of models, a key of `autopar.models.FAMILIES`.
+        training_state: bytes that training keeps in addition to parameters.
+        zero_stage: stage of ZeRO where a row has none.
         pads_vocab: whether it pads the vocabulary to a multiple of 128 times tp (Megatron-LM).
         flash: whether attention keeps no weights.
         dropout: share of activations and attention weights that is dropped.
-        vocab: where a row has none.
+        vocab: size of the vocabulary where a row has none.
         chunk_layers: layers of a chunk of an interleaved schedule, where a row does not tell chunks.
         balances, fused, regathers, bucket_bytes, scatters, accumulates_in_products, repeats_layers: see
             `Shape`.
-        sequence_parallel: with tensor parallelism, whatever a row says.
-        network: of the cluster where a row names none: a suffix in the catalogue of hardware.
+        sequence_parallel: whether tensor parallelism always comes with sequence parallelism, whatever a row says.
+        network: network of the cluster where a row names none: a suffix in the catalogue of hardware.
     """
 
     name: str

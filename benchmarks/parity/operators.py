@@ -23,7 +23,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ from autopar.rules.trial import (
     weights,
     with_gradients,
 )
+from benchmarks.tables import markdown_table
 
 TOLERANCE = 1e-8  # in float64; gradients of decompositions lose some digits
 COUNTS = (2, 3, 5, 7, 4)  # the first of the primes that divides, and 4
@@ -99,8 +100,8 @@ class Sample:
 
     Attributes:
         target: the overload.
-        leaves: of (args, kwargs), tensors among them.
-        spec: pytree of them.
+        leaves: leaves of (args, kwargs), tensors among them.
+        spec: pytree of these leaves.
     """
 
     target: torch._ops.OpOverload
@@ -415,15 +416,16 @@ def _fits(parts: Sequence[Tensor], state: State, want: Tensor) -> bool:
 
 @dataclass
 class Row:
-    """What was found of one ATen op.
+    """The results of one ATen op.
 
     Attributes:
         kind: `aten.linear`.
-        samples: how many calls of it were tried, and how many of them a rule covers.
-        tried: splits that were compared.
-        labels: the choices among them.
-        wrong: those that do not hold.
-        missing: splits that hold and no choice is -> on how many samples.
+        samples: number of its calls that were tried.
+        covered: number of these calls that a rule covers.
+        tried: number of splits that were compared.
+        labels: labels of the choices among these splits.
+        wrong: choices that do not hold.
+        missing: split that holds without a choice -> number of samples on which it does.
     """
 
     kind: str
@@ -545,23 +547,18 @@ def markdown(rows: list[Row], samples: int, most: int) -> str:
         "(a dim of size 2 whose halves happen not to meet); windows that do not overlap (pooling with stride and",
         "kernel alike) and norms that are sums (p = 1) are what a rule could still offer.",
         "",
-        *_table(ruled, COLUMNS, lambda row: row.cells),
+        *markdown_table(COLUMNS, [row.cells for row in ruled]),
         "",
         f"## {len(others)} ops of the database without a rule",
         "",
         "They run replicated. Some have a size that depends on values, some work on all elements at once; those with",
         "a split in the last column could have a rule.",
         "",
-        *_table(others, ("op", "samples", "splits that hold"), lambda row: row.cells_without_rule),
+        *markdown_table(
+            ("op", "samples", "splits that hold"), [row.cells_without_rule for row in others]
+        ),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _table(
-    rows: list[Row], columns: Sequence[str], cells: Callable[[Row], Sequence[str]]
-) -> list[str]:
-    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return [*head, *("| " + " | ".join(cells(row)) + " |" for row in rows)]
 
 
 @click.command(context_settings={"show_default": True})

@@ -26,6 +26,7 @@ from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.tables import markdown_table
 from benchmarks.zoo.models import NAMES, build
 
 MESHES = ("a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2")
@@ -94,9 +95,7 @@ def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str) -> str:
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {seeds} --meshes '{meshes}' "
         f"--dtypes '{dtypes}'`.",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row.cells) + " |" for row in rows),
+        *markdown_table(COLUMNS, [row.cells for row in rows]),
     ]
     return "\n".join(lines) + "\n"
 

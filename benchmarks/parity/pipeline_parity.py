@@ -25,6 +25,7 @@ from autopar.proof.subject import Subject
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.parity.parity import COLUMNS, Row
+from benchmarks.tables import markdown_table
 from benchmarks.zoo.models import NAMES, build
 
 MESHES = ("pp=2", "pp=4", "pp=2,tp=2", "pp=2,dp=2", "pp=2,dp=2,tp=2")
@@ -56,13 +57,12 @@ def markdown(rows: list[Row], passed: Counter[str], drawn: Counter[str], plans: 
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/pipeline_parity.py --plans {plans} "
         "--markdown docs/pipeline_parity.md`.",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row.cells) + " |" for row in rows),
+        *markdown_table(COLUMNS, [row.cells for row in rows]),
         "",
-        "| schedule | plans passed |",
-        "|---|---|",
-        *(f"| `{name}` | {passed[name]} of {drawn[name]} |" for name in SCHEDULES),
+        *markdown_table(
+            ("schedule", "plans passed"),
+            [(f"`{name}`", f"{passed[name]} of {drawn[name]}") for name in SCHEDULES],
+        ),
     ]
     return "\n".join(lines) + "\n"
 

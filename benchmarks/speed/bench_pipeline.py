@@ -83,11 +83,11 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained.
+    """The training that is timed.
 
     Attributes:
-        sizes: of the model and its batch.
-        micro_batches: into how many parts a step cuts it.
+        sizes: sizes of the model and its batch.
+        micro_batches: number of micro-batches that a step cuts the batch into.
         optimizer: whether a step ends with AdamW.
     """
 

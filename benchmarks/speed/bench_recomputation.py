@@ -31,6 +31,7 @@ from autopar.planning.planning import Prepared, prepare_step
 from autopar.runtime.module import CompiledModule
 from autopar.search.selection import select
 from benchmarks.accuracy.saved_activations import kept_bytes, unsplit_plan
+from benchmarks.tables import markdown_table
 from benchmarks.zoo.models import build
 
 NAMES = "llama,mistral,qwen2,gemma2,gpt2,gptneox,opt,bert,roberta,bart"
@@ -145,11 +146,7 @@ def measure(name: str, *, times: int, rounds: int) -> Row:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table."""
-    lines = [
-        "| " + " | ".join(COLUMNS) + " |",
-        "|---|" + "---:|" * (len(COLUMNS) - 1),
-        *("| " + " | ".join(row.cells) + " |" for row in rows),
-    ]
+    lines = markdown_table(COLUMNS, [row.cells for row in rows], text_columns=1)
     return "\n".join(lines) + "\n"
 
 

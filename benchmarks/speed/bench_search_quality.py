@@ -34,6 +34,7 @@ from autopar.explanation.advice import Advice, Question
 from autopar.ir import Mesh
 from autopar.search.request import Request
 from benchmarks.stored import store, stored
+from benchmarks.tables import markdown_table, plan_words
 
 # Name of a preset -> tokens of a sequence; None for images.
 MODELS: Mapping[str, int | None] = {
@@ -58,9 +59,9 @@ class Found:
     Attributes:
         name: model, cluster, mesh and batch.
         open_seconds: price of the open answer per step; None where the search refused.
-        open_plan: that answer in words, or why there is none.
+        open_plan: plan of the open answer in words, or the reason why there is none.
         best_seconds: price of the fastest named answer that fits; None where none does.
-        best_named: what was named for it.
+        best_named: the named choices of that answer, in words.
         asked: number of things that were named.
         search_seconds: processor time of the open answer, capture included.
     """
@@ -75,7 +76,7 @@ class Found:
 
     @property
     def ratio(self) -> float | None:
-        """The open answer's price over that of the best named one."""
+        """The open answer's price over the price of the best named answer."""
         if self.open_seconds is None or self.best_seconds is None:
             return None
         return self.open_seconds / self.best_seconds
@@ -161,14 +162,6 @@ def _words(fields: Mapping[str, Any]) -> str:
     )
 
 
-def plan_words(found: Advice) -> str:
-    """A plan in a line."""
-    plan, pipeline = found.plan, found.plan.pipeline
-    stages = f"{pipeline.schedule} x {pipeline.chunks}" if pipeline else "no stages"
-    again = plan.recompute if isinstance(plan.recompute, (str, int)) else "by op"
-    return f"{plan.mesh} {plan.recipe}, {stages}, {plan.micro_batches} micro-batches, recompute {again}"
-
-
 def summary(found: Sequence[Found]) -> str:
     """How often the law is broken."""
     broken = [each for each in found if each.breaks_the_law]
@@ -222,8 +215,7 @@ def main(results: Path, count: int, only: str, page: Path | None) -> None:
     console.print(table)
     console.print(summary(found))
     if page is not None:
-        lines = [summary(found), "", "| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows(found)]
+        lines = [summary(found), "", *markdown_table(HEADS, rows(found))]
         page.write_text("\n".join(lines) + "\n")
 
 

@@ -324,8 +324,8 @@ def build(
 
     Args:
         name: a row of `ARCHITECTURES`.
-        seed: of weights and inputs; torch's global generator is left as it was.
-        dtype: of weights and floating inputs; None for the widest that the architecture runs in.
+        seed: seed of weights and inputs; torch's global generator is left as it was.
+        dtype: type of weights and floating inputs; None for the widest that the architecture runs in.
 
     Returns:
         The module, in training mode, and positional inputs: `module(*inputs)` is the scalar loss.

@@ -28,23 +28,23 @@ WIDE = "passed with float64 in place of float32"
 
 @dataclass
 class Row:
-    """What came of one architecture.
+    """The results of one architecture.
 
     Attributes:
         name: its model type, or `diffusers:` and its class.
         version: `code_version` of what examined it.
         model: class and inputs.
         kind: text, vision, audio.
-        dtype: of weights.
-        parameters: how many numbers.
-        stopped: why it was not built or captured, "" if it was.
-        differs: how torch.export's own program differs from the model, "" if it does not.
-        note: what was left out or added so that it runs.
-        stage: what was being done last: build, capture, a plan, or done.
+        dtype: type of its weights.
+        parameters: number of entries of its parameters.
+        stopped: the reason why it was not built or captured, "" if it was.
+        differs: the way in which torch.export's own program differs from the model, "" if it does not.
+        note: the parts that were left out or added so that it runs.
+        stage: the last thing that was begun: build, capture, a plan, or done.
         plans: plan -> `passed` or why not.
         backend: plan -> `passed` or why not, of what is not captured, through torch.compile on two ranks.
         worst: the largest error of all plans relative to its tolerance.
-        seconds: of everything.
+        seconds: duration of the whole examination.
     """
 
     name: str

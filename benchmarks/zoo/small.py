@@ -115,7 +115,7 @@ def make(name: str, *, seed: int = 0, masked: bool = False) -> Small:
 
     Args:
         name: its model type.
-        seed: of weights and inputs.
+        seed: seed of weights and inputs.
         masked: whether an attention mask must be among the inputs.
 
     Raises ValueError with the first error where no choice of sizes, class and inputs gives a loss with

@@ -129,12 +129,12 @@ def test_ranks_end_with_a_process_that_is_killed():
     script = "from autopar.calibrate import calibrate; calibrate(device='cpu', ranks=2)"
     killed = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
     try:
-        wait_for(lambda: len(ranks_of(killed.pid)) == 2)
+        assert becomes(lambda: len(ranks_of(killed.pid)) == 2)
         left = ranks_of(killed.pid)
     finally:
         killed.kill()
         killed.wait(10)
-    wait_for(lambda: not any(is_running(pid) for pid in left))
+    assert becomes(lambda: not any(is_running(pid) for pid in left))
 
 
 def ranks_of(pid):
@@ -154,11 +154,12 @@ def command_line(pid):
         return ""
 
 
-def wait_for(condition):
+def becomes(condition):
+    """Whether a condition comes to hold within 30 seconds."""
     deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return holds
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import CaptureError
-from tests.support.scripts import Scaled, both, refused, squares
+from tests.support.scripts import Scaled, both, line_of, refusal, squares
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,8 @@ def _quiet() -> Any:
 
 
 def test_an_annealed_attribute() -> None:
-    both(Scaled, squares, lambda m, i: setattr(m, "beta", 0.5 * i + 0.5))
+    found, plain = both(Scaled, squares, lambda m, i: setattr(m, "beta", 0.5 * i + 0.5))
+    assert found == plain
 
 
 def test_a_closure_and_a_list_of_the_loss() -> None:
@@ -37,7 +38,8 @@ def test_a_closure_and_a_list_of_the_loss() -> None:
     def between(model: nn.Module, i: int) -> None:
         weights[:] = [1.0 + i, 2.0 - 0.1 * i]
 
-    both(Scaled, loss, between)
+    found, plain = both(Scaled, loss, between)
+    assert found == plain
 
 
 def test_a_replaced_head() -> None:
@@ -47,11 +49,15 @@ def test_a_replaced_head() -> None:
         if i in (2, 4):
             model.head = copy.deepcopy(heads[i // 2 - 1])
 
-    both(Scaled, squares, between)
+    found, plain = both(Scaled, squares, between)
+    assert found == plain
 
 
 def test_a_tensor_attribute() -> None:
-    both(Scaled, squares, lambda m, i: setattr(m, "beta", torch.tensor(0.5 * i + 0.5)))
+    found, plain = both(
+        Scaled, squares, lambda m, i: setattr(m, "beta", torch.tensor(0.5 * i + 0.5))
+    )
+    assert found == plain
 
 
 def test_a_tensor_attribute_that_is_filled() -> None:
@@ -60,7 +66,8 @@ def test_a_tensor_attribute_that_is_filled() -> None:
             model.beta = torch.tensor(0.5)
         model.beta.fill_(0.5 * i)
 
-    both(Scaled, squares, between)
+    found, plain = both(Scaled, squares, between)
+    assert found == plain
 
 
 class Counting(Scaled):
@@ -78,7 +85,8 @@ class Counting(Scaled):
 def test_a_counter_counts_and_costs_one_capture(caplog: pytest.LogCaptureFixture) -> None:
     seen = []
     with caplog.at_level("INFO", "autopar"):
-        both(Counting, squares, lambda m, i: seen.append(m.calls))
+        found, plain = both(Counting, squares, lambda m, i: seen.append(m.calls))
+    assert found == plain
     assert seen == [0, 1, 2, 3, 4] * 2
     assert "again" not in caplog.text
 
@@ -96,7 +104,8 @@ class WarmingUp(Scaled):
 
 
 def test_a_counter_that_the_forward_reads() -> None:
-    both(WarmingUp, squares, lambda m, i: None)
+    found, plain = both(WarmingUp, squares, lambda m, i: None)
+    assert found == plain
 
 
 class Dropping(Scaled):
@@ -111,7 +120,8 @@ class Dropping(Scaled):
 
 
 def test_the_probability_of_dropout() -> None:
-    both(Dropping, squares, lambda m, i: setattr(m.drop, "p", float(i % 2)))
+    found, plain = both(Dropping, squares, lambda m, i: setattr(m.drop, "p", float(i % 2)))
+    assert found == plain
 
 
 class Skipping(Scaled):
@@ -138,9 +148,21 @@ class NoisyByGenerator(Scaled):
 
 
 def test_python_draws_are_refused_by_their_line() -> None:
-    refused(Skipping, "random.random()", "draws from Python's or numpy's random numbers")
-    refused(NoisyByNumpy, "np.random.rand()", "draws from Python's or numpy's random numbers")
-    refused(NoisyByGenerator, "uniform()", "reads the Generator model.source")
+    message = refusal(Skipping)
+    assert (
+        "draws from Python's or numpy's random numbers" in message
+        and line_of(Skipping, "random.random()") in message
+    )
+    message = refusal(NoisyByNumpy)
+    assert (
+        "draws from Python's or numpy's random numbers" in message
+        and line_of(NoisyByNumpy, "np.random.rand()") in message
+    )
+    message = refusal(NoisyByGenerator)
+    assert (
+        "reads the Generator model.source" in message
+        and line_of(NoisyByGenerator, "uniform()") in message
+    )
 
 
 TABLE = {"scale": 1.0}
@@ -152,7 +174,8 @@ class FromTable(Scaled):
 
 
 def test_a_global_table() -> None:
-    both(FromTable, squares, lambda m, i: TABLE.update(scale=1.0 + i))
+    found, plain = both(FromTable, squares, lambda m, i: TABLE.update(scale=1.0 + i))
+    assert found == plain
 
 
 class Growing(Scaled):
@@ -165,7 +188,8 @@ class Growing(Scaled):
 
 
 def test_a_list_that_a_script_grows() -> None:
-    both(Growing, squares, lambda m, i: m.factors.append(0.5))
+    found, plain = both(Growing, squares, lambda m, i: m.factors.append(0.5))
+    assert found == plain
 
 
 class Recording(Scaled):
@@ -181,7 +205,8 @@ class Recording(Scaled):
 
 
 def test_a_list_that_forward_grows_is_refused_by_its_line() -> None:
-    refused(Recording, "self.means.append", "changes model.means")
+    message = refusal(Recording)
+    assert "changes model.means" in message and line_of(Recording, "self.means.append") in message
 
 
 class Remembering(Scaled):
@@ -194,7 +219,8 @@ class Remembering(Scaled):
 
 
 def test_a_tensor_attribute_that_forward_sets_is_refused_by_its_line() -> None:
-    refused(Remembering, "self.last = out", "sets model.last")
+    message = refusal(Remembering)
+    assert "sets model.last" in message and line_of(Remembering, "self.last = out") in message
 
 
 class Noting(Scaled):
@@ -207,7 +233,8 @@ class Noting(Scaled):
 
 def test_a_number_that_forward_sets_is_set() -> None:
     seen: list[Any] = []
-    both(Noting, squares, lambda m, i: seen.append(vars(m).pop("width", None)))
+    found, plain = both(Noting, squares, lambda m, i: seen.append(vars(m).pop("width", None)))
+    assert found == plain
     assert seen == [None, 4, 4, 4, 4] * 2
 
 
@@ -225,7 +252,8 @@ class Hooked(Scaled):
 
 
 def test_a_forward_hook_that_stores_is_refused_by_its_line() -> None:
-    refused(Hooked, "def keep", "changes store of")
+    message = refusal(Hooked)
+    assert "changes store of" in message and line_of(Hooked, "def keep") in message
 
 
 def test_a_failed_capture_leaves_no_fake_tensor() -> None:

@@ -54,10 +54,11 @@ def changed(plan, field, **entries):
     return dataclasses.replace(plan, **{field: {**getattr(plan, field), **entries}})
 
 
-def refused(model, plan, *says):
+def refusal(model, plan):
+    """The message of the PlanError that a plan meets."""
     with pytest.raises(PlanError) as error:
         build_program(*model, plan)
-    assert all(text in str(error.value) for text in says), str(error.value)
+    return str(error.value)
 
 
 def test_a_plan_of_the_model_is_carried_out(mlp):
@@ -67,7 +68,8 @@ def test_a_plan_of_the_model_is_carried_out(mlp):
 
 def test_another_fingerprint(mlp):
     plan = dataclasses.replace(unsplit(mlp, Mesh.of({"tp": 2})), fingerprint="5be0c1")
-    refused(mlp, plan, "fingerprint 5be0c1", "Make a plan for this model")
+    message = refusal(mlp, plan)
+    assert "fingerprint 5be0c1" in message and "Make a plan for this model" in message
 
 
 def test_the_first_difference_is_named(mlp):
@@ -77,20 +79,20 @@ def test_the_first_difference_is_named(mlp):
     width = own["parameter up.weight"][0]
     assert own["input x"] == (6, 4) and own["parameter up.weight"] == (width, 4)
     batch = changed(dataclasses.replace(plan, shapes=own), "shapes", **{"input x": (3, 4)})
-    refused(mlp, batch, "its input x has the shape [6, 4], and the plan takes [3, 4]. Make")
+    assert "its input x has the shape [6, 4], and the plan takes [3, 4]. Make" in refusal(
+        mlp, batch
+    )
     parts = dataclasses.replace(batch, micro_batches=2)
-    refused(mlp, parts, "the plan takes [3, 4] in each of 2 micro-batches")
+    assert "the plan takes [3, 4] in each of 2 micro-batches" in refusal(mlp, parts)
     narrow = changed(batch, "shapes", **{"input x": (6, 4), "parameter up.weight": (1, 4)})
-    refused(
-        mlp, narrow,
-        f"its parameter up.weight has the shape [{width}, 4], and the plan takes [1, 4]",
-    )  # fmt: skip
+    told = f"its parameter up.weight has the shape [{width}, 4], and the plan takes [1, 4]"
+    assert told in refusal(mlp, narrow)
     first, *others = plan.ops
     other = dataclasses.replace(plan, ops={"gelu": plan.ops[first], **plan.ops})
-    refused(mlp, other, f"where the plan has gelu, it runs {first}")
+    assert f"where the plan has gelu, it runs {first}" in refusal(mlp, other)
     fewer = dataclasses.replace(plan, ops={name: plan.ops[name] for name in (first, *others[:-1])})
-    refused(mlp, fewer, f"where the plan has no further op, it runs {others[-1]}")
-    refused(mlp, plan, "an op has other arguments, or a tensor another dtype")
+    assert f"where the plan has no further op, it runs {others[-1]}" in refusal(mlp, fewer)
+    assert "an op has other arguments, or a tensor another dtype" in refusal(mlp, plan)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +102,10 @@ def test_the_first_difference_is_named(mlp):
 def test_missing_and_unknown_entries(mlp, field, what, name):
     plan = unsplit(mlp, Mesh.of({"tp": 2}))
     less = {k: v for k, v in getattr(plan, field).items() if k != name}
-    refused(mlp, dataclasses.replace(plan, **{field: less}), f"it has no {what} {name}")
+    assert f"it has no {what} {name}" in refusal(mlp, dataclasses.replace(plan, **{field: less}))
     more = changed(plan, field, other=getattr(plan, field)[name])
-    refused(mlp, more, f"the model has no {what} other", name)
+    message = refusal(mlp, more)
+    assert f"the model has no {what} other" in message and name in message
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,8 @@ def test_missing_and_unknown_entries(mlp, field, what, name):
 )
 def test_labels_that_an_op_has_not(mlp, size, labels, says):
     plan = changed(unsplit(mlp, Mesh.of({"tp": size})), "ops", linear=labels)
-    refused(mlp, plan, *says)
+    message = refusal(mlp, plan)
+    assert all(text in message for text in says)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +137,15 @@ def test_labels_that_an_op_has_not(mlp, size, labels, says):
 )
 def test_layouts_that_a_parameter_cannot_take(mlp, storage, resident, says):
     lies = {"up.weight": ParameterPlan((storage,), (resident,))}
-    refused(mlp, changed(unsplit(mlp, Mesh.of({"tp": 4})), "parameters", **lies), says)
+    assert says in refusal(mlp, changed(unsplit(mlp, Mesh.of({"tp": 4})), "parameters", **lies))
 
 
 def test_a_gradient_is_reduced_when_it_can_be(mlp):
     lies = {"up.weight": ParameterPlan((R,), (R,), "sometimes")}
     plan = changed(unsplit(mlp, Mesh.of({"tp": 2})), "parameters", **lies)
-    refused(mlp, plan, "parameter up.weight is reduced per 'sometimes'", "step or micro_batch")
+    message = refusal(mlp, plan)
+    assert "parameter up.weight is reduced per 'sometimes'" in message
+    assert "step or micro_batch" in message
 
 
 @pytest.mark.parametrize(
@@ -152,7 +158,7 @@ def test_a_gradient_is_reduced_when_it_can_be(mlp):
     ],
 )
 def test_layouts_that_an_input_cannot_take(mlp, layout, says):
-    refused(mlp, changed(unsplit(mlp, Mesh.of({"tp": 4})), "inputs", x=layout), says)
+    assert says in refusal(mlp, changed(unsplit(mlp, Mesh.of({"tp": 4})), "inputs", x=layout))
 
 
 def test_the_check_is_cheap():

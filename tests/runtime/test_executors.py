@@ -152,11 +152,13 @@ def split(names: list[str], executor: ExecutorName, sharded: bool = False) -> di
     return found
 
 
-def expect(results: list[dict[str, Any]], names: list[str]) -> None:
+def beyond(results: list[dict[str, Any]], names: list[str]) -> dict[str, float]:
+    """Scripts whose results are not those of one device -> their largest difference."""
+    worst = {}
     for name in names:
         expected = scripts.run(name)
-        worst = max(difference(found[name], expected) for found in results)
-        assert worst < BOUND.get(name, 1e-9), (name, worst)
+        worst[name] = max(difference(found[name], expected) for found in results)
+    return {name: gap for name, gap in worst.items() if not gap < BOUND.get(name, 1e-9)}
 
 
 # float32 in its norms and its loss, and Adam makes steps of rounding; bfloat16
@@ -168,18 +170,18 @@ OTHERS = ["dropout", "gradient_penalty", "inner_gradient"]  # not as on one devi
 def test_the_backend_compiles_what_it_splits(two_ranks: Ranks) -> None:
     names = ["graph_break", "batch_norm"]
     compiled = two_ranks.run(split, [*names, "dropout"], "aot_eager")
-    expect(compiled, names)
+    assert not beyond(compiled, names)
     eager = two_ranks.run(split, ["dropout"], "eager")
     for found in compiled:
         assert found["dropout"]["kept"] == eager[0]["dropout"]["kept"]
     names = ["checkpointed", "in_place"]
-    expect(two_ranks.run(split, names, "aot_eager", True), names)
+    assert not beyond(two_ranks.run(split, names, "aot_eager", True), names)
 
 
 @pytest.mark.multiprocess
 def test_inductor_takes_masks_and_leaves_complex_numbers_to_eager_kernels(two_ranks: Ranks) -> None:
     names = ["complex_weight", "masked"]
-    expect(two_ranks.run(split, names, "inductor"), names)
+    assert not beyond(two_ranks.run(split, names, "inductor"), names)
 
 
 @pytest.mark.slow
@@ -190,7 +192,7 @@ def test_inductor_takes_masks_and_leaves_complex_numbers_to_eager_kernels(two_ra
 def test_every_script(two_ranks: Ranks, name: str, executor: ExecutorName, sharded: bool) -> None:
     if sharded and name == "recurrent":
         pytest.skip("shard_ refuses an LSTM by name")
-    expect(two_ranks.run(split, [name], executor, sharded), [name])
+    assert not beyond(two_ranks.run(split, [name], executor, sharded), [name])
 
 
 TWO = {"dp": 2, "tp": 2}

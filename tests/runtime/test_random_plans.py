@@ -26,26 +26,27 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check(ranks: Ranks, name: str, mesh: dict[str, int], seed: int) -> None:
+def distance(ranks: Ranks, name: str, mesh: dict[str, int], seed: int) -> float:
+    """The largest difference of a rank from one process, under the plan that a seed draws."""
     parts = ranks.run(randomly, name, mesh, seed)
     expected = alone(name, parts[0][1])
     whole = together([part for part, _ in parts])
-    for part, _ in parts:
-        complete = {key: (whole | part)[key] for key in expected}
-        assert difference(complete, expected) < 1e-9, seed
+    return max(
+        difference({key: (whole | part)[key] for key in expected}, expected) for part, _ in parts
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "tied", "normed"])
 def test_two_ranks(two_ranks: Ranks, name: str) -> None:
     for seed in range(2):
-        check(two_ranks, name, {"a": 2}, seed)
+        assert distance(two_ranks, name, {"a": 2}, seed) < 1e-9
 
 
 @pytest.mark.parametrize(
     ("name", "seed"), [("mlp", 0), ("gpt", 0), ("gpt", 1), ("tied", 1), ("normed", 0)]
 )
 def test_two_by_two_ranks(four_ranks: Ranks, name: str, seed: int) -> None:
-    check(four_ranks, name, {"a": 2, "b": 2}, seed)
+    assert distance(four_ranks, name, {"a": 2, "b": 2}, seed) < 1e-9
 
 
 # Cuts at any op; the seed draws the schedule.
@@ -57,16 +58,16 @@ def test_two_by_two_ranks(four_ranks: Ranks, name: str, seed: int) -> None:
     ids=["dualpipev", "zbv", "looped-bfs", "1f1b", "gpipe", "interleaved", "zb"],
 )
 def test_two_stages(two_ranks: Ranks, name: str, seed: int) -> None:
-    check(two_ranks, name, {"pp": 2}, seed)
+    assert distance(two_ranks, name, {"pp": 2}, seed) < 1e-9
 
 
 @pytest.mark.parametrize(
     ("name", "seed"), [("mlp", 6), ("gpt", 8), ("gpt", 14)], ids=["1f1b", "interleaved", "zb"]
 )
 def test_two_stages_by_two(four_ranks: Ranks, name: str, seed: int) -> None:
-    check(four_ranks, name, {"pp": 2, "a": 2}, seed)
+    assert distance(four_ranks, name, {"pp": 2, "a": 2}, seed) < 1e-9
 
 
 @pytest.mark.parametrize(("name", "seed"), [("tied", 6), ("gpt", 2)], ids=["1f1b", "dualpipev"])
 def test_four_stages(four_ranks: Ranks, name: str, seed: int) -> None:
-    check(four_ranks, name, {"pp": 4}, seed)
+    assert distance(four_ranks, name, {"pp": 4}, seed) < 1e-9

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.proof.random_plan import random_plan
+from autopar.proof.verdict import nan_last
 from tests.runtime.models import Batch, make
 from tests.support.staged import prepared_once
 
@@ -95,10 +96,11 @@ def _random_plan(name: str, mesh: dict[str, int], seed: int, *, micro_batches: i
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest difference of losses and state, relative to the largest entry (or to 1e-3)."""
+    """The largest difference of losses and state, relative to the largest entry (or to 1e-3); inf for a NaN."""
     assert list(found) == list(expected)
     worst = 0.0
     for name, value in expected.items():
         a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (found[name], value))
-        worst = max(worst, ((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item())
+        gap = ((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item()
+        worst = max(worst, nan_last(gap))
     return worst

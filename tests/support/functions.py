@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from autopar.proof.verdict import nan_last
 
 Batch = tuple[Tensor, Tensor]
 
@@ -227,13 +230,14 @@ def plain(name: str, micro_batches: int = 1) -> dict[str, Tensor | None]:
 
 
 def worst(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest relative difference; infinite where one has a gradient and the other none."""
+    """The largest relative difference; infinite for a NaN, and where only one of both has a gradient."""
     assert found.keys() == expected.keys()
     gaps = [0.0]
     for key, want in expected.items():
         got = found[key]
         if (got is None) != (want is None):
-            return float("inf")
+            return math.inf
         if want is not None:
-            gaps.append(float((got - want).abs().max() / want.abs().max().clamp(min=1e-12)))
+            gap = float((got - want).abs().max() / want.abs().max().clamp(min=1e-12))
+            gaps.append(nan_last(gap))
     return max(gaps)

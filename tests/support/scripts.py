@@ -37,9 +37,9 @@ def trained(
 
 
 def both(
-    make: Callable[[], nn.Module], loss_fn: Any, between: Between, *, compare: bool = True
-) -> list[float]:
-    """The losses of the compiled model, which must be those of the plain one, bit by bit."""
+    make: Callable[[], nn.Module], loss_fn: Any, between: Between
+) -> tuple[list[float], list[float]]:
+    """The losses of the compiled model and of the plain one, from the same parameters."""
     torch.manual_seed(0)
     plain = make().double()
     compiled = copy.deepcopy(plain)
@@ -51,9 +51,7 @@ def both(
 
     made = autopar.compile(compiled, loss_fn=loss_fn)
     expected = trained(plain, plain_step, between)
-    found = trained(compiled, made.step, between)
-    assert found == expected or not compare
-    return found
+    return trained(compiled, made.step, between), expected
 
 
 def squares(out: Tensor, y: Tensor) -> Tensor:
@@ -79,7 +77,8 @@ def line_of(kind: type, text: str) -> str:
     return f"{inspect.getsourcefile(kind)}:{first + number}"
 
 
-def refused(make: Callable[[], nn.Module], text: str, said: str) -> None:
-    with pytest.raises(CaptureError, match=said) as caught:
+def refusal(make: Callable[[], nn.Module]) -> str:
+    """The message of the CaptureError that a model meets."""
+    with pytest.raises(CaptureError) as caught:
         both(make, squares, lambda m, i: None)
-    assert line_of(make, text) in str(caught.value)
+    return str(caught.value)

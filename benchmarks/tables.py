@@ -1,0 +1,38 @@
+"""Tables of results as markdown, and the words that they have for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.explanation.advice import Advice
+
+
+def markdown_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int | None = None
+) -> list[str]:
+    """The lines of a markdown table.
+
+    Args:
+        heads: the title of every column.
+        rows: the cells of every row.
+        text_columns: number of first columns that are aligned left; the others are aligned right. None aligns
+            no column.
+
+    >>> markdown_table(("name", "s"), [("a", "1.5")], text_columns=1)
+    ['| name | s |', '|---|---:|', '| a | 1.5 |']
+    """
+    left = len(heads) if text_columns is None else text_columns
+    rule = "|" + "---|" * left + "---:|" * (len(heads) - left)
+    return [_line(heads), rule, *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def plan_words(found: Advice) -> str:
+    """A plan in a line: mesh, recipe, schedule, micro-batches and recomputation."""
+    plan, pipeline = found.plan, found.plan.pipeline
+    stages = f"{pipeline.schedule} x {pipeline.chunks}" if pipeline else "no stages"
+    again = plan.recompute if isinstance(plan.recompute, (str, int)) else "by op"
+    return f"{plan.mesh} {plan.recipe}, {stages}, {plan.micro_batches} micro-batches, recompute {again}"
