@@ -62,10 +62,14 @@ class Structure:
         """Whether the model is made of the same modules, parameters, flags and hooks."""
         return (
             self._has_entries()
-            and [p.requires_grad for p in self._present] == self._flags
+            and self.has_flags()
             and self._has_hooks()
             and not any(map(contains, self._plain, repeat("forward")))
         )
+
+    def has_flags(self) -> bool:
+        """Whether the same parameters are frozen."""
+        return [p.requires_grad for p in self._present] == self._flags
 
     def broken(self) -> ChangedValue | None:
         """The first difference in words, None where there is none."""

@@ -313,6 +313,11 @@ class CompiledModule(nn.Module):
         """Captures anew what a Python value has changed since; says which, and how often."""
         difference = earlier.broken()
         assert difference is not None, "its guards do not hold"
+        if isinstance(earlier.bound, BoundPipeline) and not earlier.structure.has_flags():
+            raise StepError(
+                f"{difference}: parameters were frozen or unfrozen after the first step, which only the ranks of their "
+                "own pipeline stage can see. Compile the model again, or plan it without stages."
+            )
         # A rank whose Python did not change would not come: those that are here find out in time.
         self._comparison.gather(
             difference.words, f"{difference}, for which the model is captured again."
