@@ -122,7 +122,7 @@ class VerifyReport:
 
     @property
     def arithmetic(self) -> str:
-        """The lowest precision that was compared: `float64`, or that of the model."""
+        """The lowest precision that was compared: `float64`, or the model's own."""
         return next((v.arithmetic for v in self.verdicts if v.arithmetic != "float64"), "float64")
 
     @property
@@ -143,13 +143,12 @@ class VerifyReport:
     @property
     def worst_parameter(self) -> str:
         """Name of the parameter with the worst gradient, "none" without gradients."""
-        worst = self._worst("gradient")
-        return worst.name if worst is not None else "none"
+        return self._worst_name("gradient") or "none"
 
     @property
     def parameters(self) -> int:
         """Number of compared gradients."""
-        return len({v.name for v in self.verdicts if v.kind == "gradient"})
+        return self._count("gradient")
 
     @property
     def buffer_error(self) -> float:
@@ -159,13 +158,12 @@ class VerifyReport:
     @property
     def worst_buffer(self) -> str:
         """Name of the buffer with the largest error, "" if none is updated."""
-        worst = self._worst("buffer")
-        return worst.name if worst is not None else ""
+        return self._worst_name("buffer")
 
     @property
     def buffers(self) -> int:
         """Number of updated buffers."""
-        return len({v.name for v in self.verdicts if v.kind == "buffer"})
+        return self._count("buffer")
 
     @property
     def worst_rounding(self) -> Verdict | None:
@@ -175,6 +173,13 @@ class VerifyReport:
     def _worst(self, kind: Kind) -> Verdict | None:
         exact = (v for v in self.verdicts if v.kind == kind and v.arithmetic == "float64")
         return _worst(exact, lambda v: nan_last(v.relative_error))
+
+    def _worst_name(self, kind: Kind) -> str:
+        worst = self._worst(kind)
+        return worst.name if worst is not None else ""
+
+    def _count(self, kind: Kind) -> int:
+        return len({v.name for v in self.verdicts if v.kind == kind})
 
     def __str__(self) -> str:
         head = (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.runtime.models import Tied
 from tests.support.experts import MixtureModel
+from tests.support.functions import StraightRound
 
 Compile = Callable[[Any], Any]
 Result = dict[str, Any]
@@ -366,11 +367,7 @@ def dropout(compile: Compile) -> Result:
 def draws_in_backward(compile: Compile) -> Result:
     """It cannot be captured, and so runs whole."""
 
-    class Noisy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.round()
-
+    class Noisy(StraightRound):
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient + torch.rand_like(gradient)
@@ -382,19 +379,9 @@ def draws_in_backward(compile: Compile) -> Result:
 
 @_script
 def custom_backward(compile: Compile) -> Result:
-    """Straight through, which is not the derivative of rounding."""
-
-    class Straight(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.round()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient
-
+    """The gradient goes straight through, which is not the derivative of rounding."""
     model, x = nn.Linear(8, 8).double(), torch.randn(4, 8, dtype=torch.float64)
-    loss = compile(lambda x: (Straight.apply(model(x)) - 1).square().mean())
+    loss = compile(lambda x: (StraightRound.apply(model(x)) - 1).square().mean())
     return _train(model.parameters(), (loss(x) for _ in range(3)))
 
 
