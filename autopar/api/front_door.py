@@ -15,7 +15,8 @@ from autopar.capture.export import LossFunction
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError, MeshError
-from autopar.explanation.explanation import Explanation, run_of
+from autopar.explanation.costs import run_of
+from autopar.explanation.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import RecomputeWish

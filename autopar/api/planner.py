@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.capture.export import LossFunction
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
-from autopar.explanation.explanation import Explanation, run_of
+from autopar.explanation.costs import run_of
+from autopar.explanation.explanation import Explanation
 from autopar.ir import (
     PIPELINE_AXIS,
     Graph,

@@ -20,7 +20,8 @@ from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingStat
 from autopar.cost_model.step import Step, Term, total
 from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, CaptureError, SearchError
-from autopar.explanation.explanation import Explanation, run_of
+from autopar.explanation.costs import run_of
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, MixedPrecision, Plan

@@ -10,7 +10,8 @@ import pytest
 from autopar.cost_model import Link
 from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.explanation.explanation import Explanation, run_of
+from autopar.explanation.costs import run_of
+from autopar.explanation.explanation import Explanation
 from autopar.explanation.report import as_text
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan

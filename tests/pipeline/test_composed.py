@@ -10,7 +10,8 @@ import pytest
 from autopar.cost_model import Cluster
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.explanation.explanation import Explanation, run_of
+from autopar.explanation.costs import run_of
+from autopar.explanation.explanation import Explanation
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.composed import composed

@@ -1,0 +1,267 @@
+"""What a plan costs on a cluster: expressions over symbols, their values, trees of both, and figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import sympy
+
+from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.compute import backward_passes, is_product
+from autopar.cost_model.hardware import Link
+from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.software import AUTOPAR, Software
+from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
+from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
+from autopar.explanation.simulated import SimulatedStep
+from autopar.ir import Graph, Mesh, Plan
+from autopar.pipeline.composed import RecomputationPrice
+from autopar.pipeline.simulation import Simulation
+from autopar.search.request import Request
+
+STAGES: tuple[Literal["first", "last"], ...] = ("first", "last")
+
+
+def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
+    """How a plan runs a step."""
+    stages = plan.pipeline.ranks if plan.pipeline else 1
+    chunks = plan.pipeline.chunks if plan.pipeline else 1
+    return Run(
+        plan.micro_batches, stages, chunks, recompute=plan.recompute, training_state=training_state
+    )
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """The cost of one plan on one cluster.
+
+    Step and memory of a plan with a pipeline are those of its simulation (`simulated`); formulas are those of the
+    closed form, in which all stages are alike (`closed_form`).
+
+    Attributes:
+        graph: the captured model, at the size of one micro-batch of all ranks.
+        plan: its choices on the axes of the mesh.
+        cluster: the machines; their ranks are the ranks of the mesh times the stages.
+        run: micro-batches, stages and recomputation of a step.
+        software: figures of the runtime: time that it adds, communication that it hides.
+        memory_bound_bytes: memory that a rank may use; by default the memory of the hardware.
+        tokens: number of tokens in a micro-batch; None where the model has no tokens.
+        candidates: other ways that were considered.
+        overrides: values of symbols that differ from the cluster's or the graph's.
+        built: the expressions, where another explanation of the same plan has made them.
+        request: the request that the plan answers; None where nobody passed it on.
+    """
+
+    graph: Graph
+    plan: Plan
+    cluster: Cluster
+    run: Run = ONE_BATCH
+    software: Software = AUTOPAR
+    memory_bound_bytes: int | None = None
+    tokens: int | None = None
+    candidates: tuple[Candidate, ...] = ()
+    overrides: Mapping[str, float] = field(default_factory=dict)
+    built: Expressions | None = field(default=None, repr=False)
+    request: Request | None = field(default=None, repr=False)
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        """Items and holdings over symbols."""
+        blocks = RecomputationPrice.of(self.graph, self.plan)
+        return self.built or Expressions.of(
+            self.graph, self.plan, self.software.on(self.cluster.hardware),
+            training_state=self.run.training_state, blocks=blocks.blocks, again=blocks.again,
+            selected=blocks.selected,
+        )  # fmt: skip
+
+    @cached_property
+    def values(self) -> Mapping[str, float]:
+        """The value of every symbol."""
+        link = boundary_link(self.cluster, self.plan.mesh, int(self.run.stages))
+        return {
+            **self.expressions.values,
+            "micro_batches": float(self.run.micro_batches),
+            "stages": float(self.run.stages),
+            "chunks": float(self.run.chunks),
+            **link_values(link, "pp"),
+            **self.overrides,
+        }
+
+    @cached_property
+    def simulated(self) -> SimulatedStep | None:
+        """The step of a plan with a pipeline, run action by action; None for any other."""
+        if self.plan.pipeline is None:
+            return None
+        return SimulatedStep(
+            self.graph, self.plan, self.cluster.hardware, self.run.training_state, self.software
+        )
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The actions of every pipeline rank with their times; None without a pipeline."""
+        return self.simulated.simulation if self.simulated else None
+
+    @cached_property
+    def closed_form(self) -> Self:
+        """This plan priced by the formulas of `autopar.cost_model.step` for time and memory."""
+        if self.plan.pipeline is None:
+            return self
+        return replace(self, plan=replace(self.plan, pipeline=None), built=self.expressions)
+
+    @cached_property
+    def symbolic(self) -> Step:
+        """The step as formulas."""
+        run = replace(
+            self.run, micro_batches=symbol("micro_batches"), stages=symbol("stages"),
+            chunks=symbol("chunks"),
+        )  # fmt: skip
+        return _step(self.expressions, run, self.software, link_symbols(["pp"])[0])
+
+    @cached_property
+    def step(self) -> Step:
+        """The step as numbers."""
+        return self.at()
+
+    def at(self, **values: Any) -> Step:
+        """The step at other values of symbols; arrays price many configurations at once."""
+        given = {**self.values, **values}
+        run = replace(
+            self.run, micro_batches=given["micro_batches"], stages=given["stages"],
+            chunks=given["chunks"],
+        )  # fmt: skip
+        return _step(self.expressions.at(**given), run, self.software, link_of(given, "pp"))
+
+    @cached_property
+    def time(self) -> Breakdown:
+        """Seconds of a step."""
+        if self.simulated is not None:
+            return self.simulated.time
+        return self._tree("step", "seconds", lambda step: step.time())
+
+    @cached_property
+    def memory(self) -> Breakdown:
+        """Peak bytes of a rank, of the stage of the pipeline that needs most."""
+        if self.simulated is not None:
+            return self.simulated.memory
+        trees = [
+            self._tree(f"memory of the {stage} stage", "bytes", lambda s, at=stage: s.memory(at))  # type: ignore[misc]
+            for stage in STAGES
+        ]
+        best = max(trees, key=lambda tree: tree.value)
+        return (
+            best if int(self.run.stages) > 1 else dataclasses.replace(best, name="memory of a rank")
+        )
+
+    @cached_property
+    def traffic(self) -> Breakdown:
+        """Bytes that a rank sends in a step, by axis and collective."""
+        tree = self._tree("traffic", "bytes", lambda step: step.traffic())
+        if self.simulated is None or not self.simulated.traffic.value:
+            return tree
+        sent = self.simulated.traffic
+        parts = sorted((*tree.parts, sent), key=lambda part: (-part.value, part.name))
+        return replace(
+            tree, value=tree.value + sent.value, parts=tuple(parts),
+            expression=tree.expression + sent.expression,
+        )  # fmt: skip
+
+    def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
+        symbolic, numeric = terms(self.symbolic), terms(self.step)
+        return _breakdown(
+            Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit
+        )
+
+    # --- figures
+
+    @property
+    def step_seconds(self) -> float:
+        return self.simulated.seconds if self.simulated else float(total(self.step.time()))
+
+    @property
+    def memory_bytes(self) -> float:
+        if self.simulated is not None:
+            return self.simulated.memory_bytes
+        return max(float(total(self.step.memory(stage))) for stage in STAGES)
+
+    @property
+    def bound_bytes(self) -> int:
+        """The memory of a rank."""
+        bound = self.memory_bound_bytes
+        return int(self.cluster.hardware.memory_bytes) if bound is None else bound
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.bound_bytes
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.mesh.size * int(self.run.stages)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second of all ranks together; None where the model has no tokens."""
+        if self.tokens is None:
+            return None
+        own = self.expressions.values
+        grown = math.prod(self.values[name] / own[name] for name in ("batch", "seq") if name in own)
+        return self.tokens * grown * self.values["micro_batches"] / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: of the peak in the model's own number format."""
+        sizes = [t.itemsize_bytes for t in self.graph.tensors.values() if t.needs_grad]
+        peak = self.step.hardware.flops_per_second(min(sizes, default=4))
+        useful = sum(_whole_flops(self.graph)) * self.values["micro_batches"] * self._growth
+        return useful / (self.step_seconds * float(peak) * self.ranks)
+
+    @property
+    def _growth(self) -> float:
+        """FLOPs of a rank over those at the sizes of the graph."""
+        if not self.overrides:
+            return 1.0
+
+        def flops(step: Step) -> float:
+            return sum(float(item.count * item.flops) for item in step.items)
+
+        own = self.expressions.values
+        return flops(self.step) / flops(self.at(**{name: own[name] for name in own}))
+
+
+def boundary_link(cluster: Cluster, mesh: Mesh, stages: int) -> Link:
+    """The link between neighbouring stages: stages are the slowest axis of the ranks."""
+    return cluster.hardware.link(Mesh((("pp", max(2, stages)), ("inside", mesh.size))), 0)
+
+
+def _step(expressions: Expressions, run: Run, software: Software, link: Link) -> Step:
+    run = replace(run, recompute="none") if expressions.recomputes else run
+    return Step(
+        expressions.items, expressions.holdings, run, expressions.machine, software,
+        layers=expressions.layers, boundary_bytes=expressions.boundary_bytes, boundary_link=link,
+    )  # fmt: skip
+
+
+def _breakdown(symbolic: Term, numeric: Term, unit: Unit) -> Breakdown:
+    """A tree of terms with their values, parts of nothing left out, largest first."""
+    parts = [_breakdown(s, n, unit) for s, n in zip(symbolic.parts, numeric.parts, strict=True)]
+    kept = sorted((p for p in parts if p.value), key=lambda p: (-p.value, p.name))
+    expression = sympy.sympify(symbolic.value)
+    return Breakdown(
+        symbolic.name, unit, expression, float(numeric.value), tuple(kept), symbolic.note
+    )
+
+
+def _whole_flops(graph: Graph) -> list[float]:
+    """Forward and backward FLOPs of every product of matrices of the whole model."""
+    return [
+        graph.stands_for.get(op.name, 1)
+        * op.flops
+        * (1 + min(2, backward_passes(op, graph.tensors)))  # what attention makes anew is no use
+        for op in graph.ops
+        if is_product(op)
+    ]

@@ -1,0 +1,124 @@
+"""Questions to the formulas of a plan: what its time depends on, and what fits into its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import sympy
+
+from autopar.cost_model.step import total
+from autopar.cost_model.symbols import factor_symbols, symbol
+from autopar.errors import AutoparError
+from autopar.explanation.costs import PlanCost
+
+_TINY = 1e-30  # of the step in the complex plane; its square vanishes
+
+
+@dataclass(frozen=True)
+class LargestFit:
+    """The largest value of a size that fits into memory.
+
+    Attributes:
+        name: name of the symbol.
+        value: the largest whole number that the axes which split it divide.
+        limit: the value at which the memory would be exactly full.
+        expression: the limit, as a function of the other symbols, while what is largest at the limit
+            (of peaks, of stages) stays so; None where that is not linear in the size.
+    """
+
+    name: str
+    value: int
+    limit: float
+    expression: sympy.Expr | None
+
+
+def sensitivity(cost: PlanCost) -> dict[str, float]:
+    """The answer of `Explanation.sensitivity`."""
+    cost = cost.closed_form
+    fixed = {axis for axis, size in cost.plan.mesh.axes if size == 1}
+    fixed |= {"stages", "chunks"} if cost.run.stages == 1 else set()
+    names = [name for name in cost.values if name not in fixed]
+    moved = {
+        name: np.where(
+            np.arange(len(names)) == i, cost.values[name] * (1 + _TINY * 1j), cost.values[name]
+        )
+        for i, name in enumerate(names)
+    }
+    slopes = np.imag(cost.at(**moved).seconds()) / _TINY
+    changes = {
+        name: 0.01 * float(slope) / cost.step_seconds
+        for name, slope in zip(names, slopes, strict=True)
+        if slope
+    }
+    return dict(sorted(changes.items(), key=lambda pair: (-abs(pair[1]), pair[0])))
+
+
+def solve_for(cost: PlanCost, name: str) -> LargestFit:
+    """The answer of `Explanation.solve_for`."""
+    cost = cost.closed_form
+    x = symbol(name)
+    expression = total(cost.symbolic.memory("first" if "first" in cost.memory.name else "last"))
+    if x not in expression.free_symbols:
+        known = ", ".join(sorted(map(str, expression.free_symbols)))
+        raise AutoparError(f"The memory does not depend on {name!r}; it depends on {known}.")
+    limit = _largest(cost, name)
+    step = _granule(cost, name)
+    value = int(limit // step) * step
+    if value < 1:
+        raise AutoparError(
+            f"No {name} fits: the memory of a rank is full at {limit:.3g}, and the axes of the "
+            f"mesh {cost.plan.mesh} need a multiple of {step}."
+        )
+    at_limit = {symbol(n): v for n, v in cost.values.items()} | {x: limit}
+    branch = _active(expression, at_limit)
+    return LargestFit(name, value, limit, _solved(branch, x, symbol("memory_bound_bytes")))
+
+
+def _largest(cost: PlanCost, name: str) -> float:
+    """The value at which memory meets the bound, by bisection: memory rises with every size."""
+
+    def peak(value: float) -> float:
+        step = cost.at(**{name: value})
+        return max(float(total(step.memory("first"))), float(total(step.memory("last"))))
+
+    if peak(2 * cost.values[name]) <= peak(cost.values[name]):
+        raise AutoparError(f"More {name} takes no more memory: any number fits, or none.")
+    low, high = 0.0, 1.0
+    while peak(high) <= cost.bound_bytes and high < 1e15:
+        low, high = high, high * 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if peak(middle) <= cost.bound_bytes else (low, middle)
+    return low
+
+
+def _granule(cost: PlanCost, name: str) -> int:
+    """The number that a size must be a multiple of, so that every axis which splits it divides it."""
+    symbols = {factor: str(s) for factor, s in factor_symbols(cost.graph).items()}
+    axes = {
+        axis
+        for op in cost.graph.ops
+        for axis, label in enumerate(cost.plan.ops[op.name])
+        if symbols.get(op.choice(label).factor) == name
+    }
+    return math.prod(cost.plan.mesh.sizes[axis] for axis in axes)
+
+
+def _active(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, float]) -> sympy.Expr:
+    """The expression with every maximum and minimum replaced by the argument that it takes at these numbers."""
+
+    def chosen(best: Callable[..., Any]) -> Callable[..., sympy.Expr]:
+        return lambda *args: best(args, key=lambda arg: float(arg.xreplace(numbers)))
+
+    return expression.replace(sympy.Max, chosen(max)).replace(sympy.Min, chosen(min))
+
+
+def _solved(expression: sympy.Expr, x: sympy.Symbol, bound: sympy.Symbol) -> sympy.Expr | None:
+    """The one solution of `expression = bound` in `x` where it is linear in it."""
+    slope = sympy.expand(expression).coeff(x, 1)
+    rest = sympy.expand(expression) - sympy.expand(slope * x)
+    return None if rest.has(x) or slope.has(x) or slope == 0 else (bound - rest) / slope
