@@ -97,7 +97,9 @@ def _frames(error: BaseException) -> list[str]:
     own = [
         f"  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and not _is_internal(Path(frame.filename))
+        if not frame.filename.startswith("<")
+        and not _is_internal(Path(frame.filename))
+        and not (frame.line or "").startswith("def ")  # code that Dynamo made of a function
     ]
     return own[-3:]
 

@@ -13,8 +13,8 @@ from autopar import _torch
 class FiniteLoss:
     """Looks at the loss of every step, and warns of the first that is NaN or infinite.
 
-    On the CPU it looks at once. On an accelerator it would have to wait for the step; there a copy of the loss
-    travels while the host goes on, and is looked at when a later step begins.
+    On the CPU it looks at once. On a GPU it would have to wait for the step; there a copy of the loss travels while
+    the host goes on, and is looked at after a later step. On other devices it does not look.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class FiniteLoss:
             loss: loss of this step, of shape `()`.
             step: number of this step.
         """
-        if self._warned:
+        if self._warned or loss.device.type not in ("cpu", "cuda"):
             return None
         if loss.device.type == "cpu":
             return self._first(loss, step)

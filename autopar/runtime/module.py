@@ -162,9 +162,9 @@ class CompiledModule(nn.Module):
         inputs = zip(names, arguments.tensors, strict=True) if step == self._steps else ()
         message = about_loss(step, inputs, self._original.named_parameters())
         if self._settings.batch == "local":
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, stacklevel=4)
         else:
-            warn_together(message, stacklevel=3)
+            warn_together(message, stacklevel=4)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.

@@ -208,7 +208,8 @@ CASES = (
         {"forward": "if h.sum() > 0: h = h * 2"}, doors=_COMPILE,
     ),
     Case(
-        "a batch too small for the mesh", "batch", "batch of", {"batch": "x, y = x[:1], y[:1]"},
+        "a batch too small for the mesh", "Here the batch is no dim above size 1",
+        "in a number that 2 divides", {"batch": "x, y = x[:1], y[:1]"},
         doors=_COMPILE,
     ),
     Case(

@@ -15,6 +15,7 @@ import click
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.stored import store, stored
 from benchmarks.wrong_inputs.cases import CASES, Case, Door
 from tests.support.launched import COLUMNS, ROWS, Screen, launch
 
@@ -47,6 +48,20 @@ class Row:
         elif (self.screen.exit_code != 0) != self.case.fails:
             found.append(f"the right exit code, not {self.screen.exit_code}")
         return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row as a file of results holds it; see `Screen` for what it does not state.
+
+    Attributes:
+        name: the wrong input and the door.
+    """
+
+    name: str
+    text: str
+    exit_code: int | None
+    seconds: float
 
 
 def met(case: Case, door: Door) -> Row:
@@ -110,24 +125,41 @@ def _said(screen: Screen) -> list[str]:
     ]
 
 
+def _row(case: Case, door: Door, results: Path | None) -> Row:
+    """The row of the file of results, or that of a run, which is added to the file."""
+    name = f"{case.name}, {door}"
+    known = {} if results is None else stored(results, Result)
+    if name in known:
+        found = known[name]
+        return Row(case, door, Screen(found.text, found.exit_code, found.seconds))
+    row = met(case, door)
+    if results is not None:
+        shown = row.screen
+        store(results, Result(name, shown.text, shown.exit_code, shown.seconds))
+    return row
+
+
 @click.command()
 @click.option("--only", default="", help="Part of the names of the inputs to give.")
 @click.option("--door", "doors", multiple=True, help="The doors; by default both.")
 @click.option("--markdown", type=click.Path(path_type=Path), help="Where to write the page.")
-@click.option("--verbose", is_flag=True, help="Print every first screen.")
-def main(only: str, doors: tuple[str, ...], markdown: Path | None, verbose: bool) -> None:
-    """Runs all, or some, and says which first screens lack something."""
+@click.option("--results", type=click.Path(path_type=Path), help="Where to keep what was met.")
+@click.option("--verbose", is_flag=True, help="Print every screen.")
+def main(
+    only: str, doors: tuple[str, ...], markdown: Path | None, results: Path | None, verbose: bool
+) -> None:
+    """Gives all inputs, or some, and says which first screens lack something."""
     rows = []
-    for case in CASES:
-        for door in case.doors:
-            if only not in case.name or (doors and door not in doors):
-                continue
-            row = met(case, door)
-            rows.append(row)
-            verdict = f"lacks {', '.join(row.missing)}" if row.missing else "ok"
-            click.echo(f"{case.name}, {door}: {verdict}; {row.screen.seconds:.1f} s")
-            if verbose:
-                click.echo(row.screen.text)
+    wanted = [(case, door) for case in CASES for door in case.doors if only in case.name]
+    for case, door in wanted:
+        if doors and door not in doors:
+            continue
+        row = _row(case, door, results)
+        rows.append(row)
+        verdict = f"lacks {', '.join(row.missing)}" if row.missing else "ok"
+        click.echo(f"{case.name}, {door}: {verdict}; {row.screen.seconds:.1f} s")
+        if verbose:
+            click.echo(row.screen.text)
     if markdown is not None:
         markdown.write_text(page(rows))
     sys.exit(any(row.missing for row in rows))

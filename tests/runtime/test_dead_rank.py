@@ -64,6 +64,7 @@ def work(
     [
         pytest.param("ddp", die, 60, id="ddp", marks=pytest.mark.slow),
         pytest.param("zero3", die, 60, id="zero3"),
+        pytest.param("tp", die, 60, id="tp"),  # whose collectives are ops of the graph
         pytest.param("ddp", hang, 3, id="hang"),
     ],
 )
