@@ -108,7 +108,7 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
     def _init_weights(self, config: GPTConfig, seed: int) -> None:
-        """As GPT-2: normal of 0.02, and less for what adds to the residual stream, 2 per layer."""
+        """Draws weights as GPT-2 does: normal of 0.02, and less for the 2 products per layer that add to the stream."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):

@@ -77,7 +77,7 @@ def train(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> None:
-    """By the norm over the whole model, of which a rank may hold a part."""
+    """Clips gradients by their norm over the whole model, of which a rank may hold a part."""
     if isinstance(model, autopar.CompiledModule):
         model.clip_grad_norm_(max_norm)
     else:

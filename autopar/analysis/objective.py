@@ -187,7 +187,7 @@ class PartFinder:
                 self.parts[result] = part
 
     def part(self, tensor: str) -> BatchPart:
-        """Of a parameter, buffer or constant: the same in every micro-batch."""
+        """How micro-batches make up a tensor; a parameter, buffer or constant is the same in all of them."""
         return self.parts.get(tensor, _SAME)
 
     def _results(self, op: Op) -> list[BatchPart]:

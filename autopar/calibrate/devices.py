@@ -184,7 +184,7 @@ class Cpu(Device):
                       2**28, tuple(4**i for i in range(5, 14)))  # fmt: skip
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """By the wall clock."""
+        """Seconds of a call by the wall clock."""
         start = time.perf_counter()
         for _ in range(times):
             run()
@@ -199,7 +199,7 @@ class Cpu(Device):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_ranks
 
     def per_node(self, local_ranks: int) -> int:
-        """As many as shared its memory and its cores while they were measured."""
+        """Number of ranks that shared the node's memory and cores while they were measured."""
         return local_ranks
 
     def reserved_bytes(self) -> int:
@@ -214,7 +214,7 @@ class Cuda(Device):
 
     @property
     def machine(self) -> str:
-        """As the driver calls it."""
+        """Name of the device as the driver gives it."""
         return torch.cuda.get_device_name(self.device)
 
     @property
@@ -232,7 +232,7 @@ class Cuda(Device):
                       (16, 64, 256, 1024), 2**30, tuple(4**i for i in range(5, 16)))  # fmt: skip
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """By events on the stream."""
+        """Seconds of a call by events on the stream."""
         start, end = self._events()
         start.record()
         for _ in range(times):

@@ -40,7 +40,7 @@ class Fits:
 
     @cached_property
     def memory_bytes_per_second(self) -> float:
-        """Of the fastest element-wise kernel."""
+        """Bandwidth of the fastest element-wise kernel."""
         return max(rate for _, rate in self.found.rates)
 
     @cached_property

@@ -194,7 +194,7 @@ def _fastest(products: Sequence[Product]) -> float:
 
 
 def _larger(products: Sequence[Product]) -> list[Product]:
-    """Those of at least an eighth of the largest one's work."""
+    """The products with at least an eighth of the largest one's work."""
     largest = max(product.flops for product in products)
     return [p for p in products if 8 * p.flops >= largest]
 

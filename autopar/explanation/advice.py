@@ -395,7 +395,7 @@ class Question:
         return tuple(each for each in found if each is not None)
 
     def why_nothing_fits(self) -> str:
-        """By how much the smallest way is too large, and what would help."""
+        """Sentences that say by how much the smallest way is too large, and what would help."""
         least, bound = smallest(self.settings), self.bound_bytes
         over = least.memory_bytes - bound
         ranks = -(-least.memory_bytes * self.cluster.ranks // bound) if bound else 0
@@ -560,7 +560,7 @@ def _prepared_few(
 
 
 def first_rows(inputs: Any, own: int, wanted: int) -> Any:
-    """Of inputs with a batch of `own` rows the first few."""
+    """The first few rows of inputs with a batch of `own` rows."""
 
     def cut(x: Any) -> Any:
         has_rows = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == own

@@ -196,7 +196,7 @@ class SimulatedStep(ExecutedStep):
         return share * (len(here) * (item.phase != "forward") + again)
 
     def _recomputed(self, item: Item, here: Sequence[int]) -> int:
-        """By how many executions recomputation changes those of an item in some blocks."""
+        """Number of executions that recomputation adds to an item's in some blocks."""
         if self._selected is not None:
             repeats = self._selected.repeats(item.of, item.moves, item.phase, item.carries)
             return repeats * len(here)
@@ -258,7 +258,7 @@ class SimulatedStep(ExecutedStep):
 
     @property
     def traffic_bytes(self) -> float:
-        """That a rank sends in a step, between stages and inside one, without a tree of formulas."""
+        """Bytes that a rank sends in a step, between stages and inside one, without a tree of formulas."""
         plan, layers = self.plan, sum(stack.layers for stack in self.graph.stacks) or 1
         run = Run(plan.micro_batches, self.pipeline.ranks, recompute=plan.recompute)
         step = Step(

@@ -100,19 +100,19 @@ class Blocks:
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm."""
+        """Number of parameters of one norm."""
         return self.hidden * (2 if self.norm == "layer" and self.bias else 1)
 
     @property
     def attention_parameters(self) -> int:
-        """Of query, key, value and output."""
+        """Number of parameters of the projections of query, key, value and output."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = self.hidden * (2 * queries + 2 * keys)
         return weights + (queries + 2 * keys + self.hidden if self.bias else 0)
 
     @property
     def ffn_parameters(self) -> int:
-        """Of the feed-forward part, with all its experts and their router."""
+        """Number of parameters of the feed-forward part, with all its experts and their router."""
         into = 2 if self.gated else 1
         weights = (into + 1) * self.hidden * self.ffn
         if self.experts:
@@ -121,7 +121,7 @@ class Blocks:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block: attention, feed-forward part and two norms."""
+        """Number of parameters of one block: attention, feed-forward part and two norms."""
         return self.attention_parameters + self.ffn_parameters + 2 * self.norm_parameters
 
 

@@ -96,7 +96,7 @@ class BlockChoices(Generic[T]):
     first_user: Mapping[T, str] = field(default_factory=dict)
 
     def running(self, recomputed: Iterable[str]) -> tuple[str, ...]:
-        """Those of the recomputed ops whose results backward needs, in order."""
+        """The recomputed ops whose results backward needs, in order."""
         chosen = frozenset(recomputed)
         needed = {t.maker for t in self.tensors.values() if t.is_saved} & chosen
         for name in reversed(list(self.ops)):

@@ -109,7 +109,7 @@ class Simulation:
 
     @property
     def bubble_seconds(self) -> float:
-        """In which a rank idles, on average."""
+        """Seconds in which a rank idles, on average."""
         return self.step_seconds - sum(self.busy_seconds) / self.ranks
 
     @property

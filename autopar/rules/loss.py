@@ -209,7 +209,7 @@ class _Localizer:
         return emit(aten.mul.Tensor, target, mine), mine
 
     def _log_sum_exp(self, local: Local, x: fx.Node, axes: Axes, *, shared: bool) -> fx.Node:
-        """Of every token; counted on one rank (R -> P) where `shared`, else on all (V)."""
+        """Log-sum-exp of every token; counted on one rank (R -> P) where `shared`, else on all (V)."""
         emit = local.emit
         peak = self._peak(local, x, axes)
         total = _class_sum(local, emit(aten.exp.default, emit(aten.sub.Tensor, x, peak)))

@@ -102,7 +102,7 @@ def weights(y: Tensor) -> Tensor:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """Of two tensors; what is infinite or no number must be so in both."""
+    """The distance of two tensors; an entry that is infinite or no number must be so in both."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return math.inf
     if not got.numel() or torch.equal(got, want):

@@ -475,7 +475,7 @@ class _Context:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """As it was; generators are left as they are found."""
+        """Inside, ops run under the modes of the first run; generators are left as they were found."""
         others = [device for device in self.devices if device.type != "cpu"]
         kind = others[0].type if others else "cuda"
         with contextlib.ExitStack() as stack:

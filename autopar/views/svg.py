@@ -48,7 +48,7 @@ def text_width(words: str, size: float = TEXT_SIZE) -> float:
 
 
 def fitted(words: str, width: float, size: float = TEXT_SIZE) -> str:
-    """As much of a text as fits, with an ellipsis where it is cut; "" where nothing useful fits."""
+    """The part of a text that fits, with an ellipsis where it is cut; "" where nothing useful fits."""
     if text_width(words, size) <= width:
         return words
     room = int(width / (size * LETTER)) - 1

@@ -108,7 +108,7 @@ class CandidateTable:
 
 
 def ranked(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """Those that fit before those that do not, each fastest first."""
+    """The candidates that fit before the others, each fastest first."""
     return tuple(sorted(candidates, key=lambda c: (not c.fits, c.step_seconds, c.memory_bytes)))
 
 

@@ -68,7 +68,7 @@ class Measurement:
         )  # fmt: skip
 
     def error(self) -> float:
-        """Of the prediction, as a fraction of what was measured."""
+        """Error of the prediction, as a fraction of the measured time."""
         return abs(self.predicted_seconds() / self.seconds - 1)
 
 

@@ -107,7 +107,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the price, as a fraction of what the program keeps."""
+        """Error of the price, as a fraction of the bytes that the program keeps."""
         return self.priced_bytes / self.program_bytes - 1
 
     @property

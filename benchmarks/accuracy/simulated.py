@@ -69,7 +69,7 @@ class Simulated:
         return np.broadcast_to(np.asarray(value, dtype=float), len(self.rows))
 
     def seconds(self, index: int) -> float:
-        """Of a row's step."""
+        """Predicted duration of a row's step."""
         row = self.rows[index]
         pipeline = pipeline_of(row)
         order, waits = actions(pipeline, row.grad_accum), waits_for_sends(pipeline.schedule)

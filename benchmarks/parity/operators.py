@@ -316,7 +316,7 @@ def split_error(
 
 
 def _gradients(results: list[list[Tensor]], leaves: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Of every leaf of every rank, where every rank's results get the same gradient."""
+    """Gradients of every leaf of every rank, where every rank's results get the same gradient."""
     ends = [y for ranks in results for y in ranks if y.requires_grad]
     flat = [x for ranks in leaves for x in ranks]
     if not ends or not flat:

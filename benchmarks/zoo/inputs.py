@@ -40,7 +40,7 @@ def _words(config: Any) -> list[Tensor]:
 
 
 def _pixels(config: Any) -> list[Tensor]:
-    """Of shape `(batch, channels, height, width)`, then of videos `(batch, frames, ...)`."""
+    """Images of shape `(batch, channels, height, width)`, then videos of shape `(batch, frames, ...)`."""
     channels, size = setting(config, "num_channels", 3), setting(config, "image_size", IMAGE)
     frames = setting(config, "num_frames", 2)
     image = [torch.randn(BATCH, channels, s, s) for s in dict.fromkeys((size, IMAGE, 2 * IMAGE))]
@@ -49,14 +49,14 @@ def _pixels(config: Any) -> list[Tensor]:
 
 
 def _wave(config: Any) -> list[Tensor]:
-    """Of shape `(batch, samples)`, `(batch, 1, samples)` or `(batch, frames, mel)`."""
+    """Sounds of shape `(batch, samples)`, `(batch, 1, samples)` or `(batch, frames, mel)`."""
     frames, bins = setting(config, "max_length", FRAMES), setting(config, "num_mel_bins", MEL)
     shapes = ((BATCH, SAMPLES), (BATCH, 1, SAMPLES), (BATCH, frames, bins))
     return [torch.randn(shape) for shape in shapes]
 
 
 def _mel(config: Any) -> list[Tensor]:
-    """Of shape `(batch, mel, frames)` or `(batch, frames, mel)`."""
+    """Spectrograms of shape `(batch, mel, frames)` or `(batch, frames, mel)`."""
     names = ("num_mel_bins", "feature_projection_input_dim", "input_feat_size", "input_feat_per_channel",
              "input_dim", "n_mels", "input_size")  # fmt: skip
     bins = next((size for key in names if (size := setting(config, key, 0))), MEL)
@@ -77,7 +77,7 @@ def _boxes(config: Any) -> list[Tensor]:
 
 
 def _series(config: Any) -> list[Tensor]:
-    """Of shape `(batch, time, channels)`, with the lags that come before where there are lags."""
+    """Series of shape `(batch, time, channels)`, preceded by their lags where there are lags."""
     length, channels = (
         setting(config, "context_length", 32),
         setting(config, "num_input_channels", 1),
@@ -95,7 +95,7 @@ def _features_of_time(config: Any, *, past: bool) -> list[Tensor]:
 
 
 def _hidden(config: Any) -> list[Tensor]:
-    """Of shape `(batch, sequence, width)`, then with channels before the sequence."""
+    """Hidden states of shape `(batch, sequence, width)`, then with channels before the sequence."""
     width = next((w for k in ("hidden_size", "d_model", "dim") if (w := setting(config, k, 0))), 64)
     return [torch.randn(BATCH, SEQ, width), torch.randn(BATCH, width, SEQ)]
 

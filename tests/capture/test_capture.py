@@ -375,7 +375,7 @@ def test_what_is_added_in_place_to_the_result_of_a_no_grad_region_has_a_gradient
 
 def test_what_a_no_grad_region_gives_back_as_it_is_keeps_its_gradient():
     class Model(nn.Module):
-        """As in the indexers of sparse attention: export shares the cast with what comes later."""
+        """Casts as the indexers of sparse attention do: export shares the cast with later ops."""
 
         def __init__(self):
             super().__init__()

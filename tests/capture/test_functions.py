@@ -197,7 +197,7 @@ def test_a_backward_that_reads_values_is_kept() -> None:
 
 
 def test_a_parameter_without_a_gradient_has_none() -> None:
-    """As in plain PyTorch, where an optimizer passes it by: zeros would decay it."""
+    """An optimizer passes such a parameter by, as in plain PyTorch: zeros would decay it."""
 
     class Gate(torch.autograd.Function):
         @staticmethod

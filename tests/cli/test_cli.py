@@ -208,7 +208,7 @@ STAGES = ("--mesh", "pp=2,dp=2", "--schedule", "1f1b")
 
 @pytest.mark.parametrize("batches", [(), ("--micro-batches", "4"), ("--batch", "32")])
 def test_verify_proves_a_saved_pipeline(tmp_path, batches):
-    """Of whole examples as micro-batches, and of parts of one."""
+    """Micro-batches are whole examples, or parts of one."""
     path = tmp_path / "plan.json"
     found = document("explain", TARGET, *STAGES, *batches, "--save", str(path))
     assert found["pipeline"]["schedule"] == "1f1b"

@@ -281,7 +281,7 @@ def test_data_parallelism_by_hand() -> None:
 
 
 def test_zero_2_and_3_by_hand() -> None:
-    """Of m micro-batches: stage 2 scatters m times; stage 3 gathers 2m and scatters m times."""
+    """With m micro-batches ZeRO-2 scatters m times; ZeRO-3 gathers 2m times and scatters m times."""
     half = 3e-6 + 0.75 * 2048 / 1e9  # an all-gather or a reduce-scatter of one matrix
     in_bucket = 3e-6 * 2048 / (25 * 2**20) + 0.75 * 2048 / 1e9
     for m in (1, 5):

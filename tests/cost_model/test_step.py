@@ -35,7 +35,7 @@ def sends(found: Step) -> float:
 
 
 def in_flight(ranks: int, chunks: int, micro_batches: int) -> list[float]:
-    """Of every rank of torch's own schedule, the most micro-batches at once, counted in all chunks."""
+    """The most micro-batches at once on every rank of torch's own schedule, counted in all chunks."""
     stages = ranks * chunks
     pipeline = Pipeline(
         ranks,

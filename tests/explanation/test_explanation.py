@@ -131,7 +131,7 @@ def test_an_axis_may_be_called_what_a_size_is_called() -> None:
 
 
 def test_a_gathered_layer_is_in_the_peak() -> None:
-    """Of ZeRO-3 one layer's parameters and their gradients are whole for a moment."""
+    """With ZeRO-3 one layer's parameters and their gradients are whole for a moment."""
     e = explanation("dp:zero3,tp:tp").what_if(gate_0=2_560_000)
     gate = 4 * 128 * 2_560_000 / 2  # float32, hidden 128, split over tp
     assert e.memory.part("transient peak").value > 2 * 3 * gate

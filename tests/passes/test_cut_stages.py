@@ -82,7 +82,7 @@ def test_a_value_is_carried_through_the_stage_between():
 
 
 def test_what_is_made_of_one_weight_is_made_where_it_is_used():
-    """As ZeRO-3 gathers a tied table once for both of its uses: it is not sent with every micro-batch."""
+    """ZeRO-3 gathers a tied table once for both of its uses: it is not sent with every micro-batch."""
     stages = cut(
         """
         take w0 w1 x
@@ -171,7 +171,7 @@ def test_what_a_changed_buffer_gives_is_carried_and_its_new_value_returned_where
 
 
 def test_an_early_output_of_nothing_but_inputs_is_returned_once():
-    """As a batch norm's counter: every stage could make it, and the first does."""
+    """Every stage could make such an output, a batch norm's counter for example, and the first does."""
     stages = cut(
         """
         take w0 x

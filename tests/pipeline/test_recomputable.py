@@ -52,7 +52,7 @@ def test_all_ops_of_all_blocks_are_whole_blocks() -> None:
 
 
 def test_a_part_of_the_memory_is_kept() -> None:
-    """Of a layer the input and the hidden numbers are saved; the hidden ones are 2/3 of both."""
+    """A layer saves its input and its hidden numbers; the hidden ones are 2/3 of both."""
     found = tables(GRAPH, unsplit(GRAPH))
     layer, stream = ROW * (SIZES.width + SIZES.hidden), ROW * SIZES.width
     assert found.selectable[0][1].kept_bytes(()) == layer

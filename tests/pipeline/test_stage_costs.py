@@ -95,7 +95,7 @@ def test_what_is_used_far_behind_is_carried_by_every_stage_between() -> None:
 
 
 def test_a_stage_holds_what_its_ops_keep_and_what_it_received_and_sent() -> None:
-    """By hand: of a layer its input and the hidden numbers, and the output that is sent on."""
+    """Counted by hand: a layer's input and hidden numbers, and the output that is sent on."""
     found = table(residual(3))
     layer = ROW * (SIZES.width + SIZES.hidden)
     assert found.saved_bytes[1, 2] == layer + ROW * SIZES.width

@@ -26,7 +26,7 @@ def test_random_plans(name: str, mesh: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_stages(schedule: str) -> None:
-    """Whose backward is cut, in zb, into that of inputs and that of parameters."""
+    """The schedule zb cuts the backward into a half for inputs and a half for parameters."""
     model, batch = made("stack")
     report = autopar.verify(model, batch, mesh={"pp": 2}, micro_batches=2, recipe=schedule)
     assert report.passed, report

@@ -50,7 +50,7 @@ def gated(x, chosen, up, down, share):
 
 
 def biased(x, chosen, up, up_bias, down, down_bias):
-    """As gpt_oss has it: interleaved gates, biases, and no share of the router."""
+    """Experts as gpt_oss has them: interleaved gates, biases, and no share of the router."""
 
     def body(ordered, order, ends):
         y = product(x[order // SLOTS], up, ends) + up_bias[ordered]

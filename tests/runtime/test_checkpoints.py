@@ -137,7 +137,7 @@ def hop(folder: str, number: int, mesh: dict[str, int], recipe: Recipe) -> tuple
 
 
 def test_each_plan_goes_on_where_the_one_before_ended(four_ranks: Ranks, tmp_path: Path) -> None:
-    """And the first where the last did."""
+    """The first plan goes on where the last ended, too."""
     for number, plan in enumerate([*PLANS, PLANS[0]]):
         expected = in_one_process("gpt", steps=2 * number + 2)
         for found, step in four_ranks.run(hop, str(tmp_path), number, *plan):

@@ -21,7 +21,7 @@ def _model() -> tuple[nn.Sequential, Tensor]:
 
 
 def _gradients(model: nn.Sequential, x: Tensor, compiled: Any) -> dict[str, Any]:
-    """As `.grad`, of two calls at once, from autograd.grad, and of a gradient."""
+    """Gradients as `.grad`, of two calls at once, from autograd.grad, and of a gradient."""
     parameters = list(model.parameters())
     found: dict[str, Any] = {}
     compiled(x).square().mean().backward()

@@ -49,7 +49,7 @@ class Images(nn.Module):
 
 
 def made_of(name: str) -> Made:
-    """By name; the same in every process."""
+    """A model by its name, the same in every process."""
     if name != "images":
         return model_of(name)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ RECIPES = ({"dp": "zero3", "ep": "ep"}, {"dp": "ep", "ep": "tp"}, "zero3")
 
 
 def errors(recipe: str | dict[str, str]) -> dict[str, float]:
-    """Of the loss and of every gradient, relative to its largest entry."""
+    """Errors of the loss and of every gradient, relative to its largest entry."""
     model, batch, loss_fn = make("mixture")
     expected = run_with_loss(model, batch, {}, loss_fn)  # type: ignore[arg-type]
     expected.backward()

@@ -81,7 +81,7 @@ def distance(found: Gradients, expected: Gradients) -> float:
 
 
 def distances(cases: list[dict[str, Any]]) -> list[float]:
-    """Of each case how far a step is from one device."""
+    """The distance of a step from one device, for each case."""
     return [measure(**case) for case in cases]
 
 

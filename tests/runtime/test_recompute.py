@@ -60,7 +60,7 @@ class Layers(nn.Module):
 
 
 def model_of(name: str) -> Made:
-    """By name; the same in every process."""
+    """A model by its name, the same in every process."""
     torch.manual_seed(0)
     middles = {"dropout": lambda: nn.Dropout(0.3), "norm": lambda: nn.BatchNorm1d(WIDTH)}
     if name not in middles:
@@ -113,7 +113,7 @@ def trained(
 
 
 def trained_each(arguments: tuple[Any, ...], recomputes: tuple[Recompute, ...]) -> list[Any]:
-    """By the same plan with other blocks that are recomputed."""
+    """Trains by the same plan once for each number of recomputed blocks."""
     return [trained(*arguments, recompute) for recompute in recomputes]
 
 
@@ -406,7 +406,7 @@ def test_what_is_kept_is_what_is_priced() -> None:
 
 
 def test_what_selected_ops_leave_is_what_is_priced() -> None:
-    """Of ops drawn at random, and of those that a part of the memory asks for; by saved-tensor hooks."""
+    """Ops are drawn at random, or selected for a part of the memory; saved-tensor hooks count the bytes."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(seq_len=16, layers=3, heads=4, width=32))
     batch = (torch.randint(256, (4, 16)), torch.randint(256, (4, 16)))

@@ -11,7 +11,7 @@ from tests.search.graphs import Builder
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a residual net: x -> x + relu(x A) B, between an embedding and a head."""
+    """Sizes of a residual net: x -> x + relu(x A) B, between an embedding and a head."""
 
     batch: int = 8
     width: int = 16

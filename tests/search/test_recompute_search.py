@@ -143,7 +143,7 @@ def test_nothing_fits_at_all() -> None:
 
 
 def test_the_first_blocks_of_every_stage_run_again() -> None:
-    """By hand: of a layer that runs again what enters it, and of the others their input and middle too."""
+    """Counted by hand: a recomputed layer keeps its input, and the others keep their input and their middle."""
     graph = residual(4)
     plain, again = (table(graph, replace(unsplit(graph), recompute=how)) for how in ("none", 2))
     layer, stream = ROW * (SIZES.width + SIZES.hidden), ROW * SIZES.width
