@@ -74,16 +74,20 @@ def verify(
     )  # fmt: skip
     policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
     subject = Subject.of(model, example_inputs, loss_fn=loss_fn, precision=policy, between=between)
+    return subject.compare(_plan_of(subject, plan, request, seed))
+
+
+def _plan_of(subject: Subject, plan: Plan | str | None, request: Request, seed: int) -> Plan:
+    """The plan that was given, drawn or searched; AutoparError for a text other than "random"."""
     if isinstance(plan, Plan):
-        return subject.compare(plan)
+        return plan
     if plan == "random":
+        assert request.mesh is not None, "verify was given a mesh"
         captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
-        return subject.compare(
-            random_plan(graph, Mesh.of(mesh), seed=seed, fingerprint=captured.fingerprint)
-        )
+        return random_plan(graph, request.mesh, seed=seed, fingerprint=captured.fingerprint)
     if plan is not None:
         raise AutoparError(f'A plan to verify is a Plan, "random" or None, not {plan!r}.')
-    return subject.compare(_searched(subject.prepared, request))
+    return _searched(subject.prepared, request)
 
 
 def _searched(prepared: Prepared, request: Request) -> Plan:
