@@ -25,6 +25,7 @@ from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
 from autopar.capture.functions import keeping_functions
 from autopar.capture.own_errors import own_error
+from autopar.capture.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import (
     MODEL,
     changed_in_place,
@@ -226,7 +227,7 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         except Exception as error:
             raise _reported(error, wrapper, args, kwargs) from None
     if forgotten:
-        raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}.")
+        raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}")
     _refuse_trained_constants(exported, list(outside.found.values()))
     return exported
 
@@ -262,7 +263,9 @@ def _describe(
     tensors = {i: s.arg.name for i, s in enumerate(users) if isinstance(leaves[i], Tensor)}
     mutated = [s for s in signature.output_specs if "MUTATION" in s.kind.name]
     if any("USER_INPUT" in s.kind.name for s in mutated):
-        raise CaptureError("The model changes one of its inputs in place; clone it first.")
+        raise CaptureError(
+            f"The model changes one of its inputs in place; clone it first. {BACKEND_RUNS_IT}"
+        )
     _refuse_changed_parameters(mutated, set(named.values()))
     _refuse_numbers_from_tensors(module)
     _refuse_bodies(module)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.refusals import BACKEND_RUNS_IT
+
 
 def _called_by_user(frame: FrameType | None) -> bool:
     """Whether the nearest frame that is no decorator's is outside torch, which enters modes itself."""
@@ -41,13 +43,13 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
         if changed and module in modules and name in module._buffers:
             seen.append(
                 f"the buffer `{name}` of {type(module).__name__} is assigned in forward, which a graph "
-                f"forgets; update it in place: self.{name}.copy_(...)"
+                f"forgets; update it in place: self.{name}.copy_(...). {BACKEND_RUNS_IT}"
             )
         set_attribute(module, name, value)
 
     def enter_inference(mode: Any) -> None:
         if _called_by_user(sys._getframe(1)):
-            seen.append("torch.inference_mode() cannot be captured; use torch.no_grad()")
+            seen.append("torch.inference_mode() cannot be captured; use torch.no_grad().")
         enter(mode)
 
     nn.Module.__setattr__ = assign  # type: ignore[assignment, method-assign]

@@ -8,6 +8,8 @@ from typing import Any
 from autopar.capture.guards import Place
 from autopar.errors import CaptureError
 
+BACKEND_RUNS_IT = 'torch.compile(model, backend="autopar") runs it as it is written.'
+
 
 def sets_attribute(name: str, attribute: str, line: str, *, deletes: bool) -> CaptureError:
     """For an attribute of a module that forward sets to what only a run can give, or deletes.
@@ -21,7 +23,7 @@ def sets_attribute(name: str, attribute: str, line: str, *, deletes: bool) -> Ca
     return CaptureError(
         f"The forward {'deletes' if deletes else 'sets'} {name} in {line}, and a captured program does not run that "
         "line in each step. Return the value from the forward, or keep a tensor in a buffer and write into it: "
-        f"self.register_buffer({attribute!r}, ...) in __init__, self.{attribute}.copy_(...) here."
+        f"self.register_buffer({attribute!r}, ...) in __init__, self.{attribute}.copy_(...) here. {BACKEND_RUNS_IT}"
     )
 
 
@@ -43,7 +45,7 @@ def changes(place: Place) -> CaptureError:
     """For a container, object, closure or global that forward or loss changes."""
     return CaptureError(
         f"The forward or the loss changes {place.words} (read in {place.line}), and a captured program does not do "
-        "that in each step. Do it outside, after step, or return what it collects from the forward."
+        f"that in each step. Do it outside, after step, or return what it collects from the forward. {BACKEND_RUNS_IT}"
     )
 
 
@@ -52,7 +54,7 @@ def draws_in_python(line: str) -> CaptureError:
     return CaptureError(
         f"The forward or the loss draws from Python's or numpy's random numbers in {line}; a captured program would "
         "repeat the first draw for ever. Draw with torch (torch.rand, torch.bernoulli) and choose with torch.where, "
-        "or draw outside and give the result as an input."
+        f"or draw outside and give the result as an input. {BACKEND_RUNS_IT}"
     )
 
 

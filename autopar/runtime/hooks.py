@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar._torch import backward_hooks_of
+from autopar.capture.refusals import BACKEND_RUNS_IT
 from autopar.capture.user_code import line_of
 from autopar.errors import CaptureError
 
@@ -40,5 +41,5 @@ def refuse_hooks(hooks: list[str]) -> None:
     raise CaptureError(
         f"There are backward hooks on {named}. A captured program does not call them: do what they do with the "
         "gradients between `step` and the optimizer's, and remove the hooks. What has to happen within backward is "
-        "an autograd.Function, or an operation on tensors in forward."
+        f"an autograd.Function, or an operation on tensors in forward. {BACKEND_RUNS_IT}"
     )
