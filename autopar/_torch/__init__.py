@@ -64,6 +64,7 @@ from autopar._torch.groups import (
     start_all_reduce,
     start_reduce_scatter,
     store_seconds,
+    waiting_longer,
 )
 from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
@@ -83,6 +84,6 @@ __all__ = [
     "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks",
     "schema", "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
     "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "traced_ops",
-    "uncompiled", "user_line", "validates_distribution", "widened_dtype", "without_memory",
+    "uncompiled", "user_line", "validates_distribution", "waiting_longer", "widened_dtype", "without_memory",
     "without_value_checks", "without_values",
 ]  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -18,6 +20,22 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Lets collectives of this group fail after waiting for so long."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+@contextlib.contextmanager
+def waiting_longer(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
+    """Inside it, collectives of this group wait for at least so long, whatever its timeout is."""
+    device = group._device_types[0]
+    options = getattr(group._get_backend(device), "options", None)
+    if options is None:  # torch's fake backend
+        yield
+        return
+    before = options._timeout.total_seconds()
+    set_group_timeout(group, max(before, seconds))
+    try:
+        yield
+    finally:
+        set_group_timeout(group, before)
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:

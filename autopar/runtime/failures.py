@@ -20,7 +20,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,8 @@ from autopar.errors import AutoparError, PeerError
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for a rank's error
 _INTERNAL = (Path(__file__).resolve().parents[1], Path(torch.__file__).parent)
 _STANDARD_LIBRARY = Path(contextlib.__file__).parent
-_PATIENCE_SECONDS = 1.0  # from an error to the others' reports
+_PATIENCE_SECONDS = 1.0  # from an error, or torchrun's signal, to the others' reports
+_LONG_PATIENCE_SECONDS = 10.0  # of a rank that knows no cause, as long as torchrun misses no rank
 _LINES, _COLUMNS = 16, 160  # of a message; the rest is in the file
 # Texts of the errors of torch's collectives where a peer is lost; Gloo raises them as plain RuntimeErrors.
 _LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
@@ -52,13 +53,13 @@ class _Shown:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        with _finishing():
+        with _finishing() as received:
             path = Path(os.environ[_FILE])
             whole = path.with_suffix(".traceback.txt")
             whole.write_text("".join(traceback.format_exception(kind, error, trace)))
             reports = _Reports.of_this_run()
             knows = not _lost_peer(error)
-            others = reports.exchange(knows=knows)
+            others = reports.exchange(received, knows=knows)
             speaker = reports.settled(_speaker(others), knows=knows)
             if speaker == reports.rank:
                 text = "\n".join(
@@ -167,10 +168,14 @@ class _Reports:
         attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(rank, size, dist.PrefixStore(f"autopar/failures/{attempt}", store))
 
-    def exchange(self, *, knows: bool) -> dict[int, bool]:
+    def exchange(self, received: Sequence[int] = (), *, knows: bool) -> dict[int, bool]:
         """Reports whether this rank knows the cause; gives what it needs to know of the others.
 
-        A rank that knows waits for the ranks below it alone.
+        A rank that knows waits for the ranks below it alone, and for a short time.
+
+        Args:
+            received: signals so far; more may come.
+            knows: whether this rank knows the cause.
         """
         found = {self.rank: knows}
         if self._store is None:
@@ -178,13 +183,18 @@ class _Reports:
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store has died with its host
             self._store.set(str(self.rank), str(int(knows)))
             awaited = range(self.rank if knows else self._size)
-            deadline = time.monotonic() + _PATIENCE_SECONDS
+            deadline = time.monotonic() + (_PATIENCE_SECONDS if knows else _LONG_PATIENCE_SECONDS)
             while time.monotonic() < deadline:
                 for rank in awaited:
                     if rank not in found and self._store.check([str(rank)]):
                         found[rank] = self._store.get(str(rank)) == b"1"
+                if any(found.values()) and not knows:
+                    break
                 if _speaker(found) < self.rank or len(found) >= len(awaited) + knows:
                     break
+                if received:
+                    deadline = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
+                    received = ()
                 time.sleep(0.02)
         return found
 
@@ -198,14 +208,14 @@ class _Reports:
 
 
 @contextlib.contextmanager
-def _finishing() -> Iterator[None]:
-    """Inside it SIGTERM and SIGINT wait until the report is written; what waited takes effect after it."""
+def _finishing() -> Iterator[list[int]]:
+    """Inside it SIGTERM and SIGINT wait until the report is written, and then take effect; yields those that wait."""
     received: list[int] = []
     before: dict[signal.Signals, Any] = {}
     for each in (signal.SIGTERM, signal.SIGINT):
         before[each] = signal.signal(each, lambda number, _: received.append(number))
     try:
-        yield
+        yield received
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import errors
+from autopar import _torch, errors
 from autopar.errors import AutoparError, MeshError
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -24,6 +24,8 @@ from autopar.runtime.world import World
 BUCKET_BYTES = (
     25 * 2**20
 )  # that one collective carries about, as in torch's DistributedDataParallel
+
+_PLANNING_SECONDS = 1800.0  # that ranks wait for a plan, whatever limit they have for a step
 
 
 def join_process_group(device: torch.device) -> None:
@@ -79,7 +81,9 @@ def agreed(make: Callable[[], Plan]) -> Plan:
             made = [json.dumps(make().to_json())]
         except Exception as error:
             failure, made = error, [_said(error)]
-    dist.broadcast_object_list(made, src=0)
+    assert dist.group.WORLD is not None, "there are other ranks"
+    with _torch.waiting_longer(dist.group.WORLD, _PLANNING_SECONDS):
+        dist.broadcast_object_list(made, src=0)
     if failure is not None:
         raise failure
     if isinstance(made[0], str):

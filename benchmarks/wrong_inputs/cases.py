@@ -61,7 +61,7 @@ train()
 
 _LINES: Mapping[Door, Mapping[str, str]] = {
     "compile": {
-        "compile": "model = autopar.compile(model, loss_fn=mse_loss, timeout_seconds=5, {asked})",
+        "compile": "model = autopar.compile(model, loss_fn=mse_loss, timeout_seconds=15, {asked})",
         "step": "loss = model.step(x, y)",
     },
     "backend": {
@@ -102,7 +102,7 @@ class Case:
         if door == "compile":
             given = ", ".join(f"{name}={value}" for name, value in asked.items())
         else:
-            asked["timeout_seconds"] = "5"
+            asked["timeout_seconds"] = "15"
             given = "{" + ", ".join(f'"{name}": {value}' for name, value in asked.items()) + "}"
         lines = dict.fromkeys(("forward", "before", "after", "batch"), "")
         lines |= {**_LINES[door], **self.lines}
@@ -196,7 +196,7 @@ CASES = (
         "Ctrl-C", "[Ii]nterrupt", "step", {"batch": "time.sleep(0.5)"}, interrupt_at="step 2",
     ),
     Case(
-        "a rank with another batch shape", r"\[6, 16\].*Ranks \[0\] did not come within 5 s", "same",
+        "a rank with another batch shape", r"\[6, 16\].*Ranks \[0\] did not come within 15 s", "same",
         {"batch": "if step == 2 and RANK == 1: x, y = x[:6], y[:6]"},
     ),
     Case(

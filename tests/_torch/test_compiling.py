@@ -99,3 +99,12 @@ def test_recurrent_layers_are_traced_by_dynamo():
     _torch.trace_recurrent_layers()
     torch.compile(torch.nn.LSTM(2, 2), backend=seen)(torch.ones(1, 1, 2))
     assert any("lstm" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+def test_an_op_that_fails_without_values_is_raised_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _torch.quiet_fake_failures()
+    with pytest.raises(RuntimeError), _torch.fake_mode() as mode:
+        mode.from_tensor(torch.ones(2, 3)) @ mode.from_tensor(torch.ones(2, 3))
+    assert not caplog.records

@@ -99,3 +99,16 @@ def test_a_failing_export_prints_nothing(capfd):
             assert bool(capfd.readouterr().err or handler.buffer) != quiet, model
             handler.buffer.clear()
     log.removeHandler(handler)
+
+
+def test_without_values_a_model_computes_shapes_and_keeps_its_tensors() -> None:
+    model = torch.nn.Linear(2, 3)
+    weight, given = model.weight, torch.ones(4, 2)
+    with _torch.without_values(model, (given,), {}) as (args, kwargs):
+        made = model(*args, **kwargs)
+        assert isinstance(made, _torch.FakeTensor) and made.shape == (4, 3)
+    assert model.weight is weight
+    mode = _torch.FakeTensorMode()
+    with _torch.without_values(model, (mode.from_tensor(given),), {}) as ((fake,), _):
+        assert fake.fake_mode is mode and mode.allow_non_fake_inputs
+    assert not mode.allow_non_fake_inputs

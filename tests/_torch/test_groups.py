@@ -45,3 +45,13 @@ def test_the_store_of_the_default_group_is_found(group):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=7))
     assert _torch.store_seconds(store) == 7
+
+
+def test_waiting_longer_leaves_the_timeout_as_it_was(group):
+    options = group._get_backend(torch.device("cpu")).options
+    _torch.set_group_timeout(group, 5)
+    with _torch.waiting_longer(group, 60):
+        assert options._timeout.total_seconds() == 60
+        with _torch.waiting_longer(group, 7):
+            assert options._timeout.total_seconds() == 60
+    assert options._timeout.total_seconds() == 5

@@ -164,7 +164,8 @@ class Store(dict):  # type: ignore[type-arg]
 
 def reports(knows: dict[int, bool], size: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The speaker that each rank finds, where the ranks fail one after the other, the last first."""
-    monkeypatch.setattr(failures, "_PATIENCE_SECONDS", 0.05)
+    for name in ("_PATIENCE_SECONDS", "_LONG_PATIENCE_SECONDS"):
+        monkeypatch.setattr(failures, name, 0.05)
     store, found = Store(), []
     for rank in sorted(knows, reverse=True):
         each = failures._Reports(rank, size, store)  # type: ignore[arg-type]
