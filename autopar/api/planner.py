@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture.export import LossFunction
+from autopar.capture.guards import Place
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.explanation.costs import run_of
@@ -106,6 +108,7 @@ class Planner:
         micro_batches: int | None,
         is_step: bool,
         fixed: Fixed | None,
+        numbers: Sequence[Place] = (),
     ) -> Programs:
         """Captures and plans a step or a forward.
 
@@ -118,17 +121,19 @@ class Planner:
             micro_batches: number of micro-batches of a step; None leaves it open.
             is_step: whether a step is captured, or a forward.
             fixed: where parameters already lie; None for the first program.
+            numbers: where numbers stand that are to be inputs if they can be.
         """
+        prepare = partial(self._prepare, model, is_step=is_step, numbers=numbers)
         if micro_batches is None and fixed is not None:
             micro_batches = self._best_count(model, stand_ins)
         count = micro_batches or 1
         with stand_ins(count) as (args, kwargs):
-            prepared = self._prepare(model, args, kwargs, is_step)
+            prepared = prepare(args, kwargs)
             plan = agreed(lambda: self._chosen(prepared, micro_batches, fixed, is_step))
             if not is_step or micro_batches is not None or plan.micro_batches == count:
                 return self._programs(prepared, plan, is_step)
         with stand_ins(plan.micro_batches) as (args, kwargs):
-            smaller = self._prepare(model, args, kwargs, is_step)
+            smaller = prepare(args, kwargs)
             plan = agreed(lambda: self._for_micro_batch(plan, smaller))
             return self._programs(smaller, plan, is_step)
 
@@ -137,16 +142,19 @@ class Planner:
         if self._mesh is not None and PIPELINE_AXIS not in self._mesh.names:
             return 1
         with stand_ins(1) as (args, kwargs):
-            prepared = self._prepare(model, args, kwargs, True)
+            prepared = self._prepare(model, args, kwargs, is_step=True)
             return agreed(lambda: self._search(prepared, None, captured=1)).micro_batches
 
     def _prepare(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_step: bool
-    ) -> Prepared:
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_step: bool,
+        numbers: Sequence[Place] = (),
+    ) -> Prepared:  # fmt: skip
         precision = self._request.precision
         if not is_step:
-            return prepare_forward(model, args, kwargs, precision=precision)
-        return prepare_step(model, args, kwargs, loss_fn=self._loss_fn, precision=precision)
+            return prepare_forward(model, args, kwargs, precision=precision, numbers=numbers)
+        return prepare_step(
+            model, args, kwargs, loss_fn=self._loss_fn, precision=precision, numbers=numbers
+        )
 
     def _chosen(
         self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool
@@ -196,7 +204,7 @@ class Planner:
         if all(plan.ops != made.ops for made in self._made[is_step]):
             self._made[is_step].append(plan)
         captured = prepared.captured
-        return Programs(program, stages, captured.guards, captured.writes)
+        return Programs(program, stages, captured.guards, captured.writes, captured.numbers)
 
     def _announce(self, plan: Plan) -> None:
         """One line on the first rank: what was chosen, and what it is predicted to take."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +15,9 @@ from autopar.capture.casts import dtype_of
 from autopar.capture.guards import Guards
 from autopar.capture.writes import Write
 from autopar.ir import MixedPrecision
+
+if TYPE_CHECKING:
+    from autopar.capture.numbers import NumberInput
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Captured:
         differentiable: placeholders of inputs that take a gradient.
         whole_outputs: whether the results are to be whole on every rank.
         guards: the Python values that the graph was made from.
+        numbers: numbers of Python that are inputs of the graph, through constants of it.
         writes: what the forward does to attributes of modules, to be done after every step.
         forms: a line for every class of modules that was captured in another form (`autopar.capture.forms`).
     """
@@ -68,6 +72,7 @@ class Captured:
     forms: tuple[str, ...] = ()
     guards: Guards = field(default_factory=Guards)
     writes: tuple[Write, ...] = ()
+    numbers: tuple[NumberInput, ...] = ()
 
     def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
         """The format in which the gradient of a parameter, used in the format `used`, is added up."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from autopar.capture.casts import absorb_casts, call_cast
 from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
 from autopar.capture.functions import keeping_functions
+from autopar.capture.guards import Place
+from autopar.capture.numbers import with_numbers
 from autopar.capture.own_errors import own_error
 from autopar.capture.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import (
@@ -125,12 +127,21 @@ def capture_step(
     kwargs: dict[str, Any],
     loss_fn: LossFunction | None,
     precision: MixedPrecision | None = None,
+    numbers: Sequence[Place] = (),
 ) -> Captured:
-    """Captures forward and loss. Raises StepError where the result is not a scalar loss."""
-    wrapper = _WithLoss(model, loss_fn, is_step=True, precision=precision)
-    captured = _capture(wrapper, args, kwargs, is_step=True)
-    _require_scalar_loss(captured, loss_fn)
-    return captured
+    """Captures forward and loss. Raises StepError where the result is not a scalar loss.
+
+    Args:
+        numbers: where numbers stand that are to be inputs if they can be (`autopar.capture.numbers`).
+    """
+
+    def capture() -> Captured:
+        wrapper = _WithLoss(model, loss_fn, is_step=True, precision=precision)
+        captured = _capture(wrapper, args, kwargs, is_step=True)
+        _require_scalar_loss(captured, loss_fn)
+        return captured
+
+    return with_numbers(capture, numbers)
 
 
 def capture_forward(
@@ -138,9 +149,14 @@ def capture_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     precision: MixedPrecision | None = None,
+    numbers: Sequence[Place] = (),
 ) -> Captured:
-    """Captures the forward alone."""
-    return _capture(_WithLoss(model, None, precision=precision), args, kwargs, is_step=False)
+    """Captures the forward alone; `numbers` as in `capture_step`."""
+
+    def capture() -> Captured:
+        return _capture(_WithLoss(model, None, precision=precision), args, kwargs, is_step=False)
+
+    return with_numbers(capture, numbers)
 
 
 def run_with_loss(

@@ -39,6 +39,11 @@ class Place:
     words: str
     line: str
 
+    @property
+    def key_of_place(self) -> tuple[int, Any]:
+        """What tells the place from others, as long as its holder lives."""
+        return id(self.holder), self.key
+
     def get(self) -> Any:
         """The value that stands there now, MISSING for none."""
         if isinstance(self.holder, CellType):
@@ -142,6 +147,20 @@ class Guards:
         size = _CHECKS_PER_FUNCTION
         parts = [self._guards[i : i + size] for i in range(0, len(self._guards), size)]
         return tuple(_compiled(part) for part in parts)
+
+    def without(self, places: Iterable[Place]) -> Guards:
+        """The guards of all other places."""
+        left = {place.key_of_place for place in places}
+        return Guards(g for g in self._guards if g.place.key_of_place not in left)
+
+    def changed_numbers(self) -> list[Place]:
+        """Where a float stood, and another one stands now."""
+        floats = (g for g in self._guards if type(g.before) is float)
+        return [
+            g.place
+            for g in floats
+            if type(now := g.place.get()) is float and not is_same(now, g.before)
+        ]
 
     def hold(self) -> bool:
         """Whether every value is what it was."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from autopar.analysis.factors import Analysis, analyze
 from autopar.analysis.objective import objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
+from autopar.capture.guards import Place
 from autopar.errors import AutoparError, PlanError, StepError
 from autopar.ir import (
     UNSPLIT,
@@ -55,9 +56,14 @@ def prepare_step(
     *,
     loss_fn: LossFunction | None = None,
     precision: MixedPrecision | None = None,
+    numbers: Sequence[Place] = (),
 ) -> Prepared:
-    """Captures forward and loss of one micro-batch. Raises CaptureError or StepError."""
-    prepared = _prepared(capture_step(model, args, dict(kwargs or {}), loss_fn, precision))
+    """Captures forward and loss of one micro-batch; arguments as in `capture_step`.
+
+    Raises CaptureError or StepError.
+    """
+    captured = capture_step(model, args, dict(kwargs or {}), loss_fn, precision, numbers)
+    prepared = _prepared(captured)
     graph = prepared.analysis.graph
     if not graph.tensors[graph.outputs[-1]].needs_grad:
         raise StepError(
@@ -73,9 +79,10 @@ def prepare_forward(
     kwargs: Mapping[str, Any] | None = None,
     *,
     precision: MixedPrecision | None = None,
+    numbers: Sequence[Place] = (),
 ) -> Prepared:
-    """Captures the forward alone. Raises CaptureError."""
-    return _prepared(capture_forward(model, args, dict(kwargs or {}), precision))
+    """Captures the forward alone; arguments as in `capture_forward`. Raises CaptureError."""
+    return _prepared(capture_forward(model, args, dict(kwargs or {}), precision, numbers))
 
 
 def _prepared(captured: Captured) -> Prepared:

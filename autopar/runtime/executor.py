@@ -61,7 +61,8 @@ class Runner:
         self.runs_backward_whole = executor.compiles or bool(program.recomputed)
         self._seeds = seeds
         parameters = len(program.parameters)
-        self._constants = [x.to(self.world.device) for x in program.constants]
+        # Those without dims may be numbers that Python changes: they are moved before every run.
+        self._constants = [x.to(self.world.device) if x.ndim else x for x in program.constants]
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
         self._gathers = Gathers(self._residents, self.world)
         self._graph = _copy(program.module)
@@ -163,7 +164,7 @@ class Runner:
         buffers = [self._buffer(spec.name) for spec in self.program.buffers]
         names = [spec.name for spec in self.program.buffers]
         copies = [b.clone() if n in mutated else b for n, b in zip(names, buffers, strict=True)]
-        return copies + self._constants
+        return copies + [x.to(self.world.device) for x in self._constants]
 
     def _buffer(self, name: str) -> Tensor:
         return self._model.get_buffer(name)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.capture.guards import ChangedValue, Guards
+from autopar.capture.numbers import NumberInput
 from autopar.capture.structure import Structure
 from autopar.capture.writes import Write
 from autopar.program.program import Program
@@ -37,6 +38,7 @@ class ReadyProgram:
         guards: what the capture read of Python.
         structure: what the model was made of.
         writes: what the captured forward does to attributes of modules.
+        numbers: numbers of Python that are inputs of the program.
     """
 
     bound: BoundProgram | BoundPipeline
@@ -45,14 +47,17 @@ class ReadyProgram:
     guards: Guards
     structure: Structure
     writes: Sequence[Write]
+    numbers: Sequence[NumberInput] = ()
 
     def holds(self) -> bool:
         """Whether the program still is what a capture would give."""
-        return self.guards.hold() and self.structure.hold()
+        numbers = all(number.holds() for number in self.numbers)
+        return numbers and self.guards.hold() and self.structure.hold()
 
     def broken(self) -> ChangedValue | None:
         """What has changed since the capture."""
-        return self.guards.broken() or self.structure.broken()
+        gone = (number.gone() for number in self.numbers if not number.holds())
+        return next(gone, None) or self.guards.broken() or self.structure.broken()
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from autopar.capture.guards import Guards
+from autopar.capture.guards import Guards, Place
+from autopar.capture.numbers import NumberInput
 from autopar.capture.writes import Write
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute
@@ -33,12 +34,14 @@ class Programs:
         stages: the programs of its stages.
         guards: the Python values that they were made from.
         writes: what the captured forward does to attributes of modules.
+        numbers: numbers of Python that are inputs of the programs.
     """
 
     whole: Program
     stages: Sequence[Program]
     guards: Guards
     writes: Sequence[Write]
+    numbers: Sequence[NumberInput] = ()
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -73,6 +76,7 @@ class ProgramMaker(Protocol):
         micro_batches: int | None,
         is_step: bool,
         fixed: Fixed | None,
+        numbers: Sequence[Place] = (),
     ) -> Programs:
         """Captures and plans a step or a forward.
 
@@ -82,6 +86,7 @@ class ProgramMaker(Protocol):
             micro_batches: number of micro-batches of a step; None leaves it open.
             is_step: whether a step is captured, or a forward.
             fixed: the layouts that parameters already have; None for the first program.
+            numbers: where numbers stand that are to be inputs if they can be.
         """
         ...
 

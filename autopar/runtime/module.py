@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.guards import Place
 from autopar.capture.results import loss_first
 from autopar.capture.structure import Structure
 from autopar.errors import CaptureError, NoLossError, PeerError, PlanError, StepError
@@ -261,6 +262,7 @@ class CompiledModule(nn.Module):
         alike = [r for r in reversed(known) if r.state == state and r.shapes == shapes]
         for each in alike:
             if each.holds():
+                self._take_numbers(each)
                 # Every rank runs the same number of steps; a single rank may run a forward by itself.
                 if is_step:
                     self._kept.used(each)
@@ -278,6 +280,27 @@ class CompiledModule(nn.Module):
                 'as parts; what model(...) returns is whole with outputs="dtensor", and may be given back.'
             ) from error
 
+    def _take_numbers(self, ready: ReadyProgram) -> None:
+        """Gives a program the numbers that Python has changed. Raises StepError where ranks have other ones."""
+        changed = [number for number in ready.numbers if number.has_changed()]
+        if not changed:
+            return
+        self._compare_numbers(
+            [number.place for number in changed], "Numbers of Python have changed."
+        )
+        for number in changed:
+            number.take()
+
+    def _compare_numbers(self, places: Sequence[Place], why: str) -> None:
+        """Waits for the other ranks. Raises StepError where they have other numbers at the same places."""
+        own = ", ".join(f"{place.words} = {place.get()!r}" for place in places)
+        found = self._comparison.gather(own, f"{why} {own}".strip())
+        if len(set(found)) > 1:
+            raise StepError(
+                f"The ranks have different numbers in one step: {'; '.join(dict.fromkeys(found))}. Set the same "
+                "ones on every rank."
+            )
+
     def _add(self, arguments: Arguments, *, is_step: bool) -> ReadyProgram:
         """Captures, plans and binds a program for arguments of global shapes."""
         start = time.perf_counter()
@@ -290,7 +313,9 @@ class CompiledModule(nn.Module):
             programs = self._planner.program(
                 model, partial(self._stand_ins, arguments), fixed=self._placement.fixed, is_step=is_step,
                 micro_batches=self._count(arguments) if is_step else 1,
+                numbers=self._recaptures.numbers,
             )  # fmt: skip
+            self._recaptures.settle(programs.numbers)
             count = 1
             if is_step:
                 count = programs.whole.plan.micro_batches
@@ -301,7 +326,7 @@ class CompiledModule(nn.Module):
                 self._placement.place_replaced(programs, replaced)
             ready = ReadyProgram(
                 self._bind(programs, count), self._state(), count,
-                programs.guards, Structure(model), programs.writes,
+                programs.guards, Structure(model), programs.writes, programs.numbers,
             )  # fmt: skip
         self._shapes.learn(arguments, ready.bound.program, ready.bound.world)
         self._kept.add(ready, arguments, time.perf_counter() - start)
@@ -318,10 +343,10 @@ class CompiledModule(nn.Module):
                 f"{difference}: parameters were frozen or unfrozen after the first step, which only the ranks of their "
                 "own pipeline stage can see. Compile the model again, or plan it without stages."
             )
+        self._recaptures.learn(earlier.guards)
         # A rank whose Python did not change would not come: those that are here find out in time.
-        self._comparison.gather(
-            difference.words, f"{difference}, for which the model is captured again."
-        )
+        why = f"{difference}, for which the model is captured again."
+        self._compare_numbers(self._recaptures.numbers, why)
         start = time.perf_counter()
         ready = self._add(arguments, is_step=is_step)
         self._recaptures.count(difference, time.perf_counter() - start)

@@ -1,11 +1,13 @@
-"""What is said of captures that a changed Python value has caused."""
+"""Captures that a changed Python value has caused: what is said of them, and which numbers become inputs."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 
-from autopar.capture.guards import ChangedValue
+from autopar.capture.guards import ChangedValue, Guards, Place
+from autopar.capture.numbers import NumberInput
 from autopar.runtime.together import warn_together
 
 log = logging.getLogger("autopar")
@@ -14,10 +16,27 @@ _OFTEN = 3  # captures for one value: it changes as training goes on
 
 
 class Recaptures:
-    """Counts captures by the value that caused them, and warns once of one that changes again and again."""
+    """Counts captures by the value that caused them, and warns once of one that changes again and again.
+
+    Attributes:
+        numbers: where numbers stand that have changed, and may be inputs of the next capture.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = defaultdict(list)
+        self.numbers: list[Place] = []
+        self._built_in: list[Place] = []  # numbers for which no tensor can stand
+
+    def learn(self, guards: Guards) -> None:
+        """Notes the numbers that have changed since a capture."""
+        known = {place.key_of_place for place in (*self.numbers, *self._built_in)}
+        self.numbers += [p for p in guards.changed_numbers() if p.key_of_place not in known]
+
+    def settle(self, inputs: Sequence[NumberInput]) -> None:
+        """After a capture: numbers that have not become inputs are not tried again."""
+        if not inputs:
+            self._built_in += self.numbers
+            self.numbers = []
 
     def count(self, difference: ChangedValue, seconds: float) -> None:
         """Notes one more capture, which has taken so many seconds."""
@@ -27,8 +46,8 @@ class Recaptures:
         if len(taken) == _OFTEN:
             warn_together(
                 f"{difference.words}, read in {difference.line}, has changed {len(taken)} times, and for each value "
-                f"the model was captured again ({sum(taken):.1f} s so far). Keep a number that changes in a buffer "
-                "(register_buffer, and fill_ between steps) or give it as an input: one program then serves all "
-                "values.",
+                f"the model was captured again ({sum(taken):.1f} s so far). One program serves all values "
+                "of a float on which only arithmetic depends, of a buffer (register_buffer, and fill_ between "
+                "steps) and of an input.",
                 stacklevel=6,
             )

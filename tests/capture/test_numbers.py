@@ -1,0 +1,210 @@
+"""Numbers that change between steps are inputs of one program, wherever only arithmetic depends on them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.runtime import module as compiled_module
+
+STEPS = 5
+WEIGHT = 1.0  # a global that the loss reads
+
+
+class Scaled(nn.Module):
+    """A number beside tensors with dims and without, and arithmetic of the number alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.beta = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        penalty = (1 - self.beta) ** 2 * y.abs().mean()
+        return y * self.beta + penalty - self.beta / 3
+
+
+class Branching(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * 2 if self.beta > 0.5 else y
+
+
+class Asking(Scaled):
+    """A tensor would take the other branch, and nothing would say so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * self.beta if isinstance(self.beta, float) else y
+
+
+class Dropping(Scaled):
+    """The keyword of an op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(self.body(x), negative_slope=self.beta)
+
+
+class Counting(Scaled):
+    """What forward writes comes of the number that it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) * self.beta
+        self.beta = self.beta * 0.5
+        return y
+
+
+class Logging(Scaled):
+    """A counter, which has nothing to do with the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def set_attribute(model: nn.Module, value: float) -> None:
+    model.beta = value
+
+
+def set_global(model: nn.Module, value: float) -> None:
+    global WEIGHT
+    WEIGHT = value
+
+
+def loss_of_global(y: Tensor, target: Tensor) -> Tensor:
+    return WEIGHT * F.mse_loss(y, target) + y.mean() / WEIGHT
+
+
+def trained(
+    model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], change: Any, dtype: torch.dtype
+) -> list[Tensor]:
+    """The loss of every step, and in the end the parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for number in range(STEPS):
+        x, y = (torch.randn(8, 4, generator=generator, dtype=dtype) for _ in range(2))
+        change(model, 0.9 ** (number + 1))
+        optimizer.zero_grad()
+        losses.append(step(x, y).detach())
+        optimizer.step()
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+def both(
+    model: nn.Module,
+    change: Callable[[nn.Module, float], None],
+    loss_fn: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[list[Tensor], list[Tensor], int]:
+    """Results of plain training and of the compiled model, and the number of programs that were made."""
+    made: list[bool] = []
+    add = compiled_module.CompiledModule._add
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(True)
+        return add(self, *args, **kwargs)
+
+    monkeypatch.setattr(compiled_module.CompiledModule, "_add", counted)
+    model = model.to(dtype)
+    plain = copy.deepcopy(model)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_fn(plain(x), y)
+        loss.backward()
+        return loss
+
+    expected = trained(plain, step, change, dtype)
+    compiled = autopar.compile(model, device="cpu", loss_fn=loss_fn)
+    found = trained(compiled, compiled.step, change, dtype)
+    return expected, found, len(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_annealed_attribute_takes_two_programs(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one with the first number built in, and one for all others."""
+    expected, found, programs = both(Scaled(), set_attribute, F.mse_loss, monkeypatch, dtype)
+    torch.testing.assert_close(found, expected, rtol=1e-12 if dtype.itemsize == 8 else 1e-5, atol=0)
+    assert programs == 2
+
+
+def test_a_global_that_a_loss_reads_takes_two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, found, programs = both(Scaled(), set_global, loss_of_global, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 2
+
+
+def test_a_number_in_a_closure_takes_two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = 1.0
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        return weight * F.mse_loss(y, target)
+
+    def change(model: nn.Module, value: float) -> None:
+        nonlocal weight
+        weight = value
+
+    expected, found, programs = both(Scaled(), change, loss_fn, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 2
+
+
+def test_a_number_of_a_namespace_takes_two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(weight=1.0)
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y, target) * config.weight
+
+    def change(model: nn.Module, value: float) -> None:
+        config.weight = value
+
+    expected, found, programs = both(Scaled(), change, loss_fn, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 2
+
+
+@pytest.mark.parametrize("kind", [Branching, Asking, Dropping])
+def test_a_number_on_which_more_depends_stays_built_in(
+    kind: type[Scaled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is captured for every value, and is right for every value."""
+    expected, found, programs = both(kind(), set_attribute, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == STEPS
+
+
+def test_a_number_that_forward_writes_stays_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, found, programs = both(Counting(), lambda model, value: None, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == STEPS
+
+
+def test_a_counter_keeps_no_number_from_being_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Logging()
+    expected, found, programs = both(model, set_attribute, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 2 and model.calls == STEPS
+
+
+def test_what_is_no_number_any_more_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: nn.Module, value: float) -> None:
+        model.beta = 2 if value < 0.6 else value
+
+    expected, found, programs = both(Scaled(), change, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 3
