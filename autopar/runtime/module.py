@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autopar.capture.guards import Place
 from autopar.capture.results import loss_first
 from autopar.capture.structure import Structure
-from autopar.errors import CaptureError, NoLossError, PeerError, PlanError, StepError
+from autopar.errors import AutoparError, CaptureError, NoLossError, PeerError, PlanError, StepError
 from autopar.ir import Plan
 from autopar.runtime.batch_shapes import BatchShapes, micro_batches_near
 from autopar.runtime.clipping import clip_grad_norm_
@@ -271,8 +271,11 @@ class CompiledModule(nn.Module):
             if alike:
                 return self._add_again(alike[0], arguments.of_shapes(shapes), is_step=is_step)
             return self._add(arguments.of_shapes(shapes), is_step=is_step)
-        except CaptureError as error:
-            if shapes == arguments.shapes:
+        except (
+            Exception
+        ) as error:  # the model's own, too, which fails for shapes that were guessed wrongly
+            is_other = isinstance(error, AutoparError) and not isinstance(error, CaptureError)
+            if shapes == arguments.shapes or is_other:
                 raise
             raise CaptureError(
                 f"{error}\n  shapes: {shape_words(arguments.shapes)} were taken for this rank's parts of "

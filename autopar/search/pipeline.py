@@ -355,7 +355,10 @@ class _Search:
         )  # fmt: skip
         frontier = Frontier(lambda: tables.selectable)
         for shape in _shapes(self.request, self.ranks, micro_batches):
-            self._price_shape(own, tables, shape, frontier)
+            try:
+                self._price_shape(own, tables, shape, frontier)
+            except PlanError as error:  # a schedule that does not run so many micro-batches
+                self._refuse(f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}", error)
 
     def _price_shape(
         self, inner: _Inner, tables: StageTables, shape: Shape, frontier: Frontier[Memory]

@@ -76,6 +76,15 @@ def test_no_setting_that_fits_is_faster() -> None:
     assert free.plan.micro_batches == free.best.setting.shape.micro_batches
 
 
+def test_a_schedule_that_does_not_run_so_many_micro_batches_refuses_no_other() -> None:
+    """Interleaved 1F1B runs 16 micro-batches on 3 ranks in 5 rounds, and 5 does not divide 16."""
+    searched = found({"pp": 3}, micro_batches=16)
+    assert searched.best.setting.shape.schedule != "interleaved"
+    assert any("16 micro-batches on 3 pipeline ranks" in why for why in searched.refused.values())
+    with pytest.raises(PlanError, match="16 micro-batches on 3 pipeline ranks in 5 rounds"):
+        found({"pp": 3}, micro_batches=16, schedule="interleaved")
+
+
 def test_one_forward_one_backward_for_what_it_holds() -> None:
     """It has 2 micro-batches in flight instead of GPipe's 8, and waits for what it sends."""
     free = found({"pp": 2}, chunks=1, recompute="none")
