@@ -5,19 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autopar._torch import pytree
 from autopar.capture.casts import dtype_of
-from autopar.capture.guards import Guards
+from autopar.capture.guards import Guards, NumberInput
 from autopar.capture.writes import Write
 from autopar.ir import MixedPrecision
-
-if TYPE_CHECKING:
-    from autopar.capture.numbers import NumberInput
 
 
 @dataclass(frozen=True)

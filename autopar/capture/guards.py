@@ -17,6 +17,8 @@ from functools import cached_property
 from types import CellType, MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from autopar.capture.values import MISSING, MUTABLE, SeenContainer, SeenTensor, in_words, is_same
 
 _CHECKS_PER_FUNCTION = 500
@@ -127,6 +129,36 @@ class Guard:
         if isinstance(self.before, SeenTensor):
             return f"({value} is v{number}.tensor and is_same({value}, v{number}))"
         return f"({value} is v{number} or is_same({value}, v{number}))"
+
+
+@dataclass(frozen=True, eq=False)
+class NumberInput:
+    """A number that a program reads before every run.
+
+    Attributes:
+        place: where the number stands.
+        tensor: the constant of the program that takes its value, of shape `()`, in float64.
+    """
+
+    place: Place
+    tensor: Tensor
+
+    def holds(self) -> bool:
+        """Whether a number still stands there."""
+        return type(self.place.get()) is float
+
+    def gone(self) -> ChangedValue:
+        """What stands there instead of a number, in words."""
+        before, now = str(self.tensor.item()), in_words(self.place.get())
+        return ChangedValue(self.place.words, self.place.line, before, now)
+
+    def has_changed(self) -> bool:
+        """Whether the number is another one than the program's."""
+        return bool(self.tensor.item() != self.place.get())
+
+    def take(self) -> None:
+        """Gives the program the number's value."""
+        self.tensor.fill_(self.place.get())
 
 
 class Guards:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,44 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import pytree
 from autopar.capture.captured import Captured
-from autopar.capture.guards import ChangedValue, Place
-from autopar.capture.values import in_words
+from autopar.capture.guards import NumberInput, Place
 
 log = logging.getLogger("autopar")
 
 _NUMBER = "number"  # what an operand is called that may be another value in another step
 _SWAPPED = {"rsub": "sub"}  # what Python writes as `number - tensor`
 _COMMUTATIVE = ("add", "mul")  # Python asks the tensor first, wherever the number stands
-
-
-@dataclass(frozen=True, eq=False)
-class NumberInput:
-    """A number that a program reads before every run.
-
-    Attributes:
-        place: where the number stands.
-        tensor: the constant of the program that takes its value, of shape `()`, in float64.
-    """
-
-    place: Place
-    tensor: Tensor
-
-    def holds(self) -> bool:
-        """Whether a number still stands there."""
-        return type(self.place.get()) is float
-
-    def gone(self) -> ChangedValue:
-        """What stands there instead of a number, in words."""
-        before, now = str(self.tensor.item()), in_words(self.place.get())
-        return ChangedValue(self.place.words, self.place.line, before, now)
-
-    def has_changed(self) -> bool:
-        """Whether the number is another one than the program's."""
-        return bool(self.tensor.item() != self.place.get())
-
-    def take(self) -> None:
-        """Gives the program the number's value."""
-        self.tensor.fill_(self.place.get())
 
 
 def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Captured:
@@ -72,6 +41,7 @@ def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Ca
         places: where floats stand that have changed since an earlier capture.
     """
     plain = capture()
+    places = [place for place in places if type(place.get()) is float]
     if not places:
         return plain
     words = ", ".join(place.words for place in places)

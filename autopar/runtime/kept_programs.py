@@ -11,8 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.capture.guards import ChangedValue, Guards
-from autopar.capture.numbers import NumberInput
+from autopar.capture.guards import ChangedValue, Guards, NumberInput
 from autopar.capture.structure import Structure
 from autopar.capture.writes import Write
 from autopar.program.program import Program

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from autopar.capture.guards import Guards, Place
-from autopar.capture.numbers import NumberInput
+from autopar.capture.guards import Guards, NumberInput, Place
 from autopar.capture.writes import Write
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute

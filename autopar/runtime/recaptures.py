@@ -6,8 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.capture.guards import ChangedValue, Guards, Place
-from autopar.capture.numbers import NumberInput
+from autopar.capture.guards import ChangedValue, Guards, NumberInput, Place
 from autopar.runtime.together import warn_together
 
 log = logging.getLogger("autopar")
