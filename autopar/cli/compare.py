@@ -12,7 +12,7 @@ from autopar.cli.options import TARGET_HELP, question, question_options
 from autopar.cli.output import check_folder, console, print_json, working, write_files
 from autopar.cost_model.breakdown import Candidate, pareto
 from autopar.explanation.pages import page_of
-from autopar.search.candidates import best_that_fits, compared
+from autopar.search.comparison import best_that_fits, compared
 from autopar.views import CandidateTable
 
 

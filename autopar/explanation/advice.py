@@ -35,21 +35,16 @@ from autopar.pipeline.composed import step_of
 from autopar.pipeline.simulation import Simulation
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, prepare_step, search_step
-from autopar.search.candidates import (
-    ClusterSetting,
-    PricedCandidate,
-    Space,
-    best_that_fits,
-    compared,
-    smallest,
-    where_time_goes,
-)
+from autopar.search.candidates import Space
+from autopar.search.causes import where_time_goes
+from autopar.search.comparison import best_that_fits, compared, smallest
 from autopar.search.given import Planned
 from autopar.search.intents import expand_pins, has_closed_form
 from autopar.search.notes import head_factors
 from autopar.search.outer import Explored, Searched, closed_forms, space_of
-from autopar.search.pipeline import Priced as PricedPipeline
+from autopar.search.pipeline_settings import Priced as PricedPipeline
 from autopar.search.request import Request
+from autopar.search.settings import ClusterSetting, PricedCandidate
 from autopar.units import counted
 
 _EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with

@@ -12,14 +12,9 @@ from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Advice, Question
 from autopar.explanation.launch import asked
-from autopar.search.candidates import (
-    DATA,
-    ClusterSetting,
-    PricedCandidate,
-    best_that_fits,
-    smallest,
-)
+from autopar.search.comparison import best_that_fits, smallest
 from autopar.search.intents import allows
+from autopar.search.settings import DATA, ClusterSetting, PricedCandidate
 
 _FACTORS = (2, 4, 8, 16, 32, 64)  # of nodes
 

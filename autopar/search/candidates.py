@@ -17,112 +17,19 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.arith import Quantity
-from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.compute import memory_seconds
-from autopar.cost_model.items import COMPUTE, TrainingState
+from autopar.cost_model.items import TrainingState
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Run, Stage, Step, Term, total
+from autopar.cost_model.step import Run, Stage, Step, total
 from autopar.errors import AutoparError, SearchError
-from autopar.ir import Graph, Layout, Mesh, Plan, Tensor, with_pipeline
+from autopar.ir import Graph, Layout, Plan, Tensor
 from autopar.ir.batches import batch_factors, captured_batch
-from autopar.ir.recompute import Recompute, format_recompute
+from autopar.ir.recompute import Recompute
 from autopar.search import search
-from autopar.units import format_seconds
-
-DATA = ("ddp", "zero1", "zero2", "zero3")
-TENSOR = ("tp", "tp+sp")
-
-
-@dataclass(frozen=True)
-class ClusterSetting:
-    """One configuration.
-
-    Attributes:
-        dp, tp: sizes of the axes of the mesh.
-        stages: number of pipeline stages.
-        micro_batch: sequences of a micro-batch on one rank of dp.
-        micro_batches: number of micro-batches of a step.
-        data, tensor: recipes along dp and tp.
-        recompute: see `Run`.
-    """
-
-    dp: int
-    tp: int
-    stages: int
-    micro_batch: int
-    micro_batches: int
-    data: str
-    tensor: str
-    recompute: Recompute = "none"
-
-    @property
-    def name(self) -> str:
-        """Axes, recipes and schedule in a few words."""
-        axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
-        axes += [f"tp={self.tp} {self.tensor}"] if self.tp > 1 else []
-        axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
-        again = "" if self.recompute == "none" else ", recompute"
-        again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
-        return f"{' x '.join(axes) or 'one rank'}, {self.micro_batches} x {self.micro_batch}{again}"
-
-    @property
-    def schedule(self) -> str:
-        """What the closed form is of: 1F1B, or GPipe where micro-batches are too few for it; "" for none.
-
-        They take as long, and with so few micro-batches hold as many.
-        """
-        if self.stages == 1:
-            return ""
-        return "1f1b" if self.micro_batches >= self.stages else "gpipe"
-
-    @property
-    def recipe(self) -> str:
-        return f"dp:{self.data},tp:{self.tensor}"
-
-    @property
-    def mesh(self) -> Mesh:
-        """Of a stage."""
-        return Mesh((("dp", self.dp), ("tp", self.tp)))
-
-    @property
-    def world_mesh(self) -> Mesh:
-        """Of all ranks, with the axis of the stages where there are several."""
-        return with_pipeline(self.mesh, self.stages, 0) if self.stages > 1 else self.mesh
-
-
-@dataclass(frozen=True)
-class PricedCandidate:
-    """A setting with its price.
-
-    Attributes:
-        setting: the priced configuration.
-        seconds: duration of a step.
-        memory_bytes: peak of a rank.
-        traffic_bytes: bytes sent by one rank in a step.
-        parts: seconds by what they go to: "compute", "memory bandwidth", an axis, "bubble",
-            "host" and so on; what is hidden is negative. Their sum is `seconds`.
-    """
-
-    setting: ClusterSetting
-    seconds: float
-    memory_bytes: float
-    traffic_bytes: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def binds(self) -> str:
-        """What most of the time goes to."""
-        return max(self.parts, key=lambda name: self.parts[name], default="")
-
-    def candidate(self, bound_bytes: float) -> Candidate:
-        """As a row of a comparison."""
-        return Candidate(
-            self.setting.name, self.seconds, self.memory_bytes, self.traffic_bytes, self.binds,
-            self.memory_bytes <= bound_bytes,
-        )  # fmt: skip
+from autopar.search.causes import where_time_goes
+from autopar.search.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
 
 
 @dataclass(frozen=True)
@@ -373,81 +280,6 @@ def _of_equal_stages(each: PricedCandidate) -> PricedCandidate:
     )  # fmt: skip
 
 
-def best_that_fits(priced: Sequence[PricedCandidate], bound_bytes: float) -> PricedCandidate | None:
-    """The fastest setting within the memory of a rank; `priced` is sorted by time."""
-    return next((each for each in priced if each.memory_bytes <= bound_bytes), None)
-
-
-def smallest(priced: Sequence[PricedCandidate]) -> PricedCandidate:
-    """The setting that takes least memory."""
-    return min(priced, key=lambda each: (each.memory_bytes, each.seconds))
-
-
-def compared(
-    priced: Sequence[PricedCandidate],
-    chosen: PricedCandidate | None,
-    bound_bytes: float,
-    count: int = 12,
-) -> tuple[Candidate, ...]:
-    """The chosen setting, the next best of every mesh and recipe, and why they lose.
-
-    The last few are those that would be faster, had a rank more memory.
-    """
-    best = _best_of_every_kind(priced, bound_bytes)
-    fitting = [each for each in best if each.memory_bytes <= bound_bytes]
-    too_large = [each for each in best if each.memory_bytes > bound_bytes]
-    faster = [each for each in too_large if chosen is None or each.seconds < chosen.seconds]
-    listed = (fitting[: count - min(3, len(faster))] + (faster or too_large))[:count]
-    if chosen is not None and chosen not in listed:
-        listed = [chosen, *listed[: count - 1]]
-    return tuple(
-        replace(
-            each.candidate(bound_bytes), chosen=each is chosen,
-            why_not=why_not(each, chosen, bound_bytes),
-        )
-        for each in listed
-    )  # fmt: skip
-
-
-def _best_of_every_kind(
-    priced: Sequence[PricedCandidate], bound_bytes: float
-) -> list[PricedCandidate]:
-    kept: dict[tuple[object, ...], PricedCandidate] = {}
-    for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
-        s = each.setting
-        again = "some" if isinstance(s.recompute, int) else s.recompute
-        kept.setdefault((s.dp, s.tp, s.stages, s.data, s.tensor, again), each)
-    return list(kept.values())
-
-
-def why_not(each: PricedCandidate, chosen: PricedCandidate | None, bound_bytes: float) -> str:
-    """What a setting loses by against the chosen one, in words; "" for the chosen one."""
-    if each is chosen:
-        return ""
-    words = []
-    if each.memory_bytes > bound_bytes:
-        words.append(f"{(each.memory_bytes - bound_bytes) / 1e9:.1f} GB too much")
-    if chosen is not None:
-        words.append(_against(each, chosen))
-    return "; ".join(words)
-
-
-def _against(each: PricedCandidate, chosen: PricedCandidate) -> str:
-    """`4.1 % slower: 120 ms more along tp, 30 ms less along dp`, by the parts that differ most."""
-    slower = each.seconds / chosen.seconds - 1
-    if abs(slower) < 5e-5:
-        return "as fast"
-    words = f"{100 * abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
-    names = dict.fromkeys((*each.parts, *chosen.parts))
-    changes = {name: each.parts.get(name, 0.0) - chosen.parts.get(name, 0.0) for name in names}
-    sign = 1 if slower > 0 else -1
-    reasons = sorted((n for n in names if sign * changes[n] > 0), key=lambda n: -sign * changes[n])
-    weighty = [n for n in reasons[:2] if abs(changes[n]) > 0.1 * abs(each.seconds - chosen.seconds)]
-    more = "more" if sign > 0 else "less"
-    said = [f"{format_seconds(abs(changes[n]))} {more} {n}" for n in weighty]
-    return f"{words}: {', '.join(said)}" if said else words
-
-
 @dataclass(frozen=True)
 class _Columns:
     """Settings as arrays of whole numbers; `batch` is that of a micro-batch on all of dp."""
@@ -490,52 +322,6 @@ def _figures(step: Step, settings: Sequence[ClusterSetting]) -> tuple[Sequence[A
     each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
     seconds, sent = step.seconds(), total(step.traffic())
     return (*(list(np.broadcast_to(x, count)) for x in (seconds, peak, sent)), each)
-
-
-# Terms of a step's time that go to one thing alone.
-_CAUSES = {
-    "pipeline bubble": "bubble", "stage boundaries": "along pp", "waiting for the host": "host",
-    "optimizer": "memory bandwidth", "fixed": "fixed",
-}  # fmt: skip
-
-
-def where_time_goes(step: Step) -> dict[str, Quantity]:
-    """Seconds of a step by cause: compute, memory bandwidth, an axis, the bubble, the host."""
-    found: dict[str, Quantity] = {}
-    slow = _memory_share(step)
-    for term in step.time():
-        for name, value in _causes(term, slow):
-            found[name] = found.get(name, 0.0) + value
-    return found
-
-
-def _causes(term: Term, slow: Quantity) -> Iterator[tuple[str, Quantity]]:
-    """What a term of a step's time goes to; `slow` is the part of compute that waits for memory."""
-    if term.name in ("compute", "embedding, head and loss"):
-        yield "compute", term.value * (1 - slow)
-        yield "memory bandwidth", term.value * slow
-    elif term.name.startswith("communication "):
-        yield term.name.removeprefix("communication "), term.value
-    elif term.parts and all(" along " in part.name for part in term.parts):
-        for part in term.parts:
-            yield f"along {part.name.partition(' along ')[2]}", part.value
-    elif "hidden" in term.name:
-        yield "hidden behind compute", term.value
-    else:
-        yield _CAUSES.get(term.name, term.name), term.value
-
-
-def _memory_share(step: Step) -> Quantity:
-    """The part of the compute of forward and backward that the device's memory bounds."""
-    bound: Quantity = 0.0
-    whole: Quantity = 0.0
-    for item in step.items:
-        if item.resource == COMPUTE and item.phase in ("forward", "backward"):
-            seconds = item.count * item.seconds
-            moving = memory_seconds(item.traffic_bytes, step.hardware)
-            bound = bound + seconds * (moving >= 0.999 * item.seconds)
-            whole = whole + seconds
-    return bound / np.maximum(whole, 1e-300)
 
 
 def _divisors(n: int) -> list[int]:

@@ -12,7 +12,8 @@ from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import RecomputeWish
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
-from autopar.search.pipeline import Priced, search_pipeline
+from autopar.search.pipeline import search_pipeline
+from autopar.search.pipeline_settings import Priced
 from autopar.search.request import Request
 from autopar.search.search import Found, search_with_cost
 

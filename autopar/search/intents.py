@@ -11,9 +11,9 @@ from autopar.errors import RecipeError
 from autopar.ir import Graph
 from autopar.ir.recompute import RecomputeWish
 from autopar.search import search
-from autopar.search.candidates import DATA, TENSOR, ClusterSetting
 from autopar.search.recipes import ALIASES
 from autopar.search.request import AXES, Request
+from autopar.search.settings import DATA, TENSOR, ClusterSetting
 
 
 def recomputations(request: Request) -> tuple[RecomputeWish, ...]:

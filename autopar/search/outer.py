@@ -25,13 +25,14 @@ from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import block_starts
-from autopar.search.candidates import PricedCandidate, Space
+from autopar.search.candidates import Space
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
-from autopar.search.pipeline import SEARCHED_CHUNKS
+from autopar.search.pipeline_settings import SEARCHED_CHUNKS
 from autopar.search.recipes import RecipeLike, is_open, recipe_axes
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
+from autopar.search.settings import PricedCandidate
 
 _EXACT = 4  # settings with a plan, of which the best is taken
 _SAME_MESH = 2  # numbers of micro-batches that are searched on one mesh

@@ -35,19 +35,14 @@ from typing import NamedTuple
 from autopar.errors import AutoparError, MeshError, PlanError, SearchError
 from autopar.ir import (
     PIPELINE_AXIS,
-    SCHEDULES,
     Graph,
     ParameterPlan,
-    Pipeline,
     Plan,
     without_pipeline,
 )
 from autopar.ir.batches import captured_batch, fits_graph, with_batch
-from autopar.ir.note import Note, kind_of
 from autopar.ir.recompute import (
     Recompute,
-    format_recompute,
-    words_of_recompute,
 )
 from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.schedules import actions, waits_for_sends
@@ -62,95 +57,20 @@ from autopar.search.balance import (
     least_overfull,
     mean_bytes,
 )
+from autopar.search.pipeline_notes import notes_of, of_layouts
+from autopar.search.pipeline_settings import KeptWhole, PipelineFound, Priced, Setting, shapes_of
 from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
 from autopar.search.selection import Frontier
-from autopar.units import counted, format_bytes
+from autopar.units import counted
 
-# What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
-# a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.
-SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-SEARCHED_CHUNKS = (2, 4)  # of schedules that run stages in rounds
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
 _EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
 _EXECUTABLE = 1024  # stages times micro-batches: balancing executes a schedule hundreds of times
 _MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to run a pipeline.
-
-    Attributes:
-        shape: ranks, chunks, schedule and micro-batches.
-        recompute: the blocks or ops that are recomputed in backward.
-    """
-
-    shape: Shape
-    recompute: Recompute
-
-    def __str__(self) -> str:
-        s = self.shape
-        chunks = f" of {s.chunks} chunks" if s.chunks > 1 else ""
-        again = f", {words}" if (words := words_of_recompute(self.recompute)) else ""
-        return f"{s.schedule}{chunks}, {counted(s.micro_batches, 'micro-batch')}{again}"
-
-
-class KeptWhole(NamedTuple):
-    """Seconds of a step, and bytes of the fullest rank."""
-
-    seconds: float
-    bytes: float
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A setting with a plan for it, and what it takes.
-
-    Attributes:
-        setting: the priced setting.
-        plan: with its cuts.
-        seconds: duration of a step.
-        simulation: the schedule as it runs.
-        balance: the cuts.
-        share: fraction of the memory of all stages under which the layouts were searched.
-        kept_whole: figures of the same setting without recomputation; None where it has none.
-    """
-
-    setting: Setting
-    plan: Plan
-    seconds: float
-    simulation: Simulation
-    balance: Balance
-    share: float
-    kept_whole: KeptWhole | None = None
-
-    @property
-    def key(self) -> tuple[float, float]:
-        """Smaller is better: time, then memory; times that differ by rounding alone are equal."""
-        return float(f"{self.seconds:.9g}"), max(self.balance.rank_bytes)
-
-
-@dataclass(frozen=True)
-class PipelineFound:
-    """The best plan.
-
-    Attributes:
-        best: it, with its figures.
-        others: the best of every other setting that was priced and fits, fastest first.
-        refused: setting -> why it has no plan.
-    """
-
-    best: Priced
-    others: tuple[Priced, ...]
-    refused: Mapping[str, str]
-
-    @property
-    def plan(self) -> Plan:
-        return self.best.plan
 
 
 def search_pipeline(
@@ -182,28 +102,6 @@ def search_pipeline(
     found = _Search(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
     plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))
-
-
-def _shapes(request: Request, ranks: int, micro_batches: int) -> Iterator[Shape]:
-    """Every schedule with every number of chunks that it can have; on one rank all are the same."""
-    chosen = request.chosen_schedule
-    schedules = (chosen,) if chosen else SEARCHED_SCHEDULES
-    for schedule in schedules if ranks > 1 else schedules[:1]:
-        for chunks in _chunks(request, schedule, ranks):
-            yield Shape(ranks, chunks, schedule, micro_batches)
-
-
-def _chunks(request: Request, schedule: str, ranks: int) -> tuple[int, ...]:
-    is_chosen = request.chosen_schedule is not None
-    if request.chunks is not None and is_chosen:
-        return (request.chunks,)
-    # with one stage a rank the interleaved schedules that are searched are 1f1b and gpipe
-    rounds_of = (1, *SEARCHED_CHUNKS) if is_chosen else SEARCHED_CHUNKS
-    own = {"one": (1,), "v": (2,), "rounds": rounds_of}[SCHEDULES[schedule]]
-    if request.chunks is None:
-        return own if ranks > 1 or own == (1,) or is_chosen else ()
-    rounds = own == SEARCHED_CHUNKS and request.chunks > 1
-    return (request.chunks,) if rounds or request.chunks in own else ()
 
 
 class _Inner(NamedTuple):
@@ -268,12 +166,15 @@ class _Search:
             name: str(error) for name, error in self.refused.items() if name not in self.found
         }
         best = replace(ranked[0], kept_whole=self._kept_whole(ranked[0]))
-        notes = (*_of_layouts(best.plan.notes), *_notes(best, ranked[1:]))
+        notes = (*of_layouts(best.plan.notes), *notes_of(best, ranked[1:]))
         best = replace(best, plan=replace(best.plan, notes=notes))
         return PipelineFound(best, tuple(ranked[1:]), refused)
 
     def _shares(self) -> tuple[float, ...]:
-        """Of one rank the fastest plan of all comes first: recomputation may make room for it."""
+        """Parts of all stages' memory to search under.
+
+        On one rank the fastest plan comes first: recomputation may make room for it.
+        """
         may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
         return (math.inf, *_SHARES) if self.ranks == 1 and may_recompute else _SHARES
 
@@ -354,7 +255,7 @@ class _Search:
             training_state=self.request.training_state, software=self.request.software,
         )  # fmt: skip
         frontier = Frontier(lambda: tables.selectable)
-        for shape in _shapes(self.request, self.ranks, micro_batches):
+        for shape in shapes_of(self.request, self.ranks, micro_batches):
             try:
                 self._price_shape(own, tables, shape, frontier)
             except PlanError as error:  # a schedule that does not run so many micro-batches
@@ -506,7 +407,7 @@ class _Search:
 
     @staticmethod
     def _least_seconds(table: StageTable, shape: Shape) -> float:
-        """Of a step in which no rank ever waits: of equal ranks, and of one with the largest block."""
+        """Seconds of a step in which no rank ever waits: of equal ranks, and of one with the largest block."""
         whole = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1])
         blocks = (
             float(table.forward_seconds[i, i + 1] + table.backward_seconds[i, i + 1])
@@ -582,56 +483,6 @@ def _from(fewest: Recompute, tables: StageTables) -> Iterator[Recompute]:
     if isinstance(fewest, int):
         yield from range(fewest, tables.repeating_blocks)
     yield "full"
-
-
-def _of_layouts(notes: Sequence[str]) -> Iterator[str]:
-    """What the search inside says of layouts, without its prices, which are those of a single stage."""
-    return (note for note in notes if kind_of(note) != "price")
-
-
-def _notes(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
-    """What was chosen, what it takes, and what came second."""
-    pipeline = best.plan.pipeline
-    assert pipeline is not None, "a priced plan has its cuts"
-    held = ", ".join(format_bytes(int(size)) for size in best.balance.rank_bytes)
-    if pipeline.ranks > 1:
-        cuts = f"stages begin at {_cuts(pipeline)}"
-        yield Note(f"pipeline of {pipeline.ranks} ranks: {best.setting}; {cuts}", "stages")
-        what = "predicted step of the pipeline"
-        idle = f", of which ranks idle {100 * best.simulation.bubble_fraction:.1f} %; ranks hold {held}"
-    else:
-        again = f", {words}" if (words := words_of_recompute(best.plan.recompute)) else ""
-        what, idle = (
-            "predicted step",
-            f"; a rank holds {held} with {counted(best.plan.micro_batches, 'micro-batch')}{again}",
-        )
-    yield Note(f"{what} {best.seconds * 1e3:.3f} ms{idle}", "stages")
-    if best.kept_whole is not None:
-        yield _against_kept_whole(best, best.kept_whole)
-    second = next((each for each in others if each.setting != best.setting), None)
-    if second is not None and pipeline.ranks > 1:
-        words = f"{second.setting}, {_against(second, best)}"
-        yield Note(f"second best of {len(others)} others that fit: {words}", "runner-up")
-
-
-def _against_kept_whole(best: Priced, kept: KeptWhole) -> str:
-    saved = int(kept.bytes - max(best.balance.rank_bytes))
-    slower = 1e3 * (best.seconds - kept.seconds)
-    return (
-        f"recompute {format_recompute(best.plan.recompute)}: {format_bytes(saved)} less on the fullest rank "
-        f"for {slower:.3f} ms more a step than with these cuts and nothing run again"
-    )
-
-
-def _against(second: Priced, best: Priced) -> str:
-    if second.key[0] > best.key[0]:
-        return f"{100 * (second.seconds / best.seconds - 1):.1f} % slower"
-    more = max(second.balance.rank_bytes) - max(best.balance.rank_bytes)
-    return f"as fast, with {format_bytes(int(more))} more on the fullest rank"
-
-
-def _cuts(pipeline: Pipeline) -> str:
-    return ", ".join(("the first op", *pipeline.cuts))
 
 
 def _divisors(n: int) -> list[int]:

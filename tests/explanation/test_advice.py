@@ -11,7 +11,7 @@ from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question, first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.ir import Mesh
-from autopar.search.candidates import best_that_fits
+from autopar.search.comparison import best_that_fits
 from autopar.search.intents import expand_pins
 from autopar.search.request import Request
 

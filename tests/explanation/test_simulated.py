@@ -16,7 +16,8 @@ from autopar.explanation.report import as_text
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.search import search
-from autopar.search.pipeline import PipelineFound, search_pipeline
+from autopar.search.pipeline import search_pipeline
+from autopar.search.pipeline_settings import PipelineFound
 from autopar.search.request import Request
 from tests.search.stacked import Sizes, in_a_row, residual
 from tests.search.toy import TOY

@@ -10,16 +10,10 @@ from autopar.cost_model.step import Run
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh
-from autopar.search.candidates import (
-    ClusterSetting,
-    PricedCandidate,
-    best_that_fits,
-    compared,
-    smallest,
-    where_time_goes,
-    why_not,
-)
+from autopar.search.causes import where_time_goes
+from autopar.search.comparison import best_that_fits, compared, smallest, why_not
 from autopar.search.request import Request
+from autopar.search.settings import ClusterSetting, PricedCandidate
 
 
 @pytest.fixture(scope="module")

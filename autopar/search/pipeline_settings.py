@@ -1,0 +1,114 @@
+"""Ways to run a pipeline: which are searched, and what a search finds of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.ir import SCHEDULES, Plan
+from autopar.ir.recompute import Recompute, words_of_recompute
+from autopar.pipeline.simulation import Simulation
+from autopar.search.balance import Balance, Shape
+from autopar.search.request import Request
+from autopar.units import counted
+
+# What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
+# a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.
+SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
+SEARCHED_CHUNKS = (2, 4)  # of schedules that run stages in rounds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a pipeline.
+
+    Attributes:
+        shape: ranks, chunks, schedule and micro-batches.
+        recompute: the blocks or ops that are recomputed in backward.
+    """
+
+    shape: Shape
+    recompute: Recompute
+
+    def __str__(self) -> str:
+        s = self.shape
+        chunks = f" of {s.chunks} chunks" if s.chunks > 1 else ""
+        again = f", {words}" if (words := words_of_recompute(self.recompute)) else ""
+        return f"{s.schedule}{chunks}, {counted(s.micro_batches, 'micro-batch')}{again}"
+
+
+class KeptWhole(NamedTuple):
+    """Seconds of a step, and bytes of the fullest rank."""
+
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A setting with a plan for it, and what it takes.
+
+    Attributes:
+        setting: the priced setting.
+        plan: with its cuts.
+        seconds: duration of a step.
+        simulation: the schedule as it runs.
+        balance: the cuts.
+        share: fraction of the memory of all stages under which the layouts were searched.
+        kept_whole: figures of the same setting without recomputation; None where it has none.
+    """
+
+    setting: Setting
+    plan: Plan
+    seconds: float
+    simulation: Simulation
+    balance: Balance
+    share: float
+    kept_whole: KeptWhole | None = None
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Smaller is better: time, then memory; times that differ by rounding alone are equal."""
+        return float(f"{self.seconds:.9g}"), max(self.balance.rank_bytes)
+
+
+@dataclass(frozen=True)
+class PipelineFound:
+    """The best plan.
+
+    Attributes:
+        best: it, with its figures.
+        others: the best of every other setting that was priced and fits, fastest first.
+        refused: setting -> why it has no plan.
+    """
+
+    best: Priced
+    others: tuple[Priced, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+
+def shapes_of(request: Request, ranks: int, micro_batches: int) -> Iterator[Shape]:
+    """Every schedule with every number of chunks that it can have; on one rank all are the same."""
+    chosen = request.chosen_schedule
+    schedules = (chosen,) if chosen else SEARCHED_SCHEDULES
+    for schedule in schedules if ranks > 1 else schedules[:1]:
+        for chunks in _chunks(request, schedule, ranks):
+            yield Shape(ranks, chunks, schedule, micro_batches)
+
+
+def _chunks(request: Request, schedule: str, ranks: int) -> tuple[int, ...]:
+    is_chosen = request.chosen_schedule is not None
+    if request.chunks is not None and is_chosen:
+        return (request.chunks,)
+    # with one stage a rank the interleaved schedules that are searched are 1f1b and gpipe
+    rounds_of = (1, *SEARCHED_CHUNKS) if is_chosen else SEARCHED_CHUNKS
+    own = {"one": (1,), "v": (2,), "rounds": rounds_of}[SCHEDULES[schedule]]
+    if request.chunks is None:
+        return own if ranks > 1 or own == (1,) or is_chosen else ()
+    rounds = own == SEARCHED_CHUNKS and request.chunks > 1
+    return (request.chunks,) if rounds or request.chunks in own else ()

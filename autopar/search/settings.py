@@ -1,0 +1,102 @@
+"""One way to run a model on a cluster, by the recipes of its axes, and the price of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost_model.breakdown import Candidate
+from autopar.ir import Mesh, with_pipeline
+from autopar.ir.recompute import Recompute, format_recompute
+
+DATA = ("ddp", "zero1", "zero2", "zero3")
+TENSOR = ("tp", "tp+sp")
+
+
+@dataclass(frozen=True)
+class ClusterSetting:
+    """One configuration.
+
+    Attributes:
+        dp, tp: sizes of the axes of the mesh.
+        stages: number of pipeline stages.
+        micro_batch: sequences of a micro-batch on one rank of dp.
+        micro_batches: number of micro-batches of a step.
+        data, tensor: recipes along dp and tp.
+        recompute: see `Run`.
+    """
+
+    dp: int
+    tp: int
+    stages: int
+    micro_batch: int
+    micro_batches: int
+    data: str
+    tensor: str
+    recompute: Recompute = "none"
+
+    @property
+    def name(self) -> str:
+        """Axes, recipes and schedule in a few words."""
+        axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
+        axes += [f"tp={self.tp} {self.tensor}"] if self.tp > 1 else []
+        axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
+        again = "" if self.recompute == "none" else ", recompute"
+        again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
+        return f"{' x '.join(axes) or 'one rank'}, {self.micro_batches} x {self.micro_batch}{again}"
+
+    @property
+    def schedule(self) -> str:
+        """What the closed form is of: 1F1B, or GPipe where micro-batches are too few for it; "" for none.
+
+        They take as long, and with so few micro-batches hold as many.
+        """
+        if self.stages == 1:
+            return ""
+        return "1f1b" if self.micro_batches >= self.stages else "gpipe"
+
+    @property
+    def recipe(self) -> str:
+        return f"dp:{self.data},tp:{self.tensor}"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of a stage."""
+        return Mesh((("dp", self.dp), ("tp", self.tp)))
+
+    @property
+    def world_mesh(self) -> Mesh:
+        """The mesh of all ranks, with the axis of the stages where there are several."""
+        return with_pipeline(self.mesh, self.stages, 0) if self.stages > 1 else self.mesh
+
+
+@dataclass(frozen=True)
+class PricedCandidate:
+    """A setting with its price.
+
+    Attributes:
+        setting: the priced configuration.
+        seconds: duration of a step.
+        memory_bytes: peak of a rank.
+        traffic_bytes: bytes sent by one rank in a step.
+        parts: seconds by what they go to: "compute", "memory bandwidth", an axis, "bubble",
+            "host" and so on; what is hidden is negative. Their sum is `seconds`.
+    """
+
+    setting: ClusterSetting
+    seconds: float
+    memory_bytes: float
+    traffic_bytes: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def binds(self) -> str:
+        """What most of the time goes to."""
+        return max(self.parts, key=lambda name: self.parts[name], default="")
+
+    def candidate(self, bound_bytes: float) -> Candidate:
+        """The setting as a row of a comparison."""
+        return Candidate(
+            self.setting.name, self.seconds, self.memory_bytes, self.traffic_bytes, self.binds,
+            self.memory_bytes <= bound_bytes,
+        )  # fmt: skip
