@@ -34,7 +34,7 @@ def by_compile(request: Request, monkeypatch: pytest.MonkeyPatch) -> Plan:
         request, loss_fn=loss_fn, plan=None, device=torch.device("cpu"), device_mesh=None,
         timeout_seconds=None,
     )  # fmt: skip
-    prepared = planner._prepare(model, args, {}, True)
+    prepared = planner._prepare(model, args, {}, is_step=True)
     count = request.micro_batches
     return planner._chosen(prepared, count, None, True)
 
