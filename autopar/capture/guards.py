@@ -59,6 +59,18 @@ class Place:
             return self.holder.get(self.key, MISSING)
         return getattr(self.holder, self.key, MISSING)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the value stands at this very place, so that `put` leaves nothing behind.
+
+        An attribute of a class is read through its objects, and set in one of them it would hide the class's.
+        """
+        if isinstance(self.holder, (dict, CellType)):
+            return True
+        return self.key in getattr(self.holder, "__dict__", ()) and not isinstance(
+            self.holder, type
+        )
+
     def put(self, value: Any) -> None:
         """Lets a value stand there; MISSING removes what does."""
         if isinstance(self.holder, CellType):
@@ -186,8 +198,8 @@ class Guards:
         return Guards(g for g in self._guards if g.place.key_of_place not in left)
 
     def changed_numbers(self) -> list[Place]:
-        """Where a float stood, and another one stands now."""
-        floats = (g for g in self._guards if type(g.before) is float)
+        """Where a float stood, and another one stands now, that another value can take the place of."""
+        floats = (g for g in self._guards if type(g.before) is float and g.place.is_own)
         return [
             g.place
             for g in floats

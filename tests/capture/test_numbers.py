@@ -62,6 +62,20 @@ class Counting(Scaled):
         return y
 
 
+class OfClass(nn.Module):
+    """A number of the class, which an attribute of the object would hide."""
+
+    beta = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * self.beta
+
+
 class Logging(Scaled):
     """A counter, which has nothing to do with the number."""
 
@@ -186,6 +200,16 @@ def test_a_number_on_which_more_depends_stays_built_in(
     expected, found, programs = both(kind(), set_attribute, F.mse_loss, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     assert programs == STEPS
+
+
+def test_a_number_of_a_class_stays_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: nn.Module, value: float) -> None:
+        OfClass.beta = value
+
+    model = OfClass()
+    expected, found, programs = both(model, change, F.mse_loss, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == STEPS and "beta" not in vars(model)
 
 
 def test_a_number_that_forward_writes_stays_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
