@@ -192,6 +192,13 @@ class Guards:
         parts = [self._guards[i : i + size] for i in range(0, len(self._guards), size)]
         return tuple(_compiled(part) for part in parts)
 
+    def __contains__(self, place: Place) -> bool:
+        return place.key_of_place in self._keys
+
+    @cached_property
+    def _keys(self) -> frozenset[tuple[int, Any]]:
+        return frozenset(guard.place.key_of_place for guard in self._guards)
+
     def without(self, places: Iterable[Place]) -> Guards:
         """The guards of all other places."""
         left = {place.key_of_place for place in places}

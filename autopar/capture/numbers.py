@@ -41,7 +41,7 @@ def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Ca
         places: where floats stand that have changed since an earlier capture.
     """
     plain = capture()
-    places = [place for place in places if type(place.get()) is float]
+    places = [p for p in places if p in plain.guards and type(p.get()) is float]
     if not places:
         return plain
     words = ", ".join(place.words for place in places)

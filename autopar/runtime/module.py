@@ -318,7 +318,7 @@ class CompiledModule(nn.Module):
                 micro_batches=self._count(arguments) if is_step else 1,
                 numbers=self._recaptures.numbers,
             )  # fmt: skip
-            self._recaptures.settle(programs.numbers)
+            self._recaptures.settle(programs.guards)
             count = 1
             if is_step:
                 count = programs.whole.plan.micro_batches

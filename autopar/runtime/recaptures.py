@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
 
-from autopar.capture.guards import ChangedValue, Guards, NumberInput, Place
+from autopar.capture.guards import ChangedValue, Guards, Place
 from autopar.runtime.together import warn_together
 
 log = logging.getLogger("autopar")
@@ -31,11 +30,10 @@ class Recaptures:
         known = {place.key_of_place for place in (*self.numbers, *self._built_in)}
         self.numbers += [p for p in guards.changed_numbers() if p.key_of_place not in known]
 
-    def settle(self, inputs: Sequence[NumberInput]) -> None:
-        """After a capture: numbers that have not become inputs are not tried again."""
-        if not inputs:
-            self._built_in += self.numbers
-            self.numbers = []
+    def settle(self, guards: Guards) -> None:
+        """After a capture: numbers that it has read and built in are not tried again."""
+        self._built_in += [place for place in self.numbers if place in guards]
+        self.numbers = [place for place in self.numbers if place not in guards]
 
     def count(self, difference: ChangedValue, seconds: float) -> None:
         """Notes one more capture, which has taken so many seconds."""

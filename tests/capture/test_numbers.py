@@ -192,6 +192,25 @@ def test_a_number_of_a_namespace_takes_two_programs(monkeypatch: pytest.MonkeyPa
     assert programs == 2
 
 
+def test_a_forward_that_reads_no_number_leaves_it_an_input_of_steps() -> None:
+    """A number of the loss alone; a step of another shape has it as an input from its first capture on."""
+    global WEIGHT
+    WEIGHT = 1.0
+    model = Scaled().double()
+    plain = copy.deepcopy(model)
+    compiled = autopar.compile(model, device="cpu", loss_fn=loss_of_global)
+    batch = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    found, expected = [], []
+    for weight, rows in ((1.0, 8), (0.9, 8), (0.8, 8), (0.7, 4), (0.6, 4)):
+        WEIGHT = weight
+        compiled(batch[0])
+        x, y = (each[:rows] for each in batch)
+        found.append(compiled.step(x, y).item())
+        expected.append(loss_of_global(plain(x), y).item())
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert len(compiled._kept.ready[True]) == 3  # 8 rows with the first number, 8 rows, 4 rows
+
+
 @pytest.mark.parametrize("kind", [Branching, Asking, Dropping])
 def test_a_number_on_which_more_depends_stays_built_in(
     kind: type[Scaled], monkeypatch: pytest.MonkeyPatch
