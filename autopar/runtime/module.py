@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.guards import Place
 from autopar.capture.results import loss_first
 from autopar.capture.structure import Structure
 from autopar.errors import AutoparError, CaptureError, NoLossError, PeerError, PlanError, StepError
@@ -85,7 +84,7 @@ class CompiledModule(nn.Module):
         self._kept = KeptPrograms()
         self._comparison = Comparison(settings.timeout_seconds)
         self._shapes = BatchShapes(settings.batch, self._comparison)
-        self._recaptures = Recaptures()
+        self._recaptures = Recaptures(self._comparison)
         self._seeds = Seeds()
         self._steps = 0
         self._clock = StepClock()
@@ -262,7 +261,7 @@ class CompiledModule(nn.Module):
         alike = [r for r in reversed(known) if r.state == state and r.shapes == shapes]
         for each in alike:
             if each.holds():
-                self._take_numbers(each)
+                self._recaptures.take(each.numbers)
                 # Every rank runs the same number of steps; a single rank may run a forward by itself.
                 if is_step:
                     self._kept.used(each)
@@ -282,27 +281,6 @@ class CompiledModule(nn.Module):
                 f"{shape_words(shapes)}, as the ranks gave different values. Give all of them whole or all "
                 'as parts; what model(...) returns is whole with outputs="dtensor", and may be given back.'
             ) from error
-
-    def _take_numbers(self, ready: ReadyProgram) -> None:
-        """Gives a program the numbers that Python has changed. Raises StepError where ranks have other ones."""
-        changed = [number for number in ready.numbers if number.has_changed()]
-        if not changed:
-            return
-        self._compare_numbers(
-            [number.place for number in changed], "Numbers of Python have changed."
-        )
-        for number in changed:
-            number.take()
-
-    def _compare_numbers(self, places: Sequence[Place], why: str) -> None:
-        """Waits for the other ranks. Raises StepError where they have other numbers at the same places."""
-        own = ", ".join(f"{place.words} = {place.get()!r}" for place in places)
-        found = self._comparison.gather(own, f"{why} {own}".strip())
-        if len(set(found)) > 1:
-            raise StepError(
-                f"The ranks have different numbers in one step: {'; '.join(dict.fromkeys(found))}. Set the same "
-                "ones on every rank."
-            )
 
     def _add(self, arguments: Arguments, *, is_step: bool) -> ReadyProgram:
         """Captures, plans and binds a program for arguments of global shapes."""
@@ -349,7 +327,7 @@ class CompiledModule(nn.Module):
         self._recaptures.learn(earlier.guards)
         # A rank whose Python did not change would not come: those that are here find out in time.
         why = f"{difference}, for which the model is captured again."
-        self._compare_numbers(self._recaptures.numbers, why)
+        self._recaptures.compare(self._recaptures.numbers, why)
         start = time.perf_counter()
         ready = self._add(arguments, is_step=is_step)
         self._recaptures.count(difference, time.perf_counter() - start)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 
-from autopar.capture.guards import ChangedValue, Guards, Place
+from autopar.capture.guards import ChangedValue, Guards, NumberInput, Place
+from autopar.errors import StepError
+from autopar.runtime.comparison import Comparison
 from autopar.runtime.together import warn_together
 
 log = logging.getLogger("autopar")
@@ -16,11 +19,15 @@ _OFTEN = 3  # captures for one value: it changes as training goes on
 class Recaptures:
     """Counts captures by the value that caused them, and warns once of one that changes again and again.
 
+    Args:
+        comparison: tells whether all ranks have the same numbers.
+
     Attributes:
         numbers: where numbers stand that have changed, and may be inputs of the next capture.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self.numbers: list[Place] = []
         self._built_in: list[Place] = []  # numbers for which no tensor can stand
@@ -34,6 +41,24 @@ class Recaptures:
         """After a capture: numbers that it has read and built in are not tried again."""
         self._built_in += [place for place in self.numbers if place in guards]
         self.numbers = [place for place in self.numbers if place not in guards]
+
+    def take(self, inputs: Sequence[NumberInput]) -> None:
+        """Gives a program the numbers that Python has changed. Raises StepError where ranks have other ones."""
+        changed = [number for number in inputs if number.has_changed()]
+        if changed:
+            self.compare([number.place for number in changed], "Numbers of Python have changed.")
+        for number in changed:
+            number.take()
+
+    def compare(self, places: Sequence[Place], why: str) -> None:
+        """Waits for the other ranks. Raises StepError where they have other numbers at the same places."""
+        own = ", ".join(f"{place.words} = {place.get()!r}" for place in places)
+        found = self._comparison.gather(own, f"{why} {own}".strip())
+        if len(set(found)) > 1:
+            raise StepError(
+                f"The ranks have different numbers in one step: {'; '.join(dict.fromkeys(found))}. Set the same "
+                "ones on every rank."
+            )
 
     def count(self, difference: ChangedValue, seconds: float) -> None:
         """Notes one more capture, which has taken so many seconds."""
