@@ -14,8 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +32,21 @@ from autopar.capture.guards import NumberInput, Place
 
 log = logging.getLogger("autopar")
 
-_NUMBER = "number"  # what an operand is called that may be another value in another step
-_SWAPPED = {"rsub": "sub"}  # what Python writes as `number - tensor`
+# What makes a Python value of a tensor's value, or asks for one: then a program is right for that value alone.
+_ASKING = frozenset(
+    {"item", "tolist", "numpy", "is_nonzero", "equal", "allclose"}
+    | {f"__{name}__" for name in (
+        "bool", "int", "float", "index", "complex", "hash", "format", "repr", "str", "contains", "array",
+        "round", "floor", "ceil", "trunc",
+    )}
+)  # fmt: skip
+_TORCH = Path(torch.__file__).parent
 _COMMUTATIVE = ("add", "mul")  # Python asks the tensor first, wherever the number stands
+_CLOSE = 1e-6  # relative: a number is rounded to the format of a tensor that it meets
+
+
+class _NotArithmetic(Exception):
+    """The value of a number is asked for."""
 
 
 def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Captured:
@@ -44,18 +60,30 @@ def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Ca
     places = [p for p in places if p in plain.guards and type(p.get()) is float]
     if not places:
         return plain
+    found = _tried(capture, plain, places)
+    if found is None and len(places) > 1:
+        alone = [place for place in places if _tried(capture, plain, [place]) is not None]
+        found = _tried(capture, plain, alone) if alone else None
+    return plain if found is None else found
+
+
+def _tried(
+    capture: Callable[[], Captured], plain: Captured, places: Sequence[Place]
+) -> Captured | None:
+    """The capture with all these numbers as inputs; None where it is not the plain one for other numbers."""
     words = ", ".join(place.words for place in places)
     try:
         with _as_tensors(places) as numbers:
             found = capture()
     except Exception as error:  # Python says in many ways that a tensor is no number
         log.info("Built in: %s, for which no tensor can stand (%s).", words, error)
-        return plain
+        return None
+    for number in numbers:
+        number.take()
     if _written(plain) != _written(found) or not computes_the_same(plain, found, numbers):
         log.info("Built in: %s, as more than arithmetic depends on it.", words)
-        return plain
-    guards = found.guards.without([each.place for each in numbers])
-    return replace(found, guards=guards, numbers=numbers)
+        return None
+    return replace(found, guards=found.guards.without(places), numbers=numbers)
 
 
 def _written(captured: Captured) -> list[object]:
@@ -67,10 +95,13 @@ def _written(captured: Captured) -> list[object]:
 
 @contextlib.contextmanager
 def _as_tensors(places: Sequence[Place]) -> Iterator[tuple[NumberInput, ...]]:
-    """Inside, tensors stand at the places of numbers, and are computed with as numbers are."""
+    """Inside, tensors stand at the places of numbers, and are computed with as numbers are.
+
+    The tensors have other values than the numbers, so that what is built in of them shows.
+    """
     values = [place.get() for place in places]
     numbers = tuple(
-        NumberInput(place, torch.tensor(value, dtype=torch.float64, device="cpu"))
+        NumberInput(place, torch.tensor(1.37 * value + 0.173, dtype=torch.float64, device="cpu"))
         for place, value in zip(places, values, strict=True)
     )
     for each in numbers:
@@ -92,7 +123,7 @@ class _Arithmetic(TorchFunctionMode):
         self._made: dict[int, Tensor] = {id(each.tensor): each.tensor for each in numbers}
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, function: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -101,6 +132,9 @@ class _Arithmetic(TorchFunctionMode):
         others = [x for x in tensors if id(x) not in known]
         if len(others) == len(tensors):
             return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if name in _ASKING and not _is_torchs(sys._getframe(1)):
+            raise _NotArithmetic(f"{name} asks for its value")
         if others:
             dtype = _dtype_beside(others)
             args, kwargs = pytree.tree_map(
@@ -111,6 +145,16 @@ class _Arithmetic(TorchFunctionMode):
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         self._made.update((id(x), x) for x in made)
         return result
+
+
+def _is_torchs(frame: types.FrameType | None) -> bool:
+    """Whether torch asks, which traces; its layers and their functions ask for what the user gives them."""
+    while frame is not None and Path(frame.f_code.co_filename).parent == _TORCH:
+        frame = frame.f_back  # the methods of tensors
+    if frame is None:
+        return True
+    place = Path(frame.f_code.co_filename)
+    return place.is_relative_to(_TORCH) and not place.is_relative_to(_TORCH / "nn")
 
 
 def _dtype_beside(others: Sequence[Tensor]) -> torch.dtype | None:
@@ -127,61 +171,85 @@ def _dtype_beside(others: Sequence[Tensor]) -> torch.dtype | None:
 def computes_the_same(plain: Captured, found: Captured, numbers: Sequence[NumberInput]) -> bool:
     """Whether a capture with inputs for numbers computes what the one with the numbers built in does.
 
-    Both have the same ops with the same operands in the same order, of the same shapes and dtypes, where any
-    float may stand for a number; but for ops on numbers alone, which Python has done before. Every number is used.
+    Both have the same ops with the same operands in the same order, of the same shapes and dtypes. Where an operand
+    is computed of numbers alone, it has the value that stands in the plain capture. Every number is used.
     """
-    tensors = {id(each.tensor) for each in numbers}
-    own = {name for name, constant in found.constants.items() if id(constant) in tensors}
+    tensors = {id(each.tensor): each.tensor for each in numbers}
+    own = {name: x for name, x in found.constants.items() if id(x) in tensors}
     if len(own) < len(numbers):
         return False
-    return _calls(plain.module.graph, ()) == _calls(found.module.graph, own)
+    values = _values(found.module.graph, own)
+    before = [n for n in plain.module.graph.nodes if not _asserts(n)]
+    after = [n for n in found.module.graph.nodes if not _asserts(n) and n not in values]
+    comparison = _Comparison(_places(before), _places(after), values)
+    return len(before) == len(after) and all(map(comparison.is_same, before, after))
 
 
-def _calls(graph: fx.Graph, inputs: Collection[str]) -> list[object]:
-    """What every node computes, but for those that compute with numbers alone."""
-    names: dict[fx.Node, object] = {}
-    calls: list[object] = []
+def _places(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    return {node: place for place, node in enumerate(nodes)}
+
+
+def _asserts(node: fx.Node) -> bool:
+    return "_assert" in str(node.target)
+
+
+def _values(graph: fx.Graph, numbers: Mapping[str, Tensor]) -> dict[fx.Node, Tensor]:
+    """The nodes that compute with numbers alone, each with its value now."""
+    values: dict[fx.Node, Tensor] = {}
     for node in graph.nodes:
-        if node.name in inputs or _is_number(node, names):
-            names[node] = _NUMBER
-            continue
-        if "_assert" in str(node.target):
-            continue
-        names[node] = node.name if node.op == "placeholder" else len(calls)
-        calls.append((node.op, *_call(node, names)))
-    return calls
+        operands = node.all_input_nodes
+        if node.name in numbers:
+            values[node] = numbers[node.name]
+        elif node.op == "call_function" and operands and all(x in values for x in operands):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    return values
 
 
-def _is_number(node: fx.Node, names: dict[fx.Node, object]) -> bool:
-    """Whether a node computes with numbers alone."""
-    operands = node.all_input_nodes
-    return (
-        node.op == "call_function"
-        and bool(operands)
-        and all(names.get(each) == _NUMBER for each in operands)
-    )
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares the nodes of two captures one by one.
+
+    Attributes:
+        before: the place of every node of the plain capture.
+        after: the place of every node of the other one, numbers left out.
+        values: the values of the numbers.
+    """
+
+    before: Mapping[fx.Node, int]
+    after: Mapping[fx.Node, int]
+    values: Mapping[fx.Node, Tensor]
+
+    def is_same(self, plain: fx.Node, found: fx.Node) -> bool:
+        """Whether two nodes compute the same."""
+        if plain.op != found.op or _results(plain) != _results(found):
+            return False
+        if plain.op == "placeholder":
+            return plain.name == found.name
+        (op, operands), (other, others) = _call(plain), _call(found)
+        if other in _COMMUTATIVE and len(others) == 2 and others[0] in self.values:
+            others = others[::-1]
+        return op == other and self._same(operands, others)
+
+    def _same(self, plain: Any, found: Any) -> bool:
+        if isinstance(found, (list, tuple)):
+            is_alike = isinstance(plain, (list, tuple)) and len(plain) == len(found)
+            return is_alike and all(map(self._same, plain, found))
+        if isinstance(found, fx.Node) and found in self.values:
+            value = self.values[found].item()
+            return type(plain) is float and math.isclose(plain, value, rel_tol=_CLOSE)
+        if isinstance(found, fx.Node):
+            return isinstance(plain, fx.Node) and self.before[plain] == self.after[found]
+        return type(plain) is type(found) and repr(plain) == repr(found)
 
 
-def _call(node: fx.Node, names: dict[fx.Node, object]) -> tuple[object, ...]:
-    """Op, operands, and shapes and dtypes of the results."""
-    if node.op == "placeholder":
-        return (node.name, _results(node))
+def _call(node: fx.Node) -> tuple[str, list[Any]]:
+    """The op without its overload, and its operands; what Python writes as `number - tensor` is a difference."""
     op = str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
-    args = [_operand(x, names) for x in node.args]
-    if op in _SWAPPED:
-        op, args = _SWAPPED[op], [*args[1::-1], *args[2:]]
-    if op in _COMMUTATIVE and not node.kwargs:
-        args = sorted(args, key=repr)
-    kwargs = {name: _operand(x, names) for name, x in node.kwargs.items()}
-    return op, repr(args), repr(kwargs), _results(node)
-
-
-def _operand(x: Any, names: dict[fx.Node, object]) -> object:
-    if isinstance(x, (list, tuple)):
-        return [_operand(each, names) for each in x]
-    if isinstance(x, fx.Node):
-        return ("node", names[x]) if names[x] != _NUMBER else _NUMBER
-    return _NUMBER if isinstance(x, float) else x
+    operands = [*node.args, *(x for pair in sorted(node.kwargs.items()) for x in pair)]
+    if op == "rsub" and len(operands) == 2:
+        return "sub", operands[::-1]
+    return op, operands
 
 
 def _results(node: fx.Node) -> str:

@@ -261,7 +261,7 @@ class CompiledModule(nn.Module):
         alike = [r for r in reversed(known) if r.state == state and r.shapes == shapes]
         for each in alike:
             if each.holds():
-                self._recaptures.take(each.numbers)
+                self._recaptures.take(each.numbers, is_step=is_step)
                 # Every rank runs the same number of steps; a single rank may run a forward by itself.
                 if is_step:
                     self._kept.used(each)

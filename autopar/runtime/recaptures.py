@@ -42,10 +42,13 @@ class Recaptures:
         self._built_in += [place for place in self.numbers if place in guards]
         self.numbers = [place for place in self.numbers if place not in guards]
 
-    def take(self, inputs: Sequence[NumberInput]) -> None:
-        """Gives a program the numbers that Python has changed. Raises StepError where ranks have other ones."""
+    def take(self, inputs: Sequence[NumberInput], *, is_step: bool) -> None:
+        """Gives a program the numbers that Python has changed.
+
+        Raises StepError where the ranks of a step have other ones. A forward a single rank may run by itself.
+        """
         changed = [number for number in inputs if number.has_changed()]
-        if changed:
+        if changed and is_step:
             self.compare([number.place for number in changed], "Numbers of Python have changed.")
         for number in changed:
             number.take()

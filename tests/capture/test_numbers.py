@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,45 @@ class Dropping(Scaled):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.leaky_relu(self.body(x), negative_slope=self.beta)
+
+
+class Both(Scaled):
+    """The keyword of an op, and arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return F.leaky_relu(y, negative_slope=self.beta) * self.beta
+
+
+class Exponential(Scaled):
+    """A Python value of the number, and arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * math.exp(self.beta) + self.beta
+
+
+class Stepwise(Scaled):
+    """An integer of the number, the same for many values, and arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * (1 + int(self.beta * 1.5)) + self.beta
+
+
+class Listed(Scaled):
+    """An entry of a dict, and arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y * {0.9: 1.0, 0.9**2: 2.0}.get(self.beta, 1.0) + self.beta
+
+
+class AskingBoth(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        weight = self.beta if isinstance(self.beta, float) else 7.0
+        return y * weight + self.beta
 
 
 class Counting(Scaled):
@@ -211,7 +251,9 @@ def test_a_forward_that_reads_no_number_leaves_it_an_input_of_steps() -> None:
     assert len(compiled._kept.ready[True]) == 3  # 8 rows with the first number, 8 rows, 4 rows
 
 
-@pytest.mark.parametrize("kind", [Branching, Asking, Dropping])
+@pytest.mark.parametrize(
+    "kind", [Branching, Asking, Dropping, Both, Exponential, Stepwise, Listed, AskingBoth]
+)
 def test_a_number_on_which_more_depends_stays_built_in(
     kind: type[Scaled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +261,21 @@ def test_a_number_on_which_more_depends_stays_built_in(
     expected, found, programs = both(kind(), set_attribute, F.mse_loss, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     assert programs == STEPS
+
+
+def test_of_two_numbers_the_one_that_can_be_is_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both change in the first step, then one of them alone."""
+    config = SimpleNamespace(weight=1.0, slope=0.5)
+
+    def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+        return config.weight * F.mse_loss(y, target) + F.leaky_relu(y, config.slope).mean()
+
+    def change(model: nn.Module, value: float) -> None:
+        config.weight, config.slope = value, 0.25 if value < 0.85 else 0.5
+
+    expected, found, programs = both(Scaled(), change, loss_fn, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert programs == 2
 
 
 def test_a_number_of_a_class_stays_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
