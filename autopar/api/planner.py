@@ -162,7 +162,7 @@ class Planner:
         count, given = micro_batches or 1, self._plan
         if given is not None and (is_step or fixed is None):
             is_its_model = given.fingerprint == prepared.captured.fingerprint
-            if is_its_model and (fixed is None or _has_storage(given, fixed, prepared)):
+            if is_its_model and (fixed is None or _goes_on(given, fixed, count, prepared)):
                 return given
             if fixed is None:
                 return self._beside(given, prepared, is_step)
@@ -388,10 +388,11 @@ def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
     )
 
 
-def _has_storage(plan: Plan, fixed: Fixed, prepared: Prepared) -> bool:
-    """Whether a plan stores every parameter as it already lies."""
+def _goes_on(plan: Plan, fixed: Fixed, micro_batches: int, prepared: Prepared) -> bool:
+    """Whether a plan has so many micro-batches and stores every parameter as it already lies."""
     placed = _with_unused(fixed.parameters, prepared, plan.mesh)
-    return plan.pipeline == fixed.pipeline and all(
+    is_cut_alike = plan.pipeline == fixed.pipeline and plan.micro_batches == micro_batches
+    return is_cut_alike and all(
         placed[name].storage == how.storage
         for name, how in plan.parameters.items()
         if name in placed

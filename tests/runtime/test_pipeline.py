@@ -164,7 +164,8 @@ def test_a_forward_gives_its_result_to_all_ranks_and_has_no_backward(two_ranks: 
         assert same and error < 1e-12
         assert message == (
             "model(...) was called with autograd on, and its graph ends where a pipeline stage sends "
-            "to the next. Call it under torch.no_grad(), or train with model.step(*batch)."
+            "to the next. Call it under torch.no_grad(), or train with model.step(*batch); a model that "
+            "returns its loss, compiled without loss_fn, may be called."
         )
 
 
