@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 from autopar.cost_model import Hardware
 from autopar.cost_model.items import FULL, TrainingState
@@ -29,43 +30,52 @@ from autopar.units import format_bytes
 _TOLERANCE = 1e-6  # relative, between the price of the folded graph and that of the plan
 
 
+class Choices(TypedDict, total=False):
+    """What a search on one mesh is told in addition to graph, mesh and hardware; all of it is optional.
+
+    Attributes:
+        recipe: constraints, see `autopar.search.recipes`; by default none.
+        pins: single choices that are fixed, see `autopar.search.pins`.
+        micro_batches: number of micro-batches of a step; by default 1.
+        fingerprint: hash of the captured model, which the plan notes.
+        fixed_storage: parameters whose plan is already made, by name.
+        repeats: whether repeated blocks are folded into one; by default they are.
+        software: figures of the runtime; by default autopar's own.
+        training_state: bytes that training keeps in addition to parameters; by default `FULL`.
+    """
+
+    recipe: RecipeLike
+    pins: Mapping[str, str] | None
+    micro_batches: int
+    fingerprint: str
+    fixed_storage: Mapping[str, ParameterPlan] | None
+    repeats: bool
+    software: Software
+    training_state: TrainingState
+
+
 def search(
     graph: Graph,
     mesh: Mesh | Mapping[str, int],
     *,
     hardware: Hardware,
-    recipe: RecipeLike = "auto",
-    pins: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
-    micro_batches: int = 1,
-    fingerprint: str = "",
-    fixed_storage: Mapping[str, ParameterPlan] | None = None,
-    software: Software = AUTOPAR,
-    training_state: TrainingState = FULL,
+    **choices: Unpack[Choices],
 ) -> Plan:
     """Finds the fastest plan for `graph` on `mesh` that fits into memory.
 
     Args:
         graph: the captured model, at the size of one micro-batch.
         hardware: figures that the prices are made of.
-        recipe: constraints, see `autopar.search.recipes`.
-        pins: single choices that are fixed, see `autopar.search.pins`.
         memory_bytes: bound on the bytes of a rank; None for no bound.
-        micro_batches: number of micro-batches of a step.
-        fingerprint: hash of the captured model, which the plan notes.
-        fixed_storage: parameters whose plan is already made, by name.
-        software: figures of the runtime.
-        training_state: bytes that training keeps in addition to parameters.
+        choices: further choices, see `Choices`.
 
     Raises RecipeError for a recipe or pin that cannot hold, MeshError for an axis that divides
     nothing, SearchError if no plan fits into memory.
     """
-    found = search_with_cost(
-        graph, mesh, hardware=hardware, recipe=recipe, pins=pins, memory_bytes=memory_bytes,
-        micro_batches=micro_batches, fingerprint=fingerprint, fixed_storage=fixed_storage,
-        software=software, training_state=training_state,
-    )  # fmt: skip
-    return found.plan
+    return search_with_cost(
+        graph, mesh, hardware=hardware, memory_bytes=memory_bytes, **choices
+    ).plan
 
 
 @dataclass(frozen=True)
@@ -94,23 +104,11 @@ def search_with_cost(
     mesh: Mesh | Mapping[str, int],
     *,
     hardware: Hardware,
-    recipe: RecipeLike = "auto",
-    pins: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
-    micro_batches: int = 1,
-    fingerprint: str = "",
-    fixed_storage: Mapping[str, ParameterPlan] | None = None,
-    repeats: bool = True,
-    software: Software = AUTOPAR,
-    training_state: TrainingState = FULL,
+    **choices: Unpack[Choices],
 ) -> Found:
-    """`search`, with the figures behind it. With `repeats=False` blocks are not folded."""
-    of_mesh = MeshSearch.of(
-        graph, mesh, hardware=hardware, recipe=recipe, pins=pins, micro_batches=micro_batches,
-        fingerprint=fingerprint, fixed_storage=fixed_storage, repeats=repeats, software=software,
-        training_state=training_state,
-    )  # fmt: skip
-    return of_mesh.within(memory_bytes)
+    """`search`, with the figures behind its plan."""
+    return MeshSearch.of(graph, mesh, hardware=hardware, **choices).within(memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,10 @@ class MeshSearch:
         software: Software = AUTOPAR,
         training_state: TrainingState = FULL,
     ) -> MeshSearch:
-        """The search that `search` makes, before a bound is known; arguments and errors are the same."""
+        """The search that `search` makes, before a bound is known.
+
+        Arguments and errors are those of `search`, and the defaults here are those of `Choices`.
+        """
         mesh = Mesh.of(mesh)
         if PIPELINE_AXIS in mesh.names:
             raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
