@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,18 +26,35 @@ SAME_PROGRAM = 2e-5  # relative error of a float32 loss that is computed in the 
 WITHOUT_STAGES = tuple(plan for plan in PLANS if plan != "pp=2")
 
 
-def make(name: str, *, masked: bool = False) -> Small:
-    """The small model of that name, of whichever package it is."""
+def make(name: str, *, masked: bool = False, dtype: torch.dtype | None = None) -> Small:
+    """The small model of that name, of whichever package it is.
+
+    Args:
+        name: model type, or `diffusers:` and a class.
+        masked: whether an attention mask must be among the inputs.
+        dtype: format of weights and floating inputs; None for the widest in which the model runs.
+    """
     if name.startswith(zoo_diffusers.PREFIX):
-        return zoo_diffusers.make(name)
-    return zoo_small.make(name, masked=masked)
+        small = zoo_diffusers.make(name)
+    else:
+        small = zoo_small.make(name, masked=masked)
+    return small if dtype is None else cast(small, dtype)
 
 
-def examine(name: str, progress: Callable[[Row], None]) -> Row:
+def cast(small: Small, dtype: torch.dtype) -> Small:
+    """The model with weights, buffers and floating inputs in another format; raises if it does not run so."""
+    step = small.step.to(dtype)
+    args = tuple(x.to(dtype) if x.is_floating_point() else x for x in small.args)
+    step(*args).backward()
+    step.zero_grad()
+    return replace(small, step=step, args=args)
+
+
+def examine(name: str, progress: Callable[[Row], None], dtype: torch.dtype | None = None) -> Row:
     """Builds, captures and compares one architecture; `progress` is told of every step."""
     row = Row(name)
     try:
-        small = make(name)
+        small = make(name, dtype=dtype)
         _describe(row, small)
     except Exception as error:
         row.stopped = one_line(error)
@@ -77,7 +95,7 @@ def _captured(small: Small, row: Row) -> Subject | None:
     if "NoneType" not in row.stopped:
         return None
     try:
-        masked = make(row.name, masked=True)
+        masked = make(row.name, masked=True, dtype=next(small.step.model.parameters()).dtype)
         subject = Subject.of(masked.step, masked.args)
     except (ValueError, CaptureError):  # the first reason stands
         return None

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import click
+import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
@@ -69,13 +70,15 @@ class Bounds:
 class Examination:
     """One architecture under way: examined in a process, then, if it is to be, run on two ranks."""
 
-    def __init__(self, name: str, bounds: Bounds, folder: Path, *, backend: str) -> None:
+    def __init__(
+        self, name: str, bounds: Bounds, folder: Path, *, backend: str, dtype: torch.dtype | None
+    ) -> None:
         self.name, self.bounds, self.folder, self.backend = name, bounds, folder, backend
         self._scratch, self._log = folder / "row.json", folder / "log"
         self._log.touch()  # a process may be ended before it says a word
         self._row = Row(name)
         self._on_ranks = False
-        self._task = self._start([partial(_examine, name, self._scratch)])
+        self._task = self._start([partial(_examine, name, self._scratch, dtype)])
         self._seconds = 0.0
 
     def ended(self) -> Row | None:
@@ -130,11 +133,18 @@ def _quietly(work: partial[None], log: Path) -> None:
     work()
 
 
-def _examine(name: str, scratch: Path) -> None:
-    write(examine(name, partial(write, path=scratch)), scratch)
+def _examine(name: str, scratch: Path, dtype: torch.dtype | None) -> None:
+    write(examine(name, partial(write, path=scratch), dtype), scratch)
 
 
-def examined(names: Sequence[str], bounds: Bounds, *, jobs: int, backend: str) -> Iterator[Row]:
+def examined(
+    names: Sequence[str],
+    bounds: Bounds,
+    *,
+    jobs: int,
+    backend: str,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Row]:
     """The rows of architectures, `jobs` at a time, in the order in which they are done."""
     waiting, running = list(reversed(names)), list[Examination]()
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
@@ -142,7 +152,9 @@ def examined(names: Sequence[str], bounds: Bounds, *, jobs: int, backend: str) -
         while waiting or running:
             while waiting and len(running) < jobs:
                 place = Path(tempfile.mkdtemp(dir=folder))
-                running.append(Examination(waiting.pop(), bounds, place, backend=backend))
+                running.append(
+                    Examination(waiting.pop(), bounds, place, backend=backend, dtype=dtype)
+                )
             for one in list(running):
                 row = one.ended()
                 if row is not None:
@@ -168,13 +180,19 @@ def examined(names: Sequence[str], bounds: Bounds, *, jobs: int, backend: str) -
     default="refused",
     help="What runs through torch.compile on two ranks: what is not captured, all, nothing.",
 )
+@click.option(
+    "--dtype",
+    type=click.Choice(["widest", "float32", "bfloat16"]),
+    default="widest",
+    help="Format of weights and floating inputs; widest is float64 where the model runs so.",
+)
 @click.option("--seconds", default=120.0, help="Bound on the time of one architecture.")
 @click.option("--memory-gb", default=8.0, help="Bound on the memory of one process.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the page there.")
 @click.option("--note", default="", help="What the page says of this run.")
 def main(
     results: Path, only: str, count: int, again: bool, any_version: bool, jobs: int, backend: str,
-    seconds: float, memory_gb: float, path: Path | None, note: str,
+    dtype: str, seconds: float, memory_gb: float, path: Path | None, note: str,
 ) -> None:  # fmt: skip
     """Print a line per architecture; exit 1 if under 85 % of those captured pass."""
     console, known, version = Console(), architectures(), code_version()
@@ -182,7 +200,14 @@ def main(
     wanted = None if any_version else version
     done = {} if again else read(results, wanted)
     left = [name for name in names if name not in done]
-    rows = examined(left, Bounds(seconds, int(memory_gb * 1e9)), jobs=jobs, backend=backend)
+    bounds = Bounds(seconds, int(memory_gb * 1e9))
+    rows = examined(
+        left,
+        bounds,
+        jobs=jobs,
+        backend=backend,
+        dtype=None if dtype == "widest" else getattr(torch, dtype),
+    )
     for row in track(rows, description="architectures", console=console, total=len(left)):
         append(replace(row, version=version), results)
         console.print(_summary(row), highlight=False, markup=False, soft_wrap=True)
