@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autopar.proof.verify import verify
     from autopar.rules.registered import register_rule
     from autopar.runtime import checkpoint
+    from autopar.runtime.launch import launch
     from autopar.runtime.module import CompiledModule
 
 # [Note: lazy names] `import autopar` costs no more than the plain data above. What needs torch, a solver or
@@ -41,6 +42,7 @@ _HOMES = {
     "checkpoint": "autopar.runtime.checkpoint",
     "compile": "autopar.api",
     "explain": "autopar.api",
+    "launch": "autopar.runtime.launch",
     "register_form": "autopar.capture.forms",
     "register_rule": "autopar.rules.registered",
     "shard_": "autopar.backend.sharding",
@@ -50,7 +52,8 @@ _HOMES = {
 __all__ = [
     "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "MixedPrecision",
     "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-    "VerifyReport", "checkpoint", "compile", "explain", "register_form", "register_rule", "shard_", "verify",
+    "VerifyReport", "checkpoint", "compile", "explain", "launch", "register_form",
+    "register_rule", "shard_", "verify",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from autopar.cli.compare import compare_command
 from autopar.cli.diff import diff_command
 from autopar.cli.explain import explain_command
 from autopar.cli.fit import fit_command
+from autopar.cli.run import run_command
 from autopar.cli.verify import verify_command
 from autopar.errors import AutoparError
 
@@ -39,5 +40,6 @@ def main() -> None:
 
 for _command in (
     explain_command, fit_command, compare_command, diff_command, verify_command, calibrate_command,
+    run_command,
 ):  # fmt: skip
     main.add_command(_command)

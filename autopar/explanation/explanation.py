@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import RenderableType
+from rich.jupyter import JupyterMixin
 
 from autopar.cost_model.breakdown import Event
 from autopar.errors import AutoparError
@@ -28,7 +29,7 @@ from autopar.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
-class Explanation(PlanCost):
+class Explanation(PlanCost, JupyterMixin):
     """The cost of one plan on one cluster, with answers to questions about it.
 
     Sensitivities and solutions are those of the closed form where there is a pipeline.

@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -150,6 +151,15 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(self._lines) + "\n"
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: what was chosen and why, and a fold with all of its lines."""
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
+        chosen = f"{self.world_mesh}, recipe {self.recipe}, micro-batches {self.micro_batches}"
+        return (
+            f"<b>autopar plan</b> {escape(chosen)}<ul>{notes}</ul>"
+            f"<details><summary>all {len(self._lines)} lines</summary><pre>{escape(str(self))}</pre></details>"
+        )
 
     @cached_property
     def _lines(self) -> list[str]:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 from autopar.ir import Mesh
@@ -91,7 +92,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(JupyterMixin):
     """The distance of a plan's results from those of the single-device model.
 
     The relative errors are those in float64 arithmetic.

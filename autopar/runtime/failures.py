@@ -47,6 +47,11 @@ def show_failures() -> None:
         sys.excepthook = _Shown()
 
 
+def show_failure(error: BaseException) -> None:
+    """Under torchrun, shows an error of this rank as `show_failures` does, for a caller that ends the rank itself."""
+    _Shown()(type(error), error, error.__traceback__)
+
+
 class _Shown:
     """The hook for errors that nobody catches."""
 

@@ -188,3 +188,8 @@ def test_a_new_search_is_never_worse_than_the_old_plan() -> None:
 def test_a_new_search_for_other_sizes_is_refused(zero1: Explanation) -> None:
     with pytest.raises(AutoparError, match="needs a new capture"):
         zero1.what_if(search=True, batch=16)
+
+
+def test_a_notebook_shows_the_prediction(zero1: Explanation) -> None:
+    shown = zero1._repr_mimebundle_((), ())["text/html"]
+    assert "predicted on" in shown and "zero1" in shown

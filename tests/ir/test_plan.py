@@ -278,3 +278,10 @@ def test_damaged_stages_are_named(old, new, says):
 def test_stages_of_damaged_json_are_named(fields):
     with pytest.raises(PlanError):
         Plan.from_json(STAGED.to_json() | {"pipeline": fields})
+
+
+def test_a_notebook_shows_the_notes_and_folds_the_lines_away():
+    shown = dataclasses.replace(PLAN, notes=("batch < 8",))._repr_html_()
+    head, _, folded = shown.partition("<details>")
+    assert "dp=2,tp=2" in head and "<li>batch &lt; 8</li>" in head and "up.weight" not in head
+    assert "parameter up.weight: S(1)@dp" in folded

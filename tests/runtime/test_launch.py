@@ -1,0 +1,81 @@
+"""Functions and scripts on ranks of this machine, without torchrun in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import autopar
+from autopar.cli import main
+from autopar.errors import AutoparError, MeshError
+
+pytestmark = pytest.mark.multiprocess
+
+
+def trained(rate: float) -> tuple[int, float]:
+    """Rank, and the second loss of a linear model by gradient descent."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    compiled = autopar.compile(model, loss_fn=torch.nn.functional.mse_loss, recipe="zero3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    batch = torch.arange(16.0).reshape(4, 4), torch.ones(4, 1)
+    compiled.step(*batch)
+    optimizer.step()
+    loss = compiled.step(*batch).item()
+    return dist.get_rank() if dist.is_initialized() else 0, loss
+
+
+def test_a_function_runs_on_ranks_and_equals_one_process() -> None:
+    (_, alone) = trained(1e-3)
+    found = autopar.launch(trained, 1e-3, ranks=2)
+    assert [rank for rank, _ in found] == [0, 1]
+    assert [loss for _, loss in found] == pytest.approx([alone, alone], rel=1e-6)
+
+
+def test_a_function_without_a_name_runs_as_a_copy_of_this_process() -> None:
+    factor = torch.tensor(3)
+    assert autopar.launch(lambda x: int(factor * x), 2, ranks=2) == [6, 6]
+
+
+def test_the_error_of_a_rank_is_raised_here() -> None:
+    def failing() -> None:
+        raise ValueError("no such file: data.bin")
+
+    expected = r"Rank \d of 2 failed: ValueError: no such file: data.bin"
+    with pytest.raises(AutoparError, match=expected) as caught:
+        autopar.launch(failing, ranks=2)
+    assert "test_launch.py" in str(caught.value)
+
+
+def test_no_ranks_are_an_error() -> None:
+    with pytest.raises(MeshError, match="ranks=0: give the number of processes"):
+        autopar.launch(trained, ranks=0)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+Path(__file__).with_name(f"rank{dist.get_rank()}").write_text(" ".join(sys.argv[1:]))
+dist.destroy_process_group()
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+def test_a_script_runs_with_its_own_arguments_and_its_failure_is_seen(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = CliRunner().invoke(main, ["run", str(script), "--ranks", "2", "--steps", "5", "3"])
+    assert result.exit_code == 1 and "train.py FAILED" in result.output
+    said = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
+    assert said == ["--steps 5 3"] * 2
+
+
+def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["run", str(tmp_path / "absent.py"), "--ranks", "2"])
+    assert result.exit_code == 2 and "absent.py" in result.output
