@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import sympy
-from sympy.printing.numpy import NumPyPrinter
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.collectives import BUCKET_BYTES
+from autopar.cost_model.evaluation import Formulas
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
 from autopar.cost_model.memory import Selected
@@ -178,7 +178,7 @@ class Expressions:
     def at(self, **values: Quantity) -> Expressions:
         """The same with numbers, or arrays of one shape, in place of symbols."""
         given = {**self.values, **values}
-        numbers = iter(self._evaluate(*(given[str(s)] for s in self._symbols)))
+        numbers = iter(self._formulas.at([given[str(s)] for s in self._symbols]))
         scalars = {name: given[name] for name in _SCALARS}
         peaks = tuple((size, given[str(flops)]) for size, flops in self.machine.peak_flops)
         return Expressions(
@@ -211,14 +211,8 @@ class Expressions:
         return sorted(found, key=str)
 
     @cached_property
-    def _evaluate(self) -> Callable[..., list[Quantity]]:
-        dummies = [sympy.Symbol(f"x{i}", positive=True) for i in range(len(self._symbols))]
-        renamed = dict(zip(self._symbols, dummies, strict=True))
-        with sympy.evaluate(
-            False
-        ):  # other names change no formula; Max would compare all its operands
-            flat = [expression.xreplace(renamed) for expression in self._flat]
-        return sympy.lambdify(dummies, flat, modules="numpy", printer=_ArrayPrinter, cse=True)
+    def _formulas(self) -> Formulas:
+        return Formulas.of(self._flat, self._symbols)
 
 
 def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
@@ -246,19 +240,3 @@ def merged_holdings(holdings: Any) -> tuple[Holding, ...]:
         key = dataclasses.replace(holding, bytes=0, of="")
         sums[key] = sums.get(key, 0) + holding.bytes
     return tuple(dataclasses.replace(h, bytes=held) for h, held in sums.items())
-
-
-class _ArrayPrinter(NumPyPrinter):
-    """Prints Max and Min so that numbers and arrays mix; numpy.amax wants equal shapes."""
-
-    def _print_Max(self, expr: sympy.Max) -> str:
-        return self._nested("maximum", expr.args)
-
-    def _print_Min(self, expr: sympy.Min) -> str:
-        return self._nested("minimum", expr.args)
-
-    def _nested(self, name: str, args: Sequence[sympy.Expr]) -> str:
-        printed = self._print(args[0])
-        for arg in args[1:]:
-            printed = f"numpy.{name}({printed}, {self._print(arg)})"
-        return str(printed)

@@ -47,7 +47,7 @@ from autopar.search.request import Request
 from autopar.search.settings import ClusterSetting, PricedCandidate
 from autopar.units import counted
 
-_EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
+EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _OTHERS = 8  # settings of a pipeline that are listed beside the chosen one
 _DUST = 1e-12  # of a cost
 
@@ -210,7 +210,7 @@ class Question:
     def _posed(self) -> tuple[Prepared, Request]:
         """A captured batch, and the request for a step of known size, as the search takes them."""
         own = self.model.own_batch
-        prepared, graph = self.captured(0 if own else _EXPLORED_BATCH)
+        prepared, graph = self.captured(0 if own else EXPLORED_BATCH)
         request = self._asked(graph)
         if not own:
             rows = request.batch or (request.ranks or 1) * (request.micro_batches or 1)

@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as
 from autopar.cost_model import find_cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
-from autopar.explanation.advice import Advice, Question
+from autopar.explanation.advice import EXPLORED_BATCH, Advice, Question
 from autopar.ir import Mesh
 from autopar.search.request import Request
 from benchmarks.stored import store, stored
@@ -63,7 +63,7 @@ class Found:
         best_seconds: price of the fastest named answer that fits; None where none does.
         best_named: the named choices of that answer, in words.
         asked: number of things that were named.
-        search_seconds: processor time of the open answer, capture included.
+        search_seconds: processor time of the open answer without the capture of the model.
     """
 
     name: str
@@ -126,16 +126,18 @@ def _shapes(ranks: int) -> Iterator[dict[str, int]]:
 
 
 def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
-    """Asks a question openly, and with `count` things named."""
+    """Asks a question openly, and with `count` things named; the model is captured once."""
     place = as_eager_runs(find_cluster(cluster))
     asked = Request.on(place, batch=batch, mesh=Mesh.parse(mesh) if mesh else None)
+    question = Question(model, asked, MODELS[model])
+    question.captured(EXPLORED_BATCH)
     start_seconds = time.process_time()
-    best, refused = _answer(model, asked)
+    best, refused = _answer(question, asked)
     search_seconds = time.process_time() - start_seconds
     name = f"{model} {cluster} {mesh or 'open'} b{batch}"
     choices = list(named(place.ranks, mesh, batch))
     drawn = random.Random(name).sample(choices, min(count, len(choices)))
-    answers = [(each, _answer(model, _but(asked, each))[0]) for each in drawn]
+    answers = [(each, _answer(question, _but(asked, each))[0]) for each in drawn]
     fitting = [(a.step_seconds, _words(each)) for each, a in answers if a is not None and a.fits]
     seconds, words = min(fitting, default=(None, ""))
     return Found(
@@ -148,9 +150,9 @@ def _but(asked: Request, fields: Mapping[str, Any]) -> Request:
     return asked.but(**{**fields, "mesh": Mesh.parse(fields["mesh"])})
 
 
-def _answer(model: str, asked: Request) -> tuple[Advice | None, str]:
+def _answer(question: Question, asked: Request) -> tuple[Advice | None, str]:
     try:
-        return Question(model, asked, MODELS[model]).answer(), ""
+        return replace(question, request=asked).answer(), ""
     except AutoparError as error:
         return None, str(error).splitlines()[0][:120]
 

@@ -1,0 +1,87 @@
+"""Formulas evaluated at numbers: every sub-expression once, without code that is generated and compiled first.
+
+`sympy.lambdify` looks for common sub-expressions by rebuilding every formula, which takes seconds for the
+formulas of a plan. These formulas share their sub-expressions already, because prices are built from prices.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import sympy
+
+from autopar.cost_model.arith import Quantity
+
+
+def _fold(combine: Callable[[Quantity, Quantity], Quantity]) -> Callable[..., Quantity]:
+    return lambda *operands: functools.reduce(combine, operands)
+
+
+_OPERATIONS: Mapping[type[sympy.Basic], Callable[..., Quantity]] = {
+    sympy.Add: _fold(operator.add),
+    sympy.Mul: _fold(operator.mul),
+    sympy.Pow: operator.pow,
+    sympy.Max: _fold(np.maximum),
+    sympy.Min: _fold(np.minimum),
+    sympy.log: np.log,
+}
+
+
+class Formulas(NamedTuple):
+    """Expressions as a list of operations, each on results of earlier ones.
+
+    Attributes:
+        constants: numbers in the formulas; their places follow those of the symbols.
+        operations: function and places of the operands of each operation; its result takes the next place.
+        results: places of the values of the expressions.
+    """
+
+    constants: tuple[Quantity, ...]
+    operations: tuple[tuple[Callable[..., Quantity], tuple[int, ...]], ...]
+    results: tuple[int, ...]
+
+    @classmethod
+    def of(cls, expressions: Sequence[sympy.Expr], symbols: Sequence[sympy.Symbol]) -> Formulas:
+        """Lists the operations of expressions in these symbols.
+
+        >>> x, y = sympy.symbols("x y", positive=True)
+        >>> Formulas.of([x + y, sympy.Max(x, 2 * y)], [x, y]).at([3.0, 4.0])
+        [7.0, 8.0]
+        """
+        ordered = _in_order_of_evaluation(expressions)
+        constants = [each for each in ordered if each.is_Number]
+        composed = [each for each in ordered if each.args]
+        places = {each: at for at, each in enumerate([*symbols, *constants, *composed])}
+        return cls(
+            tuple(int(c) if c.is_Integer else float(c) for c in constants),
+            tuple(
+                (_OPERATIONS[each.func], tuple(places[arg] for arg in each.args))
+                for each in composed
+            ),
+            tuple(places[each] for each in expressions),
+        )
+
+    def at(self, values: Sequence[Quantity]) -> list[Quantity]:
+        """The values of the expressions where the symbols have these, as numbers or arrays of one shape."""
+        known: list[Quantity] = [*values, *self.constants]
+        for function, operands in self.operations:
+            known.append(function(*[known[place] for place in operands]))
+        return [known[place] for place in self.results]
+
+
+def _in_order_of_evaluation(expressions: Sequence[sympy.Expr]) -> list[sympy.Expr]:
+    """All sub-expressions, each once and after its operands."""
+    found: dict[sympy.Expr, None] = {}
+    waiting = list(reversed(expressions))
+    while waiting:
+        expression = waiting[-1]
+        missing = [arg for arg in expression.args if arg not in found]
+        if missing:
+            waiting += missing
+        else:
+            found.setdefault(waiting.pop())
+    return list(found)
