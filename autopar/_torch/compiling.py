@@ -110,6 +110,11 @@ def trace_recurrent_layers() -> None:
     torch._dynamo.config.allow_rnn = True
 
 
+def guard_hooks() -> None:
+    """Lets Dynamo notice hooks that a module is given, or loses, after the first call; else it calls the first ones."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 def quiet_fake_failures() -> None:
     """Keeps torch from logging the frames of an op that fails on tensors without values: its error says the same."""
     log = logging.getLogger("torch._subclasses.fake_tensor")

@@ -47,6 +47,7 @@ from autopar.search.request import Request
 
 # Before Dynamo reads a frame, and so here, when torch.compile looks the backend up: `options` come with a graph.
 _torch.trace_recurrent_layers()
+_torch.guard_hooks()
 _torch.quiet_fake_failures()
 show_failures()  # a first graph may fail in Dynamo itself
 

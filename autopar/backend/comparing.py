@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import pytree
+from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, StepError
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.world import World
 
+_TO_DEVICE = ("to", "cuda")  # their number is a device
 _COMPARISONS: weakref.WeakKeyDictionary[Any, Comparison] = weakref.WeakKeyDictionary()
 
 
@@ -26,18 +31,50 @@ def comparison_of(timeout_seconds: float | None) -> Comparison:
     return _COMPARISONS.setdefault(dist.group.WORLD, Comparison(timeout_seconds))
 
 
-def check_shapes(comparison: Comparison, named: Mapping[str, Any]) -> None:
-    """Raises StepError, naming the first, unless all ranks have arguments of the same names and shapes.
+def check_calls(
+    comparison: Comparison, graph: fx.Graph, named: Mapping[str, Any], place: str
+) -> None:
+    """Raises StepError, naming the first difference, unless all ranks call the same graph with the same shapes.
 
-    Ranks say so through the store: one that does not come is named, and meets none of its collectives here.
+    Ranks compare through the store: a missing rank is named, and no collective of the others waits for it.
+
+    Args:
+        comparison: gathers the texts of all ranks.
+        graph: the graph of torch.compile.
+        named: the arguments by their names.
+        place: the line of the user's code that the graph begins with, as a line to add to an error.
     """
+    ops = list(_ops(graph))
+    digest = hashlib.sha256(repr([text for text, _ in ops]).encode()).hexdigest()
     own = [[name, str(list(x.shape) if isinstance(x, Tensor) else x)] for name, x in named.items()]
     why = "A graph of torch.compile has arguments that are new to it, which all ranks compare."
     given = [[name, shape] for name, shape in own if name not in _parameters(named)]
     why += (
         f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
+        f"{place}"
     )
-    found = [json.loads(text) for text in comparison.gather(json.dumps(own), why)]
+    said = [json.loads(text) for text in comparison.gather(json.dumps([digest, own]), why)]
+    if any(other != digest for other, _ in said):
+        _refuse_ops([json.loads(text) for text in comparison.gather(json.dumps(ops), why)])
+    _refuse_arguments([arguments for _, arguments in said])
+
+
+def _ops(graph: fx.Graph) -> Iterator[tuple[str, str]]:
+    """Every op with its numbers and flags, and the line of the user's code that it comes from.
+
+    Texts and devices are left out: a rank may name its own device.
+    """
+    for node in graph.nodes:
+        if not node.op.startswith("call"):
+            continue
+        name = getattr(node.target, "__name__", str(node.target))
+        given = [] if name in _TO_DEVICE else pytree.tree_leaves((node.args, node.kwargs))
+        numbers = [repr(x) for x in given if isinstance(x, (int, float, complex, torch.dtype))]
+        yield f"{name}({', '.join(numbers)})", traced_line(node)
+
+
+def _refuse_arguments(found: Sequence[Sequence[tuple[str, str]]]) -> None:
+    """Raises StepError for the first argument in which a rank differs from rank 0."""
     for rank, theirs in enumerate(found):
         for (name, shape), (other, its_shape) in zip(found[0], theirs, strict=False):
             if (name, shape) != (other, its_shape):
@@ -51,6 +88,20 @@ def check_shapes(comparison: Comparison, named: Mapping[str, Any]) -> None:
                 f"The ranks run different graphs: of {len(found[0])} arguments on rank 0, of {len(theirs)} on rank "
                 f"{rank}. Each has to run the same code with the same whole batch."
             )
+
+
+def _refuse_ops(found: Sequence[Sequence[tuple[str, str]]]) -> None:
+    """Raises StepError for the first op in which a rank's graph differs from rank 0's."""
+    for rank, theirs in enumerate(found):
+        for (op, line), (other, its_line) in itertools.zip_longest(
+            found[0], theirs, fillvalue=("nothing", "the end of the graph")
+        ):
+            if op != other:
+                raise StepError(
+                    f"The ranks run different graphs: rank 0 computes {op} ({line}), and rank {rank} {other} "
+                    f"({its_line}). Python has chosen differently: seed random and numpy alike on all ranks, and "
+                    "read the clock or the rank outside of what is compiled."
+                )
 
 
 def _parameters(named: Mapping[str, Any]) -> set[str]:

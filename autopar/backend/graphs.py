@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autopar.backend.comparing import check_alike, check_shapes
+from autopar.backend.comparing import check_alike, check_calls
 from autopar.backend.lifting import lift, place_of
 from autopar.backend.plans import local_graph, plan_of, prepare, stand_in
 from autopar.backend.recurrence import Recurrence
@@ -62,7 +62,7 @@ class SplitGraph:
             return self._whole(arguments)
         if run is None:
             named = dict(zip(self._names, arguments, strict=True))
-            check_shapes(self._comparison, named)
+            check_calls(self._comparison, self._module.graph, named, place_of(self._module))
             check_alike(self._world, named)
             run = self._made(arguments)
         self._runs[key] = run  # last: what was used longest ago is let go first

@@ -11,8 +11,8 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,8 @@ class Reads:
         self._read: dict[tuple[int, Any], tuple[Place, Any, Any]] = {}  # place, seen, value
         self._containers: dict[int, tuple[Any, Any, Place]] = {}  # container, copy, its place
         self._objects: dict[int, Any] = {}  # kept, so that no other has their id
+        # Objects of the user's, each with the names of its first attributes and its place.
+        self._owners: list[tuple[Any, frozenset[str], Place]] = []
         # Of classes `vars` makes a new view each time.
         self._spaces: dict[types.ModuleType | type, Any] = {}
         self._optional: set[tuple[int, Any]] = set()  # places guarded if their name is in the code
@@ -162,6 +164,8 @@ class Reads:
             self._attributes(value, place, code)
 
     def _attributes(self, value: Any, place: Place, code: types.CodeType | None) -> None:
+        if hasattr(value, "__dict__") and not is_installed(_file_of(type(value))):
+            self._owners.append((value, frozenset(vars(value)), place))
         for name in getattr(value, "__dict__", ()):
             words = f"{place.words}.{name}"
             self._note(Place(vars(value), name, words, place.line), code, optional=True)
@@ -189,12 +193,7 @@ class Reads:
         """Notes the cells of the closures that ran: those of functions that hold what the run has found."""
         found = {code: free for code, free in self._codes.items() if free}
         made_inside = {c for code in self._codes for c in code.co_consts if inspect.iscode(c)}
-        functions = (
-            [f for f in gc.get_referrers(*found) if isinstance(f, types.FunctionType)]
-            if found
-            else []
-        )
-        for function in functions:
+        for function in _functions_of(found):
             code = function.__code__
             if code not in found or code in made_inside:
                 continue
@@ -218,6 +217,12 @@ class Reads:
         for place, _, value in self._read.values():
             if id(place.holder) not in attributes and place.get() is not value:
                 yield place, value
+        for owner, before, place in self._owners:
+            for name in [n for n in vars(owner) if n not in before]:
+                if isinstance(inspect.getattr_static(type(owner), name, None), cached_property):
+                    del vars(owner)[name]  # computed anew when it is asked for
+                else:
+                    yield Place(vars(owner), name, f"{place.words}.{name}", place.line), MISSING
 
     def refilled(self) -> list[Place]:
         """Brings containers back to what they held; returns the places of those that had changed."""
@@ -261,6 +266,24 @@ class Reads:
             if name in self._names:
                 place = Place(function, CALL, f"what {name} says", "a line of the forward")
                 yield Guard(place, seen(function()))
+
+
+def _file_of(kind: type) -> str:
+    """The file of a class; "" where it has none."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _functions_of(codes: Collection[types.CodeType]) -> list[types.FunctionType]:
+    """The functions that have one of these codes.
+
+    The garbage collector knows them, but for those that `gc.freeze()` has put out of its sight: they are thawed,
+    and stay so, since freezing again would keep for ever whatever garbage there is at this moment.
+    """
+    if not codes:
+        return []
+    if gc.get_freeze_count():
+        gc.unfreeze()
+    return [f for f in gc.get_referrers(*codes) if isinstance(f, types.FunctionType)]
 
 
 def _is_form(value: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from autopar.backend import backend, graphs, recurrence
-from autopar.errors import AutoparError, MeshError, RecipeError
+from autopar.errors import AutoparError, MeshError, RecipeError, StepError
 from tests.runtime import scripts
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference
@@ -155,6 +155,21 @@ def _unlike() -> str:
 @pytest.mark.multiprocess
 def test_ranks_with_other_parameters_are_refused(two_ranks: Ranks) -> None:
     assert all("weight is not the same on all 2 ranks" in text for text in two_ranks.run(_unlike))
+
+
+def _scaled_by_rank() -> str:
+    torch.compiler.reset()
+    scale = 1.5 + torch.distributed.get_rank()
+    with pytest.raises(StepError) as caught:
+        torch.compile(lambda x: x * scale, backend="autopar")(torch.ones(4))
+    return str(caught.value)
+
+
+@pytest.mark.multiprocess
+def test_ranks_with_other_numbers_in_a_graph_are_refused_by_the_line(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(_scaled_by_rank):
+        assert re.search(r"rank 0 computes mul\(1\.5\) \(\S+test_backend\.py:\d+ in ", text), text
+        assert "rank 1 mul(2.5)" in text
 
 
 @pytest.mark.parametrize(
