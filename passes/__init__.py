@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopar._torch import code_when_called
 from autopar.ops.verifier import verify_graph
 from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
@@ -52,9 +53,11 @@ CLEANUP: tuple[Pass, ...] = (
 
 def clean_up(module: fx.GraphModule) -> None:
     """Runs `CLEANUP` in place, with the verifier after every pass."""
-    for rewrite in CLEANUP:
-        rewrite(module)
-        verify_graph(module, after=rewrite.__name__)
+    with code_when_called():
+        for rewrite in CLEANUP:
+            rewrite(module)
+            verify_graph(module, after=rewrite.__name__)
+    module.recompile()
 
 
 __all__ = [

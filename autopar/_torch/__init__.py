@@ -70,6 +70,7 @@ from autopar._torch.groups import (
 from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
 from autopar._torch.pipelining import pipeline_actions, pipeline_stage, runs_one_stage
+from autopar._torch.shortcuts import code_when_called, quick_decompositions
 from autopar._torch.tensors import has_storage, storage_key, storage_reference, without_memory
 
 __all__ = [
@@ -77,11 +78,12 @@ __all__ = [
     "FakeTensorMode", "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues", "TorchDispatchMode",
     "accumulate_gradient", "all_gather", "all_reduce", "all_to_all", "applying_functions_by",
     "as_if_compiling", "autopar_op", "backward_hooks_of", "below_autograd", "broke_in_communication", "call_with",
-    "compile_graph", "computes_complex", "default_store", "differentiable_local", "dtensor",
+    "code_when_called", "compile_graph", "computes_complex", "default_store", "differentiable_local", "dtensor",
     "dynamo_source", "fake_mode", "guard_hooks", "handed_on", "has_backward_hooks", "has_storage",
     "in_functorch_transform", "is_functional", "lines_along", "local_gradient", "local_tensor",
     "missing_cpp_compiler", "on_second_derivative", "outside_of_traces", "pipeline_actions",
-    "pipeline_stage", "quiet_export", "quiet_fake_failures", "reduce_scatter", "replicates_implicitly",
+    "pipeline_stage", "quick_decompositions", "quiet_export", "quiet_fake_failures",
+    "reduce_scatter", "replicates_implicitly",
     "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks",
     "schema", "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
     "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "traced_ops",

@@ -215,9 +215,11 @@ def _capture(
             raise _reported(error, wrapper, args, kwargs) from None
 
     watch = wrapper.__dict__["watch"] = Watch(wrapper.model, wrapper.loss_fn)
-    with watch.keeping(), capturable(run, wrapper, args, kwargs) as forms:
-        exported = _export(wrapper, args, kwargs)
-    described = _describe(exported, wrapper, args, kwargs, is_step)
+    with _torch.code_when_called():
+        with watch.keeping(), capturable(run, wrapper, args, kwargs) as forms:
+            exported = _export(wrapper, args, kwargs)
+        described = _describe(exported, wrapper, args, kwargs, is_step)
+    described.module.recompile()
     return replace(described, forms=forms, guards=watch.guards, writes=watch.writes)
 
 
@@ -226,6 +228,7 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         keeping_functions(wrapper) as put_functions,
         _torch.without_value_checks(),
         _torch.quiet_export(),
+        _torch.quick_decompositions(),
         watching(wrapper) as forgotten,
         OutsideLeaves(wrapper) as outside,
         warnings.catch_warnings(),

@@ -1,0 +1,134 @@
+"""Shortcuts through torch.export and torch.fx: the same graphs in about two thirds of the time.
+
+An export spends as much on tables of all operators of torch, and on Python code that nobody runs, as on a small
+model. Both costs are the same for every model, and every process pays them at every capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch._export import utils as export_utils
+from torch._ops import OpOverload
+from torch._subclasses import fake_impls
+from torch.export import exported_program
+
+
+@contextlib.contextmanager
+def code_when_called() -> Iterator[None]:
+    """Inside, a graph module writes its Python code when its `forward` is wanted, and not at every change of its graph.
+
+    A module whose code is to be read, or compiled, needs a `recompile` after the context.
+    """
+    recompile = fx.GraphModule.recompile
+
+    def postpone(module: fx.GraphModule) -> None:
+        tree = getattr(module.graph._codegen, "pytree_info", None)
+        if tree is not None:
+            module._in_spec, module._out_spec = tree.in_spec, tree.out_spec
+        # Every graph module has a class of its own.
+        type(module).forward = _WhenWanted(recompile)  # type: ignore[assignment]
+
+    fx.GraphModule.recompile = postpone  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        fx.GraphModule.recompile = recompile  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _WhenWanted:
+    """The `forward` of a graph module before its code is written.
+
+    Attributes:
+        recompile: the function of torch that writes the code, and puts it in the place of this attribute.
+    """
+
+    recompile: Callable[[fx.GraphModule], object]
+
+    def __get__(self, module: fx.GraphModule | None, owner: type) -> Any:
+        if module is None:
+            return self
+        self.recompile(module)
+        return module.forward
+
+
+@contextlib.contextmanager
+def quick_decompositions() -> Iterator[None]:
+    """Inside, `ExportedProgram.run_decompositions` marks the operators to keep in milliseconds.
+
+    It marks about a thousand of them, and registers their kernels one by one, at every call. Here the marks of the
+    first call are put back, for each operator whose kernels are the same as they were then.
+    """
+    override = exported_program._override_composite_implicit_decomp
+    find = export_utils._materialize_cpp_cia_ops
+    exported_program._override_composite_implicit_decomp = functools.partial(_marked, override)
+    export_utils._materialize_cpp_cia_ops = functools.cache(find)  # once, not once a namespace
+    try:
+        yield
+    finally:
+        exported_program._override_composite_implicit_decomp = override
+        export_utils._materialize_cpp_cia_ops = find
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """The tables of an operator with and without the mark.
+
+    Attributes:
+        rule: what `run_decompositions` calls in place of the decomposition.
+        plain: the Python kernels without the mark, by dispatch key.
+        kernels: the Python kernels with the mark, by dispatch key.
+        on_fakes: the implementation for fake tensors with the mark.
+    """
+
+    rule: Callable[..., Any]
+    plain: Mapping[Any, Any]
+    kernels: Mapping[Any, Any]
+    on_fakes: Callable[..., Any]
+
+
+@functools.cache
+def _earlier() -> dict[OpOverload, _Marked]:
+    """The operators that this process has marked before."""
+    return {}
+
+
+@contextlib.contextmanager
+def _marked(
+    override: Callable[..., contextlib.AbstractContextManager[None]],
+    rules: Mapping[OpOverload, Callable[..., Any]],
+) -> Iterator[None]:
+    """What `override(rules)` does, by the tables of earlier calls where they still fit."""
+    earlier, on_fakes = _earlier(), fake_impls.op_implementations_dict
+    again = {op: earlier[op] for op, rule in rules.items() if _fits(earlier.get(op), op, rule)}
+    others = {op: rule for op, rule in rules.items() if op not in again}
+    plain = {op: dict(op.py_kernels) for op in others}
+    with override(others):
+        for op, rule in others.items():
+            earlier[op] = _Marked(rule, plain[op], dict(op.py_kernels), on_fakes[op])
+        for op, marked in again.items():
+            _replace_kernels(op, marked.kernels)
+            on_fakes.setdefault(op, marked.on_fakes)
+        try:
+            yield
+        finally:
+            for op, marked in again.items():
+                _replace_kernels(op, marked.plain)
+                on_fakes.pop(op, None)
+
+
+def _fits(marked: _Marked | None, op: OpOverload, rule: Callable[..., Any]) -> bool:
+    """Whether the operator had the same rule and the same kernels when it was marked before."""
+    return marked is not None and marked.rule is rule and marked.plain == op.py_kernels
+
+
+def _replace_kernels(op: OpOverload, kernels: Mapping[Any, Any]) -> None:
+    op.py_kernels.clear()
+    op.py_kernels.update(kernels)
+    op._dispatch_cache.clear()

@@ -1,0 +1,104 @@
+"""Shortcuts through torch.export and torch.fx give the graphs that torch gives, and leave torch as it was."""
+
+import contextlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import fake_impls
+from torch.nn import functional as F
+
+from autopar import _torch
+
+KEPT_WHOLE = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.layer_norm.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
+class Mixed(nn.Module):
+    """Ops that stay whole, ops that are decomposed, a buffer that changes, and a region without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.BatchNorm1d(8)])
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.norms[1](self.norms[0](x))
+        heads = self.map(x).view(-1, 2, 2, 2)
+        with torch.no_grad():
+            scale = heads.std()
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).reshape_as(x)
+        return F.gelu(F.dropout(y, 0.1) / scale).sum()
+
+
+def decomposed() -> list[object]:
+    """Every node of an exported graph with its operands, and with the shape and strides of its result."""
+    torch.manual_seed(0)
+    exported = torch.export.export(Mixed(), (torch.randn(4, 8),), strict=False)
+    graph = exported.run_decompositions({}).graph
+    examples = [torch.utils._pytree.tree_leaves(n.meta.get("val")) for n in graph.nodes]
+    laid_out = [
+        [(x.shape, x.stride(), x.dtype) for x in given if x is not None] for given in examples
+    ]
+    return [(n.format_node(), found) for n, found in zip(graph.nodes, laid_out, strict=True)]
+
+
+def tables() -> list[object]:
+    """The Python kernels of the ops that stay whole, and the ops that have a rule for fake tensors."""
+    return [*(dict(op.py_kernels) for op in KEPT_WHOLE), set(fake_impls.op_implementations_dict)]
+
+
+@pytest.mark.parametrize("shortcut", [_torch.quick_decompositions, _torch.code_when_called])
+def test_a_decomposed_graph_is_the_one_that_torch_makes(shortcut):
+    expected, before = decomposed(), tables()
+    for _ in range(3):
+        with shortcut():
+            assert decomposed() == expected
+        assert tables() == before
+    text = str(expected)
+    assert all(f"torch.ops.{op}" in text for op in KEPT_WHOLE)
+
+
+def test_a_kernel_that_was_registered_since_is_used_and_stays():
+    op, key = torch.ops.aten.layer_norm.default, torch._C.DispatchKey.AutogradXLA
+    with _torch.quick_decompositions():
+        decomposed()
+    op.py_impl(key)(len)
+    try:
+        with _torch.quick_decompositions():
+            decomposed()
+        assert op.py_kernels[key] is len
+    finally:
+        del op.py_kernels[key]
+        op._dispatch_cache.clear()
+
+
+def test_torch_is_as_it_was_after_an_error():
+    expected = decomposed()
+    shortcuts = (_torch.quick_decompositions(), _torch.code_when_called())
+    with contextlib.suppress(ZeroDivisionError), shortcuts[0], shortcuts[1]:
+        raise ZeroDivisionError
+    assert decomposed() == expected
+    assert torch.fx.symbolic_trace(nn.Linear(1, 1)).code
+
+
+def test_code_is_written_when_it_is_wanted_and_is_that_of_the_last_graph():
+    module = torch.fx.symbolic_trace(lambda x: torch.relu(x))
+    before = module.code
+    with _torch.code_when_called():
+        (called,) = module.graph.find_nodes(op="call_function", target=torch.relu)
+        called.target = torch.neg
+        module.recompile()
+        assert module.code == before
+    assert torch.equal(module(torch.tensor([2.0])), torch.tensor([-2.0]))
+    assert "torch.neg" in module.code
+
+
+def test_the_signature_of_a_forward_is_that_of_its_code():
+    with _torch.code_when_called():
+        module = torch.fx.symbolic_trace(nn.Bilinear(2, 2, 2))
+        assert list(inspect.signature(module.forward).parameters) == ["input1", "input2"]
