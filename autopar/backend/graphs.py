@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from autopar import _torch
 from autopar.backend.comparing import check_alike, check_calls
 from autopar.backend.lifting import lift, place_of
 from autopar.backend.plans import local_graph, plan_of, prepare, stand_in
 from autopar.backend.recurrence import Recurrence
 from autopar.backend.running import LocalGraph, WholeGraph
 from autopar.backend.summary import summary
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.ir import Graph, Plan
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.compiled import Executor
@@ -53,9 +54,10 @@ class SplitGraph:
         self._recurrence = Recurrence()
         self._whole = WholeGraph(module, world)
         self._has_warned = False
+        self._with_offsets = _reads_memory(module)
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        key = tuple(map(_kind, arguments))
+        key = key_of(arguments, with_offsets=self._with_offsets)
         run = self._runs.pop(key, None)
         if run is None and not self._recurrence.pays(key):
             self._warn_of_sizes()
@@ -65,6 +67,8 @@ class SplitGraph:
             check_calls(self._comparison, self._module.graph, named, place_of(self._module))
             check_alike(self._world, named)
             run = self._made(arguments)
+            self._with_offsets = self._with_offsets or _share_storage(arguments)
+            key = key_of(arguments, with_offsets=self._with_offsets)
         self._runs[key] = run  # last: what was used longest ago is let go first
         if len(self._runs) > KEPT_PROGRAMS:
             del self._runs[next(iter(self._runs))]
@@ -73,6 +77,7 @@ class SplitGraph:
     def _made(self, arguments: Sequence[Any]) -> Run:
         start = time.perf_counter()
         try:
+            self._refuse_offsets(arguments)
             sharded = {i: x for i, x in enumerate(arguments) if isinstance(x, DTensor)}
             given = [stand_in(x) if i in sharded else x for i, x in enumerate(arguments)]
             lifted = lift(self._module, self._names, given, frozenset(sharded))
@@ -85,6 +90,17 @@ class SplitGraph:
             return self._whole
         self._tell(prepared.analysis.graph, plan, local, time.perf_counter() - start)
         return LocalGraph(lifted, prepared.captured, local, self._world, self._executor, arguments)
+
+    def _refuse_offsets(self, arguments: Sequence[Any]) -> None:
+        """Raises CaptureError where a graph counts elements of a storage that a view begins later."""
+        if _reads_memory(self._module) and any(
+            isinstance(x, Tensor) and not isinstance(x, DTensor) and x.storage_offset()
+            for x in arguments
+        ):
+            raise CaptureError(
+                "It reads memory by strides (as_strided), and an argument is a view that does not begin its storage; "
+                f"take slices, or give a clone.{place_of(self._module)}"
+            )
 
     def _tell(self, graph: Graph, plan: Plan, local: fx.GraphModule, seconds: float) -> None:
         if self._world.rank == 0:
@@ -111,10 +127,44 @@ class SplitGraph:
             )
 
 
-def _kind(x: Any) -> Any:
-    """The properties of an argument that a plan depends on: the value of a number; of a tensor what its graph uses."""
+def key_of(arguments: Sequence[Any], *, with_offsets: bool = False) -> tuple[Any, ...]:
+    """The properties of arguments that a plan depends on.
+
+    Args:
+        arguments: the arguments of a graph.
+        with_offsets: whether the graph depends on where tensors begin in their storages.
+
+    >>> import torch
+    >>> data = torch.zeros(16, 4)
+    >>> key_of([data[:8]]) == key_of([data[8:]]) != key_of([data[8:12]])
+    True
+    """
+    return tuple(_kind(x, with_offsets) for x in arguments)
+
+
+def _kind(x: Any, with_offsets: bool) -> Any:
+    """The value of a number; the geometry and the type of a tensor."""
     if not isinstance(x, Tensor):
         return x
     if isinstance(x, DTensor):
         return tuple(x.shape), x.placements, x.dtype, x.device, x.requires_grad
-    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
+    offset = x.storage_offset() if with_offsets else None
+    return tuple(x.shape), x.stride(), offset, x.dtype, x.device, x.requires_grad
+
+
+def _reads_memory(module: fx.GraphModule) -> bool:
+    """Whether a graph counts elements from the beginning of a storage, as as_strided does."""
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    names = (getattr(target, "__name__", str(target)) for target in targets)
+    return any(name in ("as_strided", "as_strided_", "storage_offset", "set_") for name in names)
+
+
+def _share_storage(arguments: Sequence[Any]) -> bool:
+    """Whether two arguments are views of one storage."""
+    found = [
+        _torch.storage_reference(x).cdata
+        for x in arguments
+        if isinstance(x, Tensor) and not isinstance(x, DTensor)
+    ]
+    return len(set(found)) < len(found)

@@ -40,7 +40,8 @@ class ReturnedView:
 
     Attributes:
         argument: position of that argument.
-        shape, stride, offset: geometry of the view, in elements.
+        shape, stride: geometry of the view, in elements.
+        offset: first element of the view, counted from the argument's first.
         is_argument: whether it is the argument itself.
         needs_grad: whether a gradient flows back.
     """
@@ -57,7 +58,7 @@ class ReturnedView:
         base = whole_parameter(arguments[self.argument])
         if self.is_argument:
             return base
-        view = base.as_strided(self.shape, self.stride, self.offset)
+        view = base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
         return view if self.needs_grad else view.detach()
 
 
@@ -231,9 +232,8 @@ def _result(x: Any, arguments: Sequence[Any]) -> Any:
             if x.dtype != argument.dtype:
                 raise CaptureError("A result is an argument's memory in another number format.")
             shape, stride = tuple(x.shape), tuple(x.stride())
-            return ReturnedView(
-                i, shape, stride, int(x.storage_offset()), x is argument, x.requires_grad
-            )
+            offset = int(x.storage_offset()) - int(argument.storage_offset())
+            return ReturnedView(i, shape, stride, offset, x is argument, x.requires_grad)
     return None
 
 

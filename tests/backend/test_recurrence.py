@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.backend.graphs import key_of
 from autopar.backend.recurrence import CALLS_PER_PLAN, PLANNED_AT_ONCE, Recurrence
 
 
-def planned(sizes: list[int]) -> list[int]:
+def planned(sizes: Sequence[Any]) -> list[Any]:
     """The sizes of a run that are planned for, in order; what has a plan is not asked for again."""
-    recurrence, found = Recurrence(), []
+    recurrence, found = Recurrence(), list[Any]()
     for size in sizes:
         if size not in found and recurrence.pays(size):
             found.append(size)
@@ -22,6 +29,39 @@ def test_a_few_sizes_are_planned_when_they_come() -> None:
 
 def test_sizes_that_never_recur_are_not_planned_for_ever() -> None:
     assert planned(list(range(5000))) == list(range(PLANNED_AT_ONCE))
+
+
+def test_batches_of_one_data_set_have_one_plan() -> None:
+    data = torch.zeros(83, 4)
+    batches = [data[i : i + 8] for i in range(0, 83, 8)]
+    assert planned([key_of([x]) for x in batches]) == [key_of([batches[0]]), key_of([batches[-1]])]
+
+
+def views_of(x: Tensor) -> tuple[Tensor, ...]:
+    return x[1:], x.sum()
+
+
+def first_of_storage(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.as_strided((2,), (1,), 0) * 2,)
+
+
+def joined(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return y[1:], x + y
+
+
+@pytest.mark.parametrize("function", [views_of, first_of_storage, joined])
+def test_views_of_one_storage_give_their_own_elements(function: Callable[..., Any]) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="autopar")
+    data = torch.arange(40.0)
+    count = function.__code__.co_argcount
+    for start in (0, 8, 24, 16):
+        parts = [data[start + 5 * i * i : start + 5 * i * i + 4] for i in range(count)]
+        for found, expected in zip(compiled(*parts), function(*parts), strict=True):
+            assert torch.equal(found, expected)
+    parts = [data[start : start + 4] for start in (20, 0)][:count]
+    for found, expected in zip(compiled(*parts), function(*parts), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_a_later_size_is_planned_when_it_has_recurred() -> None:
