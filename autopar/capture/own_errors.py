@@ -1,14 +1,15 @@
 """Errors of the model itself: a wrong shape or dtype, a misspelt attribute, a check of the user's that fails.
 
 Tracing meets them first, and would report a model that cannot be captured. So the model is run once more without a
-trace, on tensors without values. Where it fails there in a call of torch, that call alone is repeated on zeros of the
-same shapes: if it fails too, the model would have failed on one device, with this very error.
+trace, on tensors without values. Where it fails there because a call of torch failed, that call alone is repeated on
+zeros of the same shapes: if it fails too, the model would have failed on one device, with this very error.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +36,26 @@ def own_error(
         wrapper: the model with its loss, in its attribute `model`.
         args, kwargs: arguments of the wrapper.
     """
-    calls = _FailedCall()
+    calls = _FailedCalls()
     try:
         with _torch.without_values(wrapper, args, kwargs) as (given, named), torch.no_grad(), calls:
             wrapper(*given, **named)
     except AutoparError:
         return None
     except Exception as error:
-        found = calls.repeated() if calls.failed is not None else _raised_by_model(error)
+        found = calls.on_one_device(error)
         if found is not None:
             found.add_note(_place(error, wrapper))
         return found
     return None
 
 
-class _FailedCall(TorchFunctionMode):
-    """Remembers the call of torch that failed."""
+class _FailedCalls(TorchFunctionMode):
+    """Remembers the calls of torch that failed, also those whose errors the model has caught."""
 
-    failed: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._failed: list[tuple[Exception, Callable[[], object]]] = []
 
     def __torch_function__(
         self,
@@ -63,24 +66,37 @@ class _FailedCall(TorchFunctionMode):
     ) -> Any:
         try:
             return func(*args, **(kwargs or {}))
-        except Exception:
-            self.failed = self.failed or (func, args, kwargs or {})
+        except Exception as error:
+            self._failed.append((error, partial(_repeated, func, args, kwargs or {})))
             raise
 
-    def repeated(self) -> Exception | None:
-        """The error of the failed call on zeros; None if it does not fail there, or would take much memory."""
-        assert self.failed is not None, "a call has failed"
-        function, args, kwargs = self.failed
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if sum(x.numel() for x in tensors) > _MOST_ELEMENTS:
-            return None
-        args, kwargs = pytree.tree_map_only(Tensor, _zeros, (args, kwargs))
+    def on_one_device(self, error: Exception) -> Exception | None:
+        """The error that the model raises on one device in the place of this one; None if it raises none there."""
+        behind = list(_causes(error))
+        call = next((call for failed, call in self._failed if failed in behind), None)
+        if call is None:
+            return _raised_by_model(error)
         try:
-            with torch.no_grad():
-                function(*args, **kwargs)
-        except Exception as error:
-            return error
+            call()
+        except Exception as again:
+            return again if any(failed is error for failed, _ in self._failed) else error
         return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those in whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _repeated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Makes a call on zeros, unless they would take much memory."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if sum(x.numel() for x in tensors) <= _MOST_ELEMENTS:
+        args, kwargs = pytree.tree_map_only(Tensor, _zeros, (args, kwargs))
+        with torch.no_grad():
+            function(*args, **kwargs)
 
 
 def _zeros(x: Tensor) -> Tensor:

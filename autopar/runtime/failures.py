@@ -214,11 +214,15 @@ class _Reports:
 
 @contextlib.contextmanager
 def _finishing() -> Iterator[list[int]]:
-    """Inside it SIGTERM and SIGINT wait until the report is written, and then take effect; yields those that wait."""
+    """Inside it SIGTERM and SIGINT wait until the report is written, and then take effect; yields those that wait.
+
+    A handler that was not installed from Python stays, since Python could not bring it back.
+    """
     received: list[int] = []
     before: dict[signal.Signals, Any] = {}
     for each in (signal.SIGTERM, signal.SIGINT):
-        before[each] = signal.signal(each, lambda number, _: received.append(number))
+        if signal.getsignal(each) is not None:
+            before[each] = signal.signal(each, lambda number, _: received.append(number))
     try:
         yield received
     finally:

@@ -52,6 +52,21 @@ def outside(net: Net, x: Tensor) -> Tensor:
     return x.transpose(0, 2)
 
 
+def recovering(net: Net, x: Tensor) -> Tensor:
+    try:
+        x = x @ x
+    except RuntimeError:
+        x = x + 1
+    return net.norm(x)
+
+
+def translating(net: Net, x: Tensor) -> Tensor:
+    try:
+        return x @ x
+    except RuntimeError as error:
+        raise ValueError("x is not square") from error
+
+
 FAULTS = [
     (wide, "net.up(x)", "up, Linear(in_features=4, out_features=6, bias=True), which is given [2, 3] float32"),
     (normed, "net.norm(x)", "norm, LayerNorm((5,), eps=1e-05"),
@@ -59,6 +74,8 @@ FAULTS = [
     (misspelt, "net.upp(x)", ""),
     (checked, "raise ValueError", ""),
     (outside, "x.transpose(0, 2)", ""),
+    (recovering, "net.norm(x)", "norm, LayerNorm((5,), eps=1e-05"),
+    (translating, "raise ValueError", ""),
 ]  # fmt: skip
 
 

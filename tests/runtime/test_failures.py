@@ -125,6 +125,18 @@ def test_the_file_holds_the_text_of_the_screen(
     assert message.startswith("ValueError: wrong\n  where:  here\n  all frames: ")
 
 
+def test_a_handler_that_python_did_not_install_stays(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python knows such a handler as None, and cannot install it again."""
+    failures.show_failures()
+    replaced: list[object] = []
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: replaced.append(handler))
+    sys.excepthook(ValueError, ValueError("wrong"), None)
+    assert replaced == [] and "ValueError: wrong" in error_file.read_text()
+
+
 def test_a_long_message_is_cut_to_a_screen() -> None:
     (text,) = failures.screen(ValueError("\n".join(str(i) * 300 for i in range(100))))
     lines = text.splitlines()
