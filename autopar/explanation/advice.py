@@ -276,7 +276,9 @@ class Question:
                 str(answer.plan.world_mesh),
                 *(str(p.plan.world_mesh) for p in found.others),
             }
-            rows = compared(explored.settings, priced, self.bound_bytes)
+            rows = compared(
+                explored.settings, priced, self.bound_bytes, chosen_seconds=answer.step_seconds
+            )
             unsearched = {
                 each.setting.name
                 for each in explored.settings

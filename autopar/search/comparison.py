@@ -25,10 +25,12 @@ def compared(
     chosen: PricedCandidate | None,
     bound_bytes: float,
     count: int = 12,
+    chosen_seconds: float | None = None,
 ) -> tuple[Candidate, ...]:
     """The chosen setting, the next best of every mesh and recipe, and why they lose.
 
-    The last few are those that would be faster, had a rank more memory.
+    The last few are those that would be faster, had a rank more memory. Percentages are relative to `chosen_seconds`,
+    the price of the chosen setting's plan; by default to its closed form.
     """
     best = _best_of_every_kind(priced, bound_bytes)
     fitting = [each for each in best if each.memory_bytes <= bound_bytes]
@@ -40,7 +42,7 @@ def compared(
     return tuple(
         replace(
             each.candidate(bound_bytes), chosen=each is chosen,
-            why_not=why_not(each, chosen, bound_bytes),
+            why_not=why_not(each, chosen, bound_bytes, chosen_seconds),
         )
         for each in listed
     )  # fmt: skip
@@ -57,7 +59,12 @@ def _best_of_every_kind(
     return list(kept.values())
 
 
-def why_not(each: PricedCandidate, chosen: PricedCandidate | None, bound_bytes: float) -> str:
+def why_not(
+    each: PricedCandidate,
+    chosen: PricedCandidate | None,
+    bound_bytes: float,
+    chosen_seconds: float | None = None,
+) -> str:
     """What a setting loses by against the chosen one, in words; "" for the chosen one."""
     if each is chosen:
         return ""
@@ -65,13 +72,13 @@ def why_not(each: PricedCandidate, chosen: PricedCandidate | None, bound_bytes: 
     if each.memory_bytes > bound_bytes:
         words.append(f"{(each.memory_bytes - bound_bytes) / 1e9:.1f} GB too much")
     if chosen is not None:
-        words.append(_against(each, chosen))
+        words.append(_against(each, chosen, chosen_seconds or chosen.seconds))
     return "; ".join(words)
 
 
-def _against(each: PricedCandidate, chosen: PricedCandidate) -> str:
+def _against(each: PricedCandidate, chosen: PricedCandidate, chosen_seconds: float) -> str:
     """`4.1 % slower: 120 ms more along tp, 30 ms less along dp`, by the parts that differ most."""
-    slower = each.seconds / chosen.seconds - 1
+    slower = each.seconds / chosen_seconds - 1
     if abs(slower) < 5e-5:
         return "as fast"
     words = f"{100 * abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"

@@ -1,6 +1,7 @@
 """From a question to an answer that agrees with the row it came from."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -53,6 +54,14 @@ def test_no_recipe_of_the_closed_forms_is_faster_than_the_answer(question, answe
         for each in answer.candidates
         if each.fits
     )
+
+
+def test_percentages_compare_the_times_of_the_table(answer):
+    chosen = next(each for each in answer.candidates if each.chosen)
+    others = [each for each in answer.candidates if " % slower" in each.why_not]
+    said = [float(re.search(r"([\d.]+) % slower", each.why_not).group(1)) for each in others]
+    shown = [100 * (each.step_seconds / chosen.step_seconds - 1) for each in others]
+    assert len(others) > 3 and said == pytest.approx(shown, abs=0.051)
 
 
 @pytest.mark.parametrize("recipe", ["zero1", "zero3", "tp+sp", "dp:zero2,tp:tp", "fsdp"])
