@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint slow bench clean
+.PHONY: help env demo test lint slow bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,10 @@ bench: $(STAMP)  ## run the benchmarks, one after the other
 	@set -e; for script in $(sort $(wildcard benchmarks/speed/bench_*.py)); do \
 		echo "$$script"; $(BIN)/python "$$script"; \
 	done
+
+docs: $(STAMP)  ## build the site into build/site, and fail on a broken link
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:  ## remove what was built and cached; the environment and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
