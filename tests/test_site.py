@@ -1,0 +1,56 @@
+"""The pages of docs/: every one is in the site's navigation, links lead somewhere, and the first script runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r": (\w+\.md)$", navigation, re.M)
+    assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[\s-]+", "-", words) for words in plain}
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.stem
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)\s#]*)(?:#([\w-]+))?\)", page.read_text())
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
+    missing = [str(target) for target, _ in targets if not target.exists()]
+    lost = [
+        f"{target}#{anchor}" for target, anchor in targets
+        if anchor and target.exists() and anchor not in _anchors(target)
+    ]  # fmt: skip
+    assert not missing and not lost
+
+
+def test_the_script_of_the_first_page_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    script = re.search(r"```python\n# train.py\n(.*?)```", (DOCS / "start.md").read_text(), re.S)
+    assert script is not None
+    exec(script.group(1), {})
+    printed = float(capsys.readouterr().out)
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(20):
+        inputs, labels = torch.randn(32, 64), torch.randint(8, (32,))
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert printed == pytest.approx(loss.item(), abs=2e-5)
