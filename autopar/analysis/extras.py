@@ -17,12 +17,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.analysis.objective import Objective, PartFinder, objective_in
+from autopar.analysis.objective import BatchCapture, Objective, objective_in
+from autopar.analysis.parts import PartFinder, batch_factors, places_of
 from autopar.capture.captured import Captured
-from autopar.capture.remedies import traced_line
 from autopar.capture.results import extra_names
 from autopar.errors import StepError
 from autopar.ir import Graph
+
+_SINGLE_ROW = "each of them has a single row, so that its rows cannot be told from its dims"
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,24 @@ class Extra:
     obstacle: str = ""
 
 
-def extras_of(captured: Captured, graph: Graph) -> tuple[Extra, ...]:
-    """The extra results of a captured step, in the order of its outputs; none of a forward."""
-    outputs = graph.outputs[len(captured.mutated) : -1]
-    if not captured.is_step or not outputs:
+def extras_of(part: Captured, graph: Graph, batch: BatchCapture) -> tuple[Extra, ...]:
+    """The extra results of a captured step, in the order of its outputs; none of a forward.
+
+    Args:
+        part: the step as captured for a micro-batch.
+        graph: the analysis of that capture.
+        batch: the step as captured for the batch.
+    """
+    outputs = graph.outputs[len(part.mutated) : -1]
+    if not part.is_step or not outputs:
         return ()
-    finder = PartFinder(captured, graph)
+    finder = PartFinder(batch.captured, batch.graph, part)
+    if not finder.counts.is_alike:
+        return tuple(Extra(name, obstacle=finder.obstacle("")) for name in _tensor_names(part))
+    wholes = batch.graph.outputs[len(part.mutated) : -1]
     return tuple(
-        _extra(captured, finder, name, tensor)
-        for name, tensor in zip(_tensor_names(captured), outputs, strict=True)
+        _extra(part, finder, name, whole, _rows_in(graph, own))
+        for name, whole, own in zip(_tensor_names(part), wholes, outputs, strict=True)
     )
 
 
@@ -88,42 +99,26 @@ def _tensor_names(captured: Captured) -> Iterator[str]:
             yield name
 
 
-def _extra(captured: Captured, finder: PartFinder, name: str, tensor: str) -> Extra:
-    part = finder.part(tensor)
-    if finder.rows == 1 and part.kind != "same":
-        return Extra(
-            name,
-            obstacle="each of them has a single row, so that its rows cannot be told from its dims",
-        )
-    if part.kind == "same":
+def _extra(part: Captured, finder: PartFinder, name: str, tensor: str, rows: Rows | None) -> Extra:
+    """An extra result.
+
+    Args:
+        part: the step as captured for a micro-batch.
+        finder: the parts of the step.
+        name: place of the result in what the user returned.
+        tensor: name of the tensor in the capture of the batch.
+        rows: place of the batch in the tensor of a micro-batch; None where it has none.
+    """
+    found = finder.part(tensor)
+    if found.kind == "same" and found.power == 0:
         return Extra(name)
-    if part.kind == "rows":
-        return Extra(name, rows=_rows_in(finder, tensor))
-    objective = objective_in(captured, finder, part)
-    if objective.is_known:
-        return Extra(name, objective=objective)
-    return Extra(name, obstacle=_obstacle(captured, finder, tensor))
+    if found.kind == "rows" and found.power == 0:
+        return Extra(name, rows=rows, obstacle="" if rows else _SINGLE_ROW)
+    objective = objective_in(part, finder, tensor)
+    return Extra(name, objective=objective, obstacle=objective.obstacle)
 
 
-def _rows_in(finder: PartFinder, tensor: str) -> Rows:
-    places = [
-        Rows(dim, i)
-        for dim, factors in enumerate(finder.graph.tensors[tensor].factors)
-        for i, factor in enumerate(factors)
-        if factor in finder.batch
-    ]
-    assert len(places) == 1, f"the rows of {tensor} run along one dim"
-    return places[0]
-
-
-def _obstacle(captured: Captured, finder: PartFinder, tensor: str) -> str:
-    """The first op on the way to a tensor whose result the micro-batches do not give, with its line."""
-    made_by = {name: op for op in finder.graph.ops for name in op.results}
-    found, waiting = "", [tensor]
-    while waiting:
-        op = made_by.get(waiting.pop())
-        if op is None:
-            continue
-        found = f"{op.kind.removeprefix('aten.')} ({traced_line(finder.nodes[op.name])})"
-        waiting = [x for x in op.operands if finder.part(x).kind in ("unknown", "function")][:1]
-    return f"{found} is neither a row for every sample nor a sum, mean or ratio over them"
+def _rows_in(graph: Graph, tensor: str) -> Rows | None:
+    """The place of the batch in a tensor; None where it is split off no dim, as that of a single row."""
+    places = places_of(graph.tensors[tensor].factors, batch_factors(graph))
+    return Rows(*places[0]) if len(places) == 1 else None

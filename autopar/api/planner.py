@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from autopar.pipeline.composed import composed
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
     Prepared,
+    are_given_by_micro_batches,
     has_same_ops,
     make_plan,
     plan_again,
@@ -51,6 +51,7 @@ from autopar.runtime.processes import (
     make_world,
     world_size,
 )
+from autopar.runtime.together import warn_together
 from autopar.runtime.world import World, set_timeout
 from autopar.search.notes import axis_lines
 from autopar.search.request import Request
@@ -112,8 +113,8 @@ class Planner:
     ) -> Programs:
         """Captures and plans a step or a forward.
 
-        An open number of micro-batches is found for the whole batch. The model is captured again only where
-        that number is not 1, and the plan is kept.
+        An open number of micro-batches is found for the whole batch. Where the number is not 1, the model is captured
+        for a micro-batch and for the batch, which shows what of the step counts rows (`autopar.analysis.row_counts`).
 
         Args:
             model: the user's model.
@@ -123,27 +124,32 @@ class Planner:
             fixed: where parameters already lie; None for the first program.
             numbers: where numbers stand that are to be inputs if they can be.
         """
-        prepare = partial(self._prepare, model, is_step=is_step, numbers=numbers)
-        if micro_batches is None and fixed is not None:
-            micro_batches = self._best_count(model, stand_ins)
-        count = micro_batches or 1
-        with stand_ins(count) as (args, kwargs):
-            prepared = prepare(args, kwargs)
-            plan = agreed(lambda: self._chosen(prepared, micro_batches, fixed, is_step))
-            if not is_step or micro_batches is not None or plan.micro_batches == count:
-                return self._programs(prepared, plan, is_step)
-        with stand_ins(plan.micro_batches) as (args, kwargs):
-            smaller = prepare(args, kwargs)
-            plan = agreed(lambda: self._for_micro_batch(plan, smaller))
-            return self._programs(smaller, plan, is_step)
 
-    def _best_count(self, model: nn.Module, stand_ins: StandIns) -> int:
-        """The best number of micro-batches of a step that comes after a forward."""
+        def captured(count: int) -> Prepared:
+            with stand_ins(count) as (args, kwargs):
+                return self._prepare(model, args, kwargs, is_step=is_step, numbers=numbers)
+
+        if micro_batches is None and fixed is not None:
+            micro_batches = self._best_count(captured)
+        count = micro_batches or 1
+        prepared = captured(count)
+        batch = captured(1) if count > 1 else prepared
+        plan = agreed(lambda: self._chosen(prepared, micro_batches, fixed, is_step))
+        if is_step and micro_batches is None and plan.micro_batches > 1:
+            part = captured(plan.micro_batches)
+            if are_given_by_micro_batches(part, batch):
+                prepared, plan = part, agreed(lambda: self._for_micro_batch(plan, part))
+            else:
+                plan = agreed(lambda: self._search(batch, 1, captured=1))
+        return self._programs(prepared, plan, batch)
+
+    def _best_count(self, captured: Callable[[int], Prepared]) -> int:
+        """The best number of micro-batches of a step that comes after a forward; 1 where these change its results."""
         if self._mesh is not None and PIPELINE_AXIS not in self._mesh.names:
             return 1
-        with stand_ins(1) as (args, kwargs):
-            prepared = self._prepare(model, args, kwargs, is_step=True)
-            return agreed(lambda: self._search(prepared, None, captured=1)).micro_batches
+        batch = captured(1)
+        count = agreed(lambda: self._search(batch, None, captured=1)).micro_batches
+        return count if count == 1 or are_given_by_micro_batches(captured(count), batch) else 1
 
     def _prepare(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_step: bool,
@@ -193,10 +199,13 @@ class Planner:
         shapes = prepared.analysis.graph.edge_shapes
         return replace(plan, fingerprint=prepared.captured.fingerprint, shapes=shapes)
 
-    def _programs(self, prepared: Prepared, plan: Plan, is_step: bool) -> Programs:
+    def _programs(self, prepared: Prepared, plan: Plan, batch: Prepared) -> Programs:
+        is_step = prepared.captured.is_step
         if is_step and plan.pipeline is not None:
             check_micro_batches(plan.pipeline, plan.micro_batches)
-        program = build_program(prepared.captured, prepared.analysis, plan)
+        program = build_program(prepared.captured, prepared.analysis, plan, batch.whole)
+        if is_step and not program.objective.is_known:
+            warn_of_loss(program.objective.obstacle, plan.micro_batches)
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
             self._first, self._mesh = prepared, plan.world_mesh
@@ -204,7 +213,7 @@ class Planner:
         if all(plan.ops != made.ops for made in self._made[is_step]):
             self._made[is_step].append(plan)
         captured = prepared.captured
-        return Programs(program, stages, captured.guards, captured.writes, captured.numbers)
+        return Programs(program, stages, captured.guards, batch.captured.writes, captured.numbers)
 
     def _announce(self, plan: Plan) -> None:
         """One line on the first rank: what was chosen, and what it is predicted to take."""
@@ -375,6 +384,15 @@ def warn_of_idle_axes(plan: Plan) -> None:
             f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
             stacklevel=2,
         )
+
+
+def warn_of_loss(obstacle: str, micro_batches: int) -> None:
+    """Warns of a loss of which micro-batches give another value than the batch, and says because of which op."""
+    warn_together(
+        f"In {micro_batches} micro-batches the loss is the mean of theirs, and so are its gradients, which may not be "
+        f"those of the whole batch: {obstacle}. micro_batches=1 gives the loss of the whole batch.",
+        stacklevel=2,
+    )
 
 
 def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.analysis.extras import extras_of
 from autopar.analysis.factors import Analysis, analyze
-from autopar.analysis.objective import objective_of
+from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.guards import Place
@@ -47,6 +47,11 @@ class Prepared:
 
     captured: Captured
     analysis: Analysis
+
+    @property
+    def whole(self) -> BatchCapture:
+        """The capture as that of a whole batch, with which one of a micro-batch is compared."""
+        return BatchCapture(self.captured, self.analysis.graph)
 
 
 def prepare_step(
@@ -197,8 +202,20 @@ def _is_changed_by_micro_batches(prepared: Prepared) -> bool:
     captured, graph = prepared.captured, prepared.analysis.graph
     if not captured.is_step or captured_batch(graph) <= 1:
         return False
-    is_known = objective_of(captured, graph).is_known
-    return not is_known or any(each.obstacle for each in extras_of(captured, graph))
+    return not are_given_by_micro_batches(prepared, prepared)
+
+
+def are_given_by_micro_batches(prepared: Prepared, batch: Prepared) -> bool:
+    """Whether the results of a step over a batch come from those of its micro-batches.
+
+    Args:
+        prepared: the step at the size of a micro-batch; with the batch itself, every number is taken for one that
+            counts no rows.
+        batch: the step at the size of the batch.
+    """
+    captured, whole = prepared.captured, batch.whole
+    extras = extras_of(captured, prepared.analysis.graph, whole)
+    return objective_of(captured, whole).is_known and not any(each.obstacle for each in extras)
 
 
 def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:

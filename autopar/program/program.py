@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from autopar._torch import pytree
 from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
 from autopar.analysis.factors import Analysis, output_nodes
-from autopar.analysis.objective import Objective, objective_of
+from autopar.analysis.objective import BatchCapture, Objective, objective_of
 from autopar.capture.captured import Captured
 from autopar.errors import PlanError
 from autopar.ir import (
@@ -145,10 +145,20 @@ class Program:
         return self.plan.parameters[name]
 
 
-def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program:
-    """Carries out a plan. Raises PlanError where it is of another model, or was tampered with.
+def build_program(
+    captured: Captured, analysis: Analysis, plan: Plan, batch: BatchCapture | None = None
+) -> Program:
+    """Carries out a plan.
 
-    Raises StepError for an extra result of the step that the plan's micro-batches do not give.
+    Args:
+        captured: the captured model, at the size of a micro-batch.
+        analysis: the analysis of the capture.
+        plan: the plan that is carried out.
+        batch: the same step as captured for the whole batch, which shows what counts its rows; None for a plan of one
+            micro-batch. Without it, no number of a step in several micro-batches is taken to count rows.
+
+    Raises PlanError where the plan is of another model, or was tampered with. Raises StepError for an extra result of
+    the step that the plan's micro-batches do not give.
     """
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
@@ -165,11 +175,12 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         found = spec(node, name, plan.parameters[name].resident)
         return replace(found, reduced=captured.gradient_dtype(name, found.dtype))
 
-    extras = extras_of(captured, analysis.graph)
+    batch = batch or BatchCapture(captured, analysis.graph)
+    extras = extras_of(captured, analysis.graph, batch)
     refuse_split_extras(extras, plan.micro_batches)
     replicated = (R,) * len(plan.mesh.axes)
     parameters = captured.parameters.items()
-    outputs, literals = _outputs(captured, analysis, layouts)
+    outputs = _outputs(captured, analysis, layouts)
     return Program(
         module=module,
         plan=plan,
@@ -180,35 +191,35 @@ def build_program(captured: Captured, analysis: Analysis, plan: Plan) -> Program
         in_spec=captured.in_spec,
         literals=captured.literals,
         outputs=outputs,
-        out_spec=captured.out_spec,
-        out_literals=literals,
+        out_spec=batch.captured.out_spec,
+        out_literals=_out_literals(batch.captured),
         mutated=captured.mutated,
         tied=captured.tied,
         frozen=captured.frozen,
         is_step=captured.is_step,
         has_more=captured.has_more,
         recomputed=mark_blocks(module, analysis.graph, plan),
-        objective=_objective(captured, analysis, plan),
+        objective=objective_of(captured, batch) if plan.micro_batches > 1 else _MEAN,
         extras=extras,
     )
 
 
-def _objective(captured: Captured, analysis: Analysis, plan: Plan) -> Objective:
-    """The objective of the step; a single micro-batch is the batch, whatever its loss is."""
-    return objective_of(captured, analysis.graph) if plan.micro_batches > 1 else Objective()
-
-
 def _outputs(
     captured: Captured, analysis: Analysis, layouts: tuple[Layout, ...]
-) -> tuple[tuple[TensorSpec, ...], dict[int, Any]]:
+) -> tuple[TensorSpec, ...]:
+    """The outputs behind the new values of buffers, tensors only."""
     specs = []
     for node, layout in zip(output_nodes(captured.module), layouts, strict=True):
         tensor, value = analysis.graph.tensors[analysis.names[node.name][0]], node.meta["val"]
         specs.append(TensorSpec(node.name, tensor.dims, tuple(value.shape), value.dtype, layout))
+    return tuple(specs[len(captured.mutated) :])
+
+
+def _out_literals(captured: Captured) -> dict[int, Any]:
+    """The leaves of the result that are no tensor, by position."""
     output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
     own = list(output)[len(captured.mutated) :]
-    literals = {i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, fx.Node)}
-    return tuple(specs[len(captured.mutated) :]), literals
+    return {i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, fx.Node)}
 
 
 def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:

@@ -65,6 +65,7 @@ class Subject:
         loss_fn: the same as in `compile`.
         between: called with a copy of the model between two steps, or None.
         references: number of micro-batches -> results of a single device, once it was run.
+        wholes: number of micro-batches -> capture of the batch that they make, once it was made.
     """
 
     model: nn.Module
@@ -74,6 +75,7 @@ class Subject:
     loss_fn: LossFunction | None
     between: Between | None = None
     references: dict[int, Reference] = field(default_factory=dict, compare=False)
+    wholes: dict[int, Prepared] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -108,9 +110,21 @@ class Subject:
 
         Raises PlanError for another model's plan.
         """
+        count = plan.micro_batches
+        batch = self.whole(count).whole if count > 1 else None
         return self.compare_program(
-            build_program(self.prepared.captured, self.prepared.analysis, plan)
+            build_program(self.prepared.captured, self.prepared.analysis, plan, batch)
         )
+
+    def whole(self, count: int) -> Prepared:
+        """The step as captured for a batch of so many micro-batches, which is captured once."""
+        if count not in self.wholes:
+            ((args, kwargs),) = _together(self._batches(0, count))
+            self.wholes[count] = prepare_step(
+                self.model, args, kwargs, loss_fn=self.loss_fn,
+                precision=self.prepared.captured.precision,
+            )  # fmt: skip
+        return self.wholes[count]
 
     def compare_program(self, whole: Program) -> VerifyReport:
         """Compares the program of a plan likewise."""
@@ -186,8 +200,10 @@ class Subject:
     def _on_one_device(self, step: int, count: int) -> list[Batch]:
         """The batches of a step for the single device: the whole batch for a sum or a ratio, else its micro-batches."""
         batches = self._batches(step, count)
-        objective = objective_of(self.prepared.captured, self.prepared.analysis.graph)
-        return _together(batches) if objective.kind in ("sum", "ratio") and count > 1 else batches
+        if count == 1:
+            return batches
+        objective = objective_of(self.prepared.captured, self.whole(count).whole)
+        return _together(batches) if objective.kind in ("sum", "ratio") else batches
 
     def _batches(self, step: int, count: int) -> list[Batch]:
         """The micro-batches of a step: the rows of the example, each time in another order."""

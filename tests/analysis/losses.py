@@ -1,4 +1,4 @@
-"""Eight losses of a small language model, and three that no share can put together."""
+"""Losses of a small language model: eight, five that count rows, and five that no share can put together."""
 
 from __future__ import annotations
 
@@ -86,12 +86,51 @@ def two_ratios(y: Tensor, targets: Tensor) -> Tensor:
     return ratio(y, targets) + mean_of_squares(y, targets)
 
 
+def plus_rows(y: Tensor, targets: Tensor) -> Tensor:
+    return mean_of_squares(y, targets) + 0.1 * len(targets)
+
+
+def weighted_by_place(y: Tensor, targets: Tensor) -> Tensor:
+    """The first row of every micro-batch would have the weight of the first row of the batch."""
+    return (each(y, targets).sum(1) * torch.arange(len(targets))).sum()
+
+
+def by_root_of_rows(y: Tensor, targets: Tensor) -> Tensor:
+    return each(y, targets).sum() / len(targets) ** 0.5
+
+
+NO_SHARES = (spread, two_ratios, plus_rows, weighted_by_place, by_root_of_rows)
+
+
 def divided_by_rows(y: Tensor, targets: Tensor) -> Tensor:
-    """A mean by hand: a micro-batch divides by fewer rows, but a fixed number would look the same."""
     return each(y, targets).sum() / y.shape[0]
 
 
-NO_SHARES = (spread, two_ratios, divided_by_rows)
+def divided_by_a_tensor(y: Tensor, targets: Tensor) -> Tensor:
+    return each(y, targets).sum() / torch.tensor(float(len(targets)))
+
+
+def weights_of_rows(y: Tensor, targets: Tensor) -> Tensor:
+    weights = torch.full((len(targets),), 1 / len(targets))
+    return (each(y, targets).sum(1) * weights).sum()
+
+
+def times_rows(y: Tensor, targets: Tensor) -> Tensor:
+    return mean_of_squares(y, targets) * torch.full((), float(len(targets)))
+
+
+def divided_by_eight(y: Tensor, targets: Tensor) -> Tensor:
+    """A sum: the number is that of the rows, and does not change with them."""
+    return each(y, targets).sum() / ROWS
+
+
+COUNTING: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "divided by the number of rows": (divided_by_rows, "mean"),
+    "divided by a tensor of that number": (divided_by_a_tensor, "mean"),
+    "weights of one over that number": (weights_of_rows, "mean"),
+    "multiplied by that number": (times_rows, "sum"),
+    "divided by a constant that equals it": (divided_by_eight, "sum"),
+}
 
 
 def batch(loss: Callable[..., Tensor], seed: int = 0) -> tuple[Tensor, ...]:

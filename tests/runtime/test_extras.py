@@ -60,6 +60,9 @@ def loss_and_more(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict
         "early rows": [hidden, hidden.mean()],
         "scale": torch.linspace(0, 1, 3, dtype=torch.float64),
         "number": 3,
+        "rows": len(targets),
+        "elements": [targets.numel(), torch.tensor(targets.numel())],
+        "rows of ones": torch.ones(len(targets)).sum(),
         "nothing": None,
     }
 
@@ -226,6 +229,34 @@ def test_what_micro_batches_do_not_give_is_refused_by_name_and_op() -> None:
     ) as caught:
         made.step(*batch())
     assert "max (in the loss function) is neither a row for every sample" in str(caught.value)
+
+
+def places(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, _ = loss_and_more(out, targets)
+    return loss, {"places": torch.arange(len(targets))}
+
+
+def test_numbers_of_the_rows_are_refused_by_name() -> None:
+    """Every micro-batch would number its rows from 0."""
+    made = autopar.compile(Words(), loss_fn=places, micro_batches=2)
+    with pytest.raises(StepError, match=r"\['places'\] cannot be put together .* arange"):
+        made.step(*batch())
+
+
+class Counting(OwnLoss):
+    """Notes how many rows it has met."""
+
+    met = 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        self.met = len(tokens)
+        return super().forward(tokens, targets)
+
+
+def test_a_number_of_rows_that_a_forward_notes_is_that_of_the_batch() -> None:
+    made = autopar.compile(Counting(), micro_batches=2)
+    made.step(*batch())
+    assert made.met == ROWS
 
 
 def test_unasked_no_micro_batches_are_taken_that_would_not_give_it() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import autopar
-from tests.analysis.losses import LOSSES, Words, batch
+from tests.analysis.losses import COUNTING, LOSSES, Words, batch, each, plus_rows
 from tests.runtime.ranks import Ranks
 
+ALL = LOSSES | COUNTING
 pytestmark = pytest.mark.multiprocess
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -27,9 +30,9 @@ def words() -> Words:
 
 
 def on_a_rank(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Loss and gradient norm of every loss on this rank."""
+    """Every loss and the norm of its gradients on this rank."""
     found = {}
-    for name, (loss, _) in LOSSES.items():
+    for name, (loss, _) in ALL.items():
         made = autopar.compile(words(), loss_fn=loss, **options)
         value = made.step(*batch(loss)).item()
         found[name] = value, made.clip_grad_norm_(1e9).item()
@@ -38,7 +41,7 @@ def on_a_rank(options: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 def in_one_process() -> dict[str, tuple[float, float]]:
     found = {}
-    for name, (loss, _) in LOSSES.items():
+    for name, (loss, _) in ALL.items():
         model, (tokens, *targets) = words(), batch(loss)
         value = loss(model(tokens), *targets)
         value.backward()
@@ -48,12 +51,38 @@ def in_one_process() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_eight_losses_are_those_of_one_process(
-    way: str, two_ranks: Ranks, four_ranks: Ranks
-) -> None:
+def test_losses_are_those_of_one_process(way: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
     count, options = WAYS[way]
     ranks = two_ranks if count == 2 else four_ranks
     expected = in_one_process()
     for found in ranks.run(on_a_rank, options):
         for name, values in expected.items():
             assert found[name] == pytest.approx(values, rel=1e-9), name
+
+
+def test_a_loss_that_micro_batches_change_is_said_with_its_op() -> None:
+    made = autopar.compile(words(), loss_fn=plus_rows, micro_batches=2)
+    with pytest.warns(
+        UserWarning, match=r"In 2 micro-batches the loss is the mean .*: add \(in the loss"
+    ):
+        made.step(*batch(plus_rows))
+
+
+def divided_by(rows: list[float]) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(y: Tensor, targets: Tensor) -> Tensor:
+        return each(y, targets).sum() / rows[0]
+
+    return loss
+
+
+@pytest.mark.parametrize("numbers", [[8.0, 8.0], [5.0, 8.0], [8.0, 5.0, 8.0]])
+def test_a_number_that_equals_the_rows_is_a_number_whatever_came_before(
+    numbers: list[float],
+) -> None:
+    """It is built in at first, and an input of the program once it has changed."""
+    rows = [numbers[0]]
+    made = autopar.compile(words(), loss_fn=divided_by(rows), micro_batches=2)
+    for rows[0] in numbers:
+        found = made.step(*batch(plus_rows)).item()
+    tokens, targets = batch(plus_rows)
+    assert found == pytest.approx(divided_by([8.0])(words()(tokens), targets).item(), rel=1e-12)

@@ -1,0 +1,283 @@
+"""How every tensor of a step over a batch comes from the tensors of its micro-batches.
+
+The kinds follow from the choices that the rules give each op along the batch (docs/rules.md): what an op can do on
+rows separately, and whether its result is then a part (S) or an addend (P); and from the numbers of the step that
+count rows (`autopar.analysis.row_counts`). Over m micro-batches a tensor x of the batch is one of
+
+    same       x = x_i / m**k         of every micro-batch i: a parameter (k = 0), the number of rows (k = -1)
+    rows       x = cat(x_i) / m**k    logits (k = 0), a weight 1 / len(targets) for every row (k = 1)
+    total      x = sum(x_i) / m**k    a sum over rows (k = 0), a mean over them (k = 1)
+    ratio      x = n / d              a total by what is known before the step
+    function   x = f(totals)          of what is known before the step: labels and masks
+
+or unknown. The k of a tensor is its `power`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from autopar.analysis.row_counts import SIZES, RowCounts
+from autopar.capture.captured import Captured
+from autopar.capture.remedies import traced_line
+from autopar.ir import PARTIAL, Choice, Graph, Op
+from autopar.ops.nodes import bound_arguments, draws
+
+Kind = Literal["same", "rows", "total", "ratio", "function", "unknown"]
+
+_AVERAGES = ("aten.mean",)
+_MASKED_MEANS = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
+_EQUAL_ROWS = ("aten.expand", "aten.full", "aten.ones", "aten.zeros")
+_FILL = "fill_value"
+_KNOWN_BEFORE = ("total", "function")
+_MEAN_REDUCTION = 1  # value of a loss op's `reduction` argument (torch.nn._reduction)
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """How one tensor comes from the micro-batches' tensors.
+
+    Attributes:
+        kind: one of `Kind`.
+        power: exponent of the number of micro-batches that the tensor is divided by; of a ratio, that of its numerator.
+        denominator: name of the node that a ratio divides by; "" for other kinds.
+    """
+
+    kind: Kind
+    power: int = 0
+    denominator: str = ""
+
+
+UNKNOWN, _SAME = BatchPart("unknown"), BatchPart("same")
+_MEAN = BatchPart("total", 1)
+
+
+def batch_factors(graph: Graph) -> set[str]:
+    """Names of the factors that are the batch: the first of every input."""
+    factors = [graph.tensors[name].factors for name in graph.inputs.values()]
+    return {dims[0][0] for dims in factors if dims and dims[0]}
+
+
+def places_of(factors: Sequence[Sequence[str]], batch: Collection[str]) -> list[tuple[int, int]]:
+    """The places of the batch in a tensor: positions of a dim, and of a factor among those of the dim."""
+    return [(d, i) for d, names in enumerate(factors) for i, x in enumerate(names) if x in batch]
+
+
+class PartFinder:
+    """Goes through the ops of a step in order, and finds for every tensor how it comes from micro-batches.
+
+    Args:
+        captured: the step as captured for the batch.
+        graph: its analysis.
+        part: the step as captured for a micro-batch; the batch's own capture where no other is known, which takes
+            every number for one that counts no rows.
+
+    Attributes:
+        graph: the graph of the batch.
+        nodes: name -> node of the batch's capture.
+        counts: the numbers of the step that count rows.
+        batch: names of the factors that are the batch.
+    """
+
+    def __init__(self, captured: Captured, graph: Graph, part: Captured) -> None:
+        self.graph = graph
+        self.nodes = {node.name: node for node in captured.module.graph.nodes}
+        self.counts = RowCounts(captured, part)
+        self.batch = batch_factors(graph)
+        self._parts: dict[str, BatchPart] = {}
+        if self.counts.is_alike:
+            self._find()
+
+    def part(self, tensor: str) -> BatchPart:
+        """How micro-batches make up a tensor; a parameter or buffer is the same in all of them."""
+        return self._parts.get(tensor, _SAME) if self.counts.is_alike else UNKNOWN
+
+    def counts_rows(self, name: str) -> bool:
+        """Whether the op of a node has a number or an operand that counts rows, its totals aside."""
+        op = self.graph.by_name.get(name)
+        if op is None:
+            return False
+        powers = [self.part(x).power for x in op.operands if self.part(x).kind == "same"]
+        return any(powers) or bool(self._changed(op))
+
+    def obstacle(self, tensor: str) -> str:
+        """The first op on the way to a tensor whose result the micro-batches do not give, with its line."""
+        if not self.counts.is_alike:
+            return "the model runs other ops for a micro-batch than for the batch"
+        found, waiting = "a constant that counts rows", [tensor]
+        while waiting:
+            op = self.graph.producer.get(waiting.pop())
+            if op is None:
+                continue
+            found = f"{op.kind.removeprefix('aten.')} ({traced_line(self.nodes[op.name])})"
+            waiting = [x for x in op.operands if self.part(x).kind in ("unknown", "function")][:1]
+        return f"{found} is neither a row for every sample nor a sum, mean or ratio over them"
+
+    def _find(self) -> None:
+        for name, power in self.counts.constant_powers():
+            self._parts[name] = UNKNOWN if power is None else BatchPart("same", power)
+        for name in self.graph.inputs.values():
+            tensor = self.graph.tensors[name]
+            part = BatchPart("rows") if tensor.dims else _SAME
+            if tensor.dims and len(tensor.dims[0]) != 1:
+                part = UNKNOWN
+            self._parts[name] = self._of_right_shape(part, name, self.counts.shapes(name)[0])
+        for op in self.graph.ops:
+            shapes = self.counts.shapes(op.name)
+            for i, (name, part) in enumerate(zip(op.results, self._results(op), strict=True)):
+                is_visible = i < len(shapes)
+                self._parts[name] = (
+                    self._of_right_shape(part, name, shapes[i]) if is_visible else part
+                )
+
+    def _of_right_shape(self, part: BatchPart, name: str, own: tuple[int, ...]) -> BatchPart:
+        """The part, or unknown where the shape over a micro-batch is none of such a part of the batch.
+
+        Rows are parts of one factor; everything else has the same shape in the batch and a micro-batch.
+        """
+        tensor = self.graph.tensors[name]
+        expected = list(tensor.shape)
+        if part.kind == "rows":
+            places = places_of(tensor.factors, self.batch)
+            if len(places) != 1:
+                return UNKNOWN
+            expected[places[0][0]] //= self.counts.micro_batches
+        return part if tuple(expected) == own else UNKNOWN
+
+    # --- one op
+
+    def _results(self, op: Op) -> list[BatchPart]:
+        parts = [self.part(name) for name in op.operands]
+        kinds = {part.kind for part in parts}
+        if "unknown" in kinds:
+            return [UNKNOWN] * len(op.results)
+        if kinds <= {"same"}:
+            return [self._made(op, name, parts) for name in op.results]
+        if "rows" in kinds:
+            return self._of_rows(op, parts) if kinds <= {"rows", "same"} else self._none(op)
+        return [self._of_totals(op, parts)] * len(op.results)
+
+    @staticmethod
+    def _none(op: Op) -> list[BatchPart]:
+        return [UNKNOWN] * len(op.results)
+
+    def _made(self, op: Op, result: str, parts: list[BatchPart]) -> BatchPart:
+        """A tensor that no input went into: the same in every part, or equal rows in all."""
+        power = self._power(op, parts)
+        if power is None or draws(self.nodes[op.name]):
+            return UNKNOWN
+        has_rows = any(f in self.batch for dim in self.graph.tensors[result].factors for f in dim)
+        if not has_rows:
+            return BatchPart("same", power)
+        return BatchPart("rows", power) if op.kind in _EQUAL_ROWS else UNKNOWN
+
+    def _of_rows(self, op: Op, parts: list[BatchPart]) -> list[BatchPart]:
+        """An op whose operands are split along the batch, each row for itself."""
+        choice = next(
+            (c for c in op.choices if c.factor in self.batch and _takes_rows(c, parts)), None
+        )
+        power = self._power(op, parts)
+        if choice is None or power is None:
+            return self._none(op)
+        masked = self.masked_mean(op)
+        if masked == UNKNOWN and any(choice.label in each.labels for each in op.collectives):
+            return self._none(op)  # its parts need each other, as those of a batch norm do
+        total = BatchPart("total", power + (op.kind in _AVERAGES))
+        made = {
+            "S": BatchPart("rows", power),
+            "P": masked if masked != UNKNOWN else total,
+        }
+        return [made.get(state.kind, UNKNOWN) for state in choice.results]
+
+    def masked_mean(self, op: Op) -> BatchPart:
+        """The ratio that a masked mean is; unknown for any other op."""
+        is_masked = op.kind in _MASKED_MEANS and self._averages(op)
+        return BatchPart("ratio", 0, op.name) if is_masked else UNKNOWN
+
+    def _averages(self, op: Op) -> bool:
+        return bound_arguments(self.nodes[op.name]).get("reduction") == _MEAN_REDUCTION
+
+    def _of_totals(self, op: Op, parts: list[BatchPart]) -> BatchPart:
+        """An op on sums and means over the batch."""
+        totals = {part for part in parts if part.kind != "same"}
+        power = self._power(op, [p if p.kind == "same" else replace(p, power=0) for p in parts])
+        if op.kind == "aten.div" and len(parts) == 2 and self._divides(op, parts):
+            return BatchPart("ratio", parts[0].power, op.operands[1])
+        if power is None:
+            return UNKNOWN
+        if op.kind in ("aten.add", "aten.sub") and totals == {_MEAN}:
+            return _MEAN  # the mean of x_i + c is that of x_i, and c
+        if len(totals) == 1 and _linear(op, [part.kind != "same" for part in parts]):
+            (total,) = totals
+            return replace(total, power=total.power + power)
+        if power or any(self.graph.tensors[t].needs_grad for t in op.operands):
+            return UNKNOWN
+        return BatchPart("function") if all(t.kind in _KNOWN_BEFORE for t in totals) else UNKNOWN
+
+    def _divides(self, op: Op, parts: list[BatchPart]) -> bool:
+        """Whether a total is divided by what is known before a gradient is taken."""
+        over, under = parts
+        return (
+            over.kind == "total"
+            and under.kind in _KNOWN_BEFORE
+            and not self.graph.tensors[op.operands[1]].needs_grad
+            and not self._changed(op)
+        )
+
+    # --- powers of the number of micro-batches
+
+    def _power(self, op: Op, parts: Sequence[BatchPart]) -> int | None:
+        """The power that an op gives its results; None where its numbers or operands count rows in another way."""
+        own = self._power_of_numbers(op)
+        powers = [part.power for part in parts]
+        if own is None or not any(powers):
+            return own
+        sign = self._scaling(op)
+        if sign and len(parts) == 2:
+            return own + powers[0] + sign * powers[1]
+        (power, *others) = {power for power in powers if power}
+        is_one = not others and _linear(op, [bool(power) for power in powers])
+        return own + power if is_one else None
+
+    def _power_of_numbers(self, op: Op) -> int | None:
+        """The power that comes of the numbers among an op's arguments."""
+        power = 0
+        for name, (batch, part) in self._changed(op).items():
+            found = self.counts.power(batch, part)
+            sign = 1 if name == _FILL else self._scaling(op) if name == "other" else 0
+            if found is None or not sign:
+                return None
+            power += sign * found
+        return power
+
+    def _scaling(self, op: Op) -> int:
+        """1 for an op that multiplies its first operand by `other`, -1 for one that divides by it, else 0."""
+        if op.kind == "aten.mul":
+            return 1
+        rounds = bound_arguments(self.nodes[op.name]).get("rounding_mode")
+        return -1 if op.kind == "aten.div" and rounds is None else 0
+
+    def _changed(self, op: Op) -> dict[str, tuple[object, object]]:
+        """The arguments of an op that are other ones for a micro-batch, sizes aside."""
+        found = self.counts.changed(self.nodes[op.name])
+        return {name: pair for name, pair in found.items() if name not in SIZES}
+
+
+def _takes_rows(choice: Choice, parts: list[BatchPart]) -> bool:
+    """Whether a choice takes parts of what has rows, and the whole of what is the same everywhere."""
+    pairs = zip(choice.operands, parts, strict=True)
+    return all((state.kind == "S") == (part.kind == "rows") for state, part in pairs)
+
+
+def _linear(op: Op, is_addend: Sequence[bool]) -> bool:
+    """Whether an op passes some of its operands on as it would their addends."""
+    return any(
+        choice.label.startswith(PARTIAL)
+        and all(
+            (state.kind == "P") == is_part
+            for state, is_part in zip(choice.operands, is_addend, strict=True)
+        )
+        for choice in op.choices
+    )
