@@ -30,6 +30,7 @@ Kind = Literal["same", "rows", "total", "ratio", "function", "unknown"]
 _AVERAGES = ("aten.mean",)
 _MASKED_MEANS = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
 _EQUAL_ROWS = ("aten.expand", "aten.full", "aten.ones", "aten.zeros")
+_COPIES = ("aten.clone", "aten.detach", "aten.alias")
 _FILL = "fill_value"
 _KNOWN_BEFORE = ("total", "function")
 _MEAN_REDUCTION = 1  # value of a loss op's `reduction` argument (torch.nn._reduction)
@@ -238,8 +239,13 @@ class PartFinder:
         if sign and len(parts) == 2:
             return own + powers[0] + sign * powers[1]
         (power, *others) = {power for power in powers if power}
-        is_one = not others and _linear(op, [bool(power) for power in powers])
+        is_one = not others and (self._copies(op) or _linear(op, [bool(power) for power in powers]))
         return own + power if is_one else None
+
+    def _copies(self, op: Op) -> bool:
+        """Whether an op gives its operand again, or in a format of numbers that are not whole."""
+        value = self.nodes[op.name].meta["val"]
+        return op.kind in _COPIES or (op.kind == "aten._to_copy" and value.is_floating_point())
 
     def _power_of_numbers(self, op: Op) -> int | None:
         """The power that comes of the numbers among an op's arguments."""
