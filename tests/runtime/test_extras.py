@@ -62,7 +62,6 @@ def loss_and_more(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict
         "number": 3,
         "rows": len(targets),
         "elements": [targets.numel(), torch.tensor(targets.numel())],
-        "rows of ones": torch.ones(len(targets)).sum(),
         "nothing": None,
     }
 
@@ -236,10 +235,16 @@ def places(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, T
     return loss, {"places": torch.arange(len(targets))}
 
 
-def test_numbers_of_the_rows_are_refused_by_name() -> None:
-    """Every micro-batch would number its rows from 0."""
-    made = autopar.compile(Words(), loss_fn=places, micro_batches=2)
-    with pytest.raises(StepError, match=r"\['places'\] cannot be put together .* arange"):
+def a_row_for_rows(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, _ = loss_and_more(out, targets)
+    return loss, {"ones": torch.ones(len(targets)).sum()}
+
+
+@pytest.mark.parametrize(("loss", "op"), [(places, "arange"), (a_row_for_rows, "ones")])
+def test_what_is_made_of_the_number_of_rows_is_refused_by_name(loss: Any, op: str) -> None:
+    """Every micro-batch would number its rows from 0, or count its own ones."""
+    made = autopar.compile(Words(), loss_fn=loss, micro_batches=2)
+    with pytest.raises(StepError, match=rf"cannot be put together from 2 micro-batches: {op} \("):
         made.step(*batch())
 
 
