@@ -117,7 +117,7 @@ class CompiledModule(nn.Module):
             whole batch, too, whole on every rank, or with outputs="dtensor" split as the plan has them
             (docs/training.md). A mean over what a mask leaves is a mean over the
             whole batch; a loss that is neither a mean, a sum nor a ratio of sums over rows is the mean of the
-            micro-batches' losses.
+            micro-batches' losses, with a warning.
 
         Raises StepError where the ranks give other shapes or values, or none, and for an extra result that several
         micro-batches do not give; PeerError if another rank died or hangs.
