@@ -6,6 +6,7 @@ count rows (`autopar.analysis.row_counts`). Over m micro-batches a tensor x of t
 
     same       x = x_i / m**k         of every micro-batch i: a parameter (k = 0), the number of rows (k = -1)
     rows       x = cat(x_i) / m**k    logits (k = 0), a weight 1 / len(targets) for every row (k = 1)
+    places     x = 0, 1, ...          numbers of the rows: torch.arange(len(targets))
     total      x = sum(x_i) / m**k    a sum over rows (k = 0), a mean over them (k = 1)
     ratio      x = n / d              a total by what is known before the step
     function   x = f(totals)          of what is known before the step: labels and masks
@@ -25,12 +26,18 @@ from autopar.capture.remedies import traced_line
 from autopar.ir import PARTIAL, Choice, Graph, Op
 from autopar.ops.nodes import bound_arguments, draws
 
-Kind = Literal["same", "rows", "total", "ratio", "function", "unknown"]
+Kind = Literal["same", "rows", "places", "total", "ratio", "function", "unknown"]
 
 _AVERAGES = ("aten.mean",)
 _MASKED_MEANS = ("aten.cross_entropy_loss", "aten.nll_loss_nd")
-_EQUAL_ROWS = ("aten.expand", "aten.full", "aten.ones", "aten.zeros")
+_NEW = (
+    "aten.new_full",
+    "aten.new_ones",
+    "aten.new_zeros",
+)  # take the format of their operand alone
+_EQUAL_ROWS = ("aten.expand", "aten.full", "aten.ones", "aten.zeros", *_NEW)
 _COPIES = ("aten.clone", "aten.detach", "aten.alias")
+_MOVES = (*_COPIES, "aten.unsqueeze", "aten.squeeze", "aten.reshape", "aten.view")
 _FILL = "fill_value"
 _KNOWN_BEFORE = ("total", "function")
 _MEAN_REDUCTION = 1  # value of a loss op's `reduction` argument (torch.nn._reduction)
@@ -51,7 +58,7 @@ class BatchPart:
     denominator: str = ""
 
 
-UNKNOWN, _SAME = BatchPart("unknown"), BatchPart("same")
+UNKNOWN, _SAME, _PLACES = BatchPart("unknown"), BatchPart("same"), BatchPart("places")
 _MEAN = BatchPart("total", 1)
 
 
@@ -79,7 +86,7 @@ class PartFinder:
         graph: the graph of the batch.
         nodes: name -> node of the batch's capture.
         counts: the numbers of the step that count rows.
-        batch: names of the factors that are the batch.
+        batch: names of the factors that are the batch: the first of every input, and what is as many times as long.
     """
 
     def __init__(self, captured: Captured, graph: Graph, part: Captured) -> None:
@@ -89,6 +96,7 @@ class PartFinder:
         self.batch = batch_factors(graph)
         self._parts: dict[str, BatchPart] = {}
         if self.counts.is_alike:
+            self.batch |= self._longer()
             self._find()
 
     def part(self, tensor: str) -> BatchPart:
@@ -116,6 +124,21 @@ class PartFinder:
             waiting = [x for x in op.operands if self.part(x).kind in ("unknown", "function")][:1]
         return f"{found} is neither a row for every sample nor a sum, mean or ratio over them"
 
+    def _longer(self) -> set[str]:
+        """Names of the factors that are as many times as long in the batch as there are micro-batches."""
+        count, tensors = self.counts.micro_batches, self.graph.tensors
+        pairs = [
+            (tensors[name], own)
+            for op in self.graph.ops
+            for name, own in zip(op.results, self.counts.shapes(op.name), strict=False)
+        ]
+        return {
+            names[0]
+            for tensor, own in pairs
+            for names, size, part in zip(tensor.factors, tensor.shape, own, strict=False)
+            if count > 1 and len(names) == 1 and names[0] and size == part * count
+        }
+
     def _find(self) -> None:
         for name, power in self.counts.constant_powers():
             self._parts[name] = UNKNOWN if power is None else BatchPart("same", power)
@@ -140,7 +163,7 @@ class PartFinder:
         """
         tensor = self.graph.tensors[name]
         expected = list(tensor.shape)
-        if part.kind == "rows":
+        if part.kind in ("rows", "places"):
             places = places_of(tensor.factors, self.batch)
             if len(places) != 1:
                 return UNKNOWN
@@ -150,12 +173,14 @@ class PartFinder:
     # --- one op
 
     def _results(self, op: Op) -> list[BatchPart]:
-        parts = [self.part(name) for name in op.operands]
+        parts = [_SAME if op.kind in _NEW else self.part(name) for name in op.operands]
         kinds = {part.kind for part in parts}
         if "unknown" in kinds:
             return [UNKNOWN] * len(op.results)
         if kinds <= {"same"}:
             return [self._made(op, name, parts) for name in op.results]
+        if "places" in kinds:
+            return [self._of_places(op, parts)] * len(op.results)
         if "rows" in kinds:
             return self._of_rows(op, parts) if kinds <= {"rows", "same"} else self._none(op)
         return [self._of_totals(op, parts)] * len(op.results)
@@ -167,9 +192,11 @@ class PartFinder:
     def _made(self, op: Op, result: str, parts: list[BatchPart]) -> BatchPart:
         """A tensor that no input went into: the same in every part, or equal rows in all."""
         power = self._power(op, parts)
+        has_rows = bool(places_of(self.graph.tensors[result].factors, self.batch))
+        if has_rows and self._numbers_rows(op):
+            return _PLACES
         if power is None or draws(self.nodes[op.name]):
             return UNKNOWN
-        has_rows = any(f in self.batch for dim in self.graph.tensors[result].factors for f in dim)
         if not has_rows:
             return BatchPart("same", power)
         return BatchPart("rows", power) if op.kind in _EQUAL_ROWS else UNKNOWN
@@ -191,6 +218,39 @@ class PartFinder:
             "P": masked if masked != UNKNOWN else total,
         }
         return [made.get(state.kind, UNKNOWN) for state in choice.results]
+
+    def _numbers_rows(self, op: Op) -> bool:
+        """Whether an op gives 0, 1, ... up to the number of rows."""
+        given = bound_arguments(self.nodes[op.name]) if op.kind == "aten.arange" else {}
+        is_plain = given.get("start", 0) == 0 and given.get("step", 1) == 1
+        return bool(given) and is_plain and self._changed(op).keys() <= {"end"}
+
+    def _of_places(self, op: Op, parts: list[BatchPart]) -> BatchPart:
+        """An op on the numbers of rows: these in another shape, or rows that are looked up by them."""
+        args = self.nodes[op.name].args
+        adds_nothing = op.kind == "aten.add" and len(parts) == 1 and args[1:] == (0,)
+        if self._changed(op) or op.kind != "aten.index":
+            is_moved = not self._changed(op) and len(parts) == 1
+            return _PLACES if is_moved and (op.kind in _MOVES or adds_nothing) else UNKNOWN
+        values, number, *others = parts
+        as_rows = [_SAME, BatchPart("rows"), *(replace(x, power=0) for x in others)]
+        first = args[1][0] if isinstance(args[1], (list, tuple)) else None
+        is_looked_up = (
+            number == _PLACES
+            and getattr(first, "name", "") == op.operands[1]
+            and all(part in (_SAME, BatchPart("rows")) for part in others)
+            and self._has_rows_first(values, op.operands[0])
+            and any(c.factor in self.batch and _takes_rows(c, as_rows) for c in op.choices)
+        )
+        return BatchPart("rows") if is_looked_up else UNKNOWN
+
+    def _has_rows_first(self, part: BatchPart, tensor: str) -> bool:
+        """Whether dim 0 of a tensor is the batch; taken for granted where no other size is known."""
+        if part == _SAME and self.counts.micro_batches == 1:
+            return True
+        return part == BatchPart("rows") and self.graph.tensors[tensor].factors[0] == (
+            *(name for name in self.graph.tensors[tensor].factors[0] if name in self.batch),
+        )
 
     def masked_mean(self, op: Op) -> BatchPart:
         """The ratio that a masked mean is; unknown for any other op."""

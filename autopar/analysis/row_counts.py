@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from autopar.ops.nodes import is_operator, named_arguments, tensor_results
 
 SIZES = ("size", "shape")  # arguments that say the shape of a result, and nothing else
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default)
+_EXPAND = torch.ops.aten.expand.default
 _ROUNDING = 1e-9  # relative: 1 / 6 and 1 / 3 are rounded
 
 
@@ -44,7 +44,8 @@ class RowCounts:
         self._batch, self._part = batch, part
         self._nodes, self.is_alike = _paired(batch.module.graph, part.module.graph)
         self._originals = {n.name: _original(n).name for n in batch.module.graph.nodes}
-        self._names = {node.name: name for name, node in self._nodes.items()}
+        # The first of several: those behind it are expansions of it.
+        self._names = {node.name: name for name, node in reversed(self._nodes.items())}
         self.micro_batches = self._micro_batches()
 
     def node(self, name: str) -> fx.Node:
@@ -61,7 +62,9 @@ class RowCounts:
 
     def changed(self, node: fx.Node) -> dict[str, tuple[Any, Any]]:
         """The arguments of a call, by name, that differ in a micro-batch: that of the batch, and its own."""
-        return {} if _copies(node) else dict(_changed(node, self._nodes[node.name]))
+        if _copies(node) or self._nodes[node.name].target != node.target is _EXPAND:
+            return {}
+        return dict(_changed(node, self._nodes[node.name]))
 
     def power(self, batch: Any, part: Any) -> int | None:
         """The k with `batch = part / micro_batches**k`, for numbers; None where no whole k is."""
@@ -112,18 +115,21 @@ def _numbers(x: Tensor) -> list[Any]:
 def _paired(batch: fx.Graph, part: fx.Graph) -> tuple[dict[str, fx.Node], bool]:
     """The node of `part` for every node of `batch`, and whether all of them are alike.
 
-    A copy is passed over: whether one is made depends on strides, and those of a single row are others.
+    A copy is passed over: whether one is made depends on strides, and those of a single row are others. So is an
+    expansion that a single row does without.
     """
     nodes: dict[str, fx.Node] = {}
-    pairs = zip_longest(*([n for n in graph.nodes if not _copies(n)] for graph in (batch, part)))
-    for a, b in pairs:
-        if a is None or b is None:
+    waiting = [n for n in part.nodes if not _copies(n)]
+    for a in (n for n in batch.nodes if not _copies(n)):
+        operands = [nodes[x.name] for x in _operands(a)]
+        b = waiting[0] if waiting else None
+        if b is not None and a.op == b.op and _same_target(a, b) and operands == _operands(b):
+            nodes[a.name] = waiting.pop(0)
+        elif a.target is _EXPAND:
+            nodes[a.name] = operands[0]
+        else:
             return nodes, False
-        operands = [nodes.get(x.name) for x in _operands(a)]
-        if a.op != b.op or operands != _operands(b) or not _same_target(a, b):
-            return nodes, False
-        nodes[a.name] = b
-    return nodes, True
+    return nodes, not waiting
 
 
 def _copies(node: fx.Node) -> bool:

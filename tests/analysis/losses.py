@@ -1,4 +1,4 @@
-"""Losses of a small language model: eight, five that count rows, and five that no share can put together."""
+"""Losses of a small language model: eight, seven that count rows, and five that no share can put together."""
 
 from __future__ import annotations
 
@@ -119,6 +119,15 @@ def times_rows(y: Tensor, targets: Tensor) -> Tensor:
     return mean_of_squares(y, targets) * torch.full((), float(len(targets)))
 
 
+def looked_up(y: Tensor, targets: Tensor) -> Tensor:
+    """Rows that are looked up by their own numbers, which differ between micro-batches."""
+    return y[torch.arange(len(targets)), 0, targets[:, 0].clamp(min=0)].square().mean()
+
+
+def divided_by_ones(y: Tensor, targets: Tensor) -> Tensor:
+    return each(y, targets).sum() / torch.ones(len(targets)).sum()
+
+
 def divided_by_eight(y: Tensor, targets: Tensor) -> Tensor:
     """A sum: the number is that of the rows, and does not change with them."""
     return each(y, targets).sum() / ROWS
@@ -128,6 +137,8 @@ COUNTING: dict[str, tuple[Callable[..., Tensor], str]] = {
     "divided by the number of rows": (divided_by_rows, "mean"),
     "divided by a tensor of that number": (divided_by_a_tensor, "mean"),
     "weights of one over that number": (weights_of_rows, "mean"),
+    "rows looked up by number": (looked_up, "mean"),
+    "divided by a sum of ones": (divided_by_ones, "ratio"),
     "multiplied by that number": (times_rows, "sum"),
     "divided by a constant that equals it": (divided_by_eight, "sum"),
 }
