@@ -30,7 +30,7 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/mypy -p autopar
 	$(BIN)/mypy examples
 
-slow: $(STAMP)  ## run the slow tests too: whole zoo, all recipes
+slow: $(STAMP)  ## run the slow tests too: whole zoo, all recipes, whole tables
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 bench: $(STAMP)  ## run the benchmarks, one after the other

@@ -16,7 +16,7 @@ from autopar.models.description import Transformer
 from autopar.planning.planning import prepare_step
 from autopar.search.request import Request
 
-LAYERS = 6
+LAYERS = 4
 DEEP = Transformer.from_dimensions(
     "gpt", hidden=16, layers=LAYERS, heads=2, ffn=32, vocab=32, max_positions=8
 )

@@ -64,7 +64,7 @@ def graphs() -> dict[str, Graphs]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layers", [4, LAYERS])
+@pytest.mark.parametrize("layers", [pytest.param(4, marks=pytest.mark.slow), LAYERS])
 def test_an_unrolled_capture_is_the_capture_of_all_layers(model: str, layers: int) -> None:
     if model == "llama":
         short, whole, paths = llama(3), llama(layers), {"layers": layers}

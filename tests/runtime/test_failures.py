@@ -76,7 +76,7 @@ def given(name: str, door: Door) -> tuple[Case, Screen]:
     ("name", "door"),
     [
         ("a rank that is killed", "backend"),
-        ("a rank with another batch shape", "backend"),
+        pytest.param("a rank with another batch shape", "backend", marks=pytest.mark.slow),
         pytest.param("Ctrl-C", "compile", marks=pytest.mark.slow),
         pytest.param("a mesh of four ranks, where two run", "backend", marks=pytest.mark.slow),
         pytest.param("an input of the wrong shape", "compile", marks=pytest.mark.slow),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ import autopar
 from autopar.errors import PlanError, StepError
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_extras import Named, OwnLoss, batch, worst
+from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
 
@@ -70,18 +72,26 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["searched", "planned"])
-@pytest.mark.parametrize("way", WAYS)
+ALWAYS = {
+    *((way, "searched") for way in WAYS),
+    ("zero3, accumulation", "planned"),
+    ("pp", "planned"),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "plan"), often(itertools.product(WAYS, ("searched", "planned")), ALWAYS)
+)
 def test_training_by_backward_is_that_of_one_device(
-    way: str, planned: bool, two_ranks: Ranks, four_ranks: Ranks
+    way: str, plan: str, two_ranks: Ranks, four_ranks: Ranks
 ) -> None:
     count, options = WAYS[way]
     expected = trained(Losing())
     ranks = {2: two_ranks, 4: four_ranks}
     results = (
-        ranks[count].run(on_a_rank, options, planned)
+        ranks[count].run(on_a_rank, options, plan == "planned")
         if count > 1
-        else [on_a_rank(options, planned)]
+        else [on_a_rank(options, plan == "planned")]
     )
     assert {name for found in results for name in found} == expected.keys()
     for found in results:

@@ -139,12 +139,12 @@ NO_PIPELINE = ("", 1)
 @pytest.mark.parametrize(
     ("mesh", "recipe", "micro_batches", "pipeline"),
     [
-        ({"dp": 2}, "ddp", 1, NO_PIPELINE),
-        ({"dp": 2}, "zero1", 2, NO_PIPELINE),
+        pytest.param({"dp": 2}, "ddp", 1, NO_PIPELINE, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, "zero1", 2, NO_PIPELINE, marks=pytest.mark.slow),
         ({"dp": 2}, "zero3", 2, NO_PIPELINE),
-        ({"tp": 2}, "tp", 1, NO_PIPELINE),
+        pytest.param({"tp": 2}, "tp", 1, NO_PIPELINE, marks=pytest.mark.slow),
         ({"tp": 2}, "tp+sp", 1, NO_PIPELINE),
-        ({"dp": 1}, "ddp", 4, ("gpipe", 2)),
+        pytest.param({"dp": 1}, "ddp", 4, ("gpipe", 2), marks=pytest.mark.slow),
         ({"dp": 1}, "ddp", 4, ("1f1b", 2)),
         ({"dp": 1}, "ddp", 4, ("zb", 4)),
     ],
@@ -170,11 +170,11 @@ def test_a_gathered_parameter_of_several_blocks(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.multiprocess
-def test_stages_of_split_parameters_recompute(four_ranks: Ranks) -> None:
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb"])
+def test_stages_of_split_parameters_recompute(four_ranks: Ranks, schedule: str) -> None:
     expected = single("gpt", micro_batches=2)
-    for recipe, schedule in (("zero3", "1f1b"), ("zero3", "zb")):
-        parts = four_ranks.run(trained, "gpt", {"dp": 2}, recipe, 2, (schedule, 2))
-        assert difference(joined(parts, list(expected)), expected) < 1e-9
+    parts = four_ranks.run(trained, "gpt", {"dp": 2}, "zero3", 2, (schedule, 2))
+    assert difference(joined(parts, list(expected)), expected) < 1e-9
 
 
 @pytest.mark.multiprocess
@@ -194,7 +194,7 @@ def test_masks_are_the_same_again(
     pipeline: tuple[str, int],
 ) -> None:
     arguments = ("dropout", mesh, recipe, micro_batches, pipeline)
-    for kept, *again in two_ranks.run(trained_each, arguments, ("none", 1, 2, "full")):
+    for kept, *again in two_ranks.run(trained_each, arguments, ("none", 1, "full")):
         assert max(difference(found, kept) for found in again) < 1e-12
 
 
@@ -205,7 +205,7 @@ def test_masks_are_the_same_again(
         ("gpt", {"dp": 2}, "zero3", 2, NO_PIPELINE),
         ("gpt", {"tp": 2}, "tp+sp", 1, NO_PIPELINE),
         ("gpt", {"dp": 1}, "ddp", 4, ("1f1b", 2)),
-        ("dropout", {"dp": 2}, "zero3", 2, NO_PIPELINE),
+        pytest.param("dropout", {"dp": 2}, "zero3", 2, NO_PIPELINE, marks=pytest.mark.slow),
         ("dropout", {"tp": 2}, "auto", 1, NO_PIPELINE),
     ],
 )
@@ -215,7 +215,7 @@ def test_any_ops_may_be_recomputed(
 ) -> None:  # fmt: skip
     """Ops drawn at random: the same parameters after three steps as with all of them kept."""
     arguments = (name, mesh, recipe, micro_batches, pipeline)
-    for kept, *again in two_ranks.run(trained_with_random_ops, arguments, (0, 1, 2)):
+    for kept, *again in two_ranks.run(trained_with_random_ops, arguments, (0, 1)):
         assert max(difference(found, kept) for found in again) < 1e-12
 
 
@@ -234,7 +234,7 @@ def test_an_op_without_a_key_draws_the_same_again() -> None:
     plan, graph = planned((model, batch, mean_square), {"dp": 1}, "ddp", 1, NO_PIPELINE)
     assert "1/rand" in recomputable_names(graph, plan)["layers.0"]
     found = []
-    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(4))):
+    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(2))):
         compiled = autopar.compile(
             copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute)
         )
@@ -259,7 +259,7 @@ def test_conjugated_views_are_recomputed() -> None:
     model = Layers(Conjugated).double()
     plan, graph = planned((model, batch, mean_square), {"dp": 1}, "ddp", 1, NO_PIPELINE)
     found = []
-    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(4))):
+    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(2))):
         compiled = autopar.compile(
             copy.deepcopy(model), loss_fn=mean_square, plan=replace(plan, recompute=recompute)
         )
@@ -304,7 +304,7 @@ def test_compiled_regions_are_recomputed() -> None:
     made = model_of("dropout")
     plan, graph = planned(made, {"dp": 1}, "ddp", 1, NO_PIPELINE)
     found = []
-    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(3))):
+    for recompute in ("none", "full", *(random_selection(graph, plan, seed) for seed in range(2))):
         model = copy.deepcopy(made[0])
         compiled = autopar.compile(
             model, loss_fn=made[2], plan=replace(plan, recompute=recompute), executor="aot_eager"
@@ -373,7 +373,7 @@ def test_a_forward_outside_a_step_recomputes_as_often_as_its_backward_runs() -> 
 # --- memory
 
 
-RECOMPUTES: tuple[Recompute, ...] = ("none", 1, 2, 3, "full")
+RECOMPUTES: tuple[Recompute, ...] = ("none", 1, 2, "full")
 
 
 def step_kept_bytes(layers: int, recompute: Recompute) -> tuple[float, StageTable]:
@@ -395,14 +395,14 @@ def test_what_is_kept_is_what_is_priced() -> None:
     """Every block that is recomputed saves the same, and keeps what enters it."""
     kept = []
     for recompute in RECOMPUTES:
-        found, table = step_kept_bytes(4, recompute)
+        found, table = step_kept_bytes(3, recompute)
         assert found == pytest.approx(table.saved_bytes[0, -1], rel=0.01)
         kept.append(found)
     boundary = 4 * 16 * 32 * 4  # batch, positions, width, float32
     saved = [a - b for a, b in itertools.pairwise(kept)]
-    assert saved == pytest.approx([saved[0]] * 4, rel=0.01) and saved[0] > 10 * boundary
+    assert saved == pytest.approx([saved[0]] * 3, rel=0.01) and saved[0] > 10 * boundary
     fewer, _ = step_kept_bytes(2, "full")
-    assert (kept[-1] - fewer) / 2 == pytest.approx(boundary, rel=0.01)
+    assert kept[-1] - fewer == pytest.approx(boundary, rel=0.01)
 
 
 def test_what_selected_ops_leave_is_what_is_priced() -> None:
@@ -414,7 +414,7 @@ def test_what_selected_ops_leave_is_what_is_priced() -> None:
     tables = StageTables(graph, plan, HARDWARE, world=plan.mesh)
     none, full = (tables.at(how).saved_bytes[0, -1] for how in ("none", "full"))
     chosen = {part: select(tables.selectable, part) for part in (0.8, 0.5, 0.2)}
-    drawn = [random_selection(graph, plan, seed) for seed in range(4)]
+    drawn = [random_selection(graph, plan, seed) for seed in range(2)]
     for recompute in (*chosen.values(), *drawn):
         compiled = autopar.compile(model, loss_fn=loss_fn, plan=replace(plan, recompute=recompute))
         compiled.step(*batch)

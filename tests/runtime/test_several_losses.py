@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from tests.runtime.ranks import Ranks
+from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
 
@@ -163,10 +165,14 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"mesh": {"tp": 2}, "recipe": "tp"}),
     "dp x tp": (4, {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero2", "tp": "tp"}}),
 }
+ALWAYS = {  # every kind and every way; `make slow` runs the whole table
+    ("gan", "accumulation"), ("gan", "tp"),
+    ("actor and critic", "zero3, accumulation"), ("actor and critic", "dp x tp"),
+    ("distillation", "accumulation"), ("distillation", "ddp"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), often(itertools.product(KINDS, WAYS), ALWAYS))
 def test_losses_in_turns_train_as_on_one_device(
     kind: str, way: str, two_ranks: Ranks, four_ranks: Ranks
 ) -> None:

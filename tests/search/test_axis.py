@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from autopar.errors import SearchError
@@ -36,10 +34,10 @@ def alone(bound: int | None) -> Plan | str:
 def test_what_one_bound_taught_changes_no_answer_to_another() -> None:
     unbounded = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
     size = unbounded.within(None).cost.memory_bytes
-    bounds = [None, int(0.9 * size), size, size // 10]
+    bounds = [None, int(0.9 * size), size // 10]
     expected = {bound: alone(bound) for bound in bounds}
-    assert isinstance(expected[size], Plan) and isinstance(expected[size // 10], str)
-    for order in itertools.islice(itertools.permutations(bounds), 0, 24, 12):
+    assert isinstance(expected[bounds[1]], Plan) and isinstance(expected[size // 10], str)
+    for order in (bounds, bounds[::-1]):
         shared = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
         assert {bound: plan_or_error(shared, bound) for bound in order} == expected
 

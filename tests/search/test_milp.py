@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from autopar.ir import Graph, Plan
 from autopar.search import search_with_cost
 from tests.search.graphs import Builder
 from tests.search.toy import TOY, priced_plans
+from tests.support.tables import often
 
 
 def one_layer() -> Graph:
@@ -65,8 +67,12 @@ def all_priced(name: str, micro_batches: int) -> list[tuple[Plan, Cost]]:
     return priced_plans(GRAPHS[name](), 2, micro_batches)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("micro_batches", [1, 3])
+ALWAYS = {*((name, 3) for name in GRAPHS), ("chain of views", 1), ("whole result", 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches"), often(itertools.product(GRAPHS, (1, 3)), ALWAYS)
+)
 def test_the_optimum_is_that_of_brute_force(name: str, micro_batches: int) -> None:
     graph = GRAPHS[name]()
     best = min(cost.seconds for _, cost in all_priced(name, micro_batches))
@@ -99,6 +105,6 @@ def test_the_optimum_under_any_memory_bound_is_that_of_brute_force(name: str) ->
 @pytest.mark.parametrize("name", GRAPHS)
 def test_below_the_smallest_plan_the_error_names_it(name: str) -> None:
     graph = GRAPHS[name]()
-    smallest = min(cost.memory_bytes for _, cost in all_priced(name, 1))
+    smallest = min(cost.memory_bytes for _, cost in all_priced(name, 3))
     with pytest.raises(SearchError, match=rf"memory_bytes={smallest} if a rank has that much"):
-        search_with_cost(graph, {"x": 2}, hardware=TOY, memory_bytes=smallest - 1)
+        search_with_cost(graph, {"x": 2}, hardware=TOY, micro_batches=3, memory_bytes=smallest - 1)
