@@ -50,7 +50,7 @@ class Formulas(NamedTuple):
 
         >>> x, y = sympy.symbols("x y", positive=True)
         >>> Formulas.of([x + y, sympy.Max(x, 2 * y)], [x, y]).at([3.0, 4.0])
-        [7.0, 8.0]
+        [7.0, np.float64(8.0)]
         """
         ordered = _in_order_of_evaluation(expressions)
         constants = [each for each in ordered if each.is_Number]

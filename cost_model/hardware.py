@@ -129,7 +129,7 @@ class Hardware:
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The link that collectives along one axis of the mesh run at, see `links.axis_link`.
 
-        Ranks are numbered row-major, so the last axes lie inside a node.
+        Ranks are numbered row-major, so the last axes are those that may fit inside a node.
         """
         stride = math.prod(mesh.sizes[axis + 1 :])
         return self.axis_link(stride, mesh.sizes[axis], math.prod(mesh.sizes))

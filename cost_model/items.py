@@ -67,11 +67,11 @@ class Item:
 class Holding:
     """Memory of one kind on a rank.
 
-    Kinds that last from one step to the next, or from forward to backward: "parameters", "gradients",
-    "optimizer", "buffers", "saved activations". Kinds that exist for a moment while a block runs, and
-    of which only the largest sum of a block counts: "gathered" (copies of parameters), "working" (the
-    operands of a loss), "made again" (what a recomputed block keeps while it runs again). "returned"
-    is what later blocks have given back by the time that the recomputed ones run again.
+    Lasting kinds: "parameters", "gradients", "optimizer", "buffers", "saved activations". Momentary
+    kinds, held while one block runs; the peak counts only the block with the most: "gathered" (whole
+    copies of parameters), "working" (operands of a loss), "made again" (what a recomputed block saves
+    while it runs again). "returned" is subtracted from "made again": it is what the blocks after the
+    recomputed ones have freed by then.
 
     Attributes:
         name: the parameter, or the op that keeps the memory.

@@ -149,8 +149,9 @@ class Expressions:
         again: Collection[str] = (),
         selected: Selected | None = None,
     ) -> Expressions:
-        """Prices every node with symbols. `factors` names them, by default `factor_symbols`.
+        """Prices every op and conversion of the graph, as formulas over symbols.
 
+        `factors` maps the name of a factor to the symbol of its size, by default as `factor_symbols` does.
         Other arguments are those of `autopar.cost_model.pricer.Pricer`.
         """
         names = factor_symbols(graph) if factors is None else factors

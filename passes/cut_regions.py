@@ -26,13 +26,15 @@ Make = Callable[[fx.GraphModule], torch.nn.Module]
 
 
 def cut_regions(module: fx.GraphModule, make: Make) -> fx.GraphModule:
-    """The same graph with a submodule in place of every region.
+    """A graph in which every region of at least two calls is a call of one submodule.
+
+    A region is a run of plain ops of one block (see the top of this file).
 
     Args:
-        module: calls may have the number of their block in `meta["block"]`, and in `meta["again"]` whether
-            backward recomputes them.
-        make: gets the graph of a region, a function of all that enters it to the tuple of what leaves it,
-            and returns the module that is called in its place. Regions that do the same have the same code.
+        module: the graph; the submodules are added to it as well. A call may have the number of its block
+            in `meta["block"]`, and in `meta["again"]` whether backward recomputes it.
+        make: function that takes the graph of a region (its inputs -> the tuple of its results) and returns
+            the submodule. Equal regions have identical code.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     numbers = itertools.count()

@@ -45,12 +45,15 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Experts:
-    """The target of the one call: `experts(*rows, ids, *weights)`, of as many rows as `ids` has.
+    """A mixture-of-experts layer as one function, the target of a `call_function` node.
+
+    `experts(*rows, ids, *weights)` sorts the rows by expert, runs `body`, and returns one row for every
+    entry of `ids`, in the order of `ids`.
 
     Args:
-        body: what is done with rows that are sorted by expert, as a function of the sorted rows, the sorted
-            ids, the end of every expert's rows (as `grouped_mm` takes it), and the weights.
-        slots: for every operand of rows, how many entries of `ids` belong to one row of it.
+        body: the layer between the two permutations: a function of the sorted rows, the sorted ids, the
+            end of every expert's rows (as `grouped_mm` takes it), and the weights.
+        slots: for every operand in `rows`, the number of consecutive entries of `ids` that one of its rows has.
         count: number of experts.
     """
 

@@ -29,11 +29,13 @@ _SINGLE_ROW = "each of them has a single row, so that its rows cannot be told fr
 
 @dataclass(frozen=True)
 class Rows:
-    """The place of the batch among the factors of a tensor's dims.
+    """Where the batch is in a tensor.
+
+    A dim may be a product of factors, such as batch x seq after a flatten; the batch is one of them.
 
     Attributes:
-        dim: position of the dim.
-        factor: position among the factors of that dim.
+        dim: the dim that contains the batch.
+        factor: position of the batch among the factors of that dim, major first.
     """
 
     dim: int

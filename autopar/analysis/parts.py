@@ -45,7 +45,7 @@ _MEAN_REDUCTION = 1  # value of a loss op's `reduction` argument (torch.nn._redu
 
 @dataclass(frozen=True)
 class BatchPart:
-    """How one tensor comes from the micro-batches' tensors.
+    """How the value of a tensor for the whole batch follows from its values in the micro-batches.
 
     Attributes:
         kind: one of `Kind`.

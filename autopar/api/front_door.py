@@ -92,9 +92,9 @@ def compile(
         chunks: stages of each pipeline rank, for schedules that take several.
         recompute: "none" keeps everything for backward; "full" keeps only the inputs of every layer, and
             recomputes the layer in backward; 3 does so with the first three layers of every stage; 0.5
-            with as few as save half of the memory that "full" saves. By default nothing is recomputed
-            if the step fits into memory; else as few layers as make it fit, if that is faster than to
-            shard more.
+            keeps at most half of what recomputation can save. By default nothing is recomputed if the step
+            fits into memory; else blocks or single ops, whichever is faster within the memory, unless
+            sharding more is.
         precision: a mixed-precision policy, such as "bf16" or a `MixedPrecision`: parameters stay in their
             own format, are cast once a step before they are gathered, and gradients are added up and
             reduced in the format of the policy. By default everything is computed in the model's own

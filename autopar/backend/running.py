@@ -70,13 +70,15 @@ class WholeGraph:
 
 
 class LocalGraph:
-    """A local graph on this rank, called with the arguments of the dynamo graph.
+    """The graph that this rank runs in place of a graph of torch.compile, called with the same arguments.
 
     Args:
-        lifted: what the arguments are.
-        captured: names the placeholders of the local graph.
-        executor: what runs it.
-        examples: example value of each argument.
+        lifted: kind of every argument (parameter, buffer or input), and the way in which results are made.
+        captured: the captured graph, whose parameters, buffers and constants `local` takes in that order.
+        local: the partitioned graph of one rank.
+        world: the process groups.
+        executor: backend that runs `local`: op by op, or compiled.
+        examples: a value for each argument of the dynamo graph, like those it will be called with.
     """
 
     def __init__(

@@ -80,9 +80,9 @@ class Captured:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the graph: its ops, shapes, dtypes and parameter names, and of nothing else.
+        """A hash of the program: ops with their arguments, shapes, dtypes, names of parameters and inputs, precision.
 
-        Devices are left out, so that a plan made of a model on the meta device fits the real one.
+        Devices and values are left out, so that a plan made of a model on the meta device fits the real one.
         """
         digest = hashlib.sha256()
         for line in _lines(self.module.graph):

@@ -31,11 +31,14 @@ _STILL = frozenset(
 
 
 def free_dims(run: Run, operands: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
-    """The dims, counted from the last, along which a function and its backward are point-wise.
+    """The dims along which a function and its backward are point-wise; the last dim is 0, the one before it 1.
+
+    Empty where a tensor of more than one element has another shape than the first result. A dim that
+    tracing does not show to be point-wise is left out.
 
     Args:
-        run: the function; it is called on tensors without values.
-        operands: tensors without values of the shapes it is used on.
+        run: the function; it is only traced, on tensors of several sizes.
+        operands: tensors with the shapes and dtypes that it is called with; their values are not read.
         results: what it returns for these.
     """
     shape = results[0].shape

@@ -104,9 +104,10 @@ def _gathered_axes(plan: Plan, graph: Graph, tensor: str) -> set[str]:
 
 
 def axis_lines(plan: Plan, graph: Graph, words: Words = NO_WORDS) -> tuple[str, ...]:
-    """What every axis of more than one rank splits, and how parameters lie on it, a sentence each.
+    """A sentence for each axis of more than one rank: which dims it splits, and how parameters lie along it.
 
-    Layers that one captured layer stands for are counted.
+    At most the six most frequent dims are named. Ops and parameters are counted for the whole model, also
+    where few of its layers were captured. `words` has names for factors.
     """
     return tuple(
         _axis_line(plan, graph, axis, words)

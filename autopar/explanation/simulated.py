@@ -57,10 +57,11 @@ class SimulatedStep(ExecutedStep):
 
     @property
     def closed_bubble(self) -> float | None:
-        """The part of a step in which p equal ranks with v chunks idle, if sends take nothing.
+        """Fraction of a step that ranks idle, for equal stages and sends that take no time.
 
-        (p - 1) / (v m + p - 1) (Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2); None
-        where the schedule has no such formula, because it depends on the halves of a backward.
+        (p - 1) / (v m + p - 1) for p ranks, v chunks and m micro-batches (Huang et al. 2019, section 2.3;
+        Narayanan et al. 2021, section 2.2). None for schedules that split a backward in two, which have no
+        such formula.
         """
         if splits_backward(self.pipeline):
             return None

@@ -24,11 +24,13 @@ class _Clock:
 
 
 def timeline(step: Step) -> tuple[Event, ...]:
-    """The events of a step on one rank, on the stage that has both ends of the model's layers.
+    """The events of a predicted step, on one rank.
 
-    Repeated layers are one event per kind of op, as long as all of them. A kernel lasts at least as
-    long as the host takes to issue it. What the cost model lets run beside compute stands in line
-    here, so that the timeline is longer than the step by what is hidden.
+    Where there are pipeline stages, the rank is an imagined one: it has an equal share of the repeated
+    layers and everything before and after them. All repeated layers together are one event per kind of
+    op. The first two micro-batches are shown, the rest is one event. Everything is drawn in sequence, also
+    communication that the cost model hides behind compute, so the timeline is longer than the step by
+    what is hidden. A kernel is drawn at least as long as the host takes to issue it.
     """
     clock = _Clock()
     _once(clock, step, "gather")

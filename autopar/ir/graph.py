@@ -182,15 +182,15 @@ class Op:
         kind: the operator, such as `aten.linear`.
         operands: names of its tensor operands (one may occur twice).
         results: names of its tensor results, those of `hidden` last.
-        choices: the ways to run it along an axis; `-` is always the first.
-        flops: forward floating-point operations of the whole op; element-wise ops count one each.
+        choices: the ways to run it along one mesh axis; the first is always `-`, which splits nothing.
+        flops: forward floating-point operations of the whole op; an element-wise op counts one per element.
         saved: names of the operands and results that autograd keeps for backward.
         hidden: names of the results that only its own backward sees: masks, statistics, copies.
         is_view: whether it moves no data: its results lie in the memory of its first operand.
         module: path of the module it came from, "" at the top.
         has_rule: False for an op without a rule, which therefore runs replicated.
-        work: its floating-point operations by loop nest; they add up to `flops`.
-        collectives: what its parts send each other inside it, by the choices that need it.
+        work: the same operations divided into loop nests; those of all nests add up to `flops`.
+        collectives: collectives inside the op itself, each with the choices under which it runs.
     """
 
     name: str

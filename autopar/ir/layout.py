@@ -90,10 +90,12 @@ def format_layout(layout: Layout, mesh: Mesh) -> str:
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
-    """Reads the text of a layout; axes that are not named are in R.
+    """Reads a layout such as `S(1)@tp P@dp`: `state@axis`, separated by spaces.
 
-    Raises LayoutError for a state that cannot be read, or two for one axis; MeshError for an axis
-    that the mesh has not.
+    The states are those of `State`. An axis that is not named is replicated (`R`).
+
+    Raises LayoutError for an unknown state or two states for one axis, and MeshError for an axis that
+    is not in the mesh.
 
     >>> from autopar.ir import Mesh
     >>> parse_layout("S(1)@tp", Mesh.parse("dp=2,tp=4")) == (R, S(1))

@@ -11,7 +11,7 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     recompute 3 blocks                                the blocks that backward recomputes, `full` for all; or
                                                       ops by block, {"layers.*": ["mlp.act/gelu"]}
     precision bfloat16 reduce=float32                 where parameters are cast for use, see `MixedPrecision`
-    parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | micro_batch
+    parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
     input tokens: S(0)@dp
     op linear_1: b j                                  one label per mesh axis

@@ -163,14 +163,15 @@ def cost_of(
 
 
 class RecomputationPrice(NamedTuple):
-    """How the recomputation of a plan without stages enters its price.
+    """Which part of a plan's recomputation the items price, and which the formulas of a step add.
 
     Attributes:
-        blocks: op -> its block, where the graph has all layers; None where one stands for several.
-        again: ops that run again in backward, priced item by item.
-        selected: recomputation of single ops, priced item by item; None where whole blocks are recomputed.
-        left: recomputation that is left to the formulas of `autopar.cost_model.step`, in which all
-            layers are alike; "none" where the items have it already.
+        blocks: op -> number of its block, or of the part of it in a stage; None for a graph that has no
+            blocks, or not all layers of the model.
+        again: ops of recomputed blocks, whose repetition the items contain.
+        left: recomputation that `autopar.cost_model.step` still has to add, for layers all alike; "none"
+            where the items contain all of it.
+        selected: recomputed single ops, whose repetition the items contain; None where whole blocks are.
     """
 
     blocks: Mapping[str, int] | None

@@ -102,9 +102,10 @@ def count_repeating(graph: Graph) -> int:
 
 
 def end_of_repeats(parts: Sequence[Part], begin: int, recompute: Recompute) -> int:
-    """Up to which part a stage that begins with `begin` runs again what may, wherever it ends.
+    """The end (exclusive) of the parts that a stage beginning at part `begin` recomputes in backward.
 
-    A block of which the stage has a part counts as one of its blocks.
+    The stage may end earlier. Parts in the range that may not repeat are not recomputed. Two parts of one
+    block count as one block.
     """
     end, blocks = begin, 0
     latest = None

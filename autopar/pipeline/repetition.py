@@ -101,14 +101,16 @@ class Repetition:
         return tuple(self.at(block, copy) for copy in range(group.times if group else 1))
 
     def spread(self, made: int | None, owner: int | None, blocks: Collection[int]) -> list[Places]:
-        """The tensors of the whole model that a captured one stands for.
+        """Where each tensor of the whole model that a captured tensor stands for is made and used.
 
         Args:
-            made: captured block that makes it; None for a parameter, a buffer or an input.
+            made: captured block that makes the tensor; None for a parameter, a buffer or an input.
             owner: captured block of the layer that a parameter belongs to; None outside of repeated layers.
-            blocks: all captured blocks that have to do with it.
+            blocks: all captured blocks that make or use the tensor.
 
-        Returns for each of these tensors where its blocks are in the whole model.
+        Returns:
+            One entry for each tensor of the whole model: captured block -> positions of its blocks in the
+            whole model.
         """
         source = made if made is not None else owner
         group = self.group_of(source) if source is not None else None

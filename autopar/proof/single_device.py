@@ -68,7 +68,7 @@ class SingleDevice:
         return results
 
     def repeats(self, batches: Sequence[Batch]) -> bool:
-        """Whether a second step on the same micro-batches gives the bits of the first.
+        """Whether a second step on the same micro-batches gives the same loss and gradients, bit by bit.
 
         If not, the model holds state that a step changes, or draws random numbers.
         """

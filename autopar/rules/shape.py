@@ -51,10 +51,14 @@ Pieces = list[tuple[int, int]]  # (size, dim) of parts of dims, most significant
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[Pieces, Pieces]]:
-    """Cuts two shapes of the same size at each other's boundaries, most significant first.
+    """Matches the dims of two shapes with the same number of elements, as a reshape needs it.
 
-    Yields the pieces of either side that make up each other: one piece and one piece of the same
-    size, or, where neither size divides the other, all pieces until the boundaries meet again.
+    Dims are cut into pieces (size, dim), from the most significant on; dims of size 1 are left out.
+    Yields pairs (pieces of `source`, pieces of `target`) that hold the same elements: one piece of equal
+    size on each side, or, where neither size divides the other, all pieces up to the next common cut.
+
+    >>> list(common_factors((4, 6), (8, 3)))
+    [([(4, 0)], [(4, 0)]), ([(2, 1)], [(2, 0)]), ([(3, 1)], [(3, 1)])]
     """
     left = [(size, dim) for dim, size in enumerate(source) if size != 1]
     right = [(size, dim) for dim, size in enumerate(target) if size != 1]
@@ -144,10 +148,16 @@ def _squeezed(call: Call) -> list[int | None]:
 def along(
     names: Callable[[Call], Sequence[int]], *, linear: bool = True, is_view: bool = False
 ) -> Callable[[Call], Spec]:
-    """Rule of ops that work along some dims and leave the others alone, whatever comes out there.
+    """Makes the rule of ops that mix elements along some dims only (sort, tril, select).
 
-    The dims `names(call)` stay whole in every operand and result; an operand or result that lacks a
-    dim (`select`, an index) is aligned with the others by position.
+    The dims `names(call)` cannot be split, in any operand or result; their sizes may differ between
+    these. All other dims can be split. A tensor that has none of the dims `names(call)` (the result of
+    `select`) has the others in the same order.
+
+    Args:
+        names: function that gives the dims of the first operand that the op works along.
+        linear: whether the op is linear in all operands together, so that partial sums pass through it.
+        is_view: whether the results share the memory of the first operand.
     """
 
     def rule(call: Call) -> Spec:

@@ -67,7 +67,7 @@ def difference(left: Run, right: Run, operands: Sequence[Tensor], wanted: Sequen
 
     Returns:
         The largest difference relative to the largest value, or to 1 where that is less; inf where
-        shapes, numbers of results or integer values differ.
+        shapes, dtypes, numbers of results or integer values differ, or where only one is finite.
     """
     pairs = [with_gradients(run, operands, wanted) for run in (left, right)]
     if len(pairs[0]) != len(pairs[1]):

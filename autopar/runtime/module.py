@@ -418,7 +418,7 @@ class CompiledModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own state dict; parameters are DTensors.
+        """The model's own state dict; parameters are DTensors where there are process groups.
 
         With pipeline stages, that of the stages on this rank: those of all ranks make up the model's, which
         is how torch.distributed.checkpoint takes them.

@@ -87,13 +87,13 @@ class BoundPipeline:
     # --- a step
 
     def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]]) -> StepResults:
-        """Forward and backward of every micro-batch; returns the results of the batch, and leaves gradients.
+        """Runs forward and backward of all micro-batches. Gradients are left as `backward()` leaves them.
 
-        Where autograd is off there is no backward.
+        Returns the loss and the extra results of the whole batch. With autograd off there is no backward.
 
         Args:
-            batch: this rank's inputs of every micro-batch.
-            shares: for every result the share of each micro-batch, the loss last.
+            batch: this rank's inputs, for every micro-batch.
+            shares: weight of each micro-batch in each result, the loss last.
         """
         self._begin(batch)
         self._shares, self._extras = shares[-1], {}

@@ -21,18 +21,20 @@ from autopar.runtime.world import World
 
 
 class Placement:
-    """The parameters of a model on this rank.
+    """Where a model's parameters are on this rank (not `torch.distributed.tensor.Placement`).
 
-    Parameters become DTensors at once where there are process groups; `place` gives them their layouts.
+    With process groups, parameters become DTensors when this is made, and `place` gives them the layouts
+    of the first plan; without, they stay plain tensors.
 
     Args:
         model: the user's model, whose parameters are replaced in place.
         settings: the options of the compiled module.
 
     Attributes:
-        adoption: the DTensors that parameters have become; None without process groups.
-        store: the parameters at rest; None before there is a plan.
-        fixed: the layouts of the first program; None before there is a plan.
+        adoption: the DTensors that replaced the parameters; None without process groups.
+        store: the parameters in their layout between steps; None before there is a plan.
+        fixed: what the first program decided for all later ones (layouts, stages, recomputation, and
+            which stages use a parameter); None before there is a plan.
         part: the part of the model that this rank holds.
         shared: parameters that several pipeline stages use; None without pipeline stages.
     """

@@ -76,13 +76,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class SavedEntry:
-    """Memory that autograd keeps, of tensors that are saved alike.
+    """Tensors of equal shape and dtype that autograd keeps for the same positions of the same op classes.
 
     Attributes:
-        tensor: the first of them; the one whose memory it is.
-        count: how many.
-        savers: for every op class that keeps it: the class, the position among its operands and
-            results, and the name of the tensor it keeps (the first one's, or a view of it).
+        tensor: the first of these tensors, which owns the memory (its views count as it).
+        count: number of such tensors in the whole model.
+        savers: for every op class that keeps one: index of the class, position among its operands and then
+            results, and name of the tensor kept there (`tensor` itself or a view of it).
     """
 
     tensor: Tensor
