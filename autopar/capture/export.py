@@ -7,6 +7,7 @@ training is mended before (`EXPORTED` of autopar.capture.rewrites).
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
 import warnings
@@ -177,7 +178,8 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
     made = output[len(captured.mutated) :]
     values = [n.meta["val"] for n in made if isinstance(n, fx.Node)]
     shapes = [list(v.shape) for v in values if isinstance(v, Tensor)]
-    has_extras = captured.out_spec.type is tuple
+    kind = captured.out_spec.type
+    has_extras = kind in (tuple, collections.namedtuple)
     if isinstance(made[-1], fx.Node) and (len(made) == 1 or has_extras) and values[-1].numel() == 1:
         return
     if loss_fn is None and not shapes:
@@ -190,6 +192,11 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
             f"`step` needs a loss: the model returns tensors of shapes {shapes}, not one scalar, and "
             "no loss function was given. Pass loss_fn=... to autopar.compile, or return the loss first: "
             "(loss, {'logits': logits})."
+        )
+    if kind in (list, dict):
+        raise StepError(
+            f"The loss function returns a {kind.__name__} with tensors of shapes {shapes}; `step` needs the loss "
+            "first. Return a tuple of the loss and what else a step is to give back: (loss, {'accuracy': accuracy})."
         )
     raise StepError(
         f"The loss function returns tensors of shapes {shapes}; `step` needs one scalar. "

@@ -23,20 +23,30 @@ def loss_in(result: Any) -> Any:
 
 
 def loss_last(result: Any) -> Any:
-    """`(loss, *extras)` as `(*extras, loss)`, the extras detached; the loss alone where there are none."""
+    """`(loss, *extras)` as `(*extras, loss)`, the extras detached; the loss alone where there are none.
+
+    A named tuple keeps its type, under which the names of its fields are those of other values until `loss_first`.
+    """
     if not isinstance(result, tuple) or not result:
         return result
     loss, *extras = result
     if not extras:
         return loss
-    return (*pytree.tree_map(_detached, tuple(extras)), loss)
+    return _as_type_of(result, (*pytree.tree_map(_detached, tuple(extras)), loss))
 
 
 def loss_first(result: Any) -> Any:
     """The result of a captured step as the user returned it: the inverse of `loss_last`."""
     if not isinstance(result, tuple):
         return result
-    return (result[-1], *result[:-1])
+    return _as_type_of(result, (result[-1], *result[:-1]))
+
+
+def _as_type_of(result: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values as a named tuple where the result is one."""
+    make = getattr(type(result), "_make", tuple)
+    made: tuple[Any, ...] = make(values)
+    return made
 
 
 def extra_names(spec: pytree.TreeSpec) -> tuple[str, ...]:

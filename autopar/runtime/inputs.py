@@ -235,7 +235,8 @@ def cut_inputs(
 ) -> list[list[Tensor]]:
     """For every micro-batch this rank's inputs.
 
-    Raises StepError for a tensor of another shape, and for one whose gradient would be lost.
+    Raises StepError for a tensor of another shape, for one whose gradient would be lost, and for whole tensors beside
+    parts over several micro-batches, whose rows would not belong together.
     """
     if program.is_step or torch.is_grad_enabled():
         _refuse_gradients(program, arguments)
@@ -243,7 +244,25 @@ def cut_inputs(
         _cut_input(spec, x, micro_batches, world)
         for spec, x in zip(program.inputs, arguments.tensors, strict=True)
     ]
+    if micro_batches > 1:
+        _refuse_mixture(program, arguments, micro_batches)
     return [[column[i] for column in columns] for i in range(micro_batches)]
+
+
+def _refuse_mixture(program: Program, arguments: Arguments, micro_batches: int) -> None:
+    """Micro-batch i of a whole tensor has rows of all ranks in turn; of a part, those of this rank."""
+    rows = [
+        (s, whole_shape(s, micro_batches), x)
+        for s, x in zip(program.inputs, arguments.shapes, strict=True)
+        if x
+    ]
+    whole = [spec.name for spec, shape, x in rows if x == shape]
+    parts = [spec.name for spec, shape, x in rows if x != shape]
+    if whole and parts:
+        raise StepError(
+            f"Input {whole[0]!r} is the whole batch and input {parts[0]!r} this rank's part of it: over "
+            f"{micro_batches} micro-batches their rows would not belong together. Give all whole, or all as parts."
+        )
 
 
 def _refuse_gradients(program: Program, arguments: Arguments) -> None:

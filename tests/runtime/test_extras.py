@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -219,6 +219,35 @@ def test_a_model_may_return_them_itself() -> None:
     loss, logits = made.step(*batch())
     expected, _ = in_one_process()
     assert worst({"": loss, "logits 0": logits}, {k: expected[k] for k in ("", "logits 0")}) < 1e-12
+
+
+class Judged(NamedTuple):
+    total: Tensor
+    hits: Tensor
+
+
+def named(out: dict[str, Tensor], targets: Tensor) -> Judged:
+    loss, extras = loss_and_more(out, targets)
+    return Judged(loss, extras["hits"])
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_named_tuple_stays_one(micro_batches: int) -> None:
+    found = autopar.compile(Words(), loss_fn=named, micro_batches=micro_batches).step(*batch())
+    expected, _ = in_one_process()
+    assert isinstance(found, Judged)
+    own = {"": found.total, "hits 0": found.hits}
+    assert worst(own, {name: expected[name] for name in own}) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_loss_in_a_list_or_dict_is_told_what_to_return(kind: type) -> None:
+    def loss(out: dict[str, Tensor], targets: Tensor) -> Any:
+        found, extras = loss_and_more(out, targets)
+        return [found, extras["hits"]] if kind is list else {"loss": found, "hits": extras["hits"]}
+
+    with pytest.raises(StepError, match=f"returns a {kind.__name__} with .* Return a tuple"):
+        autopar.compile(Words(), loss_fn=loss).step(*batch())
 
 
 def largest(out: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
