@@ -45,7 +45,7 @@ from autopar.planning.planning import (
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie
-from autopar.runtime.maker import Fixed, Programs, StandIns
+from autopar.runtime.maker import Fixed, ProgramRequest, Programs, StandIns
 from autopar.runtime.processes import (
     agreed,
     make_world,
@@ -101,40 +101,24 @@ class Planner:
             return self.world().device_mesh
         return make_world(Mesh((("all", world_size()),)), self.device, None).device_mesh
 
-    def program(
-        self,
-        model: nn.Module,
-        stand_ins: StandIns,
-        *,
-        micro_batches: int | None,
-        is_step: bool,
-        fixed: Fixed | None,
-        numbers: Sequence[Place] = (),
-    ) -> Programs:
-        """Captures and plans a step or a forward.
+    def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:
+        """Captures and plans a model, see `ProgramMaker`.
 
         An open number of micro-batches is found for the whole batch. Where the number is not 1, the model is captured
         for a micro-batch and for the batch, which shows what of the step counts rows (`autopar.analysis.row_counts`).
-
-        Args:
-            model: the user's model.
-            stand_ins: makes the arguments of one of so many micro-batches.
-            micro_batches: number of micro-batches of a step; None leaves it open.
-            is_step: whether a step is captured, or a forward.
-            fixed: where parameters already lie; None for the first program.
-            numbers: where numbers stand that are to be inputs if they can be.
         """
+        micro_batches, is_step = asked.micro_batches, asked.is_step
 
         def captured(count: int) -> Prepared:
             with stand_ins(count) as (args, kwargs):
-                return self._prepare(model, args, kwargs, is_step=is_step, numbers=numbers)
+                return self._prepare(model, args, kwargs, is_step=is_step, numbers=asked.numbers)
 
-        if micro_batches is None and fixed is not None:
+        if micro_batches is None and asked.fixed is not None:
             micro_batches = self._best_count(captured)
         count = micro_batches or 1
         prepared = captured(count)
         batch = captured(1) if count > 1 else prepared
-        plan = agreed(lambda: self._chosen(prepared, micro_batches, fixed, is_step))
+        plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and micro_batches is None and plan.micro_batches > 1:
             part = captured(plan.micro_batches)
             if are_given_by_micro_batches(part, batch):

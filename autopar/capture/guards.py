@@ -42,8 +42,8 @@ class Place:
     line: str
 
     @property
-    def key_of_place(self) -> tuple[int, Any]:
-        """What tells the place from others, as long as its holder lives."""
+    def identity(self) -> tuple[int, Any]:
+        """A key that no other place has while the holder lives."""
         return id(self.holder), self.key
 
     def get(self) -> Any:
@@ -60,10 +60,11 @@ class Place:
         return getattr(self.holder, self.key, MISSING)
 
     @property
-    def is_own(self) -> bool:
-        """Whether the value stands at this very place, so that `put` leaves nothing behind.
+    def can_be_set(self) -> bool:
+        """Whether `put` can replace the value here and later restore it.
 
-        An attribute of a class is read through its objects, and set in one of them it would hide the class's.
+        It cannot where an object reads an attribute of its class: setting it would create a second attribute, in the
+        object, which hides the class's.
         """
         if isinstance(self.holder, (dict, CellType)):
             return True
@@ -193,20 +194,20 @@ class Guards:
         return tuple(_compiled(part) for part in parts)
 
     def __contains__(self, place: Place) -> bool:
-        return place.key_of_place in self._keys
+        return place.identity in self._keys
 
     @cached_property
     def _keys(self) -> frozenset[tuple[int, Any]]:
-        return frozenset(guard.place.key_of_place for guard in self._guards)
+        return frozenset(guard.place.identity for guard in self._guards)
 
     def without(self, places: Iterable[Place]) -> Guards:
         """The guards of all other places."""
-        left = {place.key_of_place for place in places}
-        return Guards(g for g in self._guards if g.place.key_of_place not in left)
+        left = {place.identity for place in places}
+        return Guards(g for g in self._guards if g.place.identity not in left)
 
     def changed_numbers(self) -> list[Place]:
         """Where a float stood, and another one stands now, that another value can take the place of."""
-        floats = (g for g in self._guards if type(g.before) is float and g.place.is_own)
+        floats = (g for g in self._guards if type(g.before) is float and g.place.can_be_set)
         return [
             g.place
             for g in floats

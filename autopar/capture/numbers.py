@@ -1,12 +1,14 @@
-"""Numbers of Python that change between steps, as inputs of a captured program.
+"""Python numbers that change between steps, as inputs of a captured program.
 
-A number that a capture reads (`model.beta`, a weight in a closure of the loss) is built into the program. Once
-it has changed, the model is captured with a tensor of no dims in its place. The tensor is a constant of the program
-and takes the number's value before every run, so that one program serves an annealed weight.
+A capture builds every number that it reads (`model.beta`, a weight in a closure of the loss) into the program. When
+such a number has changed, the model is captured again with a zero-dim tensor in its place. The tensor is a constant of
+the program, and the runtime writes the number's value into it before every run. So one program serves all values of an
+annealed weight.
 
-A tensor is no number to Python: it chooses no branch, no size and no keyword, and it widens what it is multiplied
-with. So numbers are computed with in float64, as Python does, until they meet a tensor (`_Arithmetic`); and the
-program is taken only where it computes what the capture with the plain number computes (`computes_the_same`).
+Python treats a tensor unlike a number: a tensor cannot choose a branch, a size or a keyword, and it changes the dtype
+of a product. Therefore `_Arithmetic` computes with these tensors in float64, as Python computes with numbers, until
+they meet another tensor; and `computes_the_same` accepts the new program only if it has the ops of the capture with
+the plain number.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from autopar.capture.guards import NumberInput, Place
 
 log = logging.getLogger("autopar")
 
-# What makes a Python value of a tensor's value, or asks for one: then a program is right for that value alone.
-_ASKING = frozenset(
+# Methods and functions that return a Python value computed from a tensor's value. A program that is traced through
+# one of them is right for that value alone.
+_VALUE_METHODS = frozenset(
     {"item", "tolist", "numpy", "is_nonzero", "equal", "allclose"}
     | {f"__{name}__" for name in (
         "bool", "int", "float", "index", "complex", "hash", "format", "repr", "str", "contains", "array",
@@ -41,20 +44,23 @@ _ASKING = frozenset(
     )}
 )  # fmt: skip
 _TORCH = Path(torch.__file__).parent
-_COMMUTATIVE = ("add", "mul")  # Python asks the tensor first, wherever the number stands
+_COMMUTATIVE = (
+    "add",
+    "mul",
+)  # the tensor is the first operand, on whichever side Python has the number
 _CLOSE = 1e-6  # relative: a number is rounded to the format of a tensor that it meets
 
 
-class _NotArithmetic(Exception):
-    """The value of a number is asked for."""
+class _ValueRequested(Exception):
+    """The model asks for the Python value of a tensor that stands for a number."""
 
 
 def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Captured:
-    """A capture in which the numbers at some places are inputs, or built in where they cannot be.
+    """Captures the model with the numbers at some places as inputs; a number that cannot be one is built in.
 
     Args:
         capture: captures the model.
-        places: where floats stand that have changed since an earlier capture.
+        places: places of floats that have changed since an earlier capture.
     """
     plain = capture()
     places = [p for p in places if p in plain.guards and type(p.get()) is float]
@@ -70,13 +76,13 @@ def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Ca
 def _tried(
     capture: Callable[[], Captured], plain: Captured, places: Sequence[Place]
 ) -> Captured | None:
-    """The capture with all these numbers as inputs; None where it is not the plain one for other numbers."""
+    """Captures the model with all these numbers as inputs; None if the program differs from the plain capture."""
     words = ", ".join(place.words for place in places)
     try:
         with _as_tensors(places) as numbers:
             found = capture()
-    except Exception as error:  # Python says in many ways that a tensor is no number
-        log.info("Built in: %s, for which no tensor can stand (%s).", words, error)
+    except Exception as error:  # a model may raise any error for a tensor where it takes a number
+        log.info("Built in: %s, which no tensor can replace (%s).", words, error)
         return None
     for number in numbers:
         number.take()
@@ -87,7 +93,7 @@ def _tried(
 
 
 def _written(captured: Captured) -> list[object]:
-    """What a forward writes to attributes, with the types of the values: a tensor is no number here."""
+    """The values that a forward writes to attributes, with their types, so that a tensor differs from a number."""
     return [
         (id(w.attributes), w.name, type(w.value), repr(w.value), w.adds) for w in captured.writes
     ]
@@ -95,9 +101,10 @@ def _written(captured: Captured) -> list[object]:
 
 @contextlib.contextmanager
 def _as_tensors(places: Sequence[Place]) -> Iterator[tuple[NumberInput, ...]]:
-    """Inside, tensors stand at the places of numbers, and are computed with as numbers are.
+    """Inside, tensors replace the numbers at these places, and arithmetic treats them as numbers.
 
-    The tensors have other values than the numbers, so that what is built in of them shows.
+    The tensors have other values than the numbers. A value that the capture builds in is then another one than in the
+    plain capture, and the comparison finds it.
     """
     values = [place.get() for place in places]
     numbers = tuple(
@@ -115,7 +122,7 @@ def _as_tensors(places: Sequence[Place]) -> Iterator[tuple[NumberInput, ...]]:
 
 
 class _Arithmetic(TorchFunctionMode):
-    """Numbers among themselves are float64; beside a tensor they take part as a Python number does."""
+    """Computes with numbers in float64; an op with another tensor has the dtype that a Python number would give."""
 
     def __init__(self, numbers: Sequence[NumberInput]) -> None:
         super().__init__()
@@ -127,14 +134,14 @@ class _Arithmetic(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        # Export lets fakes stand in the places of tensors while it traces.
+        # Export replaces the tensors by fake ones while it traces.
         known = {**self._made, **{id(x): x for x in (each.place.get() for each in self._inputs)}}
         others = [x for x in tensors if id(x) not in known]
         if len(others) == len(tensors):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
-        if name in _ASKING and not _is_torchs(sys._getframe(1)):
-            raise _NotArithmetic(f"{name} asks for its value")
+        if name in _VALUE_METHODS and not _is_torchs(sys._getframe(1)):
+            raise _ValueRequested(f"{name} needs its value")
         if others:
             dtype = _dtype_beside(others)
             args, kwargs = pytree.tree_map(
@@ -148,9 +155,9 @@ class _Arithmetic(TorchFunctionMode):
 
 
 def _is_torchs(frame: types.FrameType | None) -> bool:
-    """Whether torch asks, which traces; its layers and their functions ask for what the user gives them."""
+    """Whether torch's tracer makes the call. Calls by torch.nn count as the user's: the user gave them the number."""
     while frame is not None and Path(frame.f_code.co_filename).parent == _TORCH:
-        frame = frame.f_back  # the methods of tensors
+        frame = frame.f_back  # a method of Tensor that calls another
     if frame is None:
         return True
     place = Path(frame.f_code.co_filename)
@@ -158,9 +165,10 @@ def _is_torchs(frame: types.FrameType | None) -> bool:
 
 
 def _dtype_beside(others: Sequence[Tensor]) -> torch.dtype | None:
-    """The format in which a number takes part in arithmetic with tensors; None for float64.
+    """The dtype to which a number is converted before it meets other tensors; None leaves it in float64.
 
-    A tensor of no dims does not widen one with dims, but does widen another of no dims.
+    A zero-dim tensor does not change the dtype of a result that has dims, but it does change that of another zero-dim
+    tensor.
     """
     if any(x.is_complex() or (x.is_floating_point() and x.ndim) for x in others):
         return None
@@ -194,7 +202,7 @@ def _asserts(node: fx.Node) -> bool:
 
 
 def _values(graph: fx.Graph, numbers: Mapping[str, Tensor]) -> dict[fx.Node, Tensor]:
-    """The nodes that compute with numbers alone, each with its value now."""
+    """The nodes that depend on numbers alone, each with its present value."""
     values: dict[fx.Node, Tensor] = {}
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -244,7 +252,7 @@ class _Comparison:
 
 
 def _call(node: fx.Node) -> tuple[str, list[Any]]:
-    """The op without its overload, and its operands; what Python writes as `number - tensor` is a difference."""
+    """The op without its overload, and its operands. `rsub(x, 2)`, which is `2 - x`, is returned as `sub(2, x)`."""
     op = str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
     operands = [*node.args, *(x for pair in sorted(node.kwargs.items()) for x in pair)]
     if op == "rsub" and len(operands) == 2:

@@ -18,6 +18,10 @@ from autopar.errors import StepError
 log = logging.getLogger("autopar")
 
 _PATIENCE_SECONDS = 30.0  # before those who wait say so
+SAME_SHAPES = (
+    "Give all ranks batches of the same shapes, and as many (DistributedSampler(..., drop_last=True) and "
+    "DataLoader(..., drop_last=True))."
+)
 
 
 class Comparison:
@@ -32,10 +36,15 @@ class Comparison:
         self._name = ""
         self._times = 0
 
-    def gather(self, text: str, why: str) -> list[str]:
-        """The texts of all ranks, by rank; `why` says for people what is compared.
+    def gather(self, text: str, why: str, remedy: str = SAME_SHAPES) -> list[str]:
+        """The texts of all ranks, by rank.
 
         Raises StepError, naming the ranks that are missing, when the time is over.
+
+        Args:
+            text: the text of this rank.
+            why: what is compared, in words for people.
+            remedy: what to do where a rank does not come.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1 or _is_alone():
             return [text]
@@ -45,12 +54,12 @@ class Comparison:
         self._times += 1
         keys = [f"{self._times}/{rank}" for rank in range(dist.get_world_size())]
         store.set(keys[dist.get_rank()], text)
-        self._wait(store, keys, why)
+        self._wait(store, keys, why, remedy)
         # Whoever is here has been given all texts of the time before.
         store.delete_key(f"{self._times - 1}/{dist.get_rank()}")
         return [store.get(key).decode() for key in keys]
 
-    def _wait(self, store: dist.Store, keys: list[str], why: str) -> None:
+    def _wait(self, store: dist.Store, keys: list[str], why: str, remedy: str) -> None:
         limit = self._timeout_seconds or _torch.store_seconds(_torch.default_store())
         patience = min(_PATIENCE_SECONDS, limit)
         missing = _missing(store, keys, patience)
@@ -59,9 +68,8 @@ class Comparison:
             missing = _missing(store, keys, limit - patience)
         if missing:
             raise StepError(
-                f"{why} Ranks {missing} did not come within {limit:g} s: they were given a shape that they "
-                "know, or have no batch left, or died. Give all ranks batches of the same shapes, and as "
-                "many (DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True))."
+                f"{why} Ranks {missing} did not come within {limit:g} s: this is not new to them, or they have no "
+                f"batch left, or died. {remedy}"
             )
 
 

@@ -64,29 +64,28 @@ class Fixed:
     users: Users
 
 
+@dataclass(frozen=True)
+class ProgramRequest:
+    """What a program has to be.
+
+    Attributes:
+        is_step: whether it is a training step; otherwise it is a forward.
+        micro_batches: number of micro-batches of a step; None leaves it open.
+        fixed: layouts that the parameters already have; None for the first program.
+        numbers: places of the Python numbers that are to be inputs where they can be.
+    """
+
+    is_step: bool
+    micro_batches: int | None
+    fixed: Fixed | None
+    numbers: Sequence[Place] = ()
+
+
 class ProgramMaker(Protocol):
     """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
 
-    def program(
-        self,
-        model: nn.Module,
-        stand_ins: StandIns,
-        *,
-        micro_batches: int | None,
-        is_step: bool,
-        fixed: Fixed | None,
-        numbers: Sequence[Place] = (),
-    ) -> Programs:
-        """Captures and plans a step or a forward.
-
-        Args:
-            model: the user's model.
-            stand_ins: makes the arguments of one of so many micro-batches.
-            micro_batches: number of micro-batches of a step; None leaves it open.
-            is_step: whether a step is captured, or a forward.
-            fixed: the layouts that parameters already have; None for the first program.
-            numbers: where numbers stand that are to be inputs if they can be.
-        """
+    def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:
+        """Captures and plans a model, with arguments that `stand_ins` makes for a number of micro-batches."""
         ...
 
     def predicted(self, plan: Plan) -> tuple[float, float]:

@@ -39,7 +39,7 @@ from autopar.runtime.inputs import (
     shape_words,
 )
 from autopar.runtime.kept_programs import KeptPrograms, ReadyProgram, release
-from autopar.runtime.maker import ProgramMaker, Programs
+from autopar.runtime.maker import ProgramMaker, ProgramRequest, Programs
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.part import as_stored
 from autopar.runtime.parts import shapes_of_whole, whole_or_own
@@ -291,11 +291,13 @@ class CompiledModule(nn.Module):
         if replaced:
             self._kept.clear()
         with _lasting():
-            programs = self._planner.program(
-                model, partial(self._stand_ins, arguments), fixed=self._placement.fixed, is_step=is_step,
+            asked = ProgramRequest(
+                is_step=is_step,
                 micro_batches=self._count(arguments) if is_step else 1,
+                fixed=self._placement.fixed,
                 numbers=self._recaptures.numbers,
-            )  # fmt: skip
+            )
+            programs = self._planner.program(model, partial(self._stand_ins, arguments), asked)
             self._recaptures.settle(programs.guards)
             count = 1
             if is_step:

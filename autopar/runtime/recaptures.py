@@ -34,8 +34,8 @@ class Recaptures:
 
     def learn(self, guards: Guards) -> None:
         """Notes the numbers that have changed since a capture."""
-        known = {place.key_of_place for place in (*self.numbers, *self._built_in)}
-        self.numbers += [p for p in guards.changed_numbers() if p.key_of_place not in known]
+        known = {place.identity for place in (*self.numbers, *self._built_in)}
+        self.numbers += [p for p in guards.changed_numbers() if p.identity not in known]
 
     def settle(self, guards: Guards) -> None:
         """After a capture: numbers that it has read and built in are not tried again."""
@@ -56,7 +56,8 @@ class Recaptures:
     def compare(self, places: Sequence[Place], why: str) -> None:
         """Waits for the other ranks. Raises StepError where they have other numbers at the same places."""
         own = ", ".join(f"{place.words} = {place.get()!r}" for place in places)
-        found = self._comparison.gather(own, f"{why} {own}".strip())
+        remedy = "Set the same Python values on every rank, before the same step."
+        found = self._comparison.gather(own, f"{why} {own}".strip(), remedy)
         if len(set(found)) > 1:
             raise StepError(
                 f"The ranks have different numbers in one step: {'; '.join(dict.fromkeys(found))}. Set the same "

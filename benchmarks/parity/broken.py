@@ -174,7 +174,8 @@ def _parameters(graph: fx.Graph) -> Iterator[fx.Node]:
 def _is_key_bias(node: fx.Node) -> bool:
     """Whether a node is the bias of attention's keys, or a conversion of it.
 
-    The softmax takes away what is added to all keys: that bias may have any value, and its gradient is zero.
+    The softmax over the keys removes any term that all keys share. So this bias has no effect on the result, whatever
+    its value, and its gradient is zero.
     """
     while node.op != "placeholder" and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes

@@ -208,7 +208,7 @@ def disagreeing() -> tuple[str, str]:
     begin = time.monotonic()
     if rank == 0:
         with pytest.raises(autopar.StepError) as missing:
-            alone.gather("", "Why.")
+            alone.gather("", "Why.", "What to do.")
         said.append(str(missing.value))
         assert time.monotonic() - begin < 30
     dist.barrier()
@@ -221,6 +221,7 @@ def test_ranks_that_disagree_are_named(two_ranks: Ranks) -> None:
     assert "rank 0 [5, 8], [5, 8]; rank 1 [6, 8], [6, 8]" in first
     assert "DistributedSampler(..., drop_last=True)" in first
     assert missing.startswith("Why. Ranks [1] did not come within 1 s")
+    assert missing.endswith("What to do.")
 
 
 def bounded() -> tuple[int, list[str], float, bool]:
