@@ -163,6 +163,42 @@ def _shared_buffers(wrapper: nn.Module) -> list[str]:
     return next((found for found in names.values() if len(found) > 1), [])
 
 
+# What torch says of operands that do not fit -> what to change. Groups of the pattern fill the remedy.
+_OPERANDS = (
+    (
+        r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
+        "give this layer {1} features, or make it for {0} (in_features={0})",
+    ),
+    (
+        r"same reduction dim, but got \[(?:\d+, )*(\d+)\] X \[(?:\d+, )*?(\d+), \d+\]",
+        "give this layer {1} features, or make it for {0} (in_features={0})",
+    ),
+    (
+        r"same dtype|[Ee]xpected (?:scalar type|m1 and m2)|should be the same",
+        "convert one to the other's dtype: the batch by x.to(dtype), such as x.float(), or the model by "
+        "model.to(dtype)",
+    ),
+    (
+        r"same device|expected device",
+        "move both to one device: make tensors inside forward with device=x.device, keep others as buffers "
+        "(register_buffer), and move batch and model by .to(device)",
+    ),
+)
+
+
+def remedy_of_operands(error: BaseException) -> str | None:
+    """What to change where operands differ in shape, dtype or device; None for any other error.
+
+    >>> remedy_of_operands(RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x12 and 16x32)"))
+    'give this layer 16 features, or make it for 12 (in_features=12)'
+    """
+    for said, remedy in _OPERANDS:
+        found = re.search(said, str(error))
+        if found:
+            return remedy.format(*found.groups())
+    return None
+
+
 def changed_in_place(parameter: str) -> CaptureError:
     """What is said of a forward that changes a parameter."""
     return CaptureError(

@@ -1,4 +1,4 @@
-"""Errors of single ops in a running graph: PyTorch's own, with a note of the model's line that the op comes from."""
+"""Errors of single ops in a running graph: PyTorch's own, with notes of the op's line and module in the model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from autopar.analysis.factors import module_path
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, PeerError
 
@@ -20,7 +21,7 @@ _NO_MEMORY = (
 
 @contextlib.contextmanager
 def naming_line() -> Iterator[None]:
-    """Adds to an error of an op the line of the model, and what to do where memory ran out."""
+    """Adds to an error of an op the line and the module of the model, and what to do where memory ran out."""
     try:
         yield
     except (AutoparError, PeerError):
@@ -29,6 +30,8 @@ def naming_line() -> Iterator[None]:
         node = _failed_node(error)
         if node is not None:
             error.add_note(f"where:  {traced_line(node)}")
+            if path := module_path(node):
+                error.add_note(f"module: {path}")
         if is_out_of_memory(error):
             error.add_note(
                 "remedy: ask for a plan that takes less memory of a rank: a bound (memory_bytes=...), more "

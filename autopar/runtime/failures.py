@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.capture.remedies import remedy_of_operands
 from autopar.errors import AutoparError, PeerError
 
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for a rank's error
@@ -37,6 +38,13 @@ _STANDARD_LIBRARY = Path(contextlib.__file__).parent
 _PATIENCE_SECONDS = 1.0  # from an error, or torchrun's signal, to the others' reports
 _LONG_PATIENCE_SECONDS = 10.0  # of a rank that knows no cause, as long as torchrun misses no rank
 _LINES, _COLUMNS = 16, 160  # of a message; the rest is in the file
+# Beginnings of the lines that Dynamo adds to any error.
+_DYNAMOS = (
+    "Hint: Your code may result in an error when running in eager",
+    "Developer debug context:",
+    "For more details about this graph break",
+    "Set TORCHDYNAMO_VERBOSE=1",
+)
 # Texts of the errors of torch's collectives where a peer is lost; Gloo raises them as plain RuntimeErrors.
 _LOST_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
@@ -82,6 +90,9 @@ class _Shown:
 def screen(error: BaseException) -> list[str]:
     """The paragraphs that people need of an error: its type and message, its notes, the frames of their own code."""
     notes = [textwrap.indent(str(note), "  ") for note in getattr(error, "__notes__", ())]
+    remedy = remedy_of_operands(error)
+    if remedy is not None:
+        notes.append(f"  remedy: {remedy}")
     return [_headline(error), *notes, *_frames(error)]
 
 
@@ -91,7 +102,11 @@ def _headline(error: BaseException) -> str:
             "Interrupted (Ctrl-C). To go on from the last autopar.checkpoint.save_checkpoint, start again and "
             "call load_checkpoint before the first step."
         )
-    lines = f"{type(error).__name__}: {error}".rstrip().splitlines()
+    lines = [
+        line
+        for line in f"{type(error).__name__}: {error}".splitlines()
+        if line.strip() and not line.strip().startswith(_DYNAMOS)
+    ]
     kept = [
         textwrap.shorten(line, 4 * _COLUMNS) if len(line) > 4 * _COLUMNS else line for line in lines
     ]

@@ -36,7 +36,7 @@ def met(ranks: Ranks, name: str, door: str) -> Verdict:
 
 def page(verdicts: Mapping[str, Verdict]) -> str:
     """The verdicts as a page of Markdown, a row for every script."""
-    rows = [[name, *(_cell(verdicts[f"{name}, {door}"]) for door in DOORS)] for name in SCRIPTS]
+    rows = [[name, *(_cell(verdicts.get(f"{name}, {door}")) for door in DOORS)] for name in SCRIPTS]
     lines = [
         "# Odd scripts", "",
         f"{len(SCRIPTS)} training scripts of five steps whose forward or loss reads or writes Python state, draws, or "
@@ -54,12 +54,15 @@ def _totals(verdicts: Mapping[str, Verdict]) -> list[list[str]]:
     counts = {door: Counter[str]() for door in DOORS}
     for name in SCRIPTS:
         for door in DOORS:
-            counts[door][verdicts[f"{name}, {door}"].word] += 1
+            found = verdicts.get(f"{name}, {door}")
+            counts[door][found.word if found else "not run"] += 1
     words = [", ".join(f"{n} {word}" for word, n in sorted(c.items())) for c in counts.values()]
     return [[f"all {len(SCRIPTS)}", *words]]
 
 
-def _cell(found: Verdict) -> str:
+def _cell(found: Verdict | None) -> str:
+    if found is None:
+        return "not run"
     if found.word == "equal":
         return "equal"
     first = re.sub(r"/\S*/(?=\w+\.py)", "", found.text.splitlines()[0]).replace("|", "\\|")

@@ -113,6 +113,7 @@ class Case:
 
 HEALTHY = Case("nothing is wrong", cause="step 4 loss", remedy="", fails=False)
 _IN_DYNAMO = r'train\.py", line \d+, in forward\n +'  # how Dynamo names a line
+_LINE = r"train\.py:\d+ in forward: "  # how autopar names a line
 _COMPILE: tuple[Door, ...] = ("compile",)
 _SAVE = "autopar.checkpoint.save_checkpoint(HERE / 'saved', model, optimizer); dist.barrier()"
 
@@ -128,15 +129,17 @@ CASES = (
     Case(
         "an input of the wrong shape",
         r"cannot be multiplied \(8x12 and 16x32\)|same reduction dim, but got \[8, 12\] X \[16, 32\]",
-        rf"train\.py:\d+ in forward: h = self\.up\(x\)|{_IN_DYNAMO}h = self\.up\(x\)", {"batch": "x = x[:, :12]"},
+        rf"(?s)({_LINE}|{_IN_DYNAMO})h = self\.up\(x\).*give this layer 16 features, or make it for 12",
+        {"batch": "x = x[:, :12]"},
     ),
     Case(
         "an input of the wrong dtype", "same dtype.*(double|Double).*(float|Float)|Double.*Float",
-        rf"train\.py:\d+ in forward: h = self\.up\(x\)|{_IN_DYNAMO}h = self\.up\(x\)", {"batch": "x = x.double()"},
+        rf"(?s)({_LINE}|{_IN_DYNAMO})h = self\.up\(x\).*convert one to the other's dtype",
+        {"batch": "x = x.double()"},
     ),
     Case(
         "a tensor on another device", "meta",
-        rf"train\.py:\d+ in forward: h = h \+|{_IN_DYNAMO}h = h \+",
+        rf"(?s)({_LINE}|{_IN_DYNAMO})h = h \+.*move both to one device",
         {"forward": 'h = h + torch.ones(32, device="meta")'},
     ),
     Case(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.export import capture_step
+from autopar.capture.remedies import remedy_of_operands
 from autopar.errors import CaptureError
 from tests.support.scripts import line_of
 
@@ -103,6 +104,24 @@ def test_a_dtype_bug_is_met_in_the_step_and_names_its_line() -> None:
     with pytest.raises(RuntimeError, match="same dtype") as caught:
         made.step(torch.randn(2, 4).double())
     assert f"where:  {line_of(Net, 'self.work(self')} in forward: " in caught.value.__notes__[0]
+    assert caught.value.__notes__[1] == "module: up"
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (
+            lambda: torch.ones(2, 3) @ torch.ones(4, 6),
+            "give this layer 4 features, or make it for 3",
+        ),
+        (lambda: torch.ones(2, 4).double() @ torch.ones(4, 6), "convert one to the other's dtype"),
+        (lambda: torch.ones(4, device="meta") + torch.ones(4), "move both to one device"),
+    ],
+)
+def test_operands_that_do_not_fit_have_a_remedy(call: Any, remedy: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert remedy in (remedy_of_operands(caught.value) or "")
 
 
 def as_array(net: Net, x: Tensor) -> Tensor:
