@@ -214,7 +214,8 @@ def test_the_public_names_are_these() -> None:
     assert sorted(autopar.__all__) == [
         "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError",
         "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-        "VerifyReport", "checkpoint", "compile", "explain", "launch", "register_form", "register_rule", "shard_", "verify",
+        "VerifyReport", "checkpoint", "compile", "explain", "launch", "register_form", "register_rule", "shard_",
+        "verify",
     ]  # fmt: skip
 
 
