@@ -161,7 +161,8 @@ def _same_target(a: fx.Node, b: fx.Node) -> bool:
     bodies = getattr(a.target, "body", None), getattr(b.target, "body", None)
     if isinstance(bodies[0], fx.GraphModule) and isinstance(bodies[1], fx.GraphModule):
         nodes, is_alike = _paired(bodies[0].graph, bodies[1].graph)
-        pairs = ((n, nodes[n.name]) for n in bodies[0].graph.nodes if n.op == "call_function")
+        calls = (n for n in bodies[0].graph.nodes if n.op == "call_function" and not _copies(n))
+        pairs = ((n, nodes[n.name]) for n in calls)
         return is_alike and all(name in SIZES for x, y in pairs for name, _ in _changed(x, y))
     return str(a.target) == str(b.target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import warnings
@@ -39,6 +40,7 @@ from autopar.planning.planning import (
     plan_again,
     prepare_forward,
     prepare_step,
+    prepare_whole,
     unsplit_plan,
     why_not_again,
 )
@@ -117,7 +119,11 @@ class Planner:
             micro_batches = self._best_count(captured)
         count = micro_batches or 1
         prepared = captured(count)
-        batch = captured(1) if count > 1 else prepared
+        batch = prepared
+        if count > 1:
+            batch = prepare_whole(
+                lambda: captured(1), prepared, functools.partial(warn_together, stacklevel=2)
+            )
         plan = agreed(lambda: self._chosen(prepared, micro_batches, asked.fixed, is_step))
         if is_step and micro_batches is None and plan.micro_batches > 1:
             part = captured(plan.micro_batches)

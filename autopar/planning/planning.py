@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,29 @@ def prepare_step(
             "uses torch.utils.checkpoint with use_reentrant=True (False can be captured)."
         )
     return prepared
+
+
+def prepare_whole(
+    capture: Callable[[], Prepared], part: Prepared, warn: Callable[[str], object]
+) -> Prepared:
+    """The step for a whole batch; the micro-batch's own, with a warning, where the model does not run on that.
+
+    A model may have the number of rows of a micro-batch in its code, such as `x.reshape(4, -1)`.
+
+    Args:
+        capture: function that captures the step for the whole batch.
+        part: the step for a micro-batch, which the model does run on.
+        warn: function that shows a warning.
+    """
+    try:
+        return capture()
+    except Exception as error:  # whatever the model's own code raises at that size
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warn(
+            f"The model runs on a micro-batch and not on the whole batch ({first}), so that it shows no number "
+            "that counts rows: in the loss, such as / len(targets), it is taken for that of the whole batch."
+        )
+        return part
 
 
 def prepare_forward(

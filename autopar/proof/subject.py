@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -13,7 +15,7 @@ from autopar._torch import RandomLastBits, pytree
 from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
 from autopar.ir import MixedPrecision, Plan
-from autopar.planning.planning import Prepared, prepare_step, split_example
+from autopar.planning.planning import Prepared, prepare_step, prepare_whole, split_example
 from autopar.program.program import Program, build_program
 from autopar.proof.comparison import (
     PlanResults,
@@ -120,10 +122,11 @@ class Subject:
         """The step as captured for a batch of so many micro-batches, which is captured once."""
         if count not in self.wholes:
             ((args, kwargs),) = _together(self._batches(0, count))
-            self.wholes[count] = prepare_step(
-                self.model, args, kwargs, loss_fn=self.loss_fn,
+            capture = functools.partial(
+                prepare_step, self.model, args, kwargs, loss_fn=self.loss_fn,
                 precision=self.prepared.captured.precision,
             )  # fmt: skip
+            self.wholes[count] = prepare_whole(capture, self.prepared, warnings.warn)
         return self.wholes[count]
 
     def compare_program(self, whole: Program) -> VerifyReport:

@@ -259,3 +259,25 @@ def test_the_log_says_what_was_chosen_and_then_what_was_measured(
     measured = [text for text in caplog.messages if text.startswith("measured ")]
     assert len(chosen) == 1 and "a rank on cpu-gloo" in chosen[0]
     assert len(measured) == 1 and "a step (median of 10), predicted" in measured[0]
+
+
+class TwoRows(nn.Module):
+    """Has the number of rows of a micro-batch in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).reshape(2)
+
+
+def test_a_model_that_runs_on_micro_batches_alone() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = TwoRows(), (torch.randn(4, 3), torch.randn(4))
+    halves = zip(x.split(2), y.split(2), strict=True)
+    expected = sum(nn.functional.mse_loss(model(a), b) for a, b in halves) / 2
+    compiled = autopar.compile(model, loss_fn=nn.functional.mse_loss, micro_batches=2)
+    with pytest.warns(UserWarning, match="a micro-batch and not on the whole batch"):
+        loss = compiled.step(x, y)
+    assert loss.item() == pytest.approx(float(expected), rel=1e-6)
