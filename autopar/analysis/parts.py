@@ -84,14 +84,21 @@ class PartFinder:
 
     Attributes:
         graph: the graph of the batch.
-        nodes: name -> node of the batch's capture.
+        nodes: name of an op of the graph -> node of the batch's capture.
         counts: the numbers of the step that count rows.
         batch: names of the factors that are the batch: the first of every input, and what is as many times as long.
     """
 
     def __init__(self, captured: Captured, graph: Graph, part: Captured) -> None:
         self.graph = graph
-        self.nodes = {node.name: node for node in captured.module.graph.nodes}
+        by_name = {node.name: node for node in captured.module.graph.nodes}
+        # A graph of few layers has names of its own; the first copy stands for all of them.
+        renamed = {
+            name: by_name[copies[0]]
+            for name, copies in graph.copies.items()
+            if copies[0] in by_name
+        }
+        self.nodes = by_name | renamed
         self.counts = RowCounts(captured, part)
         self.batch = batch_factors(graph)
         self._parts: dict[str, BatchPart] = {}
@@ -130,7 +137,9 @@ class PartFinder:
         pairs = [
             (tensors[name], own)
             for op in self.graph.ops
-            for name, own in zip(op.results, self.counts.shapes(op.name), strict=False)
+            for name, own in zip(
+                op.results, self.counts.shapes(self.nodes[op.name].name), strict=False
+            )
         ]
         return {
             names[0]
@@ -149,7 +158,7 @@ class PartFinder:
                 part = UNKNOWN
             self._parts[name] = self._of_right_shape(part, name, self.counts.shapes(name)[0])
         for op in self.graph.ops:
-            shapes = self.counts.shapes(op.name)
+            shapes = self.counts.shapes(self.nodes[op.name].name)
             for i, (name, part) in enumerate(zip(op.results, self._results(op), strict=True)):
                 is_visible = i < len(shapes)
                 self._parts[name] = (

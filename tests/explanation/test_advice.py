@@ -12,6 +12,7 @@ from autopar.errors import AutoparError, RecipeError, SearchError
 from autopar.explanation.advice import Question, first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.ir import Mesh
+from autopar.planning.planning import are_given_by_micro_batches
 from autopar.search.comparison import best_that_fits
 from autopar.search.intents import expand_pins
 from autopar.search.request import Request
@@ -42,6 +43,12 @@ def test_the_explanation_agrees_with_its_candidate(question):
     assert found.step_seconds == pytest.approx(best.seconds, rel=1e-6)
     assert found.memory_bytes == pytest.approx(best.memory_bytes, rel=1e-6)
     assert found.traffic.value == pytest.approx(best.traffic_bytes, rel=1e-6)
+
+
+def test_a_preset_of_few_layers_gives_its_loss_by_micro_batches(question):
+    """Names of the graph of few layers are those of other ops in the capture of all."""
+    prepared, _ = question._posed
+    assert prepared.analysis.graph.copies and are_given_by_micro_batches(prepared, prepared)
 
 
 def test_no_recipe_of_the_closed_forms_is_faster_than_the_answer(question, answer):
