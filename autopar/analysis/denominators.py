@@ -14,14 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autopar.analysis.parts import BatchPart, PartFinder
+from autopar.analysis.parts import UNKNOWN, BatchPart, PartFinder
 from autopar.capture.captured import Captured
 from autopar.ops.nodes import bound_arguments
 
 aten = torch.ops.aten
 
 Base = Literal["sum", "mean"]  # what the values of the micro-batches give together: the batch's
-_MASKED_MEANS = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 
 
 def base_of(power: int) -> Base | None:
@@ -55,7 +54,8 @@ def denominator_of(part: Captured, finder: PartFinder, ratio: BatchPart) -> Deno
     """
     node = finder.counts.node(ratio.denominator)
     builder = _Slice(part, finder)
-    if node.target in _MASKED_MEANS:
+    op = finder.graph.by_name.get(ratio.denominator)
+    if op is not None and finder.masked_mean(op) != UNKNOWN:
         result = builder.weight_of_targets(node)
         builder.totals = {result: "sum"}
     elif node.meta["val"].numel() == 1:
