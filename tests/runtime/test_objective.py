@@ -72,7 +72,10 @@ def test_a_loss_that_micro_batches_change_is_said_with_its_op() -> None:
     with pytest.warns(
         UserWarning, match=r"In 2 micro-batches the loss is the mean .*: add \(in the loss"
     ):
-        made.step(*batch(plus_rows))
+        found = made.step(*batch(plus_rows)).item()
+    parts = zip(*(x.chunk(2) for x in batch(plus_rows)), strict=True)
+    losses = [plus_rows(words()(tokens), targets).item() for tokens, targets in parts]
+    assert found == pytest.approx(sum(losses) / 2, rel=1e-12)
 
 
 def divided_by(rows: list[float]) -> Callable[[Tensor, Tensor], Tensor]:
