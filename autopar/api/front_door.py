@@ -38,6 +38,7 @@ from autopar.runtime.processes import (
 )
 from autopar.runtime.settings import Batch, Outputs, Settings
 from autopar.runtime.together import warn_together
+from autopar.runtime.weights import WeightFiles
 from autopar.search import RecipeLike
 from autopar.search.request import HEADROOM, Request
 
@@ -61,6 +62,7 @@ def compile(
     headroom: float = HEADROOM,
     device: torch.device | str | None = None,
     init_fn: InitFunction | None = None,
+    weights: str | os.PathLike[str] | None = None,
     seed: int = 0,
     outputs: Outputs = "local",
     batch: Batch = "global",
@@ -108,6 +110,8 @@ def compile(
             model on the meta device.
         init_fn: called with each meta-device module that owns tensors, in place of its
             `reset_parameters()`.
+        weights: folder or file of safetensors with initial values under the names of `state_dict()`, such
+            as `save_pretrained` of transformers writes; each rank reads its own shards alone.
         seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
         batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",
@@ -151,7 +155,7 @@ def compile(
         micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, batch=batch,
         bucket_bytes=bucket_bytes, executor=Executor(executor), timeout_seconds=timeout_seconds,
-        returns_loss=loss_fn is None,
+        returns_loss=loss_fn is None, weights=None if weights is None else WeightFiles.at(weights),
         has_stages=request.mesh is not None and PIPELINE_AXIS in request.mesh.names,
     )  # fmt: skip
     return _prepared(CompiledModule(model, planner, settings), example_inputs)

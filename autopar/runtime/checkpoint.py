@@ -39,6 +39,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import Restorer, empty_like, read_state, ties
 from autopar.runtime.together import Together
+from autopar.runtime.weights import apart, few
 
 _VERSION = 1
 _STATE = "state.pt"
@@ -146,7 +147,7 @@ def _collect(
         _refuse_unloadable(f"extra value {key!r}", value)
     for what in ("objects", "values", "groups"):
         _refuse_unloadable(f"the {what} of model and optimizer", notes[what])
-    return _apart(tensors), notes
+    return apart(tensors), notes
 
 
 def _progress(model: nn.Module) -> dict[str, Any] | None:
@@ -161,19 +162,6 @@ def _catch_up(model: nn.Module, optimizer: Optimizer) -> None:
     """Gives an optimizer that was made early, and not stepped since, the parameters that are there now."""
     if isinstance(model, CompiledModule) and model._placement.adoption is not None:
         model._placement.adoption.follow(optimizer)
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, and no two in the same memory (tied parameters are): so safetensors wants them."""
-    seen: set[int] = set()
-    apart = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        pointer = local.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    return apart
 
 
 def _refuse_unloadable(what: str, value: Any) -> None:
@@ -400,22 +388,17 @@ def _refuse_other_model(
                 f"{own} has shape {list(saved[name].size)} in it and {list(tensor.shape)} in the model"
             )
     if problems:
-        raise AutoparError(f"The checkpoint {folder} is of another model: {_few(problems)}.")
+        raise AutoparError(f"The checkpoint {folder} is of another model: {few(problems)}.")
 
 
 def _refuse_unknown(every: Sequence[list[str]], path: PathLike) -> None:
     """Raises AutoparError for tensors that no rank has a place for."""
     unknown = sorted(set(every[0]).intersection(*every))
     if unknown:
-        names = _few([name.removeprefix("model.") for name in unknown])
+        names = few([name.removeprefix("model.") for name in unknown])
         raise AutoparError(
             f"The checkpoint {path} is of another model: it has {names}, which the model lacks."
         )
-
-
-def _few(texts: Sequence[str], count: int = 5) -> str:
-    more = f" and {len(texts) - count} more" if len(texts) > count else ""
-    return ", ".join(texts[:count]) + more
 
 
 def _parameter_and_key(entry: str) -> tuple[str, str]:

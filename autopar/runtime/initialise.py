@@ -8,7 +8,7 @@ own part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,17 @@ Named = tuple[str, Tensor]
 
 
 def initial_values(
-    model: nn.Module, world: World, *, init_fn: InitFunction | None, seed: int
+    model: nn.Module,
+    world: World,
+    *,
+    init_fn: InitFunction | None,
+    seed: int,
+    read_later: Container[str] = (),
 ) -> Iterator[Named]:
     """Yields every parameter's name and full value on the device, tied ones once; then sets buffers.
+
+    Values of the names `read_later` are undefined: files will give them. A module that has no others
+    on the meta device is not initialised.
 
     Raises CaptureError naming the module where a meta-device module cannot be initialised.
     """
@@ -33,10 +41,15 @@ def initial_values(
     with torch.random.fork_rng(_devices(world.device)):
         torch.manual_seed(seed)
         for path, module in model.named_modules():
-            if any(x.is_meta for x in _own(module)):
-                yield from _materialised(module, path, names, done, world, init_fn)
+            if any(x.is_meta for x in _own(module).values()):
+                initialise = _initialiser(model, module, path, init_fn, read_later)
+                yield from _materialised(module, initialise, names, done, world)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in done:
+        if id(parameter) in done:
+            continue
+        if name in read_later:
+            yield name, torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
+        else:
             value = _torch.local_tensor(parameter).to(world.device, copy=True).contiguous()
             world.broadcast(value)
             yield name, value
@@ -69,21 +82,20 @@ def _devices(device: torch.device) -> list[torch.device]:
     return [] if device.type == "cpu" else [device]
 
 
-def _own(module: nn.Module) -> list[Tensor]:
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return [x for x in own if x is not None]
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of one module by their names in it."""
+    own = {**module._parameters, **module._buffers}
+    return {name: x for name, x in own.items() if x is not None}
 
 
 def _materialised(
     module: nn.Module,
-    path: str,
+    initialise: InitFunction,
     names: dict[int, str],
     done: set[int],
     world: World,
-    init_fn: InitFunction | None,
 ) -> Iterator[Named]:
     """Gives one module real tensors, initialises them, and takes its own objects back."""
-    initialise = init_fn or _reset_function(module, path)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     for name, parameter in parameters.items():
         real = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
@@ -102,11 +114,27 @@ def _materialised(
             yield names[id(parameter)], value.detach()
 
 
-def _reset_function(module: nn.Module, path: str) -> InitFunction:
+def _initialiser(
+    model: nn.Module,
+    module: nn.Module,
+    path: str,
+    init_fn: InitFunction | None,
+    read_later: Container[str],
+) -> InitFunction:
+    """What gives one module of the meta device its values."""
+    prefix = f"{path}." if path else ""
+    if all(prefix + name in read_later for name, x in _own(module).items() if x.is_meta):
+        return lambda _: None
+    if init_fn is not None:
+        return init_fn
     reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise CaptureError(
-            f"Module {path or 'the model itself'} ({type(module).__name__}) is on the meta device and has "
-            "no reset_parameters() to make its values; give it one, or pass init_fn=... to autopar.compile."
-        )
-    return lambda _: reset()
+    if reset is not None:
+        return lambda _: reset()
+    # The method by which models of transformers initialise one module.
+    of_model = getattr(model, "_init_weights", None)
+    if of_model is not None:
+        return of_model
+    raise CaptureError(
+        f"Module {path or 'the model itself'} ({type(module).__name__}) is on the meta device and has "
+        "no reset_parameters() to make its values; give it one, or pass init_fn=... to autopar.compile."
+    )

@@ -53,6 +53,7 @@ from autopar.runtime.settings import Settings
 from autopar.runtime.shares import step_shares
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
+from autopar.runtime.weights import PathLike, read_weights, write_weights
 
 log = logging.getLogger("autopar")
 
@@ -389,6 +390,35 @@ class CompiledModule(nn.Module):
         """Puts the model to rest as its first program has it."""
         self._placement.place(programs, self._planner.world())
         self._plan = programs.whole.plan
+        if self._settings.weights is not None:
+            read_weights(self, self._settings.weights.path)
+
+    # --- weights of others
+
+    def load_weights(self, path: PathLike) -> None:
+        """Copies weights from a folder or file of safetensors, such as `save_pretrained` of transformers writes.
+
+        Every rank calls this, and reads its own shards alone. Names are those of `state_dict()`; values are
+        cast to the model's formats.
+
+        Raises PlanError before there is a plan; AutoparError on every rank for files that are missing,
+        damaged or of another model, naming what differs; PeerError if another rank died or hangs.
+        """
+        _ = self.plan
+        read_weights(self, path)
+
+    def export(self, folder: PathLike) -> None:
+        """Writes plain weights, as a single device has them, to a folder that all ranks see.
+
+        Every rank calls this. The folder gets safetensors files of about 5 GB with an index, and the
+        model's `config`, if it is of transformers, whose `from_pretrained` then reads it. A tied parameter
+        is written once. No rank holds the whole model; the first one holds one tensor at a time.
+
+        Raises PlanError before there is a plan; AutoparError on every rank for what cannot be written;
+        PeerError if another rank died or hangs.
+        """
+        _ = self.plan
+        write_weights(self, folder)
 
     # --- what was chosen
 

@@ -57,7 +57,11 @@ class Placement:
         held = frozenset(users)
         if programs.pipeline is not None and pipe is not None:
             held = held_by(pipe.rank, users, programs.pipeline)
-        values = initial_values(model, world, init_fn=settings.init_fn, seed=settings.seed)
+        weights = settings.weights
+        values = initial_values(
+            model, world, init_fn=settings.init_fn, seed=settings.seed,
+            read_later=() if weights is None else weights.names(model),
+        )  # fmt: skip
         self.store = ParameterStore(world)
         self.store.fill(programs.whole, model, values, held)
         place_buffers(model, world)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.compiled import Executor
 from autopar.runtime.initialise import InitFunction
+from autopar.runtime.weights import WeightFiles
 
 Outputs = Literal["local", "dtensor"]
 Batch = Literal["global", "local"]
@@ -34,6 +35,7 @@ class Settings:
         has_stages: whether a mesh with pipeline stages was asked for.
         timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
             as the process group does.
+        weights: files of the initial values; None for the model's own.
     """
 
     micro_batches: int | None
@@ -48,3 +50,4 @@ class Settings:
     returns_loss: bool = False
     has_stages: bool = False
     timeout_seconds: float | None = None
+    weights: WeightFiles | None = None

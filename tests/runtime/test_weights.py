@@ -1,0 +1,226 @@
+"""Plain weights, read into a plan's shards and written from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError, PlanError
+from tests.runtime.models import MLP, Normed, Tied
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import full_state
+
+TOKENS = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(0))
+X, Y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def on_one_rank(model: nn.Module, **options: Any) -> autopar.CompiledModule:
+    return autopar.compile(model, loss_fn=F.mse_loss, example_inputs=(X, Y), **options)
+
+
+def saved(folder: Path, model: nn.Module, **changes: Tensor) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({**model.state_dict(), **changes}, folder / "model.safetensors")
+    return folder
+
+
+def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+# --- one process
+
+
+def test_weights_are_read_where_a_model_has_others(tmp_path: Path) -> None:
+    there = seeded(Normed, 1)
+    made = on_one_rank(seeded(Normed, 2))
+    made.load_weights(saved(tmp_path, there))
+    assert all(torch.equal(v, there.state_dict()[k]) for k, v in made.state_dict().items())
+
+
+def test_a_model_of_the_meta_device_is_not_initialised_first(tmp_path: Path) -> None:
+    there = seeded(MLP, 1)
+    with torch.device("meta"):
+        empty = MLP()
+    asked: list[nn.Module] = []
+    made = on_one_rank(empty, weights=saved(tmp_path, there), init_fn=asked.append)
+    assert asked == []
+    assert all(torch.equal(v, there.state_dict()[k]) for k, v in made.state_dict().items())
+
+
+def test_what_the_files_lack_is_initialised(tmp_path: Path) -> None:
+    """A buffer that is not saved has to be made, as the frequencies of rotary embeddings are."""
+
+    class Scaled(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.empty(8), persistent=False)
+
+        def reset_parameters(self) -> None:
+            self.scale.copy_(torch.arange(8.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    there = seeded(MLP, 1)
+    with torch.device("meta"):
+        empty = Scaled()
+    made = on_one_rank(empty, weights=saved(tmp_path, there))
+    assert torch.equal(made.get_buffer("scale"), torch.arange(8.0))
+    assert torch.equal(made.get_parameter("up.weight"), there.get_parameter("up.weight"))
+
+
+def test_values_are_cast_to_the_format_of_the_model(tmp_path: Path) -> None:
+    there = seeded(MLP, 1).bfloat16()
+    made = on_one_rank(seeded(MLP, 2))
+    made.load_weights(saved(tmp_path, there))
+    found = made.get_parameter("up.weight")
+    assert found.dtype is torch.float32
+    assert torch.equal(found, there.get_parameter("up.weight").float())
+
+
+def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
+    there = seeded(Tied, 1)
+    weights = {k: v for k, v in there.state_dict().items() if k != "embedding.weight"}
+    save_file(weights, tmp_path / "one.safetensors")
+    made = autopar.compile(
+        seeded(Tied, 2), loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS),
+        weights=tmp_path / "one.safetensors",
+    )  # fmt: skip
+    assert torch.equal(made.get_parameter("embedding.weight"), there.embedding.weight)
+
+
+def tied_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def test_what_is_exported_is_read_again_and_loads_plainly(tmp_path: Path) -> None:
+    made = autopar.compile(
+        seeded(Tied, 1), loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS)
+    )  # fmt: skip
+    made.export(tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert list(found) == ["embedding.weight", "middle.weight", "middle.bias"]
+    again = seeded(Tied, 2)
+    again.load_state_dict({**found, "head.weight": found["embedding.weight"]})
+    assert torch.equal(again(TOKENS), seeded(Tied, 1)(TOKENS))
+
+
+def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    folder = saved(tmp_path, seeded(MLP, 3))
+    (folder / "model-00009-of-00009.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").write_text("{}")
+    made = on_one_rank(seeded(MLP, 1))
+    made.export(folder)
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json",
+    ]  # fmt: skip
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(made.state_dict())
+    other = on_one_rank(seeded(MLP, 2), weights=folder)
+    assert torch.equal(other.get_parameter("up.weight"), made.get_parameter("up.weight"))
+
+
+# --- what is refused
+
+
+def test_no_files(tmp_path: Path) -> None:
+    with pytest.raises(
+        AutoparError, match=r"neither .*index.json nor .* and 0 files \*.safetensors"
+    ):
+        autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
+
+
+def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
+    index = {"weight_map": {"up.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(AutoparError, match="names 1 files, of which 1 are missing: model-00001"):
+        autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    file = saved(tmp_path, MLP()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(AutoparError, match="cannot be read"):
+        autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    made = on_one_rank(MLP())
+    wrong = {"up.weight": torch.zeros(3, 8), "up.bias": torch.zeros(32)}
+    save_file(wrong, tmp_path / "less.safetensors")
+    with pytest.raises(
+        AutoparError, match=r"down.weight is not there.*\[3, 8\] there and \[32, 8\]"
+    ):
+        made.load_weights(tmp_path / "less.safetensors")
+    with pytest.raises(AutoparError, match="they have more, which the model lacks"):
+        made.load_weights(saved(tmp_path, MLP(), more=torch.zeros(1)))
+
+
+def test_before_there_is_a_plan(tmp_path: Path) -> None:
+    made = autopar.compile(MLP(), loss_fn=F.mse_loss)
+    with pytest.raises(PlanError, match="no plan yet"):
+        made.export(tmp_path)
+
+
+# --- ranks
+
+
+def llama(*, on_meta: bool) -> nn.Module:
+    """A small Llama of transformers with tied embeddings, from its configuration."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("meta" if on_meta else "cpu"):
+        return transformers.LlamaForCausalLM(config)
+
+
+def read_train_write(
+    folder: Path, out: Path, mesh: dict[str, int], recipe: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a step of a meta-device model with the folder's weights, which are written again."""
+    made = autopar.compile(
+        llama(on_meta=True), mesh=mesh, recipe=recipe, weights=folder,
+        example_inputs={"input_ids": TOKENS, "labels": TOKENS},
+    )  # fmt: skip
+    loss = made.step(input_ids=TOKENS, labels=TOKENS).item()
+    made.export(out)
+    return loss, full_state(made) if "pp" not in mesh else {}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "mesh, recipe",
+    [
+        ({"dp": 2, "tp": 2}, {"dp": "zero3", "tp": "tp"}),
+        ({"pp": 2, "dp": 2}, {"pp": "1f1b", "dp": "zero1"}),
+    ],
+    ids=["zero3 x tp", "1f1b x zero1"],
+)
+def test_sharded_files_go_into_shards_and_come_out_byte_for_byte(
+    four_ranks: Ranks, tmp_path: Path, mesh: dict[str, int], recipe: Any
+) -> None:
+    plain = llama(on_meta=False)
+    plain.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 2
+    results = four_ranks.run(read_train_write, tmp_path / "in", tmp_path / "out", mesh, recipe)
+    expected = plain(input_ids=TOKENS, labels=TOKENS).loss.item()
+    assert all(loss == pytest.approx(expected, rel=1e-5) for loss, _ in results)
+    written = type(plain).from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert written[name].dtype is tensor.dtype
+        assert torch.equal(written[name], tensor)
+        assert all(torch.equal(state[name], tensor) for _, state in results if state)
