@@ -418,7 +418,7 @@ class CompiledModule(nn.Module):
         PeerError if another rank died or hangs.
         """
         _ = self.plan
-        write_weights(self, folder)
+        write_weights(self, folder, original=self._original)
 
     # --- what was chosen
 

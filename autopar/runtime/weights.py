@@ -166,10 +166,12 @@ def _opened(
 # --- writing
 
 
-def write_weights(model: nn.Module, folder: PathLike, *, file_bytes: int = FILE_BYTES) -> None:
+def write_weights(
+    model: nn.Module, folder: PathLike, *, original: nn.Module, file_bytes: int = FILE_BYTES
+) -> None:
     """Writes a model's state dict as plain safetensors files with an index, and its `config` beside them.
 
-    Every rank calls this, with a folder that all of them see. A tied parameter is written once, under its
+    Every rank calls this, with a folder that all of them see; `original` is the user's own model. A tied parameter is written once, under its
     first name, as `safetensors.torch.save_model` does it. Files of the same names are replaced when all
     are complete.
 
@@ -189,7 +191,7 @@ def write_weights(model: nn.Module, folder: PathLike, *, file_bytes: int = FILE_
     )  # fmt: skip
     with ranks.naming_failures():
         dcp.save(tensors, storage_writer=writer, no_dist=ranks.alone)
-    ranks.first_alone(lambda: _finish(partial, target, model))
+    ranks.first_alone(lambda: _finish(partial, target, original))
 
 
 def file_numbers(sizes_bytes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
@@ -253,6 +255,7 @@ def _configs(model: nn.Module) -> Iterable[Any]:
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "architectures"):
         config.architectures = [type(model).__name__]
+        config.dtype = next((p.dtype for p in model.parameters()), None)
     found = (config, getattr(model, "generation_config", None))
     return [each for each in found if callable(getattr(each, "save_pretrained", None))]
 

@@ -219,6 +219,8 @@ def test_sharded_files_go_into_shards_and_come_out_byte_for_byte(
     results = four_ranks.run(read_train_write, tmp_path / "in", tmp_path / "out", mesh, recipe)
     expected = plain(input_ids=TOKENS, labels=TOKENS).loss.item()
     assert all(loss == pytest.approx(expected, rel=1e-5) for loss, _ in results)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
     written = type(plain).from_pretrained(tmp_path / "out").state_dict()
     for name, tensor in plain.state_dict().items():
         assert written[name].dtype is tensor.dtype
