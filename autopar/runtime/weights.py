@@ -171,9 +171,9 @@ def write_weights(
 ) -> None:
     """Writes a model's state dict as plain safetensors files with an index, and its `config` beside them.
 
-    Every rank calls this, with a folder that all of them see; `original` is the user's own model. A tied parameter is written once, under its
-    first name, as `safetensors.torch.save_model` does it. Files of the same names are replaced when all
-    are complete.
+    Every rank calls this, with a folder that all of them see; `original` is the user's own model. A tied
+    parameter is written once, under its first name, as `safetensors.torch.save_model` does it. Files of
+    the same names are replaced when all are complete.
 
     Raises AutoparError on every rank for what cannot be written; PeerError if another rank died or hangs.
     """
