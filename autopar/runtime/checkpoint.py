@@ -9,18 +9,12 @@ A checkpoint is a folder:
 No plan is in it, so it can be loaded under any other. Nothing in it is run when it is loaded:
 safetensors are plain bytes, and `state.pt` is read with `weights_only=True`. (The usual format of
 torch.distributed.checkpoint has a file `.metadata`, which torch reads with plain pickle.)
-
-[Note: a save is all or nothing] The ranks write to `<path>.partial`. When all have finished, the first
-rank looks whether all is there, moves the checkpoint that was at `<path>` to `<path>.previous`, gives the
-new one its name, and deletes the old. Whoever dies when, a complete checkpoint is at `<path>` or, between
-the two renames, at `<path>.previous`, where `load_checkpoint` looks next.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +23,19 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.errors import AutoparError
+from autopar.runtime.checkpoint_folder import VERSION, beside, clear, commit, located, opened
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import Restorer, empty_like, read_state, ties
 from autopar.runtime.together import Together
 from autopar.runtime.weights import apart, few
 
-_VERSION = 1
-_STATE = "state.pt"
 PathLike = str | os.PathLike[str]
 
 
@@ -73,15 +66,15 @@ def save_checkpoint(
     {'step': 7}
     """
     folder = Path(path).resolve()
-    partial, model = _beside(folder, "partial"), _torch.uncompiled(model)
+    partial, model = beside(folder, "partial"), _torch.uncompiled(model)
     ranks = Together(f"Saving {folder}")
     tensors, notes = ranks.each(lambda: _collect(model, optimizer, extra))
-    ranks.first_alone(lambda: _clear(folder, partial))
+    ranks.first_alone(lambda: clear(folder, partial))
     writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
     with ranks.naming_failures():
         planned = dcp.save(tensors, storage_writer=writer, no_dist=ranks.alone)
     every = ranks.at_first(notes)
-    ranks.first_alone(lambda: _commit(partial, folder, planned, _merged(every)))
+    ranks.first_alone(lambda: commit(partial, folder, planned, _merged(every)))
 
 
 def load_checkpoint(
@@ -129,7 +122,7 @@ def _collect(
     state = model.state_dict()
     tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
     notes: dict[str, Any] = {
-        "version": _VERSION,
+        "version": VERSION,
         "extra": extra,
         "progress": progress,
         "ties": ties(model),
@@ -203,68 +196,6 @@ def _merged(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-# --- the folder
-
-
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f"{folder.name}.{what}")
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / _STATE).is_file()
-
-
-def _clear(folder: Path, partial: Path) -> None:
-    """Makes way for a save."""
-    if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
-        raise AutoparError(
-            f"{folder} has files and is no checkpoint, and would be replaced; give a folder for the "
-            "checkpoint alone."
-        )
-    _remove(partial)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-def _commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]) -> None:
-    """Gives a complete checkpoint its name, see [Note: a save is all or nothing]."""
-    _refuse_incomplete(partial, planned)
-    files = {file.name: file.stat().st_size for file in partial.glob("*.safetensors")}
-    with (partial / _STATE).open("wb") as file:
-        torch.save({**notes, "files": files}, file)
-        file.flush()
-        os.fsync(file.fileno())  # as the shards were
-    previous = _beside(folder, "previous")
-    if folder.exists():
-        _remove(previous)
-        folder.rename(previous)
-    partial.rename(folder)
-    _remove(previous)
-
-
-def _refuse_incomplete(partial: Path, planned: Metadata) -> None:
-    """Raises AutoparError where a part that some rank wrote is not in the first rank's folder."""
-    there = _saved_tensors(partial)
-    for name, plan in planned.state_dict_metadata.items():
-        assert isinstance(plan, TensorStorageMetadata), name
-        wanted = {chunk.offsets for chunk in plan.chunks}
-        found = {chunk.offsets for chunk in there[name].chunks} if name in there else set()
-        if not wanted <= found:
-            raise AutoparError(
-                f"{len(wanted - found)} of {len(wanted)} parts of {name} are not in {partial}, though their "
-                "ranks wrote them. Give a path on a file system that all ranks share."
-            )
-
-
-def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Name -> shape, dtype and parts of what a folder has."""
-    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
-
-
 # --- loading
 
 
@@ -294,8 +225,8 @@ class _Loading:
     def begin(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> _Loading:
         """Opens a checkpoint. Raises AutoparError for one that cannot be loaded here."""
         _progress(model)
-        folder = _located(folder)
-        notes, saved = _opened(folder)
+        folder = located(folder)
+        notes, saved = opened(folder)
         state = model.state_dict()
         room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         objects = [k for k, v in state.items() if not isinstance(v, Tensor)]
@@ -334,45 +265,6 @@ class _Loading:
                 name, key = _parameter_and_key(entry)
                 states[name][key] = tensor
         return states
-
-
-def _located(folder: Path) -> Path:
-    """The folder, or where the checkpoint is that it had before a save was cut short."""
-    for place in (folder, _beside(folder, "previous")):
-        if _is_checkpoint(place):
-            return place
-    unfinished = _beside(folder, "partial").exists()
-    raise AutoparError(
-        f"There is no checkpoint at {folder}"
-        + (": the first save to it was not finished." if unfinished else ".")
-    )
-
-
-def _opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadata]]:
-    """The contents of `state.pt`, and the tensors on disk. Raises AutoparError for a damaged checkpoint."""
-    try:
-        notes = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
-        version, files = notes["version"], notes.get("files", {})
-        if version != _VERSION:
-            raise AutoparError(
-                f"{folder} is of version {version}, and this autopar reads version {_VERSION}."
-            )
-        for name, wanted_bytes in files.items():
-            _refuse_other_size(folder / name, wanted_bytes)
-        return notes, _saved_tensors(folder)
-    except AutoparError:
-        raise
-    except Exception as error:  # whatever torch.load and safetensors raise for damaged files
-        raise AutoparError(f"{folder} is damaged. {type(error).__name__}: {error}") from error
-
-
-def _refuse_other_size(file: Path, wanted_bytes: int) -> None:
-    found = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
-    if found != f"{wanted_bytes} bytes":
-        raise AutoparError(
-            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. Copy it again, or load "
-            "an earlier checkpoint."
-        )
 
 
 def _refuse_other_model(

@@ -1,0 +1,121 @@
+"""The folder of a checkpoint: what is in it, and how a new one takes the place of the one before.
+
+[Note: a save is all or nothing] The ranks write to `<path>.partial`. When all have finished, the first
+rank looks whether all is there, moves the checkpoint that was at `<path>` to `<path>.previous`, gives the
+new one its name, and deletes the old. Whoever dies when, a complete checkpoint is at `<path>` or, between
+the two renames, at `<path>.previous`, where `load_checkpoint` looks next.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from autopar.errors import AutoparError
+
+VERSION = 1
+_STATE = "state.pt"
+
+
+def beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f"{folder.name}.{what}")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / _STATE).is_file()
+
+
+def clear(folder: Path, partial: Path) -> None:
+    """Makes way for a save."""
+    if folder.exists() and not _is_checkpoint(folder) and any(folder.iterdir()):
+        raise AutoparError(
+            f"{folder} has files and is no checkpoint, and would be replaced; give a folder for the "
+            "checkpoint alone."
+        )
+    _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def commit(partial: Path, folder: Path, planned: Metadata, notes: dict[str, Any]) -> None:
+    """Gives a complete checkpoint its name, see [Note: a save is all or nothing]."""
+    _refuse_incomplete(partial, planned)
+    files = {file.name: file.stat().st_size for file in partial.glob("*.safetensors")}
+    with (partial / _STATE).open("wb") as file:
+        torch.save({**notes, "files": files}, file)
+        file.flush()
+        os.fsync(file.fileno())  # as the shards were
+    previous = beside(folder, "previous")
+    if folder.exists():
+        _remove(previous)
+        folder.rename(previous)
+    partial.rename(folder)
+    _remove(previous)
+
+
+def _refuse_incomplete(partial: Path, planned: Metadata) -> None:
+    """Raises AutoparError where a part that some rank wrote is not in the first rank's folder."""
+    there = _saved_tensors(partial)
+    for name, plan in planned.state_dict_metadata.items():
+        assert isinstance(plan, TensorStorageMetadata), name
+        wanted = {chunk.offsets for chunk in plan.chunks}
+        found = {chunk.offsets for chunk in there[name].chunks} if name in there else set()
+        if not wanted <= found:
+            raise AutoparError(
+                f"{len(wanted - found)} of {len(wanted)} parts of {name} are not in {partial}, though their "
+                "ranks wrote them. Give a path on a file system that all ranks share."
+            )
+
+
+def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Name -> shape, dtype and parts of what a folder has."""
+    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
+
+
+def located(folder: Path) -> Path:
+    """The folder, or where the checkpoint is that it had before a save was cut short."""
+    for place in (folder, beside(folder, "previous")):
+        if _is_checkpoint(place):
+            return place
+    unfinished = beside(folder, "partial").exists()
+    raise AutoparError(
+        f"There is no checkpoint at {folder}"
+        + (": the first save to it was not finished." if unfinished else ".")
+    )
+
+
+def opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadata]]:
+    """The contents of `state.pt`, and the tensors on disk. Raises AutoparError for a damaged checkpoint."""
+    try:
+        notes = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        version, files = notes["version"], notes.get("files", {})
+        if version != VERSION:
+            raise AutoparError(
+                f"{folder} is of version {version}, and this autopar reads version {VERSION}."
+            )
+        for name, wanted_bytes in files.items():
+            _refuse_other_size(folder / name, wanted_bytes)
+        return notes, _saved_tensors(folder)
+    except AutoparError:
+        raise
+    except Exception as error:  # whatever torch.load and safetensors raise for damaged files
+        raise AutoparError(f"{folder} is damaged. {type(error).__name__}: {error}") from error
+
+
+def _refuse_other_size(file: Path, wanted_bytes: int) -> None:
+    found = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
+    if found != f"{wanted_bytes} bytes":
+        raise AutoparError(
+            f"{file.parent} is damaged: {file.name} is {found}, of {wanted_bytes} bytes. Copy it again, or load "
+            "an earlier checkpoint."
+        )
