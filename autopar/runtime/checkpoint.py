@@ -32,7 +32,14 @@ from autopar._torch import pytree
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint_folder import VERSION, beside, clear, commit, located, opened
 from autopar.runtime.module import CompiledModule
-from autopar.runtime.optimizer_state import Restorer, empty_like, read_state, ties
+from autopar.runtime.optimizer_state import (
+    Restorer,
+    empty_like,
+    placed_like,
+    plain_groups,
+    read_state,
+    ties,
+)
 from autopar.runtime.together import Together
 from autopar.runtime.weights import apart, few
 
@@ -109,6 +116,57 @@ def load_checkpoint(
         dcp.load(loading.room, storage_reader=reader, no_dist=ranks.alone)
     ranks.each(loading.finish)
     return loading.notes["extra"]
+
+
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads the `state_dict()` of a plain optimizer, with whole tensors, into one whose parameters are shards.
+
+    Every rank calls this with the same state; each keeps its own parts. Parameters are found by their names, if
+    the plain optimizer was made of `named_parameters()`, else by their order, for which both optimizers need
+    the same groups.
+
+    Raises AutoparError for other groups or shapes; PlanError for a compiled module without a plan.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Linear(4, 2)
+    >>> before, after = (torch.optim.AdamW(model.parameters(), lr=lr) for lr in (0.1, 0.2))
+    >>> autopar.checkpoint.load_optimizer_state(model, after, before.state_dict())
+    >>> after.param_groups[0]["lr"]
+    0.1
+    """
+    model = _torch.uncompiled(model)
+    _progress(model)
+    _catch_up(model, optimizer)
+    groups = plain_groups(model, optimizer, state)
+    names = {
+        number: name
+        for (own, _), numbers in groups
+        for name, number in zip(own, numbers, strict=True)
+    }
+    restorer = Restorer(model, optimizer, [group for group, _ in groups], {})
+    parameters = restorer.sources()
+    states = {
+        names[number]: _placed(names[number], parameters[names[number]], values)
+        for number, values in state["state"].items()
+        if names[number] in parameters
+    }
+    restorer.restore(states)
+
+
+def _placed(name: str, parameter: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
+    """One parameter's state, its tensors as the parameter lies; AutoparError for tensors of another parameter."""
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.ndim == parameter.ndim > 0:
+            fits = all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
+            if not fits:
+                raise AutoparError(
+                    f"{key} of {name} has shape {list(value.shape)} in the optimizer's state, and the parameter has "
+                    f"{list(parameter.shape)}. It is the state of another model, or its parameters have another order."
+                )
+    return {
+        key: placed_like(parameter, key, value) if isinstance(value, Tensor) else value
+        for key, value in values.items()
+    }
 
 
 # --- saving

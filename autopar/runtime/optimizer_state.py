@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
@@ -72,6 +72,43 @@ def empty_like(parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torc
         return plain
     mesh = parameter.device_mesh
     return DTensor.from_local(plain.to(parameter.device), mesh, [Replicate()] * mesh.ndim)
+
+
+def placed_like(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
+    """A whole tensor of a parameter's state, as `empty_like` has it lie."""
+    room = empty_like(parameter, key, value.shape, value.dtype)
+    if not isinstance(room, DTensor):
+        return value.clone()
+    whole = value.to(room.device)
+    return distribute_tensor(whole, room.device_mesh, room.placements, src_data_rank=None)
+
+
+def plain_groups(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> list[tuple[Group, list[int]]]:
+    """The groups of a plain optimizer's `state_dict()` by names, each with the numbers it gives its parameters.
+
+    Names are its `param_names`, or those of `optimizer` in the same groups and order.
+
+    Raises AutoparError where these have other groups.
+    """
+    saved, live = state["param_groups"], _named_groups(model, optimizer)
+    counts = [len(group["params"]) for group in saved]
+    if all("param_names" in group for group in saved):
+        names = [list(group["param_names"]) for group in saved]
+    elif counts == [len(names) for names, _ in live]:
+        names = [names for names, _ in live]
+    else:
+        raise AutoparError(
+            f"The optimizer's state has groups of {counts} parameters, and the optimizer here has groups of "
+            f"{[len(names) for names, _ in live]}. Make it with the same groups; where a rank has some parameters "
+            "alone, as under pipeline stages, make the plain optimizer of "
+            "model.named_parameters(), whose state has names."
+        )
+    return [
+        ((own, {k: v for k, v in group.items() if k not in _NO_OPTIONS}), list(group["params"]))
+        for own, group in zip(names, saved, strict=True)
+    ]
 
 
 class Restorer:
