@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields, replace
 
 import numpy as np
@@ -22,58 +23,65 @@ from autopar.search.pipeline import search_pipeline
 from autopar.search.request import Request
 from tests.support.llama import Llama
 
-LAYERS = 7
+LAYERS = 5
 SMALL = {"hidden": 32, "heads": 4, "ffn": 64, "vocab": 64}
 GPT = Transformer.from_dimensions("gpt", layers=LAYERS, **SMALL, max_positions=16)
 T5 = EncoderDecoder(
     **SMALL, layers=LAYERS, encoder_layers=LAYERS, norm="rms", bias=False, activation="relu"
 )
 TINY = replace(H100, memory_bytes=10**9, reserved_bytes=0)
+DESCRIPTIONS: dict[str, Transformer | EncoderDecoder] = {"gpt": GPT, "t5": T5}
+MODELS = ["llama", *DESCRIPTIONS]
 
 
-def described(description: Transformer | EncoderDecoder, layers: int | None) -> Prepared:
+@functools.cache
+def captured(model: str, layers: int) -> Prepared:
+    """The model with so many layers, without weights."""
     with torch.device("meta"):
-        model = build(description, layers=layers)
-    return prepare_step(model, example_inputs(description, 4, 16))
+        if model == "llama":
+            made = Llama(vocab=64, width=32, inner=64, heads=4, kv_heads=2, layers=layers)
+            tokens = torch.zeros(4, 16, dtype=torch.int64)
+            return prepare_step(made, (tokens, tokens))
+        description = DESCRIPTIONS[model]
+        made = build(description, layers=layers)
+    return prepare_step(made, example_inputs(description, 4, 16))
 
 
-def llama(layers: int | None) -> Prepared:
-    with torch.device("meta"):
-        model = Llama(vocab=64, width=32, inner=64, heads=4, kv_heads=2, layers=layers or LAYERS)
-        tokens = torch.zeros(4, 16, dtype=torch.int64)
-    return prepare_step(model, (tokens, tokens))
+def stacks_of(model: str, layers: int) -> tuple[Stack, ...]:
+    """The stacks of layers, of each of which three are captured."""
+    paths = ["layers"] if model == "llama" else list(repeated_layers(DESCRIPTIONS[model]))
+    return tuple(Stack(path, layers, 3) for path in paths)
 
 
-def few(prepared: Prepared, paths: dict[str, int]) -> Graph:
-    stacks = tuple(Stack(path, layers, 3) for path, layers in paths.items())
-    _, copies = unroll_layers(prepared.captured, stacks)
-    return replace(prepared.analysis.graph, stacks=stacks, copies=copies)
+Graphs = tuple[Graph, Graph]
 
 
-MODELS = ["llama", "gpt", "t5"]
-Graphs = tuple[Graph, Graph]  # of three layers, of all
+@functools.cache
+def graphs_of(model: str) -> Graphs:
+    """The graph of three layers, and that of all."""
+    short, stacks = captured(model, 3), stacks_of(model, LAYERS)
+    _, copies = unroll_layers(short.captured, stacks)
+    graph = replace(short.analysis.graph, stacks=stacks, copies=copies)
+    return graph, captured(model, LAYERS).analysis.graph
 
 
-@pytest.fixture(scope="module")
-def graphs() -> dict[str, Graphs]:
-    found = {"llama": (few(llama(3), {"layers": LAYERS}), llama(None).analysis.graph)}
-    for name, description in (("gpt", GPT), ("t5", T5)):
-        short = few(described(description, 3), repeated_layers(description))
-        found[name] = short, described(description, None).analysis.graph
-    return found
+@functools.cache
+def tables_of(model: str, recipe: str) -> tuple[StageTables, StageTables]:
+    """The tables of both graphs, each under a plan of its own."""
+    short, whole = graphs_of(model)
+    return tables(short, recipe), tables(whole, recipe)
+
+
+def tables(graph: Graph, recipe: str) -> StageTables:
+    plan = search(graph, {"dp": 2, "tp": 2}, hardware=TINY, recipe=recipe)
+    return StageTables(graph, plan, TINY)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layers", [pytest.param(4, marks=pytest.mark.slow), LAYERS])
 def test_an_unrolled_capture_is_the_capture_of_all_layers(model: str, layers: int) -> None:
-    if model == "llama":
-        short, whole, paths = llama(3), llama(layers), {"layers": layers}
-    else:
-        description = GPT if model == "gpt" else T5
-        paths = dict.fromkeys(repeated_layers(description), layers)
-        short, whole = described(description, 3), described(description, layers)
-    stacks = [Stack(path, count, 3) for path, count in paths.items()]
-    unrolled, copies = unroll_layers(short.captured, stacks)
+    short, whole = captured(model, 3), captured(model, layers)
+    unrolled, copies = unroll_layers(short.captured, stacks_of(model, layers))
     assert unrolled.fingerprint == whole.captured.fingerprint
     assert unrolled.parameters == whole.captured.parameters
     assert analyze(unrolled).graph == whole.analysis.graph
@@ -82,8 +90,8 @@ def test_an_unrolled_capture_is_the_capture_of_all_layers(model: str, layers: in
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_blocks_have_the_names_of_the_whole_model(model: str, graphs: dict[str, Graphs]) -> None:
-    short, whole = graphs[model]
+def test_blocks_have_the_names_of_the_whole_model(model: str) -> None:
+    short, whole = graphs_of(model)
     assert block_starts(short) == block_starts(whole)
 
 
@@ -91,14 +99,11 @@ def test_blocks_have_the_names_of_the_whole_model(model: str, graphs: dict[str, 
 @pytest.mark.parametrize("recipe", ["dp:zero1,tp:tp", "dp:zero3,tp:tp+sp"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_table_of_three_layers_is_that_of_all(
-    model: str, recipe: str, recompute: str | int, graphs: dict[str, Graphs]
+    model: str, recipe: str, recompute: str | int
 ) -> None:
-    tables = []
-    for graph in graphs[model]:
-        plan = search(graph, {"dp": 2, "tp": 2}, hardware=TINY, recipe=recipe)
-        tables.append(StageTables(graph, plan, TINY).at(recompute))  # type: ignore[arg-type]
-    for field in fields(tables[0]):
-        a, b = (getattr(table, field.name) for table in tables)
+    short, whole = (each.at(recompute) for each in tables_of(model, recipe))  # type: ignore[arg-type]
+    for field in fields(short):
+        a, b = getattr(short, field.name), getattr(whole, field.name)
         if isinstance(a, np.ndarray):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-15, err_msg=field.name)
         else:
@@ -107,12 +112,12 @@ def test_a_table_of_three_layers_is_that_of_all(
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_pipeline_found_is_the_same(model: str, stages: int, graphs: dict[str, Graphs]) -> None:
+def test_the_pipeline_found_is_the_same(model: str, stages: int) -> None:
     short, whole = (
         search_pipeline(
             graph, Request(TINY, mesh={"pp": stages, "dp": 2}, recipe="dp:zero1", schedule="gpipe")
         )
-        for graph in graphs[model]
+        for graph in graphs_of(model)
     )
     assert short.best.setting == whole.best.setting
     assert short.plan.pipeline == whole.plan.pipeline
@@ -133,9 +138,7 @@ def test_the_pipeline_found_is_the_same(model: str, stages: int, graphs: dict[st
     ],
 )
 @pytest.mark.parametrize("model", MODELS)
-def test_recomputation_is_the_same(
-    model: str, recompute: int | float, graphs: dict[str, Graphs]
-) -> None:
+def test_recomputation_is_the_same(model: str, recompute: int | float) -> None:
     short, whole = (
         search_pipeline(
             graph,
@@ -147,7 +150,7 @@ def test_recomputation_is_the_same(
                 recompute=recompute,
             ),
         )
-        for graph in graphs[model]
+        for graph in graphs_of(model)
     )
     assert short.plan.recompute == whole.plan.recompute != "none"
     assert short.plan.pipeline == whole.plan.pipeline

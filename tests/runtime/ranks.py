@@ -19,19 +19,10 @@ import torch.distributed as dist
 # A rank that compiles does so itself, rather than start processes for it.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Forks of one server that has imported what ranks import and has run nothing: a process started anew spends
-# three seconds on imports alone. They hash alike, and unlike the process that tests them.
+# Forks of one server that has imported what ranks import and has captured one model: a process started anew spends
+# seconds on that. They hash alike, and unlike the process that tests them.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "autopar.api",
-        "autopar.backend",
-        "autopar.proof.verify",
-        "networkx",
-        "torch._inductor.compile_fx",
-        "torch.distributed.checkpoint",
-    ]
-)
+CONTEXT.set_forkserver_preload(["tests.runtime.warm"])
 TIMEOUT_SECONDS = 120  # of a task on all ranks
 GLOO_SECONDS = 60  # that a rank waits for another
 
@@ -116,7 +107,9 @@ class Ranks:
 
 
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
-    gc.freeze()  # what is imported stays: tests that look for garbage look through their own alone
+    # What is imported stays: tests that look for garbage look through their own alone.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     torch.set_num_threads(1)
     joined = False
     while True:

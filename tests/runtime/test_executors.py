@@ -19,6 +19,7 @@ from tests.runtime import scripts
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_recompute import Made, model_of
 from tests.runtime.training import difference, single, train
+from tests.support.staged import captured_once
 
 Case = tuple[str, dict[str, int], str, dict[str, Any]]
 
@@ -57,6 +58,7 @@ def made_of(name: str) -> Made:
     return Images().double(), batch, nn.functional.cross_entropy
 
 
+@captured_once()
 def trained(case: Case, executor: ExecutorName) -> dict[str, Any]:
     """What training gives on this rank, and of `Images` what evaluation does, without autograd."""
     name, mesh, recipe, options = case
@@ -105,6 +107,7 @@ def test_masks_under_inductor_are_those_of_the_eager_executor(two_ranks: Ranks) 
         assert difference(found, expected) < 1e-12
 
 
+@captured_once()
 def keeping(executor: ExecutorName) -> tuple[int, int]:
     """Under ZeRO-3: gathered parameters given up until backward, and how many graphs were compiled."""
     given_up, pack = 0, Gathers._pack

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.errors import StepError
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -103,6 +104,7 @@ def in_one_process() -> tuple[Named, Named]:
     return detached, gradients(model)
 
 
+@captured_once()
 def on_a_rank(options: dict[str, Any]) -> tuple[Named, Named]:
     made = autopar.compile(Words(), loss_fn=loss_and_more, **options)
     return leaves(made.step(*batch())), gradients(made)
@@ -157,6 +159,7 @@ def test_extra_results_are_those_of_one_device(
         assert worst(own, {name: expected_gradients[name] for name in own}) < 1e-12
 
 
+@captured_once()
 def of_parts(options: dict[str, Any]) -> Named:
     """The results where every rank gives its own rows of the batch."""
     made = autopar.compile(Words(), loss_fn=loss_and_more, **options)

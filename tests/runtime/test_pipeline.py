@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.ir import SCHEDULES, Pipeline
-from autopar.planning.planning import prepare_step
 from autopar.proof.verdict import nan_last
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import difference, full_state, single, train
-from tests.support.staged import plan_for, with_stages
+from tests.support.staged import captured_once, plan_for, prepared_once, with_stages
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -63,6 +62,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 # --- schedules
 
 
+@captured_once()
 def trained(name: str, schedule: str, ranks: int, mesh: Any, recipe: Any) -> dict[str, Any]:
     model, batch, loss = make(name)
     made = compiled(model, batch, loss, schedule=schedule, ranks=ranks, mesh=mesh, recipe=recipe)
@@ -109,6 +109,7 @@ def tied_gpt() -> tuple[nn.Module, Batch]:
     return model, (tokens, tokens.roll(1, 1))
 
 
+@captured_once()
 def train_tied(schedule: str, ranks: int) -> tuple[dict[str, Any], list[str]]:
     model, batch = tied_gpt()
     made = compiled(model, batch, loss_fn, schedule=schedule, ranks=ranks)
@@ -147,6 +148,7 @@ def test_a_tied_matrix_is_the_same_on_both_of_its_stages(
 # --- without a backward
 
 
+@captured_once()
 def forwards() -> tuple[bool, float, str]:
     model, batch, loss = make("gpt")
     reference, _, _ = make("gpt")
@@ -172,6 +174,7 @@ def test_a_forward_gives_its_result_to_all_ranks_and_has_no_backward(two_ranks: 
         )
 
 
+@captured_once()
 def losses_of_evaluation(schedule: str) -> tuple[list[float], bool, float]:
     """The loss without a backward before, between and behind steps; what is left in `.grad`."""
     model, batch, loss = make("gpt")
@@ -198,6 +201,7 @@ def test_a_step_under_no_grad_is_the_loss_alone(two_ranks: Ranks, schedule: str)
 # --- state
 
 
+@captured_once()
 def states() -> tuple[list[str], list[str], float]:
     """Entries before and after the first step; how far a loaded state is from what was given."""
     model, batch, loss = make("normed")
@@ -224,6 +228,7 @@ def test_state_dicts_of_all_ranks_are_the_models(two_ranks: Ranks) -> None:
         assert error == 0
 
 
+@captured_once()
 def missing_entries() -> tuple[str, list[str]]:
     model, batch, loss = make("mlp")
     made = compiled(model, batch, loss)
@@ -245,6 +250,7 @@ def test_a_missing_entry_of_this_ranks_is_named(two_ranks: Ranks) -> None:
         assert missing == [name]
 
 
+@captured_once()
 def early_optimizer() -> tuple[list[float], list[str]]:
     model, batch, loss = make("gpt")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -276,6 +282,7 @@ def test_an_optimizer_made_before_holds_what_its_rank_does(two_ranks: Ranks) -> 
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
+@captured_once()
 def frozen(schedule: str) -> dict[str, Tensor]:
     """The first stage has nothing to train, and one weight behind it has not either."""
     model, batch, loss = make("gpt")
@@ -296,6 +303,7 @@ def test_frozen_parameters_get_no_gradient(two_ranks: Ranks, schedule: str) -> N
     assert worst(found, expected) < 1e-12
 
 
+@captured_once()
 def accumulated(schedule: str) -> float:
     model, batch, loss = make("gpt")
     made = compiled(model, batch, loss, schedule=schedule)
@@ -310,6 +318,7 @@ def test_gradients_add_up_over_steps(two_ranks: Ranks, schedule: str) -> None:
     assert max(two_ranks.run(accumulated, schedule)) < 1e-12
 
 
+@captured_once()
 def norms() -> list[float]:
     model, batch = tied_gpt()
     made = compiled(model, batch, loss_fn, mesh={"dp": 2}, recipe="zero3")
@@ -408,10 +417,11 @@ def total(y: Tensor) -> Tensor:
 
 
 def dropped_plan(x: Tensor, schedule: str, cut: str) -> autopar.Plan:
-    prepared = prepare_step(Dropped(), (x[:2],), loss_fn=total)
+    prepared = prepared_once(Dropped(), (x[:2],), total)
     return with_stages(prepared, Pipeline(2, schedule, (cut,)), 4)
 
 
+@captured_once()
 def masks(schedule: str, cut: str) -> list[tuple[float, Tensor]]:
     """The loss and this rank's gradient of three steps."""
     model, x = Dropped(), torch.ones(8, 64)
@@ -439,6 +449,7 @@ def test_both_sides_of_a_cut_see_one_mask(two_ranks: Ranks, schedule: str, cut: 
 # --- modes, layouts of inputs and results, the place of the axis
 
 
+@captured_once()
 def modes() -> tuple[float, float, bool]:
     """The loss with dropout and without, and whether the forward without it is the model's."""
     model, x = Dropped(), torch.ones(8, 64)
@@ -455,6 +466,7 @@ def test_another_mode_is_another_program_on_the_same_stages(two_ranks: Ranks) ->
     assert trained != evaluated == 512 and same  # 8 rows of 64 ones
 
 
+@captured_once()
 def inner_axis() -> tuple[dict[str, Any], float, float]:
     """Stages along the second axis, the batch in parts, the result as a DTensor."""
     model, batch = tied_gpt()
@@ -491,6 +503,7 @@ def message_of(call: Callable[[], object]) -> str:
     return "no error"
 
 
+@captured_once()
 def refusals() -> list[str]:
     model, batch, loss = make("gpt")
     made = compiled(model, batch, loss)

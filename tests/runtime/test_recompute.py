@@ -33,7 +33,7 @@ from tests.proof.test_communication import Counted
 from tests.runtime.models import Batch, make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, single, train
-from tests.support.staged import prepared_once
+from tests.support.staged import captured_once, prepared_once
 
 HARDWARE = find_hardware("cpu-gloo")
 WIDTH = 8
@@ -97,6 +97,7 @@ def random_selection(graph: Graph, plan: Plan, seed: int) -> Selection:
     )
 
 
+@captured_once()
 def trained(
     name: str, mesh: dict[str, int], recipe: str, micro_batches: int, pipeline: tuple[str, int],
     recompute: Recompute | Callable[[Graph, Plan], Selection] = "full",

@@ -14,7 +14,7 @@ from autopar.capture.export import run_with_loss
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verdict import nan_last
 from tests.runtime.models import Batch, make
-from tests.support.staged import prepared_once
+from tests.support.staged import captured_once, prepared_once
 
 Step = Callable[..., Tensor]
 
@@ -62,6 +62,7 @@ def single(
     return train(model, step, batch, steps=steps)
 
 
+@captured_once()
 def compiled(
     name: str, mesh: dict[str, int], recipe: str | dict[str, str] = "auto", micro_batches: int = 1
 ) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def compiled(
     return train(made, made.step, batch)
 
 
+@captured_once()
 def randomly(name: str, mesh: dict[str, int], seed: int) -> tuple[dict[str, Any], int]:
     """The same with a plan drawn at random, and how many micro-batches that has."""
     model, batch, loss_fn = make(name)

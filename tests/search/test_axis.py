@@ -12,7 +12,7 @@ from tests.search.graphs import LlamaSizes, llama
 from tests.search.toy import TOY
 
 SMALL = LlamaSizes(
-    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
+    batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
 )
 MESH = {"x": 2, "y": 2}
 

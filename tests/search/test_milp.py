@@ -29,8 +29,8 @@ def one_layer() -> Graph:
 
 
 def residual() -> Graph:
-    """A value with two consumers, one of them a view, and a parameter used twice."""
-    b = Builder({"b": 4, "k": 8, "h": 2, "e": 4}, itemsize_bytes=4)
+    """A value with two consumers, one of them a view, and a parameter used twice; two ranks do not divide `e`."""
+    b = Builder({"b": 4, "h": 2, "e": 3}, itemsize_bytes=4)
     x, w = b.input("x", "b (h e)"), b.parameter("w", "h e")
     y = b.op("mul", "b (h e), h e -> b (h e)", [x, w], linear=[[0]])
     z = b.op("view", "b (h e) -> b h e", [y], view=True, linear=[[0]])
@@ -40,8 +40,8 @@ def residual() -> Graph:
 
 
 def chain_of_views() -> Graph:
-    """linear -> view -> view -> linear: both views collapse."""
-    b = Builder({"b": 4, "k": 8, "h": 4, "e": 2}, itemsize_bytes=4)
+    """linear -> view -> view -> square: both views collapse; two ranks do not divide `k`."""
+    b = Builder({"b": 4, "k": 7, "h": 4, "e": 2}, itemsize_bytes=4)
     x, w = b.input("x", "b k"), b.parameter("w", "(h e) k")
     y = b.op("linear", "b k, (h e) k -> b (h e)", [x, w], linear=[[0]])
     y = b.op("view", "b (h e) -> b h e", [y], view=True, linear=[[0]])

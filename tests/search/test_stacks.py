@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.llama import Llama
 MESH = {"dp": 2, "tp": 2}
 
 
+@functools.cache
 def graph_of(layers: int) -> Graph:
     with torch.device("meta"):
         model = Llama(vocab=64, width=32, inner=64, heads=4, kv_heads=2, layers=layers)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
+from autopar.api import planner
 from autopar.cost_model import find_hardware
-from autopar.ir import SCHEDULES, Graph, Pipeline, Plan
+from autopar.ir import SCHEDULES, Graph, MixedPrecision, Pipeline, Plan
 from autopar.pipeline.parts import block_starts
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.search import RecipeLike
@@ -53,18 +56,22 @@ def with_stages(
 
 @dataclass(frozen=True)
 class _Step:
-    """A step to capture; two are equal whose captures are."""
+    """A step to capture; two steps are equal if their keys are."""
 
     key: Hashable
-    model: nn.Module = field(compare=False)
-    batch: Sequence[Any] = field(compare=False)
-    loss_fn: Any = field(compare=False)
+    capture: Callable[[], Prepared] = field(compare=False)
 
 
 @functools.cache
 def _prepared(step: _Step) -> Prepared:
-    # A copy: a capture leaves weak references on what it saw.
-    return prepare_step(copy.deepcopy(step.model), step.batch, loss_fn=step.loss_fn)
+    return step.capture()
+
+
+def _key(model: nn.Module, batch: Sequence[Any], *others: Hashable) -> Hashable:
+    """The model's text and mode, the kinds of its parameters, buffers and inputs, and `others`."""
+    named = [*model.named_parameters(), *model.named_buffers(), *enumerate(batch)]
+    kinds = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in named)
+    return (type(model), repr(model), model.training, kinds, *others)
 
 
 def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepared:
@@ -72,10 +79,36 @@ def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepa
 
     For plans alone: were two models wrongly taken for one, `compile` would refuse the plan by its fingerprint.
     """
-    named = [*model.named_parameters(), *model.named_buffers(), *enumerate(batch)]
-    kinds = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in named)
-    key = (type(model), repr(model), model.training, loss_fn, kinds)
-    return _prepared(_Step(key, model, batch, loss_fn))
+
+    def capture() -> Prepared:
+        # A copy: a capture leaves weak references on what it saw.
+        return prepare_step(copy.deepcopy(model), tuple(batch), loss_fn=loss_fn)
+
+    return _prepared(_Step(_key(model, batch, loss_fn, None), capture))
+
+
+@contextlib.contextmanager
+def captured_once() -> Iterator[None]:
+    """Inside, `autopar.compile` takes the capture of an equal step that this process has captured before.
+
+    For tests of what a plan makes of a captured step, with models that are told apart by their text, parameters
+    and inputs: ranks that train one small model by many plans would spend most of their time on captures of it.
+    Also a decorator of a rank's task.
+    """
+
+    def prepared(
+        model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss_fn: Any,
+        precision: MixedPrecision | None, numbers: Sequence[Any],
+    ) -> Prepared:  # fmt: skip
+        assert not kwargs and not numbers, "such a step is captured anew"
+
+        def capture() -> Prepared:
+            return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
+
+        return _prepared(_Step(_key(model, args, loss_fn, precision), capture))
+
+    with mock.patch.object(planner, "prepare_step", prepared):
+        yield
 
 
 def plan_for(

@@ -1,0 +1,29 @@
+"""What every rank would do first: the server that ranks are forked from imports this module, once for all ranks.
+
+A first capture imports parts of torch and sympy and fills their tables, which takes longer than the capture itself.
+Nothing here starts a thread: a fork would leave it behind.
+"""
+
+import hypothesis  # noqa: F401
+import networkx  # noqa: F401
+import pytest  # noqa: F401
+import torch
+import torch._inductor.compile_fx
+import torch.distributed.checkpoint
+from torch import nn
+from tqdm import tqdm
+
+import autopar.api
+import autopar.backend
+import autopar.proof.verify  # noqa: F401
+from autopar.cost_model import find_hardware
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.search.request import Request
+
+# No thread that watches the progress bars of `torch.fx`.
+tqdm.monitor_interval = 0
+torch.set_num_threads(1)
+
+_MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+_PREPARED = prepare_step(_MODEL, (torch.ones(2, 2),), loss_fn=torch.mean)
+make_plan(_PREPARED, Request(find_hardware("cpu-gloo"), mesh={"dp": 2}, recipe="ddp"))
