@@ -1,0 +1,36 @@
+"""Doors for the frameworks that people train with; each needs an extra, and the rest of autopar imports none of them.
+
+AutoparTrainer          transformers.Trainer             pip install 'autopar[trainer]'
+AutoparSFTTrainer       trl.SFTTrainer                   pip install 'autopar[trl]'
+AutoparAccelerator      loops written for accelerate     pip install 'autopar[accelerate]'
+AutoparStrategy         lightning.Trainer                pip install 'autopar[lightning]'
+"""
+
+import importlib as _importlib
+from typing import Any as _Any
+
+# Name -> module of this room, and the extra that brings what the module imports.
+_HOMES = {
+    "AutoparAccelerator": ("accelerate", "accelerate"),
+    "AutoparMixin": ("transformers", "trainer"),
+    "AutoparTrainer": ("transformers", "trainer"),
+}
+
+__all__ = ["AutoparAccelerator", "AutoparMixin", "AutoparTrainer"]
+
+
+def __getattr__(name: str) -> _Any:
+    """Imports a door at its first use; ImportError names the extra where a framework is missing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar.integrations' has no attribute {name!r}")
+    module, extra = _HOMES[name]
+    try:
+        home = _importlib.import_module(f"autopar.integrations.{module}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("autopar"):
+            raise
+        raise ImportError(
+            f"autopar.integrations.{name} needs the package {error.name}, which is not installed: "
+            f"pip install 'autopar[{extra}]'"
+        ) from error
+    return getattr(home, name)

@@ -1,0 +1,327 @@
+"""accelerate: an `Accelerator` whose models run by a plan.
+
+Three things differ from data parallelism. A prepared data loader gives every rank the batch of all ranks, made of as
+many batches of the script's loader as there are ranks. Results and losses are those of that batch, on every rank. So
+what the script gathers is there already, and `gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` give
+back what they are given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from autopar._torch import pytree
+from autopar.errors import AutoparError
+from autopar.integrations.batches import with_batches_of_all
+from autopar.integrations.prepared import PreparedModel
+from autopar.search import RecipeLike
+
+_REFUSED = {
+    "deepspeed_plugin": "recipe='zero3' stores parameters in shards",
+    "deepspeed_plugins": "recipe='zero3' stores parameters in shards",
+    "fsdp_plugin": "recipe='zero3' stores parameters in shards",
+    "megatron_lm_plugin": "recipe='tp' splits layers",
+    "torch_tp_plugin": "recipe='tp' splits layers",
+    "parallelism_config": "mesh={'dp': 2, 'tp': 2} says how many ranks share what",
+    "dynamo_backend": "options={'executor': 'inductor'} compiles what ranks run",
+    "dynamo_plugin": "options={'executor': 'inductor'} compiles what ranks run",
+}
+
+
+# Parts of what `save_state` writes.
+_MODEL, _LOOP = "autopar", "loop.pt"
+
+
+class AutoparAccelerator(Accelerator):
+    """accelerate's `Accelerator`, whose `prepare` plans the model over all ranks."""
+
+    def __init__(
+        self,
+        *args: Any,
+        mesh: Mapping[str, int] | None = None,
+        recipe: RecipeLike = "auto",
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes what `Accelerator` takes, and what is asked of a plan.
+
+        Args:
+            args: positional arguments of `Accelerator`.
+            mesh: the axes and their sizes; by default one axis `dp` of all ranks.
+            recipe: constraints on the plan, as `autopar.compile` takes them.
+            options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
+            kwargs: keyword arguments of `Accelerator`.
+
+        Raises AutoparError for an option of `Accelerator` that plans in another way, naming what to ask instead, and
+        where accelerate counts other processes than were started.
+        """
+        for name, instead in _REFUSED.items():
+            if kwargs.get(name) is not None:
+                raise AutoparError(f"{name}=... cannot be combined with a plan: {instead}.")
+        if not torch.accelerator.is_available():
+            kwargs.setdefault(
+                "cpu", True
+            )  # without it accelerate takes a machine without GPUs for one process
+        super().__init__(*args, **kwargs)
+        _refuse_other_processes(self.num_processes)
+        if self.mixed_precision not in ("no", "bf16"):
+            raise AutoparError(
+                f"mixed_precision={self.mixed_precision!r} is not supported: take 'bf16', which needs no loss scale."
+            )
+        if mesh is not None:
+            options = {**(options or {}), "mesh": mesh}
+        self._plan_options = {"recipe": recipe, **(options or {})}
+        self._reads_whole_batches = False
+        self._known: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    # --- preparing
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> PreparedModel:
+        """The model prepared for all ranks; the same one whenever it is asked for.
+
+        Args:
+            model: plain PyTorch, or what this has returned.
+            device_placement: whether the model is moved to this rank's device; by default what the accelerator does.
+            evaluation_mode: not used; a plan serves both.
+        """
+        prepared = self.prepared(model)
+        if prepared is None:
+            if self.device_placement if device_placement is None else device_placement:
+                model.to(self.device)
+            _settle_configurations(model)
+            prepared = self._known[model] = PreparedModel(
+                model, self._plan_options, self.autocast if self.mixed_precision == "bf16" else None
+            )
+        if all(prepared is not one for one in self._models):
+            self._models.append(prepared)
+        return prepared
+
+    def prepared(self, model: nn.Module) -> PreparedModel | None:
+        """What was prepared of a model, or the model itself if it is that; None if neither."""
+        return model if isinstance(model, PreparedModel) else self._known.get(model)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """A loader that gives every rank the batch of all ranks.
+
+        With `split_batches=True` the script's loader gives the batch of all ranks already; otherwise that of one rank.
+        Before each pass the ranks take the first rank's state of torch's generator, so that they shuffle alike.
+
+        Raises AutoparError with `dispatch_batches=True`, and for a loader whose batch of one rank is not known.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement)
+        if self.dispatch_batches or slice_fn_for_dispatch is not None:
+            raise AutoparError(
+                "dispatch_batches=True has the first rank read for the others; here every rank reads the batch of all "
+                "ranks. Leave it out."
+            )
+        if not (self.split_batches or self._reads_whole_batches):
+            data_loader = with_batches_of_all(data_loader, self.num_processes)
+        placed = self.device_placement if device_placement is None else device_placement
+        loader = prepare_data_loader(
+            data_loader, self.device, num_processes=1, process_index=0, put_on_device=placed,
+            rng_types=[*{*self.rng_types, "torch"}], dispatch_batches=False,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed, non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )  # fmt: skip
+        self._dataloaders.append(loader)
+        return loader
+
+    @contextlib.contextmanager
+    def whole_batches(self) -> Iterator[None]:
+        """Inside it the loaders that are prepared give the batch of all ranks already, as with `split_batches=True`."""
+        self._reads_whole_batches = True
+        try:
+            yield
+        finally:
+            self._reads_whole_batches = False
+
+    # --- training
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clips by the norm over the whole model, see `CompiledModule.clip_grad_norm_`.
+
+        Raises AutoparError for parameters that are not all those of one prepared model.
+        """
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for prepared in self._known.values():
+            own = [p for p in prepared.parameters() if p.requires_grad]
+            if {id(p) for p in own} <= given <= {id(p) for p in prepared.parameters()}:
+                return prepared.module.clip_grad_norm_(max_norm, norm_type)
+        raise AutoparError(
+            f"clip_grad_norm_ was given {len(given)} parameters, which are not those of one prepared model. Give "
+            "model.parameters(): the norm is that of the whole model."
+        )
+
+    # --- what the script gathers is there already
+
+    def gather(self, tensor: Any) -> Any:
+        """What is given, a tensor of shape `()` as one of shape `(1,)`, as accelerate's own `gather` returns it."""
+        return _at_least_1d(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What is given, of the last batch no more rows than are left in the data."""
+        if use_gather_object:
+            return input_data
+        data = _at_least_1d(input_data)
+        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        return pytree.tree_map(lambda x: x[:left], data) if left > 0 else data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """What is given: a sum or a mean over the batch of all ranks is one already."""
+        return tensor
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """What is given: all ranks have the same."""
+        return tensor
+
+    # --- weights and checkpoints
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model that was prepared."""
+        if isinstance(model, PreparedModel):
+            return model.original
+        return super().unwrap_model(model, *args, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole weights on the first rank, as `save_pretrained(state_dict=...)` takes them; empty on the others.
+
+        Every rank calls it.
+        """
+        prepared = self.prepared(model)
+        if prepared is None:
+            return super().get_state_dict(model, unwrap)
+        return prepared.whole_weights()
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
+        """Saves model, optimizer, schedulers and registered objects; every rank calls it, with a folder all see.
+
+        Raises AutoparError for anything but one prepared model with at most one optimizer.
+        """
+        if output_dir is None:
+            raise AutoparError(
+                "save_state needs a folder here: save_state('checkpoints/step-100')."
+            )
+        prepared, optimizer = self._one_model(), self._one_optimizer()
+        folder = Path(output_dir)
+        if self.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            loop = {"step": self.step, "states": [x.state_dict() for x in self._of_the_loop()]}
+            torch.save(loop, folder / _LOOP)
+        prepared.save(str(folder / _MODEL), optimizer)
+        return str(folder)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Loads what `save_state` saved, under this plan or another; the model before the first batch, with it.
+
+        Raises AutoparError for a folder that has no such checkpoint.
+        """
+        if input_dir is None:
+            raise AutoparError(
+                "load_state needs a folder here: load_state('checkpoints/step-100')."
+            )
+        file = Path(input_dir) / _LOOP
+        if not file.is_file():
+            raise AutoparError(
+                f"There is no {file}: save_state of this accelerator has not written {input_dir}."
+            )
+        loop = torch.load(file, weights_only=True)
+        if len(loop["states"]) != len(self._of_the_loop()):
+            raise AutoparError(
+                f"{file} has the states of {len(loop['states'])} schedulers and registered objects, and there are "
+                f"{len(self._of_the_loop())}. Prepare and register the same ones, in the same order."
+            )
+        self.step = loop["step"]
+        for one, state in zip(self._of_the_loop(), loop["states"], strict=True):
+            one.load_state_dict(state)
+        self._one_model().load(str(Path(input_dir) / _MODEL), self._one_optimizer())
+
+    def _of_the_loop(self) -> list[Any]:
+        """What has a state beside model and optimizer."""
+        return [*self._schedulers, *self._custom_objects]
+
+    def _one_model(self) -> PreparedModel:
+        if len(self._models) != 1:
+            raise AutoparError(
+                f"save_state and load_state take one prepared model, and there are {len(self._models)}. Save each with "
+                "autopar.checkpoint.save_checkpoint."
+            )
+        (prepared,) = self._models
+        assert isinstance(prepared, PreparedModel)
+        return prepared
+
+    def _one_optimizer(self) -> Optimizer | None:
+        if len(self._optimizers) > 1:
+            raise AutoparError(
+                f"save_state and load_state take one optimizer, and there are {len(self._optimizers)}. Save the model "
+                "with each of them with autopar.checkpoint.save_checkpoint."
+            )
+        return plain_optimizer(self._optimizers[0]) if self._optimizers else None
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside what accelerate has wrapped around it."""
+    found: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
+def _refuse_other_processes(found: int) -> None:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if found != started:
+        raise AutoparError(
+            f"{started} processes were started (WORLD_SIZE), and accelerate counts {found}. On a machine without GPUs "
+            "say so before anything else asks: TrainingArguments(use_cpu=True), or Accelerator(cpu=True)."
+        )
+
+
+def _settle_configurations(model: nn.Module) -> None:
+    """Writes into configurations of transformers what `save_pretrained` writes there, on the first rank alone.
+
+    A configuration that changes on one rank would have that rank capture the model again, without the others. The
+    cache of keys and values is off, as `Trainer` has it: it is for generation.
+    """
+    written = set[int]()
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        dtype = getattr(module, "dtype", None)
+        if (
+            isinstance(dtype, torch.dtype)
+            and hasattr(config, "architectures")
+            and id(config) not in written
+        ):
+            written.add(id(config))
+            config.dtype = str(dtype).split(".")[1]
+            config.architectures = [type(module).__name__]
+            config.use_cache = False
+
+
+def _at_least_1d(value: Any) -> Any:
+    return pytree.tree_map(
+        lambda x: x.reshape(1) if isinstance(x, Tensor) and x.ndim == 0 else x, value
+    )

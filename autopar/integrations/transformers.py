@@ -1,0 +1,191 @@
+"""transformers: a `Trainer` whose model runs by a plan.
+
+    trainer = AutoparTrainer(model=model, args=args, train_dataset=data, mesh={"dp": 2}, recipe="zero3")
+    trainer.train()
+
+Batches, results and gathering are those of `autopar.integrations.accelerate`. What `Trainer` has no public method for
+is done by methods that it calls on itself (`OVERRIDDEN`); their names are checked when this module is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from autopar.errors import AutoparError
+from autopar.integrations.accelerate import AutoparAccelerator, plain_optimizer
+from autopar.integrations.prepared import PreparedModel
+from autopar.search import RecipeLike
+
+# Methods of `Trainer` without a public name that are replaced here.
+OVERRIDDEN = ("_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
+
+_missing = [name for name in OVERRIDDEN if not hasattr(Trainer, name)]
+if _missing:
+    raise ImportError(
+        f"transformers.Trainer has no {', '.join(_missing)}, which autopar.integrations needs. It is tried with "
+        "transformers 5.23; install that version."
+    )
+
+_STATE = "autopar"  # folder inside a checkpoint of the Trainer
+
+# What is not supported: name of the training argument -> what to do instead.
+_REFUSED = {
+    "fp16": "bf16=True needs no loss scale",
+    "fp16_full_eval": "bf16=True evaluates under autocast",
+    "bf16_full_eval": "bf16=True evaluates under autocast",
+    "torch_compile": "options={'executor': 'inductor'} compiles what ranks run",
+    "fsdp": "recipe='zero3' stores parameters in shards",
+    "deepspeed": "recipe='zero3' stores parameters in shards",
+    "parallelism_config": "mesh={'dp': 2, 'tp': 2} says how many ranks share what",
+    "activation_checkpointing": "options={'recompute': 'full'} recomputes layers in backward",
+    "auto_find_batch_size": "`autopar explain` says which batch fits",
+    "neftune_noise_alpha": "add the noise in the model",
+    "use_liger_kernel": "options={'executor': 'inductor'} fuses ops",
+}
+
+
+class AutoparMixin:
+    """What makes a `Trainer` run by a plan; for other trainers: `class MyTrainer(AutoparMixin, SFTTrainer)`."""
+
+    accelerator: AutoparAccelerator
+    args: TrainingArguments
+    model: nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        *positional: Any,
+        mesh: Mapping[str, int] | None = None,
+        recipe: RecipeLike = "auto",
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes what the trainer takes, and what is asked of a plan.
+
+        Args:
+            positional: positional arguments of the trainer.
+            mesh: the axes and their sizes; by default one axis `dp` of all ranks.
+            recipe: constraints on the plan, as `autopar.compile` takes them.
+            options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
+            kwargs: keyword arguments of the trainer.
+
+        Raises AutoparError for training arguments that plan in another way, naming what to ask instead.
+        """
+        self._asked: dict[str, Any] = {"mesh": mesh, "recipe": recipe, "options": options}
+        super().__init__(*positional, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator that plans, from the one that the trainer has configured."""
+        self.args = _checked(self.args)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        made = self.accelerator
+        self.accelerator = AutoparAccelerator(
+            mixed_precision=self.args.mixed_precision, dataloader_config=made.dataloader_config,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(**made.gradient_state.plugin_kwargs),
+            **self._asked,
+        )  # fmt: skip
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    # --- evaluating
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """The loader of an evaluation, with batches of all ranks."""
+        with self.accelerator.whole_batches():
+            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """The loader of a prediction, with batches of all ranks."""
+        with self.accelerator.whole_batches():
+            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A step of `evaluate` and `predict`, for which the trainer takes the model out of its wrapper."""
+        return super().prediction_step(self.accelerator.prepare_model(model), *args, **kwargs)  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's share of the operations of the batch of all ranks; the trainer adds up those of the ranks."""
+        return super().floating_point_ops(inputs) // self.args.world_size  # type: ignore[misc]
+
+    # --- saving and loading
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves whole weights, which `from_pretrained` reads on any number of ranks; every rank calls it."""
+        self._weights = self.accelerator.get_state_dict(self.model)
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        del self._weights
+        self.accelerator.wait_for_everyone()
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        weights = self._weights if state_dict is None else state_dict
+        super()._save(output_dir, state_dict=weights)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Saves the optimizer's shards, each rank its own."""
+        self._prepared().save(
+            str(Path(output_dir) / _STATE), plain_optimizer(self.optimizer),
+            scheduler=self.lr_scheduler.state_dict(),
+        )  # fmt: skip
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads the optimizer's shards with the first batch, whose plan says where they lie."""
+        if checkpoint is None or not _has_state(checkpoint):
+            return
+        scheduler = self.lr_scheduler
+        self._prepared().load(
+            str(Path(checkpoint) / _STATE), plain_optimizer(self.optimizer),
+            lambda extra: scheduler.load_state_dict(extra["scheduler"]),
+        )  # fmt: skip
+
+    def _prepared(self) -> PreparedModel:
+        return self.accelerator.prepare_model(self.model)
+
+
+class AutoparTrainer(AutoparMixin, Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` over all ranks, by a plan; see `AutoparMixin` for what is asked of the plan."""
+
+
+def _checked(args: TrainingArguments) -> TrainingArguments:
+    """A copy of the training arguments for ranks that read the batch of all; AutoparError for what is refused."""
+    for name, instead in _REFUSED.items():
+        if getattr(args, name, None):
+            raise AutoparError(
+                f"{name}={getattr(args, name)!r} is not supported by AutoparTrainer: {instead}."
+            )
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        raise AutoparError(
+            "train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and here every rank reads the "
+            "batch of all ranks, which the plan divides evenly. Take 'random' or 'group_by_length'."
+        )
+    args = copy.copy(args)
+    # Every rank counts the tokens of the batch of all ranks.
+    args.average_tokens_across_devices = False
+    # The trainer weights a batch's loss by this number of rows.
+    args.per_device_eval_batch_size *= args.world_size
+    return args
+
+
+def _has_state(checkpoint: str) -> bool:
+    """Whether a checkpoint of the Trainer has an optimizer; AutoparError for one that another trainer has saved."""
+    folder = Path(checkpoint)
+    if (folder / _STATE).exists() or (folder / f"{_STATE}.previous").exists():
+        return True
+    if (folder / "optimizer.pt").exists():
+        raise AutoparError(
+            f"{checkpoint} was saved by a plain Trainer: its weights load, and its optimizer.pt does not. Start from "
+            "the weights (from_pretrained) with a new optimizer, or resume with the plain Trainer."
+        )
+    return False

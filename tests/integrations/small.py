@@ -1,0 +1,60 @@
+"""A small causal language model, its data, and how ranks run a trainer on it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+Rows = list[dict[str, Tensor]]
+
+
+def as_launched() -> None:
+    """Sets what torchrun sets, for frameworks that look for it; the process group is there already."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+    )  # fmt: skip
+
+
+def small_model() -> LlamaForCausalLM:
+    set_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32, max_position_embeddings=16,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def rows(count: int) -> Rows:
+    """Token rows, of which some begin with positions that do not count."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number in range(count):
+        tokens = torch.randint(0, 32, (8,), generator=generator)
+        labels = tokens.clone()
+        labels[: number % 4] = -100
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+def weights_of(folder: str) -> dict[str, Tensor]:
+    """The weights that `from_pretrained` reads."""
+    return {k: v.detach() for k, v in LlamaForCausalLM.from_pretrained(folder).named_parameters()}
+
+
+def worst_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest relative difference of tensors or numbers under the same names, by the norm of each."""
+    assert found.keys() == expected.keys()
+    pairs = [(torch.as_tensor(found[k]), torch.as_tensor(expected[k])) for k in expected]
+    return max(((a - b).double().norm() / b.double().norm()).item() for a, b in pairs)
+
+
+def is_in_shards(model: nn.Module) -> bool:
+    """Whether some parameter lies on several ranks."""
+    return any(any(p.is_shard() for p in getattr(x, "placements", ())) for x in model.parameters())

@@ -1,0 +1,185 @@
+"""`AutoparTrainer` trains, evaluates, predicts, saves and resumes as `transformers.Trainer` does in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from autopar.errors import AutoparError
+from autopar.integrations import AutoparTrainer
+from tests.integrations.small import (
+    as_launched,
+    is_in_shards,
+    rows,
+    small_model,
+    weights_of,
+    worst_difference,
+)
+from tests.runtime.ranks import Ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Counting(TrainerCallback):
+    """Counts the events of a training."""
+
+    def __init__(self) -> None:
+        self.steps = self.saves = 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self.saves += 1
+
+
+def accuracy(evaluated: Any) -> dict[str, float]:
+    guesses = evaluated.predictions[:, :-1].argmax(-1)
+    return {"accuracy": float(np.mean(guesses == evaluated.label_ids[:, 1:]))}
+
+
+def arguments(folder: Path, batch: int, **options: Any) -> TrainingArguments:
+    """Two epochs of three optimizer steps, the last of which is of one batch instead of two."""
+    chosen = {
+        "num_train_epochs": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.5,
+        "logging_steps": 1, "save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True,
+        "include_num_input_tokens_seen": "all", "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        "adam_epsilon": 1e-5,
+    } | options  # fmt: skip
+    return TrainingArguments(
+        str(folder), per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **chosen
+    )
+
+
+def numbers(trainer: Trainer) -> dict[str, float]:
+    """Every number that the trainer has logged, but times."""
+    found = {}
+    for entry in trainer.state.log_history:
+        for name, value in entry.items():
+            if name != "step" and not name.endswith(("runtime", "per_second")):
+                found[f"{entry['step']} {name}"] = value
+    return found
+
+
+def trained(
+    folder: Path, batch: int, resume: Path | None, options: dict[str, Any], **plan: Any
+) -> dict[str, Any]:
+    """What a training has logged, predicted and saved."""
+    kind = AutoparTrainer if plan else Trainer
+    watch, data = Counting(), rows(20)
+    trainer = kind(
+        model=small_model(), args=arguments(folder, batch, **options), train_dataset=data, eval_dataset=data[:8],
+        compute_metrics=accuracy, callbacks=[watch], **plan,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    predicted = trainer.predict(data[:4])
+    trainer.save_model(str(folder / "last"))
+    return {
+        "numbers": numbers(trainer), "predicted": predicted.predictions, "steps": watch.steps, "saves": watch.saves,
+        "in shards": is_in_shards(trainer.model), "again": trainer.evaluate()["eval_loss"],
+    }  # fmt: skip
+
+
+def on_ranks(folder: Path, resume: Path | None, plan: dict[str, Any]) -> dict[str, Any]:
+    as_launched()
+    return trained(folder, 2, resume, {}, **plan)
+
+
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, trained(folder, 4, None, {})
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "ddp": {"mesh": {"dp": 2}, "recipe": "ddp"},
+    "zero3": {"mesh": {"dp": 2}, "recipe": "zero3"},
+    "tp": {"mesh": {"tp": 2}, "recipe": "tp"},
+}
+
+
+@pytest.mark.parametrize(("name", "other"), [("ddp", "zero3"), ("zero3", "tp"), ("tp", "ddp")])
+def test_training_and_resuming_under_another_plan_are_those_of_one_process(
+    name: str,
+    other: str,
+    framework_ranks: Ranks,
+    tmp_path: Path,
+    in_one_process: tuple[Path, dict[str, Any]],
+) -> None:
+    plain, expected = in_one_process
+    found, _ = framework_ranks.run(on_ranks, tmp_path / name, None, PLANS[name])
+    assert worst_difference(found["numbers"], expected["numbers"]) < 1e-5
+    assert found["again"] == pytest.approx(expected["again"], rel=1e-5)
+    np.testing.assert_allclose(found["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5)
+    assert (found["steps"], found["saves"]) == (expected["steps"], expected["saves"]) == (6, 2)
+    assert found["in shards"] == (name != "ddp")
+    for step in ("checkpoint-3", "checkpoint-6", "last"):
+        ours, theirs = weights_of(tmp_path / name / step), weights_of(plain / step)
+        assert worst_difference(ours, theirs) < 1e-5
+
+    middle = tmp_path / name / "checkpoint-3"
+    resumed, _ = framework_ranks.run(on_ranks, tmp_path / other, middle, PLANS[other])
+    last = {k: v for k, v in expected["numbers"].items() if int(k.split()[0]) < 6 or "eval" in k}
+    again = {k: v for k, v in resumed["numbers"].items() if k in last}
+    assert worst_difference(again, last) < 1e-5
+    assert resumed["steps"] == 3
+    ours = weights_of(tmp_path / other / "checkpoint-6")
+    assert worst_difference(ours, weights_of(plain / "checkpoint-6")) < 1e-5
+
+
+def in_bfloat16(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    as_launched()
+    return trained(folder, 2, None, {"bf16": True, "max_steps": 2}, **plan)
+
+
+def test_bfloat16_is_autocast_as_in_one_process(framework_ranks: Ranks, tmp_path: Path) -> None:
+    expected = trained(tmp_path / "plain", 4, None, {"bf16": True, "max_steps": 2})
+    plain = trained(tmp_path / "float32", 4, None, {"max_steps": 2})["numbers"]["1 loss"]
+    found, _ = framework_ranks.run(in_bfloat16, tmp_path / "ranks", PLANS["zero3"])
+    loss = expected["numbers"]["1 loss"]
+    assert loss != plain
+    assert found["numbers"]["1 loss"] == pytest.approx(loss, rel=1e-4)
+    assert found["predicted"].dtype == np.float32
+
+
+def test_arguments_that_plan_in_another_way_are_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path, 2, activation_checkpointing=True)
+    with pytest.raises(AutoparError, match="activation_checkpointing=True is not supported"):
+        AutoparTrainer(model=small_model(), args=args)
+
+
+def refused(folder: Path, plan: dict[str, Any]) -> str:
+    as_launched()
+    with pytest.raises(AutoparError) as caught:
+        trained(folder, 2, None, {}, **plan)
+    return str(caught.value)
+
+
+def test_pipeline_stages_are_refused(framework_ranks: Ranks, tmp_path: Path) -> None:
+    said = framework_ranks.run(refused, tmp_path, {"mesh": {"pp": 2}})
+    assert all(text.startswith("The mesh has an axis pp") for text in said)
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_refused(
+    tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
+) -> None:
+    plain, _ = in_one_process
+    trainer = AutoparTrainer(
+        model=small_model(), args=arguments(tmp_path, 4), train_dataset=rows(4), eval_dataset=rows(2)
+    )  # fmt: skip
+    with pytest.raises(AutoparError, match="was saved by a plain Trainer"):
+        trainer.train(resume_from_checkpoint=str(plain / "checkpoint-3"))
+
+
+def test_one_process_alone_needs_no_process_group(
+    tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
+) -> None:
+    _, expected = in_one_process
+    found = trained(tmp_path, 4, None, {}, recipe="auto")
+    assert worst_difference(found["numbers"], expected["numbers"]) < 1e-5
+    assert torch.tensor(found["again"]).isfinite()
