@@ -1,3 +1,4 @@
+import functools
 import json
 import re
 
@@ -5,8 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from autopar.cli import main
+from autopar.explanation import advice
 from autopar.ir import Plan
 from autopar.views import read_trace
+from tests.support.staged import captured_once
 
 TARGET = "examples.gpt:tiny_example"
 HERE = ("--cluster", "h100x4", "--batch", "16", "--seq", "64")
@@ -20,6 +23,19 @@ def document(*args):
     result = run(*args, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_capture():
+    """Commands on one model share its capture."""
+    with captured_once(advice):
+        yield
+
+
+@functools.cache
+def explained(*options):
+    """The document on GPT-2 on four ranks; tests read it and do not change it."""
+    return document("explain", "gpt2", *HERE, *options)
 
 
 # --- explain
@@ -67,7 +83,7 @@ def test_explain_a_preset_with_all_its_files(tmp_path):
 
 
 def test_json_has_units_in_its_keys_and_nothing_else_on_stdout():
-    found = document("explain", "gpt2", *HERE)
+    found = explained()
     timed = [key for key in found if key.endswith(("_seconds", "_bytes"))]
     assert {"step_seconds", "memory_bytes", "memory_bound_bytes"} <= set(timed)
     assert all("start_seconds" in each for each in found["events"])
@@ -104,8 +120,7 @@ def test_a_pin_over_an_axis_splits_columns_and_then_rows():
 
 
 def test_a_bound_on_memory_changes_the_plan():
-    loose = document("explain", "gpt2", *HERE)
-    tight = document("explain", "gpt2", *HERE, "--max-memory", "2GB")
+    loose, tight = explained(), explained("--max-memory", "2GB")
     assert tight["memory_bound_bytes"] == 2_000_000_000
     assert tight["memory_bytes"] <= 2e9 < loose["memory_bytes"] or tight["fits"]
     assert tight["step_seconds"] >= loose["step_seconds"] * (1 - 1e-9)
@@ -149,8 +164,6 @@ def test_compare_ranks_by_time_with_the_pareto_front():
     assert fitting == sorted(fitting)
     assert rows[0]["chosen"] and rows[0]["on_pareto_front"]
     assert all(each["binds"] and each["why_not"] for each in rows[1:])
-    shown = run("compare", "gpt2", *HERE).output
-    assert "bound by" in shown and "priced; bound 76.0 GB" in shown
 
 
 def test_compare_writes_a_report(tmp_path):
@@ -158,6 +171,7 @@ def test_compare_writes_a_report(tmp_path):
     result = run("compare", "gpt2", *HERE, "--html", str(path))
     assert result.exit_code == 0, result.output
     assert 'id="candidates"' in path.read_text()
+    assert "bound by" in result.output and "priced; bound 76.0 GB" in result.output
 
 
 # --- diff

@@ -4,6 +4,7 @@ Every choice of every op, every storage and every residence are drawn at random,
 simulated. benchmarks/parity/parity.py does the same for 26 architectures and more seeds.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,10 @@ from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from benchmarks.zoo.models import build
 from tests.support.llama import Llama
+from tests.support.tables import often
 
 MESHES = ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2"]
+OFTEN = {*((mesh, 0) for mesh in MESHES), ("a=4", 1), ("a=2,b=2", 1)}
 
 
 def llama():
@@ -62,8 +65,7 @@ def subject(request):
     return Subject.of(*SUBJECTS[request.param]())
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mesh", "seed"), often(itertools.product(MESHES, range(3)), OFTEN))
 def test_random_plans_equal_one_device(subject, mesh, seed):
     prepared = subject.prepared
     plan = random_plan(

@@ -20,6 +20,7 @@ from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
 from tests.runtime.ranks import CONTEXT, Ranks, equal_on_all, join
 from tests.runtime.training import _random_plan, difference, full_state
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -98,6 +99,7 @@ def compiled(name: str, mesh: dict[str, int], recipe: Recipe) -> autopar.Compile
     return autopar.compile(model, loss_fn=loss_fn, plan=plan, example_inputs=batch)
 
 
+@captured_once()
 def half(
     name: str, path: str, mesh: dict[str, int], recipe: Recipe, load: bool
 ) -> tuple[dict[str, Any], int]:
@@ -126,6 +128,7 @@ PLANS: list[tuple[dict[str, int], Recipe]] = [
 ]
 
 
+@captured_once()
 def hop(folder: str, number: int, mesh: dict[str, int], recipe: Recipe) -> tuple[Any, int]:
     """Loads what the plan before saved, trains two steps and saves; also tells the extra value."""
     made, batch = compiled("gpt", mesh, recipe), a_model("gpt")[1]
@@ -176,6 +179,7 @@ def one_step(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+@captured_once()
 def early(path: str) -> list[list[float]]:
     """Losses after a load, with optimizers made before `compile`, before the plan, and after it."""
     losses = []

@@ -12,6 +12,7 @@ from torch import Tensor
 import autopar
 from tests.analysis.losses import COUNTING, LOSSES, Words, batch, each, plus_rows
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 
 _COUNTED = "divided by a tensor of that number"
 ALL = LOSSES | {_COUNTED: COUNTING[_COUNTED]}
@@ -35,6 +36,7 @@ def words() -> Words:
     return Words().double()
 
 
+@captured_once()
 def on_a_rank(names: list[str], options: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Each of the named losses and the norm of its gradients on this rank."""
     found = {}

@@ -27,6 +27,7 @@ from autopar.proof.verdict import nan_last
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
+from tests.support.staged import captured_once
 from tests.support.tolerances import TOLERANCE_HALF
 
 pytestmark = pytest.mark.multiprocess
@@ -85,6 +86,7 @@ def distances(cases: list[dict[str, Any]]) -> list[float]:
     return [measure(**case) for case in cases]
 
 
+@captured_once()
 def measure(
     policy: MixedPrecision, *, model: str = "gpt", micro_batches: int = 2, **kwargs: Any
 ) -> float:
@@ -155,6 +157,7 @@ def counted() -> Iterator[Counter[tuple[str, torch.dtype]]]:
         yield counts
 
 
+@captured_once()
 def travelled(
     recipe: str, policy: MixedPrecision, micro_batches: int
 ) -> dict[tuple[str, torch.dtype], int]:

@@ -227,6 +227,7 @@ class Noise(nn.Module):
         return x * torch.rand(x.shape, dtype=x.dtype)
 
 
+@captured_once()
 def test_an_op_without_a_key_draws_the_same_again() -> None:
     """The state of the generator is restored."""
     torch.manual_seed(0)
@@ -253,6 +254,7 @@ class Conjugated(nn.Module):
         return (z.conj() * torch.complex(x.sin(), x)).imag + z.conj().imag ** 2
 
 
+@captured_once()
 def test_conjugated_views_are_recomputed() -> None:
     """Shape, strides and offset do not tell that a view is conjugated or negated."""
     torch.manual_seed(0)
@@ -300,6 +302,7 @@ def test_a_weight_that_changes_before_backward_is_an_error(recompute: Recompute)
         result.backward()
 
 
+@captured_once()
 def test_compiled_regions_are_recomputed() -> None:
     """A region is compiled of calls that are all recomputed, or all not."""
     made = model_of("dropout")
@@ -377,6 +380,7 @@ def test_a_forward_outside_a_step_recomputes_as_often_as_its_backward_runs() -> 
 RECOMPUTES: tuple[Recompute, ...] = ("none", 1, 2, "full")
 
 
+@captured_once()
 def step_kept_bytes(layers: int, recompute: Recompute) -> tuple[float, StageTable]:
     """What a forward keeps for backward, and its price."""
     torch.manual_seed(0)
@@ -406,6 +410,7 @@ def test_what_is_kept_is_what_is_priced() -> None:
     assert kept[-1] - fewer == pytest.approx(boundary, rel=0.01)
 
 
+@captured_once()
 def test_what_selected_ops_leave_is_what_is_priced() -> None:
     """Ops are drawn at random, or selected for a part of the memory; saved-tensor hooks count the bytes."""
     torch.manual_seed(0)
@@ -457,6 +462,7 @@ class Stack(nn.Module):
         return x.pow(2).mean()
 
 
+@captured_once()
 def sent_bytes(mesh: dict[str, int], recipe: str, micro_batches: int) -> dict[str, int]:
     """Bytes by collective of one step in which layers run again."""
     torch.manual_seed(0)

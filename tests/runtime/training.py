@@ -13,10 +13,19 @@ import autopar
 from autopar.capture.export import run_with_loss
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verdict import nan_last
-from tests.runtime.models import Batch, make
+from tests.runtime.models import Batch, make, mean_square
 from tests.support.staged import captured_once, prepared_once
 
 Step = Callable[..., Tensor]
+DP = {"dp": 2}
+
+
+def compile_mlp(
+    recipe: str = "zero3", **kwargs: Any
+) -> tuple[autopar.CompiledModule, tuple[Tensor, ...]]:
+    """The compiled `mlp` on two ranks, and its batch."""
+    model, batch, _ = make("mlp")
+    return autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, **kwargs), batch
 
 
 def train(model: nn.Module, step: Step, batch: Batch, *, steps: int = 3) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from autopar.errors import SearchError
@@ -42,10 +44,16 @@ def test_what_one_bound_taught_changes_no_answer_to_another() -> None:
         assert {bound: plan_or_error(shared, bound) for bound in order} == expected
 
 
+@functools.cache
+def shared() -> MeshSearch:
+    """One search for all bounds."""
+    return MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+
+
 @pytest.mark.parametrize(("part", "is_tight"), [(2.0, False), (1.0, False), (0.9, True)])
 def test_memory_is_tight_only_where_something_faster_was_refused(
     part: float, is_tight: bool
 ) -> None:
-    of_mesh = MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+    of_mesh = shared()
     loose = of_mesh.within(None).cost
     assert of_mesh.within(int(part * loose.memory_bytes)).is_tight == is_tight

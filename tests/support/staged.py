@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.api import planner
 from autopar.cost_model import find_hardware
@@ -88,8 +89,10 @@ def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepa
 
 
 @contextlib.contextmanager
-def captured_once() -> Iterator[None]:
+def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
     """Inside, `autopar.compile` takes the capture of an equal step that this process has captured before.
+
+    So does another `caller` of `prepare_step`.
 
     For tests of what a plan makes of a captured step, with models that are told apart by their text, parameters
     and inputs: ranks that train one small model by many plans would spend most of their time on captures of it.
@@ -98,16 +101,18 @@ def captured_once() -> Iterator[None]:
 
     def prepared(
         model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, loss_fn: Any,
-        precision: MixedPrecision | None, numbers: Sequence[Any],
+        precision: MixedPrecision | None, numbers: Sequence[Any] = (),
     ) -> Prepared:  # fmt: skip
-        assert not kwargs and not numbers, "such a step is captured anew"
-
         def capture() -> Prepared:
-            return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
+            return prepare_step(
+                model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers
+            )
 
+        if kwargs or numbers or not all(isinstance(x, Tensor) for x in args):
+            return capture()
         return _prepared(_Step(_key(model, args, loss_fn, precision), capture))
 
-    with mock.patch.object(planner, "prepare_step", prepared):
+    with mock.patch.object(caller, "prepare_step", prepared):
         yield
 
 

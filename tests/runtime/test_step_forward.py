@@ -1,0 +1,109 @@
+"""Forwards of a compiled module: in evaluation, with a backward of their own, with results given back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.proof.verdict import nan_last
+from tests.runtime.models import Normed, make, mean_square
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import DP, difference, full_state, single, train
+from tests.support.tables import often
+
+pytestmark = pytest.mark.multiprocess
+
+
+# --- modes
+
+
+def normed_modes() -> tuple[dict[str, Any], float, float]:
+    """Training with batch norm, then the result of the running statistics, here and in one process."""
+    model, batch, loss_fn = make("normed")
+    made = autopar.compile(model, loss_fn=loss_fn, mesh=DP, recipe="ddp", outputs="dtensor")  # type: ignore[arg-type]
+    found = train(made, made.step, batch)
+    reference = Normed().double()
+    reference.load_state_dict(full_state(made))
+    made.eval()
+    reference.eval()
+    assert not made.first.training
+    with torch.no_grad():
+        output = made(batch[0])
+        worst = (output.full_tensor() - reference(batch[0])).abs().max().item()
+    unchanged = difference(full_state(made), dict(reference.state_dict()))
+    return found, worst, unchanged
+
+
+def test_batch_norm_trains_and_evaluates(two_ranks: Ranks) -> None:
+    expected = single("normed")
+    for found, worst, unchanged in two_ranks.run(normed_modes):
+        assert difference(found, expected) < 1e-9
+        assert worst < 1e-12
+        assert unchanged == 0
+
+
+# --- backward and results
+
+
+def forward_gradients(recipe: str) -> list[float]:
+    """The difference of gradients when the user runs backward on the forward's result."""
+    model, (x, y), _ = make("mlp")
+    reference, _, _ = make("mlp")
+    mean_square(reference(x), y).backward()
+    made = autopar.compile(model, loss_fn=mean_square, mesh=DP, recipe=recipe, outputs="dtensor")
+    made.step(x, y)  # the forward then has its own program, on the same parameters
+    made.zero_grad()
+    output = made(x)
+    assert isinstance(output, DTensor)
+    mean_square(output.full_tensor(), y).backward()
+    grads = {n: p.grad.full_tensor() for n, p in made.named_parameters()}  # type: ignore[union-attr]
+    return [(grads[n] - p.grad).abs().max().item() for n, p in reference.named_parameters()]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("recipe", often(["ddp", "zero1", "zero3", "tp"], ["zero3", "tp"]))
+def test_forward_is_differentiable(two_ranks: Ranks, recipe: str) -> None:
+    for found in two_ranks.run(forward_gradients, recipe):
+        assert max(found, key=nan_last) < 1e-12
+
+
+class Cached(nn.Module):
+    """A sum over all rows of time so far, as a cache of keys and values has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        rows = self.map(x) if past is None else torch.cat([past, self.map(x)], 1)
+        return rows.sum(1), rows
+
+
+def fed_back() -> tuple[list[float], str, str]:
+    """Distances of two calls that take what the first gave, of whole batches and of parts; what is refused."""
+    torch.manual_seed(0)
+    reference, x, rank = Cached().double(), torch.randn(4, 2, 4).double(), dist.get_rank()
+    made = autopar.compile(copy.deepcopy(reference), mesh=DP, recipe="ddp", outputs="dtensor")
+    with torch.no_grad():
+        past = made(x)[1]
+        want = reference(x, reference(x)[1])[0]
+        whole, part = made(x, past)[0], made(x[2 * rank : 2 * rank + 2], past)[0]
+        found = [(y.full_tensor() - want).abs().max().item() for y in (whole, part)]
+        with pytest.raises(autopar.CaptureError) as mixed:
+            made(x[:, :1] + rank, past.to_local()[:, :1])
+    with pytest.raises(autopar.StepError) as attached:
+        made(x, made(x)[1])
+    return found, str(mixed.value), str(attached.value)
+
+
+def test_dtensors_may_be_given_back(two_ranks: Ranks) -> None:
+    for found, mixed, attached in two_ranks.run(fed_back):
+        assert max(found, key=nan_last) < 1e-12
+        assert "[4, 1, 4], [2, 1, 4] were taken for this rank's parts of [8, 1, 4], [4, 1" in mixed
+        assert "'past' requires a gradient" in attached
