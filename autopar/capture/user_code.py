@@ -77,7 +77,10 @@ def is_count(frame: types.FrameType, name: str) -> bool:
     at = next((i for i, op in enumerate(code) if op.offset == frame.f_lasti), None)
     if at is None or code[at].argval != name:
         return False
-    constant, add, *rest = [op for op in code[at + 1 : at + 8] if op.opname != "CACHE"]
+    after = [op for op in code[at + 1 : at + 8] if op.opname != "CACHE"]
+    if len(after) < 2:  # `return self.calls`
+        return False
+    constant, add, *rest = after
     stored = next((op for op in rest if not op.opname.startswith(("SWAP", "LOAD_FAST"))), None)
     return (
         constant.opname in ("LOAD_CONST", "LOAD_SMALL_INT")

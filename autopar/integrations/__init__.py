@@ -13,10 +13,11 @@ from typing import Any as _Any
 _HOMES = {
     "AutoparAccelerator": ("accelerate", "accelerate"),
     "AutoparMixin": ("transformers", "trainer"),
+    "AutoparStrategy": ("lightning", "lightning"),
     "AutoparTrainer": ("transformers", "trainer"),
 }
 
-__all__ = ["AutoparAccelerator", "AutoparMixin", "AutoparTrainer"]
+__all__ = ["AutoparAccelerator", "AutoparMixin", "AutoparStrategy", "AutoparTrainer"]
 
 
 def __getattr__(name: str) -> _Any:

@@ -38,6 +38,9 @@ class PreparedModel(nn.Module):
     results, a call with autograd on runs the planned step, and the gradients wait for `loss.backward()`; only that
     loss is differentiable then. Otherwise every result is.
 
+    Attributes:
+        module: compiled module.
+
     The plan is made at the first batch. Plain whole values load at any time, before and after.
     """
 
@@ -67,7 +70,7 @@ class PreparedModel(nn.Module):
         self._autocast = autocast
         self._gives_loss = True
         self._waiting: list[Callable[[], object]] = []
-        model.register_load_state_dict_pre_hook(_cut_plain_values)
+        model.register_load_state_dict_pre_hook(cut_plain_values)
 
     @property
     def original(self) -> nn.Module:
@@ -181,7 +184,7 @@ class PreparedModel(nn.Module):
             return getattr(self.module, name)
 
 
-def _cut_plain_values(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def cut_plain_values(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a model whose parameters lie in shards loads whole plain values: each rank takes its part."""
     present = {prefix + name: value for name, value in model.state_dict().items()}
     state_dict.update(as_stored(state_dict, present))

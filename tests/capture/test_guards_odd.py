@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+import autopar
 from autopar.errors import CaptureError
 from tests.support.odd_scripts import HOOKS, SCRIPTS
 from tests.support.scripts import by_compile, line_of, outcome
@@ -52,3 +54,27 @@ def test_a_closure_that_gc_has_frozen_is_guarded() -> None:
         assert outcome(script, by_compile) == expected
     finally:
         gc.unfreeze()
+
+
+class _Switched(torch.nn.Linear):
+    """Reads a switch through a property that returns it and does nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self._is_off = False
+
+    @property
+    def is_off(self) -> bool:
+        return self._is_off
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean() * (0.5 if self.is_off else 1.0)
+
+
+def test_a_property_that_returns_an_attribute_is_guarded() -> None:
+    plain = _Switched()
+    model = autopar.compile(plain)
+    x = torch.ones(3, 4)
+    whole = model.step(x).item()
+    plain._is_off = True
+    assert model.step(x).item() == pytest.approx(whole / 2)

@@ -33,3 +33,9 @@ def test_the_accelerate_loop_learns(tmp_path: Path) -> None:
     text = on_two_ranks("accelerate_loop.py", tmp_path)
     right = re.findall(r"right: ([\d.]+)", text)
     assert len(right) == 1 and float(right[0]) > 0.9
+
+
+def test_the_lightning_module_learns(tmp_path: Path) -> None:
+    text = on_two_ranks("lightning_module.py", tmp_path)
+    right = re.findall(r"right: ([\d.]+)", text)
+    assert len(right) == 1 and float(right[0]) > 0.9

@@ -18,7 +18,7 @@ def as_launched() -> None:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GROUP_RANK="0", TORCHELASTIC_RUN_ID="tests",
     )  # fmt: skip
 
 

@@ -1,0 +1,219 @@
+"""Lightning: a strategy that splits what a `LightningModule` computes.
+
+    trainer = lightning.Trainer(strategy=AutoparStrategy(mesh={"dp": 2}, recipe="zero3"))
+    trainer = lightning.Trainer(strategy="autopar")             # after `import autopar.integrations.lightning`
+
+A LightningModule's steps are Python that logs, and may call `backward` and optimizers itself. So the steps stay as they
+are, and the networks that they call run under the backend of torch.compile (docs/backend.md): every rank has the batch
+of all ranks, and sees whole results, losses and gradients. Parameters, gradients and optimizer states lie in shards
+where the recipe has them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from autopar._torch import pytree
+from autopar.backend import autopar as backend
+from autopar.backend.sharding import shard_
+from autopar.integrations.batches import with_batches_of_all
+from autopar.integrations.prepared import cut_plain_values
+from autopar.search import RecipeLike
+
+_STORED_SPLIT = ("zero1", "zero2", "zero3", "fsdp")
+
+
+class AutoparStrategy(DDPStrategy):
+    """A strategy over all ranks, whose networks run by plans and whose parameters lie in shards as the recipe says.
+
+    A data loader of the module gives one rank's batch, and `training_step` gets that of all ranks; with
+    `split_batches=True` the loader's batch is that of all ranks already.
+    """
+
+    strategy_name = "autopar"
+
+    def __init__(
+        self,
+        *,
+        mesh: Mapping[str, int] | None = None,
+        recipe: RecipeLike = "auto",
+        split_batches: bool = False,
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes what is asked of the plans, and what `DDPStrategy` takes about processes.
+
+        Args:
+            mesh: the axes and their sizes; by default one axis `dp` of all ranks.
+            recipe: constraints on the plans, for all axes or by axis.
+            split_batches: whether a data loader's batch is that of all ranks; else that of one rank.
+            options: further options of the backend, such as `{"executor": "inductor"}`.
+            kwargs: keyword arguments of `DDPStrategy` about devices and processes.
+        """
+        super().__init__(**kwargs)
+        self._mesh, self._recipe, self._split_batches = mesh, recipe, split_batches
+        self._options = dict(options or {})
+        self._ready: LightningModule | None = None
+
+    # --- setting up
+
+    def setup(self, trainer: Trainer) -> None:
+        """Makes the module's networks run by plans, and then its optimizers."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        # Lightning would replace the loaders' samplers by ones that always shuffle and give each rank other rows.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        module = self.lightning_module
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        if self._ready is not module:
+            self._make_ready(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _make_ready(self, module: LightningModule) -> None:
+        mesh = dict(self._mesh or {"dp": self.world_size})
+        for tensor in (*module.parameters(), *module.buffers()):
+            if self.world_size > 1:
+                dist.broadcast(tensor.detach(), src=0)
+        stored = _storage(self._recipe, mesh)
+        if self.world_size > 1:
+            shard_(module, stored, mesh=mesh)
+        module.register_load_state_dict_pre_hook(cut_plain_values)
+        options = {"mesh": mesh, "recipe": self._recipe, **self._options}
+        for network in networks(module):
+            network.compile(backend=backend, options=options)
+        self._ready = module
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """A loader that gives every rank the batch of all ranks; the ranks shuffle alike."""
+        _draw_alike()
+        if self._split_batches or not isinstance(dataloader, DataLoader):
+            return dataloader
+        return with_batches_of_all(dataloader, self.world_size)
+
+    # --- what ranks have in common is there already
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """What is given: a mean or a sum over the batch of all ranks is one already."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decide so."""
+        count = torch.tensor(int(decision), device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(count)
+        return bool(count == self.world_size) if all else bool(count)
+
+    # --- checkpoints: whole values, as one process writes and reads them
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's weights, whole on the first rank; every rank calls it."""
+        assert self.lightning_module is not None
+        return self._whole(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, whole on the first rank; every rank calls it."""
+        return self._whole(getattr(optimizer, "_optimizer", optimizer).state_dict())
+
+    def _whole(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The values with every DTensor gathered, for the first rank alone to keep."""
+
+        def gathered(x: Any) -> Any:
+            found = x.full_tensor() if isinstance(x, DTensor) else x
+            return found if self.is_global_zero else None
+
+        found: dict[str, Any] = pytree.tree_map(gathered, values)
+        return found
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads whole states of optimizers, of which each rank takes its part."""
+        states = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(_cut_optimizer_state(optimizer, state))
+
+    def teardown(self) -> None:
+        """Ends the training; parameters in shards stay where they are."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the strategy by its name."""
+        strategy_registry.register(
+            cls.strategy_name, cls, description="splits what a LightningModule computes, by plans"
+        )
+
+
+def networks(module: nn.Module) -> Iterator[nn.Module]:
+    """The networks that a LightningModule's steps may call: itself if it has a forward, and its children.
+
+    Modules without parameters, such as metrics, are none; a list or dict of modules stands for its members.
+    """
+    if type(module).forward not in (LightningModule.forward, nn.Module.forward):
+        yield module
+    for child in module.children():
+        if not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from networks(child)
+        else:
+            yield child
+
+
+def _storage(recipe: RecipeLike, mesh: Mapping[str, int]) -> RecipeLike:
+    """How parameters lie: in shards along the axes whose recipe stores them so, else whole."""
+    if isinstance(recipe, str):
+        return recipe if recipe in _STORED_SPLIT else "ddp"
+    return {
+        axis: row if row in _STORED_SPLIT else "ddp"
+        for axis, row in dict(recipe).items()
+        if axis in mesh
+    }
+
+
+def _draw_alike() -> None:
+    """Gives torch's generator the first rank's state, so that all ranks shuffle alike."""
+    if dist.is_initialized():
+        state = torch.get_rng_state()
+        dist.broadcast(state, src=0)
+        torch.set_rng_state(state)
+
+
+def _cut_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with the tensors of a parameter's shape cut as the parameter lies."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def cut(value: Any, parameter: Tensor) -> Any:
+        is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
+        if not (is_whole and isinstance(parameter, DTensor)):
+            return value
+        return distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    found = {
+        number: {key: cut(value, parameter) for key, value in state["state"][number].items()}
+        for number, parameter in zip(numbers, parameters, strict=True)
+        if number in state["state"]
+    }
+    return {**state, "state": found}
+
+
+AutoparStrategy.register_strategies(StrategyRegistry)
