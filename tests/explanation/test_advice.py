@@ -9,7 +9,6 @@ import torch
 
 from autopar.cost_model.cluster import find_cluster
 from autopar.errors import AutoparError, RecipeError, SearchError
-from autopar.explanation import advice
 from autopar.explanation.advice import Question, first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.ir import Mesh
@@ -17,7 +16,6 @@ from autopar.planning.planning import are_given_by_micro_batches
 from autopar.search.comparison import best_that_fits
 from autopar.search.intents import expand_pins
 from autopar.search.request import Request
-from tests.support.staged import captured_once
 
 TARGET = "examples.gpt:tiny_example"
 
@@ -25,13 +23,6 @@ TARGET = "examples.gpt:tiny_example"
 def ask(target="gpt2", cluster="h100x4", *, batch=16, seq=64, **options):
     options = {"stages": None if "mesh" in options else (1,), **options}
     return Question(target, Request.on(find_cluster(cluster), batch=batch, **options), seq)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_capture():
-    """Questions about one model share its capture."""
-    with captured_once(advice):
-        yield
 
 
 @pytest.fixture(scope="module")

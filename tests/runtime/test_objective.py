@@ -13,22 +13,24 @@ import autopar
 from tests.analysis.losses import COUNTING, LOSSES, Words, batch, each, plus_rows
 from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
+from tests.support.tables import often
 
 _COUNTED = "divided by a tensor of that number"
 ALL = LOSSES | {_COUNTED: COUNTING[_COUNTED]}
 pytestmark = pytest.mark.multiprocess
 
 NAMES = list(ALL)  # tests/proof/test_objective.py simulates LOSSES on every mesh
+STAGES: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 4}
+TWO_AXES: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "micro_batches": 1}
 WAYS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "2 ranks, accumulation": (2, NAMES, {"mesh": {"dp": 2}, "recipe": "zero3", "micro_batches": 4}),
     "2 stages": (2, NAMES[::2], {"mesh": {"pp": 2}, "micro_batches": 4}),
-    "4 ranks, 2 stages": (
-        4,
-        [*NAMES[1::2], _COUNTED],
-        {"mesh": {"pp": 2, "dp": 2}, "micro_batches": 4},
-    ),
-    "4 ranks": (4, NAMES[::2], {"mesh": {"dp": 2, "tp": 2}, "micro_batches": 1}),
+    "4 ranks, 2 stages": (4, [*NAMES[1::4], _COUNTED], STAGES),
+    "4 ranks": (4, NAMES[::4], TWO_AXES),
+    "4 ranks, 2 stages, other losses": (4, NAMES[3::4], STAGES),
+    "4 ranks, other losses": (4, NAMES[2::4], TWO_AXES),
 }
+ALWAYS = [way for way in WAYS if "other losses" not in way]
 
 
 def words() -> Words:
@@ -59,7 +61,7 @@ def in_one_process() -> dict[str, tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", often(WAYS, ALWAYS))
 def test_losses_are_those_of_one_process(way: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
     count, names, options = WAYS[way]
     ranks = two_ranks if count == 2 else four_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -23,6 +24,7 @@ SMALL = LlamaSizes(
 )
 
 
+@functools.cache
 def found(captured_micro_batches: int = 1, **options: Any) -> Searched:
     request = Request(TOY, **{"ranks": 4, **options})
     return search_plan(GRAPH, request, captured_micro_batches=captured_micro_batches)

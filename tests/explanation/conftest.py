@@ -1,0 +1,14 @@
+"""Questions about one model share its capture."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from autopar.explanation import advice
+from tests.support.staged import captured_once
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_capture() -> Iterator[None]:
+    with captured_once(advice):
+        yield
