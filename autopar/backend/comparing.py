@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import pytree
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, StepError
-from autopar.runtime.comparison import Comparison
+from autopar.runtime.comparison import SAME_SHAPES, Comparison
 from autopar.runtime.world import World
 
 _TO_DEVICE = ("to", "cuda")  # their number is a device
@@ -51,11 +51,12 @@ def check_calls(
     given = [[name, shape] for name, shape in own if name not in _parameters(named)]
     why += (
         f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
-        f"{place}"
     )
-    said = [json.loads(text) for text in comparison.gather(json.dumps([digest, own]), why)]
+    remedy = f"{SAME_SHAPES}{place}"
+    found = comparison.gather(json.dumps([digest, own]), why, remedy)
+    said = [json.loads(text) for text in found]
     if any(other != digest for other, _ in said):
-        _refuse_ops([json.loads(text) for text in comparison.gather(json.dumps(ops), why)])
+        _refuse_ops([json.loads(x) for x in comparison.gather(json.dumps(ops), why, remedy)])
     _refuse_arguments([arguments for _, arguments in said])
 
 
