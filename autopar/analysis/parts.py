@@ -36,8 +36,8 @@ _NEW = (
     "aten.new_zeros",
 )  # take the format of their operand alone
 _EQUAL_ROWS = ("aten.expand", "aten.full", "aten.ones", "aten.zeros", *_NEW)
-_COPIES = ("aten.clone", "aten.detach", "aten.alias")
-_MOVES = (*_COPIES, "aten.unsqueeze", "aten.squeeze", "aten.reshape", "aten.view")
+_SAME_VALUES = ("aten.clone", "aten.detach", "aten.alias")
+_MOVES = (*_SAME_VALUES, "aten.unsqueeze", "aten.squeeze", "aten.reshape", "aten.view")
 _FILL = "fill_value"
 _KNOWN_BEFORE = ("total", "function")
 _MEAN_REDUCTION = 1  # value of a loss op's `reduction` argument (torch.nn._reduction)
@@ -314,7 +314,7 @@ class PartFinder:
     def _copies(self, op: Op) -> bool:
         """Whether an op gives its operand again, or in a format of numbers that are not whole."""
         value = self.nodes[op.name].meta["val"]
-        return op.kind in _COPIES or (op.kind == "aten._to_copy" and value.is_floating_point())
+        return op.kind in _SAME_VALUES or (op.kind == "aten._to_copy" and value.is_floating_point())
 
     def _power_of_numbers(self, op: Op) -> int | None:
         """The power that comes of the numbers among an op's arguments."""

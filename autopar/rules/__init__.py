@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar._torch import OpOverload
 from autopar.rules import (
+    blocks,
     contract,
     elementwise,
     grouped,
@@ -25,6 +26,7 @@ from autopar.rules import (
     recurrent,
     reduce,
     shape,
+    views,
 )
 from autopar.rules.functions import CustomFunction
 from autopar.rules.kept import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
@@ -39,6 +41,8 @@ RULES: Mapping[str, Rule] = {
     **contract.RULES,
     **reduce.RULES,
     **shape.RULES,
+    **views.RULES,
+    **blocks.RULES,
     **index.RULES,
     **nn.RULES,
     **linalg.RULES,

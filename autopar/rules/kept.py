@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.rules import shape
+from autopar.rules import blocks, shape, views
 from autopar.rules.contract import equation
 from autopar.rules.spec import Call, Hidden, Kept, Letters, Spec, flattens
 
@@ -76,7 +76,7 @@ def _rows(text: str, *names: str) -> dict[str, str]:
 
 
 ROWS: dict[str, str] = {
-    **dict.fromkeys(shape.RULES, ""),
+    **dict.fromkeys([*views.RULES, *shape.RULES, *blocks.RULES], ""),
     **_rows("", """
         add sub rsub neg positive clone alias detach _to_copy type_as copy ceil floor round trunc frac
         sign deg2rad rad2deg real imag sum mean cumsum tril triu any all

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from autopar.rules.elementwise import elementwise
-from autopar.rules.shape import FIRST, along
+from autopar.rules.shape import along
 from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, parts, plain
+from autopar.rules.views import FIRST
 
 aten = torch.ops.aten
 
