@@ -13,11 +13,18 @@ from typing import Any as _Any
 _HOMES = {
     "AutoparAccelerator": ("accelerate", "accelerate"),
     "AutoparMixin": ("transformers", "trainer"),
+    "AutoparSFTTrainer": ("trl", "trl"),
     "AutoparStrategy": ("lightning", "lightning"),
     "AutoparTrainer": ("transformers", "trainer"),
 }
 
-__all__ = ["AutoparAccelerator", "AutoparMixin", "AutoparStrategy", "AutoparTrainer"]
+__all__ = [
+    "AutoparAccelerator",
+    "AutoparMixin",
+    "AutoparSFTTrainer",
+    "AutoparStrategy",
+    "AutoparTrainer",
+]
 
 
 def __getattr__(name: str) -> _Any:

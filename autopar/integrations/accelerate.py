@@ -53,6 +53,7 @@ class AutoparAccelerator(Accelerator):
         mesh: Mapping[str, int] | None = None,
         recipe: RecipeLike = "auto",
         options: Mapping[str, Any] | None = None,
+        loss_outside: bool = False,
         **kwargs: Any,
     ) -> None:
         """Takes what `Accelerator` takes, and what is asked of a plan.
@@ -62,6 +63,8 @@ class AutoparAccelerator(Accelerator):
             mesh: the axes and their sizes; by default one axis `dp` of all ranks.
             recipe: constraints on the plan, as `autopar.compile` takes them.
             options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
+            loss_outside: whether the script computes its loss from other results of the model, such as logits, also
+                where the model returns a loss; every result is differentiable then, and a step slower.
             kwargs: keyword arguments of `Accelerator`.
 
         Raises AutoparError for an option of `Accelerator` that plans in another way, naming what to ask instead, and
@@ -83,7 +86,7 @@ class AutoparAccelerator(Accelerator):
         if mesh is not None:
             options = {**(options or {}), "mesh": mesh}
         self._plan_options = {"recipe": recipe, **(options or {})}
-        self._reads_whole_batches = False
+        self._reads_whole_batches, self._loss_outside = False, loss_outside
         self._known: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = (
             weakref.WeakKeyDictionary()
         )
@@ -105,8 +108,9 @@ class AutoparAccelerator(Accelerator):
             if self.device_placement if device_placement is None else device_placement:
                 model.to(self.device)
             _settle_configurations(model)
+            autocast = self.autocast if self.mixed_precision == "bf16" else None
             prepared = self._known[model] = PreparedModel(
-                model, self._plan_options, self.autocast if self.mixed_precision == "bf16" else None
+                model, self._plan_options, autocast, loss_outside=self._loss_outside
             )
         if all(prepared is not one for one in self._models):
             self._models.append(prepared)

@@ -49,6 +49,8 @@ class PreparedModel(nn.Module):
         model: nn.Module,
         options: Mapping[str, Any],
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+        *,
+        loss_outside: bool = False,
     ) -> None:
         """Compiles a model.
 
@@ -56,6 +58,7 @@ class PreparedModel(nn.Module):
             model: plain PyTorch; it stays usable for its configuration, for saving and for loading.
             options: options of `autopar.compile`; without `mesh` all ranks are one axis `dp`.
             autocast: context that calls run in, whose results are then cast to float32; None for no context.
+            loss_outside: whether the script computes its loss from the model's results, also where these have a loss.
 
         Raises AutoparError for an option that the frameworks decide, and for pipeline stages.
         """
@@ -68,7 +71,7 @@ class PreparedModel(nn.Module):
         _refuse_stages(compiled)
         self.module = compiled
         self._autocast = autocast
-        self._gives_loss = True
+        self._gives_loss = not loss_outside
         self._waiting: list[Callable[[], object]] = []
         model.register_load_state_dict_pre_hook(cut_plain_values)
 

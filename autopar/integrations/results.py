@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._torch import pytree
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, StepError
 
 
 def whole(value: Any) -> Any:
@@ -44,7 +44,8 @@ class WholeResults(dict[str, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
-            return whole(super().__getitem__(key))
+            value = whole(super().__getitem__(key))
+            return value if key == "loss" else _not_differentiable(value, super().get("loss"))
         return self.to_tuple()[key]
 
     def __getattr__(self, name: str) -> Any:
@@ -67,6 +68,31 @@ class WholeResults(dict[str, Any]):
     def to_tuple(self) -> tuple[Any, ...]:
         """All results, in order."""
         return tuple(self.values())
+
+
+def _not_differentiable(value: Any, loss: Any) -> Any:
+    """A result beside a loss that alone has gradients; a gradient that arrives at it is an error, not lost."""
+    if not (isinstance(value, Tensor) and isinstance(loss, Tensor) and loss.requires_grad):
+        return value
+    if value.requires_grad or not value.is_floating_point():
+        return value
+    return _LossOnly.apply(value, loss)
+
+
+class _LossOnly(torch.autograd.Function):
+    """A result whose backward raises StepError."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise StepError(
+            "A gradient arrives at a result of model(**batch) that is not its loss, and the planned step has run the "
+            "backward of the loss alone. Train with the model's own loss, or give loss_outside=True to the trainer or "
+            "accelerator, which makes every result differentiable."
+        )
 
 
 class _Gathered(Mapping[str, Any]):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,6 +24,7 @@ from transformers import Trainer, TrainingArguments
 from autopar.errors import AutoparError
 from autopar.integrations.accelerate import AutoparAccelerator, plain_optimizer
 from autopar.integrations.prepared import PreparedModel
+from autopar.runtime.checkpoint import load_optimizer_state
 from autopar.search import RecipeLike
 
 # Methods of `Trainer` without a public name that are replaced here.
@@ -35,7 +37,8 @@ if _missing:
         "transformers 5.23; install that version."
     )
 
-_STATE = "autopar"  # folder inside a checkpoint of the Trainer
+# The optimizer in a checkpoint: as it is saved here, and as a plain `Trainer` saves it.
+_STATE, _PLAIN = "autopar", "optimizer.pt"
 
 # What is not supported: name of the training argument -> what to do instead.
 _REFUSED = {
@@ -68,6 +71,7 @@ class AutoparMixin:
         mesh: Mapping[str, int] | None = None,
         recipe: RecipeLike = "auto",
         options: Mapping[str, Any] | None = None,
+        loss_outside: bool = False,
         **kwargs: Any,
     ) -> None:
         """Takes what the trainer takes, and what is asked of a plan.
@@ -77,11 +81,18 @@ class AutoparMixin:
             mesh: the axes and their sizes; by default one axis `dp` of all ranks.
             recipe: constraints on the plan, as `autopar.compile` takes them.
             options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
+            loss_outside: whether the trainer computes its loss from other results of the model than its loss, as an
+                own `compute_loss` or `compute_loss_func` may.
             kwargs: keyword arguments of the trainer.
 
         Raises AutoparError for training arguments that plan in another way, naming what to ask instead.
         """
-        self._asked: dict[str, Any] = {"mesh": mesh, "recipe": recipe, "options": options}
+        self._asked: dict[str, Any] = {
+            "mesh": mesh,
+            "recipe": recipe,
+            "options": options,
+            "loss_outside": loss_outside,
+        }
         super().__init__(*positional, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -141,14 +152,23 @@ class AutoparMixin:
         )  # fmt: skip
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the optimizer's shards with the first batch, whose plan says where they lie."""
-        if checkpoint is None or not _has_state(checkpoint):
+        """Loads the optimizer's state with the first batch, whose plan says where the shards lie."""
+        if checkpoint is None:
             return
-        scheduler = self.lr_scheduler
-        self._prepared().load(
-            str(Path(checkpoint) / _STATE), plain_optimizer(self.optimizer),
-            lambda extra: scheduler.load_state_dict(extra["scheduler"]),
-        )  # fmt: skip
+        folder, prepared = Path(checkpoint), self._prepared()
+        if (folder / _STATE).exists() or (folder / f"{_STATE}.previous").exists():
+            prepared.load(
+                str(folder / _STATE), plain_optimizer(self.optimizer),
+                lambda extra: self.lr_scheduler.load_state_dict(extra["scheduler"]),
+            )  # fmt: skip
+        elif (folder / _PLAIN).exists():
+            prepared.when_planned(lambda: self._load_plain(folder, prepared))
+
+    def _load_plain(self, folder: Path, prepared: PreparedModel) -> None:
+        """Loads the state that a plain `Trainer` has saved."""
+        state = torch.load(folder / _PLAIN, map_location="cpu", weights_only=True)
+        load_optimizer_state(prepared.module, plain_optimizer(self.optimizer), state)
+        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
     def _prepared(self) -> PreparedModel:
         return self.accelerator.prepare_model(self.model)
@@ -176,16 +196,3 @@ def _checked(args: TrainingArguments) -> TrainingArguments:
     # The trainer weights a batch's loss by this number of rows.
     args.per_device_eval_batch_size *= args.world_size
     return args
-
-
-def _has_state(checkpoint: str) -> bool:
-    """Whether a checkpoint of the Trainer has an optimizer; AutoparError for one that another trainer has saved."""
-    folder = Path(checkpoint)
-    if (folder / _STATE).exists() or (folder / f"{_STATE}.previous").exists():
-        return True
-    if (folder / "optimizer.pt").exists():
-        raise AutoparError(
-            f"{checkpoint} was saved by a plain Trainer: its weights load, and its optimizer.pt does not. Start from "
-            "the weights (from_pretrained) with a new optimizer, or resume with the plain Trainer."
-        )
-    return False

@@ -39,3 +39,10 @@ def test_the_lightning_module_learns(tmp_path: Path) -> None:
     text = on_two_ranks("lightning_module.py", tmp_path)
     right = re.findall(r"right: ([\d.]+)", text)
     assert len(right) == 1 and float(right[0]) > 0.9
+
+
+def test_the_adapters_learn_and_are_saved(tmp_path: Path) -> None:
+    text = on_two_ranks("sft_lora.py", tmp_path)
+    losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", text)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert "adapters: adapter_config.json adapter_model.safetensors" in text

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, StepError
 from autopar.integrations import AutoparAccelerator
 from autopar.integrations.batches import JoinedBatches
 from tests.integrations.small import as_launched, is_in_shards, rows, small_model, worst_difference
@@ -134,6 +134,38 @@ def test_options_that_the_loop_decides_are_refused() -> None:
     accelerator = AutoparAccelerator(cpu=True, options={"outputs": "local"})
     with pytest.raises(AutoparError, match=r"outputs=\.\.\. cannot be given here"):
         accelerator.prepare(Outside())
+
+
+class Both(Outside):
+    """Returns a loss and the logits that a script may compute another one from."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(input_ids)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def gradient_through_logits(loss_outside: bool) -> Tensor:
+    accelerator = AutoparAccelerator(cpu=True, loss_outside=loss_outside)
+    model = accelerator.prepare(Both())
+    tokens = torch.arange(16).view(2, 8)
+    results = model(input_ids=tokens, labels=tokens)
+    accelerator.backward(results["loss"] + results["logits"].square().mean())
+    gradient = accelerator.unwrap_model(model).out.weight.grad
+    assert gradient is not None
+    return gradient
+
+
+def test_a_gradient_that_the_planned_step_would_lose_is_refused() -> None:
+    with pytest.raises(StepError, match="give loss_outside=True"):
+        gradient_through_logits(loss_outside=False)
+
+
+def test_a_loss_of_the_script_beside_one_of_the_model() -> None:
+    plain, tokens = Both(), torch.arange(16).view(2, 8)
+    results = plain(input_ids=tokens, labels=tokens)
+    (results["loss"] + results["logits"].square().mean()).backward()
+    assert plain.out.weight.grad is not None
+    assert torch.allclose(gradient_through_logits(loss_outside=True), plain.out.weight.grad)
 
 
 def test_joined_batches_are_those_of_ranks_in_turn() -> None:

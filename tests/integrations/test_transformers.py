@@ -165,15 +165,13 @@ def test_pipeline_stages_are_refused(framework_ranks: Ranks, tmp_path: Path) -> 
     assert all(text.startswith("The mesh has an axis pp") for text in said)
 
 
-def test_a_checkpoint_of_a_plain_trainer_is_refused(
-    tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
+def test_a_plain_trainer_is_resumed_in_shards(
+    framework_ranks: Ranks, tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
 ) -> None:
     plain, _ = in_one_process
-    trainer = AutoparTrainer(
-        model=small_model(), args=arguments(tmp_path, 4), train_dataset=rows(4), eval_dataset=rows(2)
-    )  # fmt: skip
-    with pytest.raises(AutoparError, match="was saved by a plain Trainer"):
-        trainer.train(resume_from_checkpoint=str(plain / "checkpoint-3"))
+    framework_ranks.run(on_ranks, tmp_path, plain / "checkpoint-3", PLANS["zero3"])
+    ours = weights_of(tmp_path / "checkpoint-6")
+    assert worst_difference(ours, weights_of(plain / "checkpoint-6")) < 1e-5
 
 
 def test_one_process_alone_needs_no_process_group(

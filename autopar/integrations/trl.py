@@ -1,0 +1,21 @@
+"""trl: its `SFTTrainer` by a plan, which computes its loss from the log-probabilities that the model gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl import SFTTrainer
+
+from autopar.integrations.transformers import AutoparMixin
+
+
+class AutoparSFTTrainer(AutoparMixin, SFTTrainer):
+    """trl's `SFTTrainer` over all ranks, by a plan; see `AutoparMixin` for what is asked of the plan.
+
+    `SFTConfig` asks for activation checkpointing unless told otherwise: give `gradient_checkpointing=False`, and
+    `options={"recompute": "full"}` if memory is short.
+    """
+
+    def __init__(self, *positional: Any, **kwargs: Any) -> None:
+        """Takes what `SFTTrainer` takes, and what is asked of a plan."""
+        super().__init__(*positional, **{"loss_outside": True, **kwargs})
