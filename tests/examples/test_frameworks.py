@@ -41,6 +41,7 @@ def test_the_lightning_module_learns(tmp_path: Path) -> None:
     assert len(right) == 1 and float(right[0]) > 0.9
 
 
+@pytest.mark.slow
 def test_the_adapters_learn_and_are_saved(tmp_path: Path) -> None:
     text = on_two_ranks("sft_lora.py", tmp_path)
     losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", text)]

@@ -17,3 +17,10 @@ def framework_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def four_framework_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()

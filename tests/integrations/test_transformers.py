@@ -103,7 +103,14 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "other"), [("ddp", "zero3"), ("zero3", "tp"), ("tp", "ddp")])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("zero3", "tp"),
+        pytest.param("ddp", "zero3", marks=pytest.mark.slow),
+        pytest.param("tp", "ddp", marks=pytest.mark.slow),
+    ],
+)
 def test_training_and_resuming_under_another_plan_are_those_of_one_process(
     name: str,
     other: str,
@@ -130,6 +137,22 @@ def test_training_and_resuming_under_another_plan_are_those_of_one_process(
     assert resumed["steps"] == 3
     ours = weights_of(tmp_path / other / "checkpoint-6")
     assert worst_difference(ours, weights_of(plain / "checkpoint-6")) < 1e-5
+
+
+def on_four_ranks(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    as_launched()
+    return trained(folder, 1, None, {}, **plan)
+
+
+@pytest.mark.slow
+def test_four_ranks_split_data_and_layers(
+    four_framework_ranks: Ranks, tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
+) -> None:
+    plain, expected = in_one_process
+    plan = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero3", "tp": "tp"}}
+    found, *_ = four_framework_ranks.run(on_four_ranks, tmp_path, plan)
+    assert worst_difference(found["numbers"], expected["numbers"]) < 1e-5
+    assert worst_difference(weights_of(tmp_path / "last"), weights_of(plain / "last")) < 1e-5
 
 
 def in_bfloat16(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
