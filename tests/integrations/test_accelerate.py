@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -16,7 +17,7 @@ from autopar.errors import AutoparError, StepError
 from autopar.integrations import AutoparAccelerator
 from autopar.integrations.batches import JoinedBatches
 from tests.integrations.small import as_launched, is_in_shards, rows, small_model, worst_difference
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import Ranks, equal_on_all
 
 pytestmark = pytest.mark.multiprocess
 
@@ -175,3 +176,24 @@ def test_joined_batches_are_those_of_ranks_in_turn() -> None:
     uneven = torch.utils.data.BatchSampler(range(7), 2, drop_last=False)
     assert list(JoinedBatches(uneven, 3)) == [[0, 1, 2, 3, 4, 5], [6]]
     assert len(JoinedBatches(uneven, 3)) == 2
+
+
+def first_batches() -> dict[str, list[int]]:
+    as_launched()
+    torch.manual_seed(torch.distributed.get_rank())
+    found = {}
+    for split in (False, True):
+        configuration = DataLoaderConfiguration(split_batches=split)
+        accelerator = AutoparAccelerator(cpu=True, dataloader_config=configuration)
+        data = torch.arange(16)
+        found[f"in order, {split}"] = next(iter(accelerator.prepare(DataLoader(data, 4)))).tolist()
+        shuffled = accelerator.prepare(DataLoader(data, 4, shuffle=True))
+        found[f"shuffled, {split}"] = next(iter(shuffled)).tolist()
+    return found
+
+
+def test_ranks_read_the_batch_of_all_ranks_and_shuffle_alike(framework_ranks: Ranks) -> None:
+    found = equal_on_all(framework_ranks.run(first_batches))
+    assert found["in order, False"] == list(range(8))
+    assert found["in order, True"] == list(range(4))
+    assert len(found["shuffled, False"]) == 8 and len(found["shuffled, True"]) == 4
