@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import RecipeError, SearchError
@@ -136,6 +136,27 @@ def _combinations(problem: Problem) -> list[tuple[Descent, Problem]]:
         except (RecipeError, SearchError):
             continue  # pins, or where parameters lie already, leave nothing of this combination
     return sorted(found, key=lambda pair: pair[0].seconds)
+
+
+def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
+    """The problem under every combination of recipes that a person can name for its open axes.
+
+    Yields:
+        Composed seconds of the fastest plan that splits ops alike, however it stores parameters, and the problem
+        under the recipes; the fastest kind of split leads.
+    """
+    for fastest, under in _combinations(problem):
+        kinds = [_named_alike(row) for row in under.recipes]
+        for rows in itertools.product(*kinds):
+            if not {(1,), (2,)} <= {row.stages for row in rows}:  # `check_reductions` refuses these
+                yield fastest.seconds, problem.under(rows)
+
+
+def _named_alike(row: Recipe) -> tuple[Recipe, ...]:
+    """The recipes that split ops as a row of `_FAMILIES` does; any other row alone."""
+    if row not in _FAMILIES:
+        return (row,)
+    return tuple(each for each in RECIPES.values() if (each.may, each.must, each.products_must) == (row.may, row.must, row.products_must))
 
 
 def _families(problem: Problem) -> tuple[Recipe, ...]:

@@ -149,17 +149,12 @@ class _Search:
         self.overfull: list[_Overfull] = []
 
     def run(self) -> PipelineFound:
-        for share in self._shares():
-            promised = min((each.seconds for each in self.overfull), default=math.inf)
-            if self.found and promised >= _WORTH * self._best_seconds():
-                break
-            inner = self._stage_plan(share, self.asked_micro_batches or self.captured)
-            if inner is not None:
-                for micro_batches in self._micro_batches():
-                    self._price_all(inner, micro_batches)
+        self._search_shares()
+        if self.found:
+            self._search_again()
+        self._search_recipes()
         if not self.found:
             raise self._nothing()
-        self._search_again()
         self._execute_nearest()
         ranked = sorted(self.found.values(), key=lambda each: each.key)
         refused = {
@@ -169,6 +164,32 @@ class _Search:
         notes = (*of_layouts(best.plan.notes), *notes_of(best, ranked[1:]))
         best = replace(best, plan=replace(best.plan, notes=notes))
         return PipelineFound(best, tuple(ranked[1:]), refused)
+
+    def _search_shares(self) -> None:
+        """Prices plans for less and less memory; see [Note: memory of a stage]."""
+        too_full = 0
+        for share in self._shares():
+            promised = min((each.seconds for each in self.overfull[too_full:]), default=math.inf)
+            if self.found and promised >= _WORTH * self._best_seconds():
+                break
+            too_full = len(self.overfull)
+            inside = self._inside(self.asked_micro_batches or self.captured)
+            self._price_plan(self._stage_plan(share, inside))
+
+    def _search_recipes(self) -> None:
+        """Prices the plans of all recipes for the open axes, as far as one may be faster than what was found."""
+        inside = self._inside(self._best_micro_batches())
+        for seconds, under in inside.named():
+            if seconds < self.ranks * self._best_seconds():
+                try:
+                    self._price_plan(self._stage_plan(1.0, under))
+                except AutoparError as error:
+                    self._refuse("", error)
+
+    def _price_plan(self, inner: _Inner | None) -> None:
+        """Prices a plan of a stage's mesh with every number of micro-batches."""
+        for micro_batches in self._micro_batches() if inner is not None else ():
+            self._price_all(inner, micro_batches)
 
     def _shares(self) -> tuple[float, ...]:
         """Parts of all stages' memory to search under.
@@ -193,12 +214,11 @@ class _Search:
     def _best_seconds(self) -> float:
         return min((each.seconds for each in self.found.values()), default=math.inf)
 
-    def _stage_plan(self, share: float, micro_batches: int) -> _Inner | None:
+    def _stage_plan(self, share: float, inside: MeshSearch) -> _Inner | None:
         """The plan of a stage's mesh; None where less than all of the memory is too little for any.
 
         Where all of it is too little, one of the smallest: layers that run again may still fit.
         """
-        inside = self._inside(micro_batches)
         for wider in _WIDER if share == 1 else (1.0,):
             relaxed = self.ranks * self.bound * share * wider + self.hardware.reserved_bytes
             try:
@@ -437,12 +457,19 @@ class _Search:
         names = [table.starts[block] for block in cuts.cuts]
         return replace(plan, pipeline=setting.shape.cut(names, self.position))
 
+    def _best_micro_batches(self) -> int:
+        """The number of micro-batches of the best plan so far; the captured one where nothing is found."""
+        if not self.found:
+            return self.asked_micro_batches or self.captured
+        best = min(self.found.values(), key=lambda each: each.key)
+        return best.setting.shape.micro_batches
+
     def _search_again(self) -> None:
         """Prices the best number of micro-batches with a plan made for them."""
         best = min(self.found.values(), key=lambda each: each.key)
         m = best.setting.shape.micro_batches
         if m != (self.asked_micro_batches or self.captured):
-            inner = self._stage_plan(best.share, m)
+            inner = self._stage_plan(best.share, self._inside(m))
             if inner is not None:
                 self._price_all(inner, m)
 

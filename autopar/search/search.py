@@ -20,7 +20,7 @@ from autopar.errors import MeshError, SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, ParameterPlan, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
-from autopar.search.descent import Descent, best_of, descents, fits
+from autopar.search.descent import Descent, best_of, descents, fits, named_recipes
 from autopar.search.notes import explain
 from autopar.search.pins import resolve_pins
 from autopar.search.problem import Assignment, Problem
@@ -183,6 +183,15 @@ class MeshSearch:
         )  # fmt: skip
         is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
         return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
+
+    def named(self) -> Iterator[tuple[float, MeshSearch]]:
+        """The same search under every combination of recipes for the open axes.
+
+        Yields:
+            Composed seconds of the fastest plan that splits ops alike, with any memory, and the search.
+        """
+        for seconds, problem in named_recipes(self.problem):
+            yield seconds, replace(self, problem=problem)
 
 
 def meshes_of(world_size: int, named: Sequence[str] = ()) -> Iterator[Mesh]:
