@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -53,6 +54,7 @@ class GivenMesh:
         fingerprint: hash of the captured graph, which the plan notes.
         captured: number of captured batches that make a step.
         fixed_storage: layouts of parameters that are placed already; None where they are open.
+        faster_than_seconds: seconds of a known step; stages are searched only for a shorter one.
     """
 
     graph: Graph
@@ -60,6 +62,7 @@ class GivenMesh:
     fingerprint: str = ""
     captured: int = 1
     fixed_storage: Mapping[str, ParameterPlan] | None = None
+    faster_than_seconds: float = math.inf
 
     def search(self) -> Planned:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
@@ -107,6 +110,7 @@ class GivenMesh:
         found = search_pipeline(
             self.graph, request, captured_micro_batches=self.captured,
             fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
+            faster_than_seconds=self.faster_than_seconds,
         )  # fmt: skip
         best, count = found.best, found.plan.micro_batches
         graph = self.graph

@@ -47,6 +47,7 @@ class Trial(NamedTuple):
         recipe: recipe inside a stage to search under.
         promise_seconds: an optimistic step, by closed forms; 0 where there are none.
         priced: the closed form behind the promise.
+        known: a plan of the mesh under another recipe; only a faster one is searched for.
     """
 
     mesh: Mesh
@@ -54,6 +55,7 @@ class Trial(NamedTuple):
     recipe: RecipeLike
     promise_seconds: float = 0.0
     priced: PricedCandidate | None = None
+    known: Planned | None = None
 
 
 class Explored(NamedTuple):
@@ -131,7 +133,7 @@ class _Outer:
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
         trial, best = min(tried, key=lambda each: each[1].key)
         if is_open(self.request.inside) and not is_open(trial.recipe):
-            open_trial = trial._replace(recipe=self.request.inside)
+            open_trial = trial._replace(recipe=self.request.inside, known=best)
             tried += self._try([open_trial], reasons)
         ranked = sorted(tried, key=lambda each: each[1].key)
         trial, best = ranked[0]
@@ -208,7 +210,13 @@ class _Outer:
         asked = asked.but(
             batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count)
         )
-        return GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage).search()
+        given = GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage)
+        if trial.known is None:
+            return given.search()
+        known = trial.known
+        found = replace(given, faster_than_seconds=known.price.step_seconds).search()
+        others = sorted((*found.others, *known.others), key=lambda each: each.key)
+        return found._replace(others=tuple(others))
 
     def _asked(self, trial: Trial) -> Request:
         """The request with the mesh and the recipe of a setting; what it rules out, the setting obeys."""

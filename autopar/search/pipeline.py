@@ -80,6 +80,7 @@ def search_pipeline(
     captured_micro_batches: int = 1,
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    faster_than_seconds: float = math.inf,
 ) -> PipelineFound:
     """Finds the fastest plan with pipeline stages that fits into memory.
 
@@ -90,16 +91,19 @@ def search_pipeline(
             among the divisors of the batch; open recomputation is that of the fewest blocks that fit.
         captured_micro_batches: number of captured batches that make a step.
         fingerprint, fixed_storage: as in `search`.
+        faster_than_seconds: seconds of a known step; settings that take as long are left out.
 
     Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot hold, PlanError for
     micro-batches that the schedule refuses, SearchError with more stages than blocks and where no plan
-    fits.
+    fits, or none is faster than the known step.
     """
     if not request.has_stages:
         raise MeshError(
             f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline."
         )
-    found = _Search(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
+    found = _Search(
+        graph, request, captured_micro_batches, fingerprint, fixed_storage, faster_than_seconds
+    ).run()
     plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))
 
@@ -126,12 +130,13 @@ class _Search:
 
     def __init__(
         self, graph: Graph, request: Request, captured: int, fingerprint: str,
-        fixed_storage: Mapping[str, ParameterPlan] | None,
+        fixed_storage: Mapping[str, ParameterPlan] | None, faster_than_seconds: float = math.inf,
     ) -> None:  # fmt: skip
         assert request.mesh is not None, "a mesh with stages"
         self.graph, self.request, self.captured = graph, request, captured
         self.mesh, self.hardware = request.mesh, request.hardware
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
+        self.known_seconds = faster_than_seconds
         bound = request.search_bound_bytes
         # Tables of stages know nothing of the memory that no tensor can have.
         self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
@@ -167,12 +172,12 @@ class _Search:
 
     def _search_shares(self) -> None:
         """Prices plans for less and less memory; see [Note: memory of a stage]."""
-        too_full = 0
+        seen = 0
         for share in self._shares():
-            promised = min((each.seconds for each in self.overfull[too_full:]), default=math.inf)
+            promised = min((each.seconds for each in self.overfull[seen:]), default=math.inf)
             if self.found and promised >= _WORTH * self._best_seconds():
                 break
-            too_full = len(self.overfull)
+            seen = len(self.overfull)
             inside = self._inside(self.asked_micro_batches or self.captured)
             self._price_plan(self._stage_plan(share, inside))
 
@@ -212,7 +217,8 @@ class _Search:
             self._price(*self.tables[name], each.setting, executed=True)
 
     def _best_seconds(self) -> float:
-        return min((each.seconds for each in self.found.values()), default=math.inf)
+        """Seconds of the fastest step that is known."""
+        return min((each.seconds for each in self.found.values()), default=self.known_seconds)
 
     def _stage_plan(self, share: float, inside: MeshSearch) -> _Inner | None:
         """The plan of a stage's mesh; None where less than all of the memory is too little for any.
@@ -475,6 +481,10 @@ class _Search:
 
     def _nothing(self) -> AutoparError:
         """Why no setting has a plan: the one that misses by least, or what was refused first."""
+        if math.isfinite(self.known_seconds):
+            return SearchError(
+                f"No plan on the mesh {self.mesh} is faster than {self.known_seconds:.6g} s."
+            )
         if self.overfull:
             least = min(self.overfull, key=lambda each: each.excess_bytes)
             try:
