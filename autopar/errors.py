@@ -47,6 +47,10 @@ class SearchError(AutoparError):
     """No plan satisfies the constraints."""
 
 
+class StateError(SearchError):
+    """Parameters and what training keeps of them do not fit into memory, however a step is run."""
+
+
 class StepError(AutoparError):
     """A batch, loss function or loss that `step` cannot use."""
 

@@ -65,6 +65,8 @@ class Descent:
 def descents(problem: Problem, bound: int | None) -> list[Descent]:
     """Where the descents from every start end, for a bound on the bytes of a rank."""
     found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
+    if bound is not None and problem.least_bytes > bound:
+        return found  # nothing fits, and the smallest of these says by how much
     found += _from_recipes(problem, bound)
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:

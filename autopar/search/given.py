@@ -142,7 +142,7 @@ class GivenMesh:
             except SearchError as other:
                 if str(other) == str(error):
                     raise error from None
-                raise SearchError(f"{error} Nor does it with blocks run again: {other}") from None
+                raise type(error)(f"{error} Nor does it with blocks run again: {other}") from None
         kept = self._priced(found.plan)
         if not found.is_tight:
             return kept

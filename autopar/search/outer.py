@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
-from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
+from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.pipeline.blocks import has_blocks
@@ -164,23 +164,23 @@ class _Outer:
         """The plan for a mesh that was given.
 
         Without stages an open number of micro-batches is doubled from one on, as long as nothing fits or the
-        step gets shorter: more of them take less memory and issue more kernels.
+        step gets shorter: more of them take less memory and issue more kernels. Where the state of training
+        alone does not fit, no number of them helps: then the last one says how much is missing.
         """
+        trials = [Trial(mesh, count, self.request.recipe) for count in self._counts()]
         found: list[tuple[Trial, Planned]] = []
-        refused: SearchError | None = None
-        for count in self._counts():
-            trial = Trial(mesh, count, self.request.recipe)
+        while trials:
+            trial = trials.pop(0)
             try:
                 planned = self._exact(trial)
             except SearchError as error:
-                refused = error
+                trials = trials[-1:] if isinstance(error, StateError) else trials
+                if not found and not trials:
+                    raise
                 continue
             if found and planned.key >= found[-1][1].key:
                 break
             found.append((trial, planned))
-        if not found:
-            assert refused is not None, "at least one number of micro-batches was tried"
-            raise refused
         trial, best = found[-1]
         return Searched(best, trial)
 

@@ -183,6 +183,8 @@ class _Search:
 
     def _search_recipes(self) -> None:
         """Prices the plans of all recipes for the open axes, as far as one may be faster than what was found."""
+        if not self.found and not self._may_hold_state():
+            return
         inside = self._inside(self._best_micro_batches())
         for seconds, under in inside.named():
             if seconds < self.ranks * self._best_seconds():
@@ -201,8 +203,16 @@ class _Search:
 
         On one rank the fastest plan comes first: recomputation may make room for it.
         """
+        if not self._may_hold_state():
+            return _SHARES[:1]
         may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
         return (math.inf, *_SHARES) if self.ranks == 1 and may_recompute else _SHARES
+
+    def _may_hold_state(self) -> bool:
+        """Whether parameters and what training keeps of them may fit; if not, no recomputation helps."""
+        problem = self._inside(self.asked_micro_batches or self.captured).problem
+        state_bytes = problem.least_state_bytes - self.hardware.reserved_bytes
+        return state_bytes <= self.ranks * self.bound
 
     def _execute_nearest(self) -> None:
         """Balances the fastest settings that have several stages a rank anew, by what they really take."""

@@ -11,6 +11,7 @@ for all at once) keeps a decision of its own, so collapsing never changes the op
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -293,6 +294,21 @@ class Problem:
         parts = Parts(self, assignment)
         step = self.prices.step
         return replace(step, items=tuple(parts.items()), holdings=tuple(parts.holdings()), _sums={})
+
+    @property
+    def least_state_bytes(self) -> float:
+        """A lower bound on parameters, gradients, optimizer states and buffers of a rank, under any plan."""
+        smallest = (
+            self.entries[index].count * min((each.bytes for each in options), default=0.0)
+            for index, options in self.strategies.items()
+        )
+        return self.constant_bytes + sum(smallest)
+
+    @property
+    def least_bytes(self) -> float:
+        """A lower bound on the peak of a rank that recomputes nothing: state, and an equal part of what is saved."""
+        whole = sum(entry.count * self.bytes(entry.tensor.name, self.whole) for entry in self.fold.saved)
+        return self.least_state_bytes + whole / math.prod(self.mesh.sizes)
 
     def _find_entries(self) -> dict[int, list[int]]:
         """Class -> the entries of what it makes."""

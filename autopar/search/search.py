@@ -16,7 +16,7 @@ from typing import TypedDict, Unpack
 from autopar.cost_model import Hardware
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.errors import MeshError, SearchError
+from autopar.errors import MeshError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, ParameterPlan, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
@@ -168,7 +168,7 @@ class MeshSearch:
         best = best_of(found, memory_bytes)
         if not fits(best, memory_bytes):
             assert memory_bytes is not None, "without a bound everything fits"
-            raise _does_not_fit(best, memory_bytes, problem.mesh, recipe)
+            raise _does_not_fit(best, memory_bytes, problem, recipe)
         plan = expand(problem, best.assignment, recipe, self.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
         cost = cost_of(
@@ -241,12 +241,19 @@ def _agree(found: Descent, cost: StepCost) -> None:
     )
 
 
-def _does_not_fit(found: Descent, bound: int, mesh: Mesh, recipe: str) -> SearchError:
-    needed = math.ceil(found.bytes)
+def _does_not_fit(found: Descent, bound: int, problem: Problem, recipe: str) -> SearchError:
+    needed, state_bytes = math.ceil(found.bytes), math.ceil(problem.least_state_bytes)
     free = "" if recipe == "auto" else f' recipe="auto" instead of {recipe!r},'
-    return SearchError(
-        f"No plan for the mesh {mesh} fits into {format_bytes(bound)}: the smallest found takes "
-        f"{format_bytes(needed)} of a rank, {format_bytes(needed - bound)} too much. "
-        f"What would help:{free} more ranks, a smaller batch (or more micro-batches of a smaller "
-        f"one), or memory_bytes={needed} if a rank has that much."
+    batch = " a smaller batch (or more micro-batches of a smaller one),"
+    state = ""
+    if state_bytes > bound:
+        batch = ""
+        state = (
+            "; parameters, gradients, optimizer states and buffers alone take "
+            f"{format_bytes(state_bytes)}"
+        )
+    return (StateError if state else SearchError)(
+        f"No plan for the mesh {problem.mesh} fits into {format_bytes(bound)}: the smallest found takes "
+        f"{format_bytes(needed)} of a rank, {format_bytes(needed - bound)} too much{state}. "
+        f"What would help:{free} more ranks,{batch} or memory_bytes={needed} if a rank has that much."
     )
