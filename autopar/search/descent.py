@@ -158,7 +158,11 @@ def _named_alike(row: Recipe) -> tuple[Recipe, ...]:
     """The recipes that split ops as a row of `_FAMILIES` does; any other row alone."""
     if row not in _FAMILIES:
         return (row,)
-    return tuple(each for each in RECIPES.values() if (each.may, each.must, each.products_must) == (row.may, row.must, row.products_must))
+    return tuple(
+        each
+        for each in RECIPES.values()
+        if (each.may, each.must, each.products_must) == (row.may, row.must, row.products_must)
+    )
 
 
 def _families(problem: Problem) -> tuple[Recipe, ...]:

@@ -189,9 +189,10 @@ class _Search:
         for seconds, under in inside.named():
             if seconds < self.ranks * self._best_seconds():
                 try:
-                    self._price_plan(self._stage_plan(1.0, under))
-                except AutoparError as error:
-                    self._refuse("", error)
+                    inner = self._stage_plan(1.0, under)
+                except AutoparError:
+                    continue  # a recipe that cannot hold here leads nowhere
+                self._price_plan(inner)
 
     def _price_plan(self, inner: _Inner | None) -> None:
         """Prices a plan of a stage's mesh with every number of micro-batches."""

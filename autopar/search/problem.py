@@ -307,7 +307,9 @@ class Problem:
     @property
     def least_bytes(self) -> float:
         """A lower bound on the peak of a rank that recomputes nothing: state, and an equal part of what is saved."""
-        whole = sum(entry.count * self.bytes(entry.tensor.name, self.whole) for entry in self.fold.saved)
+        whole = sum(
+            entry.count * self.bytes(entry.tensor.name, self.whole) for entry in self.fold.saved
+        )
         return self.least_state_bytes + whole / math.prod(self.mesh.sizes)
 
     def _find_entries(self) -> dict[int, list[int]]:

@@ -14,6 +14,8 @@ from autopar.errors import AutoparError
 from autopar.ir import Graph
 from autopar.pipeline.composed import Composed, composed
 from autopar.search import search
+from autopar.search.pipeline import search_pipeline
+from autopar.search.request import Request
 from tests.search.graphs import LlamaSizes, llama
 from tests.search.stacked import residual
 from tests.search.toy import TOY
@@ -64,6 +66,22 @@ def test_no_pair_of_recipes_is_faster_than_the_open_search() -> None:
     for rows in itertools.product(("ddp", "zero2", "zero3", "tp", "tp+sp"), repeat=2):
         found = price(graph, mesh, "x:{},y:{}".format(*rows), state=MIXED_FLOAT32_GRADIENTS)
         assert found is None or best.step_seconds <= TOLERANCE * found.step_seconds, rows
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("software", [AUTOPAR, HIDING])
+def test_no_recipe_of_a_stage_is_faster_than_the_open_search(
+    software: Software, micro_batches: int
+) -> None:
+    graph, mesh = residual(4), {"pp": 2, "x": 2}
+    request = Request(MACHINE, mesh=mesh, software=software, micro_batches=micro_batches)
+    rows = ("ddp", "zero1", "zero2", "zero3", "auto")
+    requests = [request.but(recipe=f"x:{row}") for row in rows]
+    named = [
+        search_pipeline(graph, each, captured_micro_batches=micro_batches).best.seconds
+        for each in requests
+    ]
+    assert named[-1] <= TOLERANCE * min(named)
 
 
 @pytest.mark.parametrize("graph", [residual(2), llama(SMALL)])
