@@ -196,7 +196,9 @@ class _Search:
 
     def _price_plan(self, inner: _Inner | None) -> None:
         """Prices a plan of a stage's mesh with every number of micro-batches."""
-        for micro_batches in self._micro_batches() if inner is not None else ():
+        if inner is None:
+            return
+        for micro_batches in self._micro_batches():
             self._price_all(inner, micro_batches)
 
     def _shares(self) -> tuple[float, ...]:
