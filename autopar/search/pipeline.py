@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from autopar.errors import AutoparError, MeshError, PlanError, SearchError
+from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import (
     PIPELINE_AXIS,
     Graph,
@@ -190,8 +190,8 @@ class _Search:
             if seconds < self.ranks * self._best_seconds():
                 try:
                     inner = self._stage_plan(1.0, under)
-                except AutoparError:
-                    continue  # a recipe that cannot hold here leads nowhere
+                except (RecipeError, SearchError):
+                    continue  # the recipe cannot hold here, or nothing under it fits
                 self._price_plan(inner)
 
     def _price_plan(self, inner: _Inner | None) -> None:
