@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.cost_model import H100
-from autopar.errors import MeshError, SearchError
+from autopar.errors import MeshError, SearchError, StateError
 from autopar.ir import (
     Graph,
     Op,
@@ -260,11 +260,19 @@ def test_a_recipe_that_splits_nothing_says_what_it_would_split() -> None:
 
 def test_too_little_memory_says_by_how_much_and_what_would_help() -> None:
     with pytest.raises(SearchError) as error:
+        search(llama(SMALL), {"x": 2, "y": 2}, hardware=TOY, recipe="ddp", memory_bytes=300_000)
+    message = str(error.value)
+    assert "fits into 300 kB: the smallest found takes 318 kB" in message
+    assert "17.7 kB too much" in message and 'recipe="auto" instead of' in message
+    assert "more micro-batches" in message
+
+
+def test_a_state_that_does_not_fit_needs_no_smaller_batch() -> None:
+    with pytest.raises(StateError) as error:
         search(llama(SMALL), {"x": 2, "y": 2}, hardware=TOY, recipe="ddp", memory_bytes=100_000)
     message = str(error.value)
-    assert "fits into 100 kB: the smallest found takes" in message
-    assert "too much" in message and 'recipe="auto" instead of' in message
-    assert "more micro-batches" in message
+    assert "gradients, optimizer states and buffers alone take 214 kB" in message
+    assert "micro-batches" not in message
 
 
 def test_the_axis_name_pp_is_reserved() -> None:
