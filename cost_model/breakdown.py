@@ -102,7 +102,7 @@ class Candidate:
         step_seconds: predicted.
         memory_bytes: predicted peak of a rank.
         traffic_bytes: sent by a rank in a step.
-        binds: what most of the time goes to: "compute", "memory bandwidth", an axis, "bubble", "host".
+        binds: cause with the most seconds, such as "compute", "along tp" or "bubble".
         fits: whether the memory is enough.
         chosen: whether it is the plan that was chosen.
         why_not: what it loses by, in words; "" for the chosen one.

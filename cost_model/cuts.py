@@ -26,7 +26,7 @@ def equal_cuts(layers: Quantity, stages: Quantity) -> Cuts:
 
 
 def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: float = 0.0) -> Cuts:
-    """Whole layers; a stage is full with the layer that reaches its share of the weight.
+    """Gives each stage whole layers: the next stage begins after the layer that reaches this one's equal share.
 
     Args:
         layers: repeated layers, each of weight 1.

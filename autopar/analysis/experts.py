@@ -53,7 +53,8 @@ class Experts:
     Args:
         body: the layer between the two permutations: a function of the sorted rows, the sorted ids, the
             end of every expert's rows (as `grouped_mm` takes it), and the weights.
-        slots: for every operand in `rows`, the number of consecutive entries of `ids` that one of its rows has.
+        slots: for every operand in `rows`, the number of consecutive entries of `ids` that belong to one row (k of
+            top-k, or 1).
         count: number of experts.
     """
 

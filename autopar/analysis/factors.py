@@ -45,7 +45,10 @@ from autopar.rules.spec import Hidden, Letters, Spec
 
 
 class Atom:
-    """A factor while factors are being unified: a size, or its parts once it is refined."""
+    """A factor during unification.
+
+    It holds a size; once it is split, its parts; once it is unified, the factor that it equals.
+    """
 
     __slots__ = ("parts", "same", "size")
 

@@ -69,7 +69,7 @@ def batch_factors(graph: Graph) -> set[str]:
 
 
 def places_of(factors: Sequence[Sequence[str]], batch: Collection[str]) -> list[tuple[int, int]]:
-    """The places of the batch in a tensor: positions of a dim, and of a factor among those of the dim."""
+    """Pairs (dim, index of the factor within that dim) for every factor of a tensor that is of the batch."""
     return [(d, i) for d, names in enumerate(factors) for i, x in enumerate(names) if x in batch]
 
 

@@ -110,7 +110,10 @@ def _parameters(named: Mapping[str, Any]) -> set[str]:
 
 
 def check_alike(world: World, named: Mapping[str, Any]) -> None:
-    """Raises AutoparError unless all ranks have the same numbers, but for rounding; shards are not asked."""
+    """Raises AutoparError if a fingerprint of any plain tensor differs between ranks by more than 1e-3.
+
+    Large tensors are sampled, so a small difference may pass. DTensors are not compared.
+    """
     tensors = list(_plain(named))
     if world.mesh.size == 1 or not tensors:
         return

@@ -1,4 +1,7 @@
-"""A graph of torch.compile as the backend runs it: planned at the first call of each set of shapes."""
+"""A graph of torch.compile as the backend runs it.
+
+The first four sets of sizes are planned at once; a later set only after it has recurred.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,10 @@ Run = Callable[[Sequence[Any]], list[Any]]
 
 
 class SplitGraph:
-    """The function that dynamo calls in place of a graph; it plans for each set of sizes that is worth a plan.
+    """The function that dynamo calls in place of a graph.
 
-    [Note: programs are kept] in autopar/runtime/kept_programs.py, and [Note: sizes that depend on values] in
+    It makes a plan for a set of sizes that recurs; other calls run whole on every rank. See [Note: programs are
+    kept] in autopar/runtime/kept_programs.py, and [Note: sizes that depend on values] in
     autopar/backend/recurrence.py.
 
     Args:

@@ -97,7 +97,7 @@ def _relaxed(recipe: RecipeLike, mesh: Mesh) -> Iterator[RecipeLike]:
 
 
 def local_graph(prepared: Prepared, plan: Plan) -> fx.GraphModule:
-    """The graph of one rank, which returns new values of buffers and then the results, all whole."""
+    """The graph that one rank runs; it returns the updated buffers, then the results, each the unsplit tensor."""
     check_plan(prepared.captured, prepared.analysis, plan)
     local, _ = partition(prepared.captured, prepared.analysis, plan)
     verify_graph(local, after="partition")

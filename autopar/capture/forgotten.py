@@ -31,7 +31,11 @@ def _called_by_user(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def watching(model: nn.Module) -> Iterator[list[str]]:
-    """Collects a sentence on each thing that happens inside and that no graph keeps."""
+    """Collects what forward does while the context is open and export does not record.
+
+    The list that is yielded gets a sentence for each buffer that is assigned a new tensor, and for each
+    `torch.inference_mode` that is entered.
+    """
     seen: list[str] = []
     modules = set(model.modules())  # and not those that export makes for itself
     set_attribute = nn.Module.__setattr__

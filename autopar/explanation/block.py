@@ -79,10 +79,11 @@ def _behind_views(graph: Graph) -> dict[str, str]:
 
 
 def merged(nodes: Sequence[BlockNode], products: set[str]) -> tuple[BlockNode, ...]:
-    """Small ops of one module that feed only on each other, split alike, drawn as one.
+    """Merges small ops of one module into one box, if they are split alike and feed only each other.
 
-    A node joins those that make its operands if they all are of its module and layouts and no
-    collective stands between. As they are if that would make a circle.
+    A node joins the nodes that make its operands if all of them are of its module and layouts and no
+    collective stands between. The nodes in `products`, matrix products, stay by themselves. Returns the nodes
+    unchanged if merging would make a cycle.
     """
     by_name = {node.name: node for node in nodes}
     head: dict[str, str] = {}  # node -> the first of its group

@@ -29,7 +29,7 @@ STAGES: tuple[Literal["first", "last"], ...] = ("first", "last")
 
 
 def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
-    """How a plan runs a step."""
+    """The micro-batches, stages, chunks and recomputation of a plan, as a `Run`."""
     stages = plan.pipeline.ranks if plan.pipeline else 1
     chunks = plan.pipeline.chunks if plan.pipeline else 1
     return Run(

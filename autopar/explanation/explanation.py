@@ -32,7 +32,7 @@ from autopar.units import format_bytes, format_seconds
 class Explanation(PlanCost, JupyterMixin):
     """The cost of one plan on one cluster, with answers to questions about it.
 
-    Sensitivities and solutions are those of the closed form where there is a pipeline.
+    With pipeline stages, sensitivities and solutions use the closed-form estimate, not the simulation.
     """
 
     def __rich__(self) -> RenderableType:

@@ -2,8 +2,8 @@
 
 Three things differ from data parallelism. A prepared data loader gives every rank the batch of all ranks, made of as
 many batches of the script's loader as there are ranks. Results and losses are those of that batch, on every rank. So
-what the script gathers is there already, and `gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` give
-back what they are given.
+what the script gathers is there already: `reduce` and `pad_across_processes` return what they are given, `gather` makes
+a scalar a tensor of shape `(1,)`, and `gather_for_metrics` leaves out rows that fill up the last batch.
 """
 
 from __future__ import annotations

@@ -32,5 +32,5 @@ class Note(str):
 
 
 def kind_of(note: str) -> str:
-    """The kind of a note; a plain text has none."""
+    """The kind of a note; "" for a plain string."""
     return note.kind if isinstance(note, Note) else ""

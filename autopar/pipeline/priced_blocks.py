@@ -29,12 +29,12 @@ class PricedBlocks:
     Arguments are those of `autopar.pipeline.stage_costs.stage_table`.
 
     Attributes:
-        parts: the blocks of the whole model, in order.
-        starts: name of the first op of every block.
+        parts: the blocks of the whole model in order, those that a stage boundary cuts as two parts.
+        starts: name of the first op of every part.
         unit: name of an op -> index of its captured part.
-        repeating: for every block whether it may be recomputed, of shape `(n,)`.
+        repeating: for every part whether it may be recomputed, of shape `(n,)`.
         unit_repeats: index of a captured part -> whether it may be recomputed.
-        n: number of blocks of the whole model.
+        n: number of parts.
         units: number of captured parts.
         uses: tensor -> the captured parts whose ops take it, ascending.
         items: work and communication of the captured ops, priced.

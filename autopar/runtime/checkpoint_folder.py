@@ -24,6 +24,7 @@ _STATE = "state.pt"
 
 
 def beside(folder: Path, what: str) -> Path:
+    """The path `<folder>.<what>` in the same folder, such as `last.partial`."""
     return folder.with_name(f"{folder.name}.{what}")
 
 

@@ -18,7 +18,7 @@ WARM_UP, MEASURED = 3, 10
 
 
 class StepClock:
-    """The duration of steps after `WARM_UP` of them; speaks once, after `MEASURED` more.
+    """Measures step times; `tick()` returns True once, when `MEASURED` steps after `WARM_UP` have been timed.
 
     >>> clock = StepClock()
     >>> any(clock.tick() for _ in range(WARM_UP + MEASURED))

@@ -121,16 +121,17 @@ class Balance:
 def balance(
     table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
 ) -> Balance:
-    """The best cuts for a pipeline.
+    """The best cuts for a pipeline; with several stages on a rank, a local optimum.
 
     Args:
         table: what every possible stage costs.
-        shape: how many stages, and how many micro-batches each holds.
+        shape: pipeline ranks, stages of each rank, schedule, and micro-batches of a step.
         memory_bytes: memory that a rank may use.
         executed: whether ranks with several stages are balanced by executing the schedule.
 
-    Raises SearchError with fewer blocks than stages, and where no cuts fit: naming the rank that is too
-    full in the least overfull ones, and by how much. PlanError where the schedule cannot run so.
+    Raises SearchError if there are fewer blocks than stages, or if no cuts that were found fit; the message
+    names the rank that exceeds its memory, and by how much, under the cuts that exceed it least. Raises
+    PlanError if the schedule does not allow this shape.
     """
     found = least_overfull(table, shape, memory_bytes=memory_bytes, executed=executed)
     if max(found.rank_bytes) > memory_bytes:

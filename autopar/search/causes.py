@@ -19,7 +19,10 @@ _CAUSES = {
 
 
 def where_time_goes(step: Step) -> dict[str, Quantity]:
-    """Seconds of a step by cause: compute, memory bandwidth, an axis, the bubble, the host."""
+    """Seconds of a step by cause, such as compute, memory bandwidth, "along tp", bubble, host or fixed.
+
+    Time that is hidden behind compute is negative.
+    """
     found: dict[str, Quantity] = {}
     slow = _memory_share(step)
     for term in step.time():

@@ -27,10 +27,11 @@ def compared(
     count: int = 12,
     chosen_seconds: float | None = None,
 ) -> tuple[Candidate, ...]:
-    """The chosen setting, the next best of every mesh and recipe, and why they lose.
+    """The chosen setting and the best others, at most `count` rows, and why these lose.
 
-    The last few are those that would be faster, had a rank more memory. Percentages are relative to `chosen_seconds`,
-    the price of the chosen setting's plan; by default to its closed form.
+    There is one row for each mesh, recipe and recomputation. Settings that need too much memory come last: the
+    faster ones, or all of them if none is faster. Percentages compare with `chosen_seconds`, the price of the
+    chosen setting's plan; by default with its closed-form estimate.
     """
     best = _best_of_every_kind(priced, bound_bytes)
     fitting = [each for each in best if each.memory_bytes <= bound_bytes]
