@@ -155,7 +155,7 @@ def compile(
         micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, batch=batch,
         bucket_bytes=bucket_bytes, executor=Executor(executor), timeout_seconds=timeout_seconds,
-        returns_loss=loss_fn is None, weights=None if weights is None else WeightFiles.at(weights),
+        returns_loss=loss_fn is None, weights=_weights_of(model, weights),
         has_stages=request.mesh is not None and PIPELINE_AXIS in request.mesh.names,
     )  # fmt: skip
     return _prepared(CompiledModule(model, planner, settings), example_inputs)
@@ -168,6 +168,15 @@ def _loaded(
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     _refuse_other_choices(loaded, choices)
     return loaded
+
+
+def _weights_of(model: nn.Module, weights: str | os.PathLike[str] | None) -> WeightFiles | None:
+    """The files of weights, which are this model's."""
+    if weights is None:
+        return None
+    files = WeightFiles.at(weights)
+    files.check(model)
+    return files
 
 
 def _refuse_unknown_batch(batch: str) -> None:

@@ -2,8 +2,8 @@
 
 Three things differ from data parallelism. A prepared data loader gives every rank the batch of all ranks, made of as
 many batches of the script's loader as there are ranks. Results and losses are those of that batch, on every rank. So
-what the script gathers is there already: `reduce` and `pad_across_processes` return what they are given, `gather` makes
-a scalar a tensor of shape `(1,)`, and `gather_for_metrics` leaves out rows that fill up the last batch.
+what the script gathers is there already: `gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` return
+what they are given, the first two a scalar as a tensor of shape `(1,)`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class AutoparAccelerator(Accelerator):
         placed = self.device_placement if device_placement is None else device_placement
         loader = prepare_data_loader(
             data_loader, self.device, num_processes=1, process_index=0, put_on_device=placed,
-            rng_types=[*{*self.rng_types, "torch"}], dispatch_batches=False,
+            rng_types=list(dict.fromkeys([*self.rng_types, "torch"])), dispatch_batches=False,
             use_seedable_sampler=self.use_seedable_sampler,
             data_seed=self.dataloader_config.data_seed, non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
@@ -188,12 +188,8 @@ class AutoparAccelerator(Accelerator):
         return _at_least_1d(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What is given, of the last batch no more rows than are left in the data."""
-        if use_gather_object:
-            return input_data
-        data = _at_least_1d(input_data)
-        left = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        return pytree.tree_map(lambda x: x[:left], data) if left > 0 else data
+        """As `gather`: no batch is filled up with rows that would have to be left out."""
+        return input_data if use_gather_object else _at_least_1d(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """What is given: a sum or a mean over the batch of all ranks is one already."""

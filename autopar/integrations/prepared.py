@@ -146,6 +146,11 @@ class PreparedModel(nn.Module):
 
         Every rank calls it. No rank holds more than one gathered tensor at a time beside what is returned.
         """
+        if self._waiting:
+            raise AutoparError(
+                "A checkpoint waits for the first batch to be loaded, and the weights asked for would be those before "
+                "it. Run the model on a batch first."
+            )
         keep = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         gathered: dict[int, Tensor] = {}  # a tied parameter is one tensor under two names
         weights = {}

@@ -145,6 +145,14 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     }
     restorer = Restorer(model, optimizer, [group for group, _ in groups], {})
     parameters = restorer.sources()
+    ranks = Together("Loading the optimizer's state")
+    unknown = sorted({names[number] for number in state["state"]} - {*parameters})
+    nobodys = set.intersection(*map(set, ranks.everyones(unknown)))
+    if nobodys:
+        raise AutoparError(
+            f"The optimizer's state has {few(sorted(nobodys))}, which no parameter here is called. Make the "
+            "plain optimizer of the named_parameters() of the model itself, without what wraps it."
+        )
     states = {
         names[number]: _placed(names[number], parameters[names[number]], values)
         for number, values in state["state"].items()

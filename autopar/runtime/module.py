@@ -90,6 +90,7 @@ class CompiledModule(nn.Module):
         self._steps = 0
         self._clock = StepClock()
         self._finite = FiniteLoss()
+        self._unread = ""  # why parameters have no values
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, table, getattr(model, table))
@@ -257,6 +258,8 @@ class CompiledModule(nn.Module):
 
     def _program(self, arguments: Arguments, *, is_step: bool) -> ReadyProgram:
         """The program for these arguments, made now if there is none."""
+        if self._unread:
+            raise StepError(f"{self._unread}. Call model.load_weights, or compile the model again.")
         known = self._kept.fitting(arguments, is_step=is_step)
         shapes, state = self._shapes.whole(arguments, known), self._state()
         alike = [r for r in reversed(known) if r.state == state and r.shapes == shapes]
@@ -391,7 +394,8 @@ class CompiledModule(nn.Module):
         self._placement.place(programs, self._planner.world())
         self._plan = programs.whole.plan
         if self._settings.weights is not None:
-            read_weights(self, self._settings.weights.path)
+            self._unread = f"The weights at {self._settings.weights.path} were not read to the end"
+            self.load_weights(self._settings.weights.path)
 
     # --- weights of others
 
@@ -406,6 +410,7 @@ class CompiledModule(nn.Module):
         """
         _ = self.plan
         read_weights(self, path)
+        self._unread = ""
 
     def export(self, folder: PathLike) -> None:
         """Writes plain weights, as a single device has them, to a folder that all ranks see.

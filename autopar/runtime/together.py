@@ -67,11 +67,11 @@ class Together:
         return values
 
     def each(self, work: Callable[[], T]) -> T:
-        """Runs `work` on every rank and returns its result; an AutoparError or OSError of any rank is raised on all."""
+        """Runs `work` on every rank and returns its result; any rank's error is raised on all, as an AutoparError."""
         own: Exception | None = None
         try:
             result = work()
-        except (AutoparError, OSError) as error:
+        except Exception as error:  # the others would wait for this rank
             own = error
         problems = self.everyones(None if own is None else f"{type(own).__name__}: {own}")
         if isinstance(own, AutoparError):

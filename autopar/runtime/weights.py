@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import shutil
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
@@ -30,6 +34,12 @@ FILE_BYTES = 5 * 10**9  # as transformers' save_pretrained cuts
 _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 _JOINED = "model-*-of-*.safetensors"
+# The words of the safetensors format for torch's formats.
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
 PathLike = str | os.PathLike[str]
 
 
@@ -54,10 +64,12 @@ class WeightFiles:
     def at(path: PathLike) -> WeightFiles:
         """The files at a path. Raises AutoparError where there are none, or damaged ones."""
         given = Path(path).resolve()
-        files = [str(file) for file in _files_at(given)]
         try:
+            files = [str(file) for file in _files_at(given)]
             found = _reader(files).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever safetensors raises for a damaged file
+        except AutoparError:
+            raise
+        except Exception as error:  # whatever json and safetensors raise for a damaged file
             raise AutoparError(
                 f"The weights at {given} cannot be read. {type(error).__name__}: {error}"
             ) from error
@@ -71,18 +83,49 @@ class WeightFiles:
         for name in (*first.values(), *first):
             groups.setdefault(first.get(name, name), []).append(name)
         found = {}
-        for name in model.state_dict(keep_vars=True):
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                continue
             alike = (name, *groups.get(first.get(name, name), ()))
             source = next((each for each in alike if each in self.saved), None)
             if source is not None:
                 found[name] = source
         return found
 
+    def check(self, model: nn.Module) -> None:
+        """Raises AutoparError unless these are the weights of a whole model, naming what differs."""
+        problems = self.problems(model)
+        strangers = sorted(set(self.saved) - self.readable(model))
+        problems += [f"{name}, which the model lacks" for name in strangers]
+        if problems:
+            raise AutoparError(
+                f"The weights at {self.path} are of another model: {few(problems)}. Names are those of "
+                "model.state_dict()."
+            )
+
+    def problems(self, model: nn.Module) -> list[str]:
+        """What of the model's state dict the files lack, or have in another shape."""
+        state = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+        names = self.names(model)
+        found = [f"{name} is not there" for name in state if name not in names]
+        for name, source in names.items():
+            shape, wanted = self.saved[source].size, state[name].shape
+            if shape != wanted:
+                found.append(f"{source} has shape {list(shape)} there and {list(wanted)} here")
+        return found
+
+    def readable(self, model: nn.Module) -> set[str]:
+        """All names under which the model can read a tensor."""
+        names = self.names(model)
+        return {*names, *names.values()}
+
 
 def _files_at(given: Path) -> list[Path]:
     """The safetensors files that a path stands for, as transformers chooses them."""
     if given.is_file():
         return [given]
+    if (given / _ONE_FILE).is_file():
+        return [given / _ONE_FILE]
     if (given / _INDEX).is_file():
         named = json.loads((given / _INDEX).read_text())["weight_map"].values()
         files = [given / name for name in sorted(set(named))]
@@ -93,8 +136,6 @@ def _files_at(given: Path) -> list[Path]:
                 "Fetch them again."
             )
         return files
-    if (given / _ONE_FILE).is_file():
-        return [given / _ONE_FILE]
     found = sorted(given.glob("*.safetensors"))
     if len(found) == 1:
         return found
@@ -147,20 +188,15 @@ def _opened(
 ) -> tuple[WeightFiles, dict[str, Tensor | DTensor], set[str]]:
     """The files, the tensors to read into by their names there, and all names that the model can read."""
     files = WeightFiles.at(path)
-    state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    names = files.names(model)
-    problems = [f"{name} is not there" for name in state if name not in names]
-    for name, source in names.items():
-        shape, wanted = files.saved[source].size, state[name].shape
-        if shape != wanted:
-            problems.append(f"{source} has shape {list(shape)} there and {list(wanted)} here")
+    problems = files.problems(model)
     if problems:
         raise AutoparError(
             f"The weights at {files.path} are of another model: {few(problems)}. Names are those of "
             "model.state_dict()."
         )
-    room = {source: state[name] for name, source in names.items()}
-    return files, room, {*names, *names.values()}
+    state = model.state_dict()
+    room = {source: state[name] for name, source in files.names(model).items()}
+    return files, room, files.readable(model)
 
 
 # --- writing
@@ -184,14 +220,12 @@ def write_weights(
     sizes: dict[str, int] = {}
     for own in ranks.everyones({name: t.numel() * t.element_size() for name, t in tensors.items()}):
         sizes |= own
+    numbers = file_numbers(sizes, file_bytes)
     ranks.first_alone(lambda: shutil.rmtree(partial, ignore_errors=True))
-    writer = dcp.HuggingFaceStorageWriter(
-        str(partial), fqn_to_index_mapping=file_numbers(sizes, file_bytes),
-        save_distributed=True, enable_consolidation=True,
-    )  # fmt: skip
+    writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
     with ranks.naming_failures():
         dcp.save(tensors, storage_writer=writer, no_dist=ranks.alone)
-    ranks.first_alone(lambda: _finish(partial, target, original))
+    ranks.first_alone(lambda: _finish(partial, target, numbers, original))
 
 
 def file_numbers(sizes_bytes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
@@ -219,6 +253,12 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
             f"{few(others)} of the state dict is no tensor, which safetensors cannot hold; save a checkpoint "
             "(autopar.checkpoint.save_checkpoint)."
         )
+    unknown = [name for name, value in state.items() if value.dtype not in _NAMES]
+    if unknown:
+        raise AutoparError(
+            f"{few(unknown)} is of a format that safetensors has no word for ({state[unknown[0]].dtype}); save a "
+            "checkpoint (autopar.checkpoint.save_checkpoint)."
+        )
     return apart({name: value for name, value in state.items() if name not in further})
 
 
@@ -235,19 +275,68 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _finish(partial: Path, target: Path, model: nn.Module) -> None:
-    """Moves complete files to their folder, and writes what transformers wants beside them."""
-    files = [file for file in partial.iterdir() if file.is_file()]
-    target.mkdir(parents=True, exist_ok=True)
-    names = {file.name for file in files}
-    for file in sorted(files, key=lambda file: file.name == _INDEX):  # which names the others
-        os.replace(file, target / file.name)
-    for old in (*target.glob(_JOINED), target / _ONE_FILE):
-        if old.name not in names:
-            old.unlink(missing_ok=True)
-    shutil.rmtree(partial)
+def _finish(partial: Path, target: Path, numbers: Mapping[str, int], model: nn.Module) -> None:
+    """Joins the shards of all ranks, and puts plain files and configurations into their folder."""
     for config in _configs(model):
-        config.save_pretrained(str(target))
+        config.save_pretrained(str(partial))
+    shards = sorted(str(file) for file in partial.glob("*.safetensors"))
+    weight_map = _join(shards, partial, numbers)
+    index = {"metadata": {"total_size": sum(x.stat().st_size for x in partial.glob(_JOINED))}}
+    (partial / _INDEX).write_text(json.dumps({**index, "weight_map": weight_map}, indent=2))
+    for shard in shards:
+        os.unlink(shard)
+    target.mkdir(parents=True, exist_ok=True)
+    # Old files and new ones never stand under one index.
+    for old in (target / _INDEX, target / _ONE_FILE, *target.glob(_JOINED)):
+        old.unlink(missing_ok=True)
+    for file in sorted(partial.iterdir(), key=lambda file: file.name == _INDEX):
+        os.replace(file, target / file.name)
+    partial.rmdir()
+
+
+def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> dict[str, str]:
+    """Writes whole tensors to plain files, one at a time; returns the file of every tensor.
+
+    torch's own consolidation writes tensors without dims as zeros, and fails for integers (torch 2.13).
+    """
+    metadata = _reader(shards).read_metadata()
+    weight_map = {}
+    for number in sorted(set(numbers.values())):
+        names = [name for name in numbers if numbers[name] == number]
+        file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
+        kinds = {name: metadata.state_dict_metadata[name] for name in names}
+        with file.open("wb") as stream:
+            stream.write(_header(kinds))
+            for name in names:
+                whole = _whole(name, kinds[name], metadata.storage_data)
+                stream.write(whole.reshape(-1).view(torch.uint8).numpy().data)
+        weight_map.update(dict.fromkeys(names, file.name))
+    return weight_map
+
+
+def _header(kinds: Mapping[str, Any]) -> bytes:
+    """The beginning of a safetensors file: the length of a JSON text, and the text with each tensor's place."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, kind in kinds.items():
+        start, end = end, end + math.prod(kind.size) * kind.properties.dtype.itemsize
+        dtype = _NAMES[kind.properties.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(kind.size), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _whole(name: str, kind: Any, places: Mapping[MetadataIndex, Any]) -> Tensor:
+    """A tensor, put together from the parts that the ranks have written."""
+    whole = torch.empty(kind.size, dtype=kind.properties.dtype)
+    for chunk in kind.chunks:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        with safe_open(place.relative_path, framework="pt") as file:
+            part = file.get_tensor(name)
+        slices = [slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+        whole[tuple(slices)] = part
+    return whole
 
 
 def _configs(model: nn.Module) -> Iterable[Any]:

@@ -150,8 +150,13 @@ def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
     for fastest, under in _combinations(problem):
         kinds = [_named_alike(row) for row in under.recipes]
         for rows in itertools.product(*kinds):
-            if not {(1,), (2,)} <= {row.stages for row in rows}:  # `check_reductions` refuses these
-                yield fastest.seconds, problem.under(rows)
+            if {(1,), (2,)} <= {row.stages for row in rows}:
+                continue  # `check_reductions` refuses these
+            try:
+                named = problem.under(rows)
+            except RecipeError:
+                continue  # a pin rules the recipe out
+            yield fastest.seconds, named
 
 
 def _named_alike(row: Recipe) -> tuple[Recipe, ...]:

@@ -94,3 +94,13 @@ def test_another_model_is_refused() -> None:
     wider = MLP(6).double()
     with pytest.raises(AutoparError, match=r"exp_avg of up.weight has shape \[32, 8\].*\[24, 6\]"):
         load_optimizer_state(wider, adamw(wider, 0.1), optimizer.state_dict())
+
+
+def test_names_of_a_wrapper_are_refused() -> None:
+    model = make()
+    wrapped = nn.ModuleDict({"module": model})
+    state = adamw(wrapped, 1e-2, names=True)
+    mean_square(model(X), Y).backward()
+    state.step()
+    with pytest.raises(AutoparError, match=r"has module.down.bias.* which no parameter here"):
+        load_optimizer_state(model, adamw(model, 0.1), state.state_dict())

@@ -61,7 +61,7 @@ def test_a_model_of_the_meta_device_is_not_initialised_first(tmp_path: Path) -> 
 def test_what_the_files_lack_is_initialised(tmp_path: Path) -> None:
     """A buffer that is not saved has to be made, as the frequencies of rotary embeddings are."""
 
-    class Scaled(MLP):
+    class Frequencies(MLP):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("scale", torch.empty(8), persistent=False)
@@ -74,7 +74,7 @@ def test_what_the_files_lack_is_initialised(tmp_path: Path) -> None:
 
     there = seeded(MLP, 1)
     with torch.device("meta"):
-        empty = Scaled()
+        empty = Frequencies()
     made = on_one_rank(empty, weights=saved(tmp_path, there))
     assert torch.equal(made.get_buffer("scale"), torch.arange(8.0))
     assert torch.equal(made.get_parameter("up.weight"), there.get_parameter("up.weight"))
@@ -131,7 +131,61 @@ def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> N
     assert torch.equal(other.get_parameter("up.weight"), made.get_parameter("up.weight"))
 
 
+class Scaled(Normed):
+    """It has a number without dims and integers among its entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature
+
+
+def test_numbers_and_integers_are_exported_as_they_are(tmp_path: Path) -> None:
+    made = on_one_rank(seeded(Scaled, 1))
+    made.step(X, Y)
+    made.export(tmp_path)
+    found = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    assert found["temperature"].item() == 2.5
+    assert found["first.num_batches_tracked"].item() == 1
+    assert all(torch.equal(found[k], v) for k, v in made.state_dict().items())
+    other = on_one_rank(seeded(Scaled, 2), weights=tmp_path)
+    assert all(torch.equal(found[k], v) for k, v in other.state_dict().items())
+
+
+def test_one_whole_file_counts_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    there = seeded(MLP, 1)
+    saved(tmp_path, there)
+    index = {"weight_map": {"up.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = on_one_rank(seeded(MLP, 2), weights=tmp_path)
+    assert torch.equal(made.get_parameter("up.weight"), there.get_parameter("up.weight"))
+
+
 # --- what is refused
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_placed(tmp_path: Path) -> None:
+    with pytest.raises(AutoparError, match=r"up.weight has shape"):
+        autopar.compile(MLP(6), loss_fn=F.mse_loss, weights=saved(tmp_path, MLP()))
+
+
+def test_a_model_whose_weights_could_not_be_read_does_not_train(tmp_path: Path) -> None:
+    made = autopar.compile(MLP(), loss_fn=F.mse_loss, weights=saved(tmp_path, MLP()))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(AutoparError, match="neither"):
+        made.step(X, Y)
+    with pytest.raises(AutoparError, match=r"were not read to the end. Call model.load_weights"):
+        made.step(X, Y)
+    made.load_weights(saved(tmp_path, MLP()))
+    assert made.step(X, Y).isfinite()
+
+
+def test_a_damaged_index(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(AutoparError, match=r"cannot be read. JSONDecodeError"):
+        autopar.compile(MLP(), loss_fn=F.mse_loss, weights=tmp_path)
 
 
 def test_no_files(tmp_path: Path) -> None:
