@@ -84,6 +84,15 @@ def test_no_recipe_of_a_stage_is_faster_than_the_open_search(
     assert named[-1] <= TOLERANCE * min(named)
 
 
+@pytest.mark.parametrize("pin", ["S(0)@x", "R@x"])
+def test_a_pin_rules_recipes_out_and_not_the_plan_of_a_stage(pin: str) -> None:
+    """ddp stores parameters whole and zero3 in shards: each of the pins excludes one of them."""
+    request = Request(MACHINE, mesh={"pp": 2, "x": 2}, micro_batches=4, pins={"embed.weight": pin})
+    found = search_pipeline(residual(4), request, captured_micro_batches=4)
+    stored = found.plan.parameters["embed.weight"].storage
+    assert str(stored[0]) == pin.removesuffix("@x")
+
+
 @pytest.mark.parametrize("graph", [residual(2), llama(SMALL)])
 def test_a_plan_fits_whenever_one_under_a_recipe_does(graph: Graph) -> None:
     """At the peak of every recipe's plan the open search has a plan, and one that is no slower."""
