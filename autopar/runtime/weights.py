@@ -1,8 +1,8 @@
 """Weights as others write and read them: safetensors files with the names of the state dict, and no plan.
 
-Reading: every rank reads the byte ranges of its own shards, straight to where the plan has put them.
-Writing: every rank writes its own shards to a folder beside, and the first one joins them into plain files,
-one tensor at a time, so that no rank ever holds the whole model. Both are torch.distributed.checkpoint's.
+To read, each rank takes the byte ranges of its own shards and puts them where the plan has the parameters.
+To write, each rank saves its own shards to a folder beside, and the first rank joins them into plain files, one
+tensor at a time, so that no rank holds the whole model. torch.distributed.checkpoint reads and saves the shards.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ class WeightFiles:
         problems = self.problems(model)
         strangers = sorted(set(self.saved) - self.readable(model))
         problems += [f"{name}, which the model lacks" for name in strangers]
+        self.refuse(problems)
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """Raises AutoparError for what differs from the model, if anything does."""
         if problems:
             raise AutoparError(
                 f"The weights at {self.path} are of another model: {few(problems)}. Names are those of "
@@ -174,11 +178,7 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
     ranks = Together(f"Reading the weights at {path}")
     files, room, own = ranks.each(lambda: _opened(model, path))
     strangers = set.intersection(*map(set, ranks.everyones(sorted(set(files.saved) - own))))
-    if strangers:
-        raise AutoparError(
-            f"The weights at {files.path} are of another model: they have {few(sorted(strangers))}, which "
-            "the model lacks."
-        )
+    files.refuse([f"{name}, which the model lacks" for name in sorted(strangers)])
     with ranks.naming_failures():
         dcp.load(room, storage_reader=_reader(files.files), no_dist=ranks.alone)
 
@@ -188,12 +188,7 @@ def _opened(
 ) -> tuple[WeightFiles, dict[str, Tensor | DTensor], set[str]]:
     """The files, the tensors to read into by their names there, and all names that the model can read."""
     files = WeightFiles.at(path)
-    problems = files.problems(model)
-    if problems:
-        raise AutoparError(
-            f"The weights at {files.path} are of another model: {few(problems)}. Names are those of "
-            "model.state_dict()."
-        )
+    files.refuse(files.problems(model))
     state = model.state_dict()
     room = {source: state[name] for name, source in files.names(model).items()}
     return files, room, files.readable(model)
@@ -280,9 +275,7 @@ def _finish(partial: Path, target: Path, numbers: Mapping[str, int], model: nn.M
     for config in _configs(model):
         config.save_pretrained(str(partial))
     shards = sorted(str(file) for file in partial.glob("*.safetensors"))
-    weight_map = _join(shards, partial, numbers)
-    index = {"metadata": {"total_size": sum(x.stat().st_size for x in partial.glob(_JOINED))}}
-    (partial / _INDEX).write_text(json.dumps({**index, "weight_map": weight_map}, indent=2))
+    (partial / _INDEX).write_text(json.dumps(_join(shards, partial, numbers), indent=2))
     for shard in shards:
         os.unlink(shard)
     target.mkdir(parents=True, exist_ok=True)
@@ -294,13 +287,14 @@ def _finish(partial: Path, target: Path, numbers: Mapping[str, int], model: nn.M
     partial.rmdir()
 
 
-def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> dict[str, str]:
-    """Writes whole tensors to plain files, one at a time; returns the file of every tensor.
+def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Writes whole tensors to plain files, one at a time; returns the index of these files.
 
     torch's own consolidation writes tensors without dims as zeros, and fails for integers (torch 2.13).
     """
     metadata = _reader(shards).read_metadata()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
     for number in sorted(set(numbers.values())):
         names = [name for name in numbers if numbers[name] == number]
         file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
@@ -310,8 +304,9 @@ def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> di
             for name in names:
                 whole = _whole(name, kinds[name], metadata.storage_data)
                 stream.write(whole.reshape(-1).view(torch.uint8).numpy().data)
+                total_bytes += whole.nbytes
         weight_map.update(dict.fromkeys(names, file.name))
-    return weight_map
+    return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
 
 
 def _header(kinds: Mapping[str, Any]) -> bytes:

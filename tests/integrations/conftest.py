@@ -7,20 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import Ranks, kept_ranks
 
 os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 @pytest.fixture(scope="session")
 def framework_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+    yield from kept_ranks(2)
 
 
 @pytest.fixture(scope="session")
 def four_framework_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+    yield from kept_ranks(4)

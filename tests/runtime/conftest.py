@@ -6,18 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import Ranks, kept_ranks
 
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+    yield from kept_ranks(2)
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
+    yield from kept_ranks(4)

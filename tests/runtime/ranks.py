@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,6 +25,13 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.runtime.warm"])
 TIMEOUT_SECONDS = 120  # of a task on all ranks
 GLOO_SECONDS = 60  # that a rank waits for another
+
+
+def kept_ranks(count: int) -> Iterator[Ranks]:
+    """Ranks for a fixture of a session, which end with it."""
+    ranks = Ranks(count)
+    yield ranks
+    ranks.stop()
 
 
 class RankFailed(AssertionError):

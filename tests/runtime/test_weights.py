@@ -127,6 +127,7 @@ def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> N
     ]  # fmt: skip
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(made.state_dict())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in made.state_dict().values())
     other = on_one_rank(seeded(MLP, 2), weights=folder)
     assert torch.equal(other.get_parameter("up.weight"), made.get_parameter("up.weight"))
 
@@ -217,7 +218,7 @@ def test_another_model(tmp_path: Path) -> None:
         AutoparError, match=r"down.weight is not there.*\[3, 8\] there and \[32, 8\]"
     ):
         made.load_weights(tmp_path / "less.safetensors")
-    with pytest.raises(AutoparError, match="they have more, which the model lacks"):
+    with pytest.raises(AutoparError, match="of another model: more, which the model lacks"):
         made.load_weights(saved(tmp_path, MLP(), more=torch.zeros(1)))
 
 
