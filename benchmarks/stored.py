@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -31,3 +33,28 @@ def store(results: Path, value: Any) -> None:
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a") as file:
         file.write(json.dumps(asdict(value)) + "\n")
+
+
+def write_whole(value: Any, path: Path) -> None:
+    """Writes a value as JSON in one move, so that a process ended while it writes leaves what stood there before."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    new.replace(path)
+
+
+def code_version(
+    *folders: str, but: Callable[[Path], bool] = lambda path: False, also: str = ""
+) -> str:
+    """A hash of Python code, so that results of other code are told apart.
+
+    Args:
+        folders: folders of the repository whose modules count.
+        but: whether a module does not count.
+        also: text that counts too, such as the versions of packages.
+    """
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(p for name in folders for p in (root / name).rglob("*.py")):
+        if not but(path):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    digest.update(also.encode())
+    return digest.hexdigest()[:12]

@@ -1,4 +1,7 @@
-"""The one room that touches torch APIs without a stability promise; tests/_torch has a test of each."""
+"""The one room that touches torch APIs without a stability promise, and that knows kinds of devices.
+
+tests/_torch has a test of each.
+"""
 
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -29,6 +32,19 @@ from autopar._torch.compiling import (
     quiet_fake_failures,
     trace_recurrent_layers,
     uncompiled,
+)
+from autopar._torch.devices import (
+    CPU,
+    accelerator_kind,
+    autocast_kinds,
+    backend_of,
+    copy_to_host,
+    current_device,
+    forked_random_state,
+    is_accelerator,
+    peak_allocated_bytes,
+    random_states,
+    synchronize,
 )
 from autopar._torch.dtensors import (
     accumulate_gradient,
@@ -74,19 +90,20 @@ from autopar._torch.shortcuts import code_when_called, quick_decompositions
 from autopar._torch.tensors import has_storage, storage_key, storage_reference, without_memory
 
 __all__ = [
-    "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DropoutBase", "FakeTensor",
-    "FakeTensorMode", "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues", "TorchDispatchMode",
-    "accumulate_gradient", "all_gather", "all_reduce", "all_to_all", "applying_functions_by",
-    "as_if_compiling", "autopar_op", "backward_hooks_of", "below_autograd", "broke_in_communication", "call_with",
-    "code_when_called", "compile_graph", "computes_complex", "default_store", "differentiable_local", "dtensor",
-    "dynamo_source", "fake_mode", "guard_hooks", "handed_on", "has_backward_hooks", "has_storage",
-    "in_functorch_transform", "is_functional", "lines_along", "local_gradient", "local_tensor",
-    "missing_cpp_compiler", "on_second_derivative", "outside_of_traces", "pipeline_actions",
-    "pipeline_stage", "quick_decompositions", "quiet_export", "quiet_fake_failures",
-    "reduce_scatter", "replicates_implicitly",
-    "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks",
-    "schema", "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
-    "storage_key", "storage_reference", "store_seconds", "trace_recurrent_layers", "traced_ops",
-    "uncompiled", "user_line", "validates_distribution", "waiting_longer", "widened_dtype", "without_memory",
-    "without_value_checks", "without_values",
+    "Apply", "BatchNormBase", "CPU", "DependsOnValues", "DropoutBase", "FakeTensor", "FakeTensorMode",
+    "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues", "TorchDispatchMode",
+    "VALUES_READ", "accelerator_kind", "accumulate_gradient", "all_gather", "all_reduce", "all_to_all",
+    "applying_functions_by", "as_if_compiling", "autocast_kinds", "autopar_op", "backend_of",
+    "backward_hooks_of", "below_autograd", "broke_in_communication", "call_with", "code_when_called",
+    "compile_graph", "computes_complex", "copy_to_host", "current_device", "default_store",
+    "differentiable_local", "dtensor", "dynamo_source", "fake_mode", "forked_random_state", "guard_hooks",
+    "handed_on", "has_backward_hooks", "has_storage", "in_functorch_transform", "is_accelerator",
+    "is_functional", "lines_along", "local_gradient", "local_tensor", "missing_cpp_compiler",
+    "on_second_derivative", "outside_of_traces", "peak_allocated_bytes", "pipeline_actions", "pipeline_stage",
+    "quick_decompositions", "quiet_export", "quiet_fake_failures", "random_states", "reduce_scatter",
+    "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
+    "saved_tensor_hooks", "schema", "set_group_timeout", "start_all_gather", "start_all_reduce",
+    "start_reduce_scatter", "storage_key", "storage_reference", "store_seconds", "synchronize",
+    "trace_recurrent_layers", "traced_ops", "uncompiled", "user_line", "validates_distribution",
+    "waiting_longer", "widened_dtype", "without_memory", "without_value_checks", "without_values",
 ]  # fmt: skip

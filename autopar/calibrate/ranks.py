@@ -106,7 +106,7 @@ def _rank(
     kind: str, quick: bool, formats: tuple[str, ...],
 ) -> None:  # fmt: skip
     """The life of one process."""
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
 
     def report(label: str, done: int, total: int) -> None:
         pipe.send(("progress", (label, done, total)))
@@ -130,7 +130,7 @@ def _rank(
         pipe.send(("failed", traceback.format_exc()))
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """Ends this process with its parent, even one that was killed, and even inside a collective."""
     parent = multiprocessing.parent_process()
     assert parent is not None

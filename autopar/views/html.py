@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from autopar import units
 from autopar.cost_model.breakdown import Breakdown
@@ -31,16 +32,42 @@ def write_html(page: Page, path: Path | str) -> None:
     Path(path).write_text(to_html(page), encoding="utf-8")
 
 
+_FOOTER = Markup(
+    "Made by autopar. Memory and traffic are of one rank, time is of one step; GB is 1,000,000,000 bytes. "
+    "All figures stand in this file as JSON too, in the element <code>script#document</code>."
+)
+
+
 def to_html(page: Page) -> str:
     """The report as text."""
-    sections = [s for s in _sections(page) if s.body]
+    return html_of(page.title, _header(page), list(_sections(page)), page.document, _FOOTER)
+
+
+def html_of(
+    title: str,
+    header: Markup,
+    sections: Sequence[Section],
+    document: Mapping[str, Any],
+    footer: Markup,
+) -> str:
+    """A page in the style of the report.
+
+    Args:
+        title: title of the window.
+        header: the part above the sections.
+        sections: the parts of the page; one without a body is left out.
+        document: figures of the page, which scripts find in the element `script#document`.
+        footer: the last line.
+    """
+    shown_sections = [section for section in sections if section.body]
     return Template(_read("page.html")).substitute(
-        title=escape(page.title),
+        title=escape(title),
         style=_read("page.css"),
-        header=_header(page),
-        navigation=join(tag("a", s.title, href=f"#{s.identifier}") for s in sections),
-        sections=join(s.element() for s in sections),
-        document=json_script(page.document, "document"),
+        header=header,
+        navigation=join(tag("a", s.title, href=f"#{s.identifier}") for s in shown_sections),
+        sections=join(s.element() for s in shown_sections),
+        document=json_script(document, "document"),
+        footer=footer,
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import stored
+
 # name -> (mesh, recipe, micro-batches)
 SEARCHED: Mapping[str, tuple[dict[str, int], str, int]] = {
     "dp=2": ({"dp": 2}, "ddp", 1),
@@ -81,16 +81,11 @@ class Row:
 
 def code_version() -> str:
     """A hash of autopar, of what examines, and of the versions of torch, transformers and diffusers."""
-    digest = hashlib.sha256()
-    packages = [ROOT / name for name in ("autopar", "passes", "cost_model")]
-    files = [path for package in packages for path in package.rglob("*.py")]
-    files += [
-        p for p in (ROOT / "benchmarks" / "zoo").glob("*.py") if p.name not in ("run.py", "page.py")
-    ]
-    for path in sorted(files):
-        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    digest.update(str(packages_used()).encode())
-    return digest.hexdigest()[:12]
+    return stored.code_version(
+        "autopar", "passes", "cost_model", "benchmarks/zoo",
+        but=lambda path: path.parent.name == "zoo" and path.name in ("run.py", "page.py"),
+        also=str(packages_used()),
+    )  # fmt: skip
 
 
 def packages_used() -> dict[str, str]:
@@ -105,10 +100,8 @@ def packages_used() -> dict[str, str]:
 
 
 def write(row: Row, path: Path) -> None:
-    """In one move, so that a process ended while it writes leaves the row before."""
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(row)))
-    beside.replace(path)
+    """In one move; see `stored.write_whole`."""
+    stored.write_whole(asdict(row), path)
 
 
 def append(row: Row, path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Everything that depends on the kind of a device; see docs/accelerators.md.
+
+torch.accelerator serves CUDA, ROCm (which torch calls cuda), XPU and others alike. What it lacks is said once here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has a queue and a memory of its own; the processor and the meta device have none.
+
+    >>> is_accelerator(torch.device("cuda", 1)), is_accelerator(torch.device("cpu"))
+    (True, False)
+    """
+    return device.type not in ("cpu", "meta")
+
+
+def accelerator_kind() -> str | None:
+    """The kind of this machine's accelerator, such as "cuda"; None where torch finds none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def current_device(kind: str) -> torch.device:
+    """This process's device of a kind."""
+    if kind == "cpu":
+        return CPU
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend of a process group whose tensors lie on the device: gloo for processors, nccl for CUDA and ROCm.
+
+    >>> backend_of(torch.device("cpu")), backend_of(torch.device("cuda", 0))
+    ('gloo', 'nccl')
+    """
+    return dist.get_default_backend_for_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has ended all that was issued."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def peak_allocated_bytes(device: torch.device) -> int | None:
+    """The most bytes that tensors have held on the device; None on a processor, which does not count them."""
+    return torch.accelerator.max_memory_allocated(device) if is_accelerator(device) else None
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """The kinds of devices under whose autocast a model may run here."""
+    kind = accelerator_kind()
+    return ("cpu",) if kind is None else ("cpu", kind)
+
+
+@contextlib.contextmanager
+def forked_random_state(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Inside it random numbers are drawn from copies of the states of the processor's and the devices' generators."""
+    others = list(dict.fromkeys(device for device in devices if is_accelerator(device)))
+    # Without devices the kind is only looked up, and every build of torch knows "cuda".
+    with torch.random.fork_rng(others, device_type=others[0].type if others else "cuda"):
+        yield
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """The states of the processor's generator and of the device's."""
+    states = [torch.get_rng_state()]
+    if is_accelerator(device):
+        states.append(torch.get_device_module(device.type).get_rng_state(device))
+    return states
+
+
+def copy_to_host(x: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """A copy of a tensor in the host's memory, and the event after which it holds the values.
+
+    A copy from an accelerator goes to pinned memory, so that the host need not wait for it. From a processor the
+    copy is there at once, and the event is None.
+    """
+    if not is_accelerator(x.device):
+        return x.detach().clone(), None
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy.copy_(x.detach(), non_blocking=True)
+    arrived = torch.Event(x.device)
+    arrived.record()
+    return copy, arrived

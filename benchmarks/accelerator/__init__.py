@@ -1,0 +1,1 @@
+"""One command that says what holds on an accelerator, and what does not; see docs/accelerators.md."""

@@ -1,0 +1,77 @@
+"""The table of parts, and what a part is given."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+
+from benchmarks.accelerator.figures import Figure, Picture, Sentence
+
+Found = Figure | Picture | Sentence
+Scope = Literal["slice", "whole"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a part measures on.
+
+    Attributes:
+        device: the device of a single rank.
+        scope: "whole" for all subjects of a part; "slice" for the first one, in a minute for all parts.
+        folder: the folder of results, where parts leave files for later ones.
+    """
+
+    device: torch.device
+    scope: Scope
+    folder: Path
+
+    @property
+    def on_accelerator(self) -> bool:
+        return self.device.type != "cpu"
+
+    def size(self, cpu: T, accelerator: T) -> T:
+        """The size for this kind of device."""
+        return accelerator if self.on_accelerator else cpu
+
+    def subjects(self, every: Sequence[T]) -> Sequence[T]:
+        """Every subject, or the first one in a slice."""
+        return every if self.scope == "whole" else every[:1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the command.
+
+    Attributes:
+        name: what `--only` calls it.
+        question: what it answers, for the page.
+        home: module and function, `module:function`, a generator over what it finds.
+        share: its share of the time; what earlier parts leave goes to later ones in proportion.
+    """
+
+    name: str
+    question: str
+    home: str
+    share: float
+
+    def run(self, context: Context) -> Iterator[Found]:
+        """Imports the part and runs it, finding by finding."""
+        module, _, function = self.home.partition(":")
+        made: Any = getattr(importlib.import_module(module), function)
+        return cast(Callable[[Context], Iterator[Found]], made)(context)
+
+
+def _part(name: str, module: str, share: float, question: str) -> Part:
+    return Part(name, question, f"benchmarks.accelerator.{module}:run", share)
+
+
+PARTS: tuple[Part, ...] = (
+    _part("calibrate", "calibration", 0.15, "What can this machine do?"),
+    _part("determinism", "determinism", 0.1, "Does a plan give the same bits twice?"),
+)
