@@ -1,8 +1,13 @@
 """Nested containers of tensors, flattened to their leaves and put together again."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch.utils._pytree import (
+    GetAttrKey,
     TreeSpec,
     keystr,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -12,6 +17,24 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "TreeSpec", "keystr", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map",
+    "TreeSpec", "keystr", "register_container", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map",
     "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
+
+
+def register_container(kind: type, names: Sequence[str]) -> None:
+    """Makes a class a container, whose contents are attributes of these names, and its arguments in this order."""
+
+    def contents(x: Any) -> list[Any]:
+        return [getattr(x, name) for name in names]
+
+    register_pytree_node(
+        kind,
+        lambda x: (contents(x), None),
+        lambda values, _: kind(*values),
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=lambda x: (
+            [(GetAttrKey(name), value) for name, value in zip(names, contents(x), strict=True)],
+            None,
+        ),
+    )

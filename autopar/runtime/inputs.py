@@ -17,6 +17,7 @@ from autopar.errors import StepError
 from autopar.ir import local_shape
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
+from autopar.runtime.outputs import local_part
 from autopar.runtime.world import World
 
 Shape = tuple[int, ...]
@@ -36,7 +37,7 @@ class Arguments:
         tensors: tensor leaves in pytree order.
         literals: leaf position -> value, for the other leaves.
         spec: the pytree of (args, kwargs); kwargs are ordered by name.
-        whole: numbers of the tensors that are whole for sure, as they came as DTensors.
+        whole: numbers of the DTensors among the tensors, which are whole for sure.
     """
 
     tensors: tuple[Tensor, ...]
@@ -46,13 +47,12 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """DTensors, as `outputs="dtensor"` gives them, are gathered whole, in which all their ranks take part."""
+        """The arguments of a call, flattened. DTensors, as `outputs="dtensor"` gives them, stay what they are."""
         leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         literals = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         whole = frozenset(i for i, x in enumerate(given) if isinstance(x, DTensor))
-        tensors = tuple(x.full_tensor() if isinstance(x, DTensor) else x for x in given)
-        return cls(tensors, literals, spec, whole)
+        return cls(tuple(given), literals, spec, whole)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with other tensors in place."""
@@ -75,11 +75,13 @@ class Arguments:
 
     @property
     def digest(self) -> str:
-        """A digest of the values; "" where there are none, as on the meta device."""
+        """A digest of the values; "" where there are none, as on the meta device. DTensors need none."""
         found = hashlib.blake2b(digest_size=16)
         for x in self.tensors:
             if x.is_meta:
                 return ""
+            if isinstance(x, DTensor):
+                continue
             data = x.detach().cpu().contiguous().reshape(-1)
             found.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
         return found.hexdigest()
@@ -278,6 +280,10 @@ def _cut_input(spec: TensorSpec, x: Tensor, micro_batches: int, world: World) ->
     whole, part = (whole_shape(spec, micro_batches), part_shape(spec, micro_batches, world))
     if tuple(x.shape) not in (whole, part):
         raise _wrong_shape(spec, x, whole, part, micro_batches)
+    if isinstance(x, DTensor):
+        if micro_batches == 1 and x.device_mesh == world.device_mesh:
+            return [local_part(x, spec, world).contiguous()]
+        x = x.full_tensor()
     is_whole = tuple(x.shape) == whole
     pieces = x.chunk(micro_batches) if x.ndim else [x] * micro_batches
     if is_whole:

@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from autopar.runtime.comparison import Comparison
 from autopar.runtime.deferred import LossAlone, with_deferred_gradients
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
 from autopar.runtime.finite import FiniteLoss, about_loss
+from autopar.runtime.generation import generate
 from autopar.runtime.hooks import backward_hooks, refuse_hooks
 from autopar.runtime.inputs import (
     Arguments,
@@ -48,7 +49,7 @@ from autopar.runtime.placement import Placement
 from autopar.runtime.processes import world_size
 from autopar.runtime.recaptures import Recaptures
 from autopar.runtime.results import delivered
-from autopar.runtime.seeds import Seeds
+from autopar.runtime.seeds import Seeds, draw_alike
 from autopar.runtime.settings import Settings
 from autopar.runtime.shares import step_shares
 from autopar.runtime.stand_ins import stand_ins
@@ -183,6 +184,10 @@ class CompiledModule(nn.Module):
                 return self._differentiable_step(arguments)
             except NoLossError:
                 self._returns_loss = False
+        return self._forward(arguments, as_dtensors=self._settings.outputs == "dtensor")
+
+    def _forward(self, arguments: Arguments, *, as_dtensors: bool) -> Any:
+        """The results of a forward, in the layouts of its plan."""
         ready = self._program(arguments, is_step=False)
         bound = ready.bound
         if isinstance(bound, BoundPipeline) and torch.is_grad_enabled():
@@ -202,10 +207,33 @@ class CompiledModule(nn.Module):
         except PeerError as error:
             raise bound.world.explain(error, "The forward") from error
         ready.finish()
-        if self._settings.outputs == "dtensor":
+        if as_dtensors:
             specs = bound.program.outputs
             outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
         return unflatten_outputs(bound.program, outputs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's own `generate`, as models of transformers have it, with forwards by the plan of training.
+
+        Every rank calls it with the same whole prompts and gets the tokens that one device gives, from the first
+        rank's state of torch's generator if they are sampled. Keys and values are kept in the layouts of the plan
+        (docs/checkpoints.md).
+
+        Raises PlanError before there is a plan; StepError with batch="local", and for a model that is no causal
+        language model or arguments that such forwards cannot serve; PeerError if another rank died or hangs.
+        """
+        keeps = self.plan.pipeline is None
+        if self._settings.batch == "local":
+            raise StepError(
+                'generate was called with batch="local", and all ranks have to generate from the same prompts. Compile '
+                'with batch="global", or export the weights (model.export).'
+            )
+        draw_alike(self._settings.device)
+
+        def run(given: Mapping[str, Any]) -> Any:
+            return self._forward(Arguments.of((), given), as_dtensors=True)
+
+        return generate(self._original, run, args, kwargs, keeps=keeps)
 
     def _trains_in_parts(self) -> bool:
         """Whether a forward under autograd is a step through stages or several micro-batches, as far as is known."""

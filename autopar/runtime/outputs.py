@@ -1,4 +1,4 @@
-"""Outputs of a forward as DTensors."""
+"""Outputs of a forward as DTensors, and DTensors as inputs of one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
         x, world.device_mesh, placements(target), run_check=False,
         shape=torch.Size(spec.shape), stride=torch.empty(spec.shape, device="meta").stride(),
     )  # fmt: skip
+
+
+def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:
+    """This rank's part of an input that came as a DTensor on the same mesh, in the layout that the program takes.
+
+    Nothing is communicated where the DTensor lies so already.
+    """
+    target = _nameable(spec.layout)
+    local = x.redistribute(placements=placements(target)).to_local().detach()
+    return travel(local, route(spec.dims, target, spec.layout, world.mesh), world)
 
 
 def _nameable(layout: Layout) -> Layout:

@@ -8,6 +8,7 @@ torch.manual_seed(0); step(x)      those of the first step again
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from autopar.program.program import Program
 from autopar.runtime.world import World
@@ -31,3 +32,14 @@ class Seeds:
         if program.is_random:
             own = int(torch.randint(2**62, ()))
             self.generator.manual_seed(world.agree(own))
+
+
+def draw_alike(device: torch.device) -> None:
+    """Gives torch's generators, of the CPU and of this device, the first rank's state; every rank calls it."""
+    if not dist.is_initialized():
+        return
+    kinds = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    for kind in kinds:
+        state = kind.get_rng_state().to(device)
+        dist.broadcast(state, src=0)
+        kind.set_rng_state(state.cpu())

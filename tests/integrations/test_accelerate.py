@@ -169,6 +169,15 @@ def test_a_loss_of_the_script_beside_one_of_the_model() -> None:
     assert torch.allclose(gradient_through_logits(loss_outside=True), plain.out.weight.grad)
 
 
+def test_a_prepared_model_generates() -> None:
+    plain, tokens = small_model().eval(), torch.arange(1, 9).view(2, 4)
+    expected = plain.generate(tokens, max_new_tokens=4)
+    model = AutoparAccelerator(cpu=True).prepare(small_model())
+    model(input_ids=tokens, labels=tokens)
+    model.eval()
+    assert torch.equal(model.generate(tokens, max_new_tokens=4), expected)
+
+
 def test_joined_batches_are_those_of_ranks_in_turn() -> None:
     batches = torch.utils.data.BatchSampler(range(7), 2, drop_last=True)
     assert list(JoinedBatches(batches, 2)) == [[0, 1, 2, 3]]

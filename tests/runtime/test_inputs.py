@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import dtensor
 from autopar.ir import Mesh, Pipeline, S
@@ -60,11 +60,11 @@ def test_a_part_is_scaled_as_its_input_was_cut() -> None:
     assert shapes_of_parts(given, {}) == given.shapes
 
 
-def test_what_came_as_a_dtensor_is_no_part() -> None:
+def test_a_dtensor_stays_what_it_is_and_is_no_part() -> None:
     x = torch.zeros
     mesh = DeviceMesh("meta", torch.arange(1), _init_backend=False, _rank=0)
     given = Arguments.of((x(3, 5), dtensor(x(3, 7), mesh, [Replicate()], (3, 7))), {})
-    assert [type(each) for each in given.tensors] == [torch.Tensor] * 2
+    assert [type(each) for each in given.tensors] == [torch.Tensor, DTensor]
     assert shapes_of_parts(given, {"[0][0]": (2, 1)}) == ((6, 5), (3, 7))
 
 

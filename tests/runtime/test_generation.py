@@ -1,0 +1,178 @@
+"""`generate` of a compiled model gives the single device's tokens, under the plan of training and between its steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import autopar
+from autopar.errors import PlanError, StepError
+from tests.runtime.ranks import Ranks, equal_on_all
+
+GREEDY = {"max_new_tokens": 6}
+SAMPLED = {"max_new_tokens": 6, "do_sample": True, "temperature": 2.0}
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    """A model of four heads; its weights are large, so that its tokens are far from each other."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=32, max_position_embeddings=64, initializer_range=0.5, eos_token_id=31, pad_token_id=0, **options,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def prompts() -> dict[str, Tensor]:
+    """Four prompts of eight tokens, of which the second begins with padding."""
+    tokens = torch.randint(1, 30, (4, 8), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    tokens[1, :3] = mask[1, :3] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def generated(model: Any, **options: Any) -> list[list[int]]:
+    torch.manual_seed(5)
+    return model.generate(**prompts(), **options).tolist()
+
+
+def trained(model: nn.Module, step: Any) -> list[Any]:
+    """Greedy and sampled tokens before and after three steps of training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tokens = prompts()["input_ids"]
+    found = []
+    for number in range(4):
+        if number in (0, 3):
+            model.eval()
+            found += [generated(model, **options) for options in (GREEDY, SAMPLED)]
+            model.train()
+        step(input_ids=tokens, labels=tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    tokens = prompts()["input_ids"]
+    return autopar.compile(model, example_inputs={"input_ids": tokens, "labels": tokens}, **options)
+
+
+def on_ranks(plan: dict[str, Any]) -> tuple[list[Any], str]:
+    """The tokens of a compiled model, and how the keys of a layer lie afterwards."""
+    model = compiled(llama(), **plan)
+    found = trained(model, model.step)
+    model.eval()
+    past = model.generate(**prompts(), **GREEDY, return_dict_in_generate=True).past_key_values
+    keys = past.slots.keys[0]
+    return found, f"{tuple(keys.shape)} as {tuple(keys.to_local().shape)}"
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    model = llama()
+    return trained(model, lambda **batch: model(**batch).loss.backward())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_tokens_on_four_ranks(four_ranks: Ranks, expected: list[Any]) -> None:
+    plan = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero3", "tp": "tp"}}
+    found, lies = equal_on_all(four_ranks.run(on_ranks, plan))
+    assert found == expected
+    assert lies == "(4, 2, 32, 8) as (2, 1, 32, 8)"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("plan", "keys"),
+    [
+        ({"mesh": {"dp": 2}, "recipe": "ddp"}, "(4, 2, 32, 8) as (2, 2, 32, 8)"),
+        ({"mesh": {"dp": 2}, "recipe": "zero3"}, "(4, 2, 32, 8) as (2, 2, 32, 8)"),
+        ({"mesh": {"tp": 2}, "recipe": "tp"}, "(4, 2, 32, 8) as (4, 1, 32, 8)"),
+    ],
+    ids=["ddp", "zero3", "tp"],
+)
+def test_tokens_are_those_of_one_device_while_training(
+    plan: dict[str, Any], keys: str, two_ranks: Ranks, expected: list[Any]
+) -> None:
+    found, lies = equal_on_all(two_ranks.run(on_ranks, plan))
+    assert found == expected
+    assert found[0] != found[2], "three steps have changed the tokens"
+    assert lies == keys, "keys are split by rows or by heads, as in training"
+
+
+def gpt2(**options: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=48, initializer_range=0.5, eos_token_id=31,
+        pad_token_id=0, **options,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        # 8 tokens and 26 more are more than the 32 slots that they begin with.
+        (llama(), {"max_new_tokens": 26}),
+        (gpt2(attn_implementation="eager"), GREEDY),
+    ],
+    ids=["more slots", "masks that are added"],
+)
+def test_tokens_of_one_process(model: Any, options: dict[str, Any]) -> None:
+    expected = generated(copy.deepcopy(model).eval(), **options)
+    assert generated(compiled(model).eval(), **options) == expected
+
+
+@pytest.fixture(scope="module")
+def planned() -> Any:
+    return compiled(llama()).eval()
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False, "do_sample": True}, {"num_beams": 2}])
+def test_tokens_without_a_cache(options: dict[str, Any], planned: Any) -> None:
+    tokens, options = prompts()["input_ids"][:1], {**GREEDY, **options}
+    plain = llama().eval()
+    torch.manual_seed(5)
+    expected = plain.generate(tokens, **options).tolist()
+    torch.manual_seed(5)
+    assert planned.generate(tokens, **options).tolist() == expected
+
+
+def test_results_that_padding_would_change_are_refused(planned: Any) -> None:
+    with pytest.raises(StepError, match="generate gives the model output_hidden_states"):
+        generated(planned, **GREEDY, output_hidden_states=True, return_dict_in_generate=True)
+
+
+class SeesLater(LlamaForCausalLM):
+    """A model whose every position depends on the last."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids + input_ids[:, -1:] % 2, labels=labels, **options)
+
+
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    model = compiled(SeesLater(llama().config)).eval()
+    with pytest.raises(StepError, match="with other tokens behind the prompt"):
+        generated(model, **GREEDY)
+
+
+def test_what_cannot_be_generated_is_refused_in_words() -> None:
+    model = llama()
+    unplanned = autopar.compile(model)
+    with pytest.raises(PlanError, match="There is no plan yet"):
+        generated(unplanned, **GREEDY)
+    with pytest.raises(StepError, match="Linear has no method generate"):
+        x = torch.randn(4, 4)
+        linear = autopar.compile(
+            nn.Linear(4, 4), loss_fn=nn.functional.mse_loss, example_inputs=(x, x)
+        )
+        linear.generate(x)
+    local = compiled(model, batch="local").eval()
+    with pytest.raises(StepError, match='generate was called with batch="local"'):
+        generated(local, **GREEDY)
