@@ -46,6 +46,7 @@ from autopar._torch.devices import (
     random_states,
     synchronize,
 )
+from autopar._torch.dicts import DictVersions
 from autopar._torch.dtensors import (
     accumulate_gradient,
     differentiable_local,
@@ -90,7 +91,7 @@ from autopar._torch.shortcuts import code_when_called, quick_decompositions
 from autopar._torch.tensors import has_storage, storage_key, storage_reference, without_memory
 
 __all__ = [
-    "Apply", "BatchNormBase", "CPU", "DependsOnValues", "DropoutBase", "FakeTensor", "FakeTensorMode",
+    "Apply", "BatchNormBase", "CPU", "DependsOnValues", "DictVersions", "DropoutBase", "FakeTensor", "FakeTensorMode",
     "Float64Arithmetic", "OpOverload", "RandomLastBits", "SizeDependsOnValues", "TorchDispatchMode",
     "VALUES_READ", "accelerator_kind", "accumulate_gradient", "all_gather", "all_reduce", "all_to_all",
     "applying_functions_by", "as_if_compiling", "autocast_kinds", "autopar_op", "backend_of",

@@ -2,7 +2,8 @@
 
 A capture runs the Python of a model once. Whatever it reads there that is no parameter, buffer or input
 (`model.beta`, a list that the loss reads, `drop.p`) is built into the program; `Guards.broken` says before
-a step which of them is another value by now. The checks are compiled into one function of the form
+a step which of them is another value by now. Values in dicts, such as the attributes of modules, are looked at only
+where their dict was written (`autopar.capture.unwritten`). The other checks are compiled into one function of the form
 
     x is v0 and y is v1 and ...
 
@@ -17,11 +18,13 @@ from functools import cached_property
 from types import CellType, MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from autopar.capture.unwritten import Unwritten
 from autopar.capture.values import MISSING, MUTABLE, SeenContainer, SeenTensor, in_words, is_same
 
-_CHECKS_PER_FUNCTION = 500
+_CHECKS_PER_PART = 500
 CALL = "()"  # the key of what a function returns
 
 
@@ -119,6 +122,12 @@ class Guard:
     def holds(self) -> bool:
         return is_same(self.place.get(), self.before)
 
+    @property
+    def is_in_dict(self) -> bool:
+        """Whether the value stays the same for as long as nothing is written into a dict."""
+        changes_inside = (SeenContainer, SeenTensor, np.ndarray, *MUTABLE)
+        return isinstance(self.place.holder, dict) and not isinstance(self.before, changes_inside)
+
     def difference(self) -> ChangedValue:
         """What is different now, in words."""
         before, now = in_words(self.before), in_words(self.place.get())
@@ -188,10 +197,13 @@ class Guards:
         return len(self._guards)
 
     @cached_property
-    def _checks(self) -> tuple[Callable[[], bool], ...]:
-        size = _CHECKS_PER_FUNCTION
-        parts = [self._guards[i : i + size] for i in range(0, len(self._guards), size)]
-        return tuple(_compiled(part) for part in parts)
+    def _in_dicts(self) -> Unwritten[Guard]:
+        checks = [(guard.place.holder, guard) for guard in self._guards if guard.is_in_dict]
+        return Unwritten(checks, _compiled)
+
+    @cached_property
+    def _others(self) -> Callable[[], bool]:
+        return _compiled([guard for guard in self._guards if not guard.is_in_dict])
 
     def __contains__(self, place: Place) -> bool:
         return place.identity in self._keys
@@ -217,7 +229,7 @@ class Guards:
     def hold(self) -> bool:
         """Whether every value is what it was."""
         try:
-            return all(check() for check in self._checks)
+            return self._in_dicts.hold() and self._others()
         except (KeyError, ValueError, RuntimeError):  # a value is missing by now
             return False
 
@@ -229,7 +241,13 @@ class Guards:
 
 
 def _compiled(guards: Sequence[Guard]) -> Callable[[], bool]:
-    """One function of all checks; what it compares are its globals."""
+    """One function of all checks; what it compares are the globals of its parts."""
+    size = _CHECKS_PER_PART
+    parts = [_part(guards[i : i + size]) for i in range(0, len(guards), size)]
+    return lambda: all(part() for part in parts)
+
+
+def _part(guards: Sequence[Guard]) -> Callable[[], bool]:
     names: dict[str, Any] = {"is_same": is_same, "MISSING": MISSING}
     for i, guard in enumerate(guards):
         names[f"h{i}"], names[f"v{i}"] = guard.place.holder, guard.before

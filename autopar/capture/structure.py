@@ -1,14 +1,14 @@
 """What a model is made of: submodules, parameters with their flags, hooks; and whether it still is.
 
-The checks are expressions over whole tables, which C code runs: a model of a thousand modules takes
-microseconds.
+Tables of modules are looked at only where they were written (`autopar.capture.unwritten`), and hooks where one was
+registered since. The flags of parameters are read before every step: no write into a dict shows them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import repeat
-from operator import contains
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -16,9 +16,47 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar._torch import has_backward_hooks
 from autopar.capture.guards import ChangedValue
+from autopar.capture.unwritten import Check, Unwritten
 from autopar.capture.user_code import is_users_type
+from autopar.capture.values import MISSING
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_flag = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """The submodules or the parameters of a module.
+
+    Attributes:
+        module: the module that has the table.
+        now: the table, from names to objects.
+        before: a copy of the table as it was at the capture.
+    """
+
+    module: nn.Module
+    now: dict[str, Any]
+    before: dict[str, Any]
+
+    def holds(self) -> bool:
+        """Whether the same objects have the same names. No tensor is compared by value."""
+        same = all(self.now.get(name, MISSING) is x for name, x in self.before.items())
+        return same and len(self.now) == len(self.before)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plain:
+    """A module of the user's class without a forward of its own.
+
+    Attributes:
+        attributes: the `__dict__` of the module.
+    """
+
+    attributes: dict[str, Any]
+
+    def holds(self) -> bool:
+        """Whether the module's forward still is that of its class."""
+        return "forward" not in self.attributes
 
 
 class Structure:
@@ -33,22 +71,15 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         self._names = {id(module): f"model.{path}".rstrip(".") for path, module in modules.items()}
-        self._places = [
-            (m, table) for m in modules.values() for table in (m._modules, m._parameters) if table
+        self._tables = [
+            _Table(module, table, dict(table))
+            for module in modules.values()
+            for table in (module._modules, module._parameters)
+            if table
         ]
-        self._tables: list[dict[str, Any]] = [table for _, table in self._places]
-        self._entries: list[dict[str, Any]] = [dict(table) for table in self._tables]
         self._present = [
             p for m in modules.values() for p in m._parameters.values() if p is not None
         ]
-        # A tensor of one element may equal another.
-        small = [
-            (t, k)
-            for t in self._tables
-            for k, x in t.items()
-            if getattr(x, "numel", lambda: 2)() < 2
-        ]
-        self._small = [(table, key, table[key]) for table, key in small]
         self._flags = [p.requires_grad for p in self._present]
         self._hooks = [getattr(m, name) for m in modules.values() for name in _HOOKS]
         self._hooked = [hooks for hooks in self._hooks if hooks]
@@ -56,36 +87,26 @@ class Structure:
         self._free = [hooks for hooks in self._hooks if not hooks]
         self._handles = RemovableHandle.next_id
         users = [m for m in modules.values() if is_users_type(type(m))]
-        self._plain = [vars(m) for m in users if "forward" not in vars(m)]
+        self._plain = [_Plain(vars(m)) for m in users if "forward" not in vars(m)]
+        checks: list[tuple[dict[str, Any], Check]] = [(table.now, table) for table in self._tables]
+        checks += [(plain.attributes, plain) for plain in self._plain]
+        self._in_dicts: Unwritten[Check] = Unwritten(checks)
 
     def hold(self) -> bool:
         """Whether the model is made of the same modules, parameters, flags and hooks."""
-        return (
-            self._has_entries()
-            and self.has_flags()
-            and self._has_hooks()
-            and not any(map(contains, self._plain, repeat("forward")))
-        )
+        return self.has_parts() and self.has_flags()
+
+    def has_parts(self) -> bool:
+        """Whether the model is made of the same modules, parameters and hooks."""
+        return self._in_dicts.hold() and self._has_hooks()
 
     def has_flags(self) -> bool:
         """Whether the same parameters are frozen."""
-        return [p.requires_grad for p in self._present] == self._flags
+        return list(map(_flag, self._present)) == self._flags
 
     def broken(self) -> ChangedValue | None:
         """The first difference in words, None where there is none."""
         return next(self._differences(), None)
-
-    def _has_entries(self) -> bool:
-        """Whether modules hold the same submodules and parameters.
-
-        Tables that hold the same objects are equal, and nothing is compared by value; tensors that do not are
-        refused by torch, as their comparison is no single truth.
-        """
-        try:
-            same = self._tables == self._entries
-        except (RuntimeError, TypeError, ValueError):
-            return False
-        return same and all(table.get(key) is x for table, key, x in self._small)
 
     def _has_hooks(self) -> bool:
         """Whether modules have the hooks that they had, and parameters none.
@@ -102,9 +123,9 @@ class Structure:
         return True
 
     def _differences(self) -> Iterator[ChangedValue]:
-        for (module, now), before in zip(self._places, self._entries, strict=True):
-            for name in {**before, **now}:
-                yield from self._other(module, name, before.get(name), now.get(name))
+        for table in self._tables:
+            for name in {**table.before, **table.now}:
+                yield from self._other(table, name)
         for parameter, flag in zip(self._present, self._flags, strict=True):
             if parameter.requires_grad != flag:
                 shape = list(parameter.shape)
@@ -112,14 +133,15 @@ class Structure:
                 yield _changed(words, flag, not flag)
         if not self._has_hooks():
             yield _changed("the hooks of the model", "as captured", "others")
-        if any(map(contains, self._plain, repeat("forward"))):
+        if not all(plain.holds() for plain in self._plain):
             yield _changed("the forward of a module", "that of its class", "another")
 
-    def _other(self, module: nn.Module, name: str, before: Any, now: Any) -> Iterator[ChangedValue]:
+    def _other(self, table: _Table, name: str) -> Iterator[ChangedValue]:
+        before, now = table.before.get(name, MISSING), table.now.get(name, MISSING)
         if before is not now:
-            kinds = [type(x).__name__ for x in (before, now)]
+            kinds = ["missing" if x is MISSING else type(x).__name__ for x in (before, now)]
             same = "another " if kinds[0] == kinds[1] else ""
-            yield _changed(f"{self._names[id(module)]}.{name}", kinds[0], f"{same}{kinds[1]}")
+            yield _changed(f"{self._names[id(table.module)]}.{name}", kinds[0], f"{same}{kinds[1]}")
 
 
 def _changed(words: str, before: object, now: object) -> ChangedValue:

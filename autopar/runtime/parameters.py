@@ -247,11 +247,11 @@ class Residents:
     def _settle(self, i: int, kept: ParameterAtRest) -> bool:
         """Points a leaf at the stored shard or its full buffer, unless it does already.
 
-        A leaf whose parameter was frozen or unfrozen meanwhile is made anew.
+        A program runs only while the same parameters are frozen as at its capture, see `autopar.capture.structure`, so
+        that a leaf keeps its flag.
         """
         local = kept.local
-        same_flag = self.leaves[i].requires_grad == kept.parameter.requires_grad
-        if self._sources[i] == local.data_ptr() and same_flag:
+        if self._sources[i] == local.data_ptr():
             return False
         if kept.full is None or not self._keeps(i):
             self._set_leaf(i, local)
