@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,8 +50,20 @@ def cast(small: Small, dtype: torch.dtype) -> Small:
     return replace(small, step=step, args=args)
 
 
-def examine(name: str, progress: Callable[[Row], None], dtype: torch.dtype | None = None) -> Row:
-    """Builds, captures and compares one architecture; `progress` is told of every step."""
+def examine(
+    name: str,
+    progress: Callable[[Row], None],
+    dtype: torch.dtype | None = None,
+    plans: Sequence[str] = PLANS,
+) -> Row:
+    """Builds, captures and compares one architecture.
+
+    Args:
+        name: model type, or `diffusers:` and a class.
+        progress: called with the row before every stage.
+        dtype: format of weights and floating inputs; None for the widest in which the model runs.
+        plans: the plans to compare, a selection of `PLANS`.
+    """
     row = Row(name)
     try:
         small = make(name, dtype=dtype)
@@ -64,7 +76,7 @@ def examine(name: str, progress: Callable[[Row], None], dtype: torch.dtype | Non
     subject = _captured(small, row)
     if subject is None:
         return row
-    for plan in PLANS:
+    for plan in plans:
         row.stage = plan
         progress(row)
         row.plans[plan] = _outcome(subject, plan, row)
@@ -110,7 +122,8 @@ def _outcome(subject: Subject, name: str, row: Row) -> str:
     except Exception as error:
         return one_line(error)
     worst = max(report.verdicts, key=lambda verdict: verdict.share)
-    row.worst = max(row.worst, worst.share)
+    if worst.share >= row.worst:
+        row.worst, row.worst_tensor = worst.share, str(worst)
     return PASSED if report.passed else f"{BEYOND}: {worst}"
 
 

@@ -43,7 +43,8 @@ class Row:
         stage: the last thing that was begun: build, capture, a plan, or done.
         plans: plan -> `passed` or why not.
         backend: plan -> `passed` or why not, of what is not captured, through torch.compile on two ranks.
-        worst: the largest error of all plans relative to its tolerance.
+        worst: the largest error of all plans relative to its bound.
+        worst_tensor: the tensor that has this error, in words.
         seconds: duration of the whole examination.
     """
 
@@ -60,6 +61,7 @@ class Row:
     plans: dict[str, str] = field(default_factory=dict)
     backend: dict[str, str] = field(default_factory=dict)
     worst: float = 0.0
+    worst_tensor: str = ""
     seconds: float = 0.0
 
     @property
@@ -79,11 +81,15 @@ class Row:
         return bool(self.backend) and all(x.startswith(PASSED) for x in self.backend.values())
 
 
+# Files that say nothing of how an architecture is examined.
+UNRELATED = ("run.py", "page.py", "verdicts.py")
+
+
 def code_version() -> str:
     """A hash of autopar, of what examines, and of the versions of torch, transformers and diffusers."""
     return stored.code_version(
         "autopar", "passes", "cost_model", "benchmarks/zoo",
-        but=lambda path: path.parent.name == "zoo" and path.name in ("run.py", "page.py"),
+        but=lambda path: path.parent.name == "zoo" and path.name in UNRELATED,
         also=str(packages_used()),
     )  # fmt: skip
 

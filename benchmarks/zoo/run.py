@@ -40,6 +40,7 @@ from benchmarks.zoo.page import markdown
 from benchmarks.zoo.process import Task
 from benchmarks.zoo.rows import (
     PASSED,
+    PLANS,
     SPLIT_BY_BACKEND,
     WIDE,
     Row,
@@ -71,14 +72,21 @@ class Examination:
     """One architecture under way: examined in a process, then, if it is to be, run on two ranks."""
 
     def __init__(
-        self, name: str, bounds: Bounds, folder: Path, *, backend: str, dtype: torch.dtype | None
+        self,
+        name: str,
+        bounds: Bounds,
+        folder: Path,
+        *,
+        backend: str,
+        dtype: torch.dtype | None,
+        plans: Sequence[str],
     ) -> None:
         self.name, self.bounds, self.folder, self.backend = name, bounds, folder, backend
         self._scratch, self._log = folder / "row.json", folder / "log"
         self._log.touch()  # a process may be ended before it says a word
         self._row = Row(name)
         self._on_ranks = False
-        self._task = self._start([partial(_examine, name, self._scratch, dtype)])
+        self._task = self._start([partial(_examine, name, self._scratch, dtype, plans)])
         self._seconds = 0.0
 
     def ended(self) -> Row | None:
@@ -133,8 +141,8 @@ def _quietly(work: partial[None], log: Path) -> None:
     work()
 
 
-def _examine(name: str, scratch: Path, dtype: torch.dtype | None) -> None:
-    write(examine(name, partial(write, path=scratch), dtype), scratch)
+def _examine(name: str, scratch: Path, dtype: torch.dtype | None, plans: Sequence[str]) -> None:
+    write(examine(name, partial(write, path=scratch), dtype, plans), scratch)
 
 
 def examined(
@@ -144,6 +152,7 @@ def examined(
     jobs: int,
     backend: str,
     dtype: torch.dtype | None = None,
+    plans: Sequence[str] = PLANS,
 ) -> Iterator[Row]:
     """The rows of architectures, `jobs` at a time, in the order in which they are done."""
     waiting, running = list(reversed(names)), list[Examination]()
@@ -152,8 +161,9 @@ def examined(
         while waiting or running:
             while waiting and len(running) < jobs:
                 place = Path(tempfile.mkdtemp(dir=folder))
+                name = waiting.pop()
                 running.append(
-                    Examination(waiting.pop(), bounds, place, backend=backend, dtype=dtype)
+                    Examination(name, bounds, place, backend=backend, dtype=dtype, plans=plans)
                 )
             for one in list(running):
                 row = one.ended()

@@ -1,0 +1,172 @@
+"""The verdict of `verify` on right plans, over the architectures of the zoo in float32 and bfloat16.
+
+    OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results verdicts.jsonl --markdown docs/zoo_verdicts.md
+
+Each architecture is built small and cast to each of the two formats, and three of its plans are compared with the
+single device: a searched one on two axes, one with two stages and four micro-batches, and one drawn at random. All
+three are right, so that a verdict other than "passed" is a false alarm or a fault. The order of the architectures is
+drawn at random with a seed, so that the first so many are a fair sample of all. An interrupted run goes on where it
+ended; each result names the version of the code that gave it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.stored import store, stored
+from benchmarks.tables import markdown_table
+from benchmarks.zoo.rows import PASSED, RANDOM, Row, code_version, packages_used
+from benchmarks.zoo.run import Bounds, architectures, examined
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PLANS = ("dp=2 tp=2", "pp=2", RANDOM)
+COLUMNS = ("architecture", "format", "verdict", "largest error / bound", "of the tensor")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The verdicts on the plans of one architecture in one format.
+
+    Attributes:
+        name: architecture and format, which tell the result from the others.
+        architecture: model type, or `diffusers:` and a class.
+        dtype: format of weights and floating inputs.
+        version: `code_version` of the code that examined it.
+        stopped: the reason why the model was not built, run or captured in this format, "" if it was.
+        misses: plan -> the reason why it did not pass, without the plans that passed.
+        worst: the largest error of all plans relative to its bound.
+        worst_tensor: the tensor that has this error, in words.
+        seconds: duration of the examination.
+    """
+
+    name: str
+    architecture: str
+    dtype: str
+    version: str
+    stopped: str
+    misses: dict[str, str]
+    worst: float
+    worst_tensor: str
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """`passed`, `not run`, or the plans that did not pass."""
+        if self.stopped:
+            return "not run"
+        return f"**no**: {', '.join(self.misses)}" if self.misses else PASSED
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        share = "-" if self.stopped else f"{self.worst:.3f}"
+        words = self.worst_tensor.partition(":")[0]
+        return self.architecture, self.dtype, self.verdict, share, words.replace(", step 1", "")
+
+
+def named(architecture: str, dtype: str) -> str:
+    """The name of the result of an architecture in a format."""
+    return f"{architecture} in {dtype}"
+
+
+def result_of(row: Row, dtype: str, version: str) -> Result:
+    """The result that an examination by a version of the code gives."""
+    reason = row.stopped or row.differs
+    return Result(
+        name=named(row.name, dtype),
+        architecture=row.name,
+        dtype=dtype,
+        version=version,
+        stopped=reason or ("" if row.plans else f"ended in the stage {row.stage}"),
+        misses={plan: text for plan, text in row.plans.items() if text != PASSED},
+        worst=row.worst,
+        worst_tensor=row.worst_tensor,
+        seconds=row.seconds,
+    )
+
+
+def markdown(results: Sequence[Result], known: int) -> str:
+    """The page of the results of a part of `known` architectures."""
+    packages = ", ".join(f"{name} {version}" for name, version in packages_used().items())
+    misses = [f"- **{r.name}**, {p}: {t}" for r in results for p, t in r.misses.items()]
+    left_out = [f"- **{r.name}**: {r.stopped}" for r in results if r.stopped]
+    lines = [
+        "# Verdicts on the zoo",
+        "",
+        "[`verify`](verify.md) on right plans of [the zoo](zoo.md)'s architectures, in float32 and in bfloat16: three",
+        f"plans of each ({'; '.join(PLANS)}), all ranks simulated, against the single device in float64. A verdict",
+        "other than `passed` is a false alarm of the bound or a fault. Made by",
+        "`OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results verdicts.jsonl --markdown PAGE`,",
+        f"with {packages}. The versions of the code: {', '.join(sorted({r.version for r in results}))}.",
+        "",
+        f"- examined: {len({r.architecture for r in results})} of {known} architectures, in an order drawn at random",
+        *(f"- {_counted(results, dtype)}" for dtype in DTYPES),
+        "",
+        "The share is the largest error of a tensor relative to its bound, over all plans and both arithmetics.",
+        "",
+        *markdown_table(COLUMNS, [r.cells for r in results if not r.stopped]),
+        "",
+        "## Plans that did not pass",
+        "",
+        *(misses or ["None."]),
+        "",
+        "## Not run",
+        "",
+        *(left_out or ["None."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _counted(results: Sequence[Result], dtype: str) -> str:
+    """How many results of a format passed, in words."""
+    run = [r for r in results if r.dtype == dtype and not r.stopped]
+    passed = sum(not r.misses for r in run)
+    return f"in {dtype}: {passed} of {len(run)} that run in this format pass with all plans"
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--results", type=click.Path(path_type=Path), required=True, help="Lines of JSON.")
+@click.option("--only", default="", help="Architectures, separated by commas; all by default.")
+@click.option("--count", default=0, help="The first so many of the order; 0 for all.")
+@click.option("--again", is_flag=True, help="Examine those that have a result too.")
+@click.option("--seconds", default=120.0, help="Bound on the processor time of one result.")
+@click.option("--memory-gb", default=8.0, help="Bound on the memory of one process.")
+@click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the page there.")
+def main(
+    results: Path, only: str, count: int, again: bool, seconds: float, memory_gb: float, path: Path | None
+) -> None:  # fmt: skip
+    """Print a line per architecture and format; exit 1 if a plan of any does not pass."""
+    console, known, version = Console(), architectures(), code_version()
+    names = only.split(",") if only else known[: count or None]
+    done = stored(results, Result)
+    for name in names:
+        for dtype in DTYPES:
+            if named(name, dtype) in done and not again:
+                continue
+            bounds = Bounds(seconds, int(memory_gb * 1e9))
+            (row,) = examined(
+                [name], bounds, jobs=1, backend="none", dtype=DTYPES[dtype], plans=PLANS
+            )
+            result = result_of(row, dtype, version)
+            store(results, result)
+            console.print(_line(result), highlight=False, markup=False, soft_wrap=True)
+    found = list(stored(results, Result).values())
+    if path is not None:
+        path.write_text(markdown(found, len(known)))
+    sys.exit(1 if any(result.misses for result in found) else 0)
+
+
+def _line(result: Result) -> str:
+    reasons = result.stopped or result.misses or ""
+    return f"{result.name} {result.seconds:.0f} s: {result.verdict} {result.worst:.3f} {reasons}"
+
+
+if __name__ == "__main__":
+    main()
