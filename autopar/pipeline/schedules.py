@@ -20,6 +20,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from autopar import _torch
@@ -41,6 +42,87 @@ class Action(NamedTuple):
 
 
 Actions = Sequence[Sequence[Action]]  # of every pipeline rank
+
+
+class Timed(NamedTuple):
+    """An action that takes time, with the numbers of what it waits for and of what it brings.
+
+    Attributes:
+        action: the action.
+        rank: rank that does it.
+        arrival: number of the arrival that a computation waits for, or that a send brings; 0 for none.
+        link: ranks at both ends of a send's link; None for a computation.
+    """
+
+    action: Action
+    rank: int
+    arrival: int
+    link: tuple[int, int] | None
+
+
+# A send's direction, and where the stage lies to which it goes; which direction a computation waits for.
+_SENDS: Mapping[Kind, tuple[str, int]] = {"SEND_F": ("forward", 1), "SEND_B": ("backward", -1)}
+_COMPUTES: Mapping[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W": ""}
+
+
+class ActionLists(tuple[tuple[Action, ...], ...]):
+    """The actions of every pipeline rank, in order. What follows from them is found once."""
+
+    @classmethod
+    def of(cls, actions: Actions) -> ActionLists:
+        """The same actions; lists that are such already stay what they are."""
+        return actions if isinstance(actions, cls) else cls(map(tuple, actions))
+
+    @cached_property
+    def rank_of(self) -> Mapping[int, int]:
+        """The rank of every stage."""
+        return {action.stage: rank for rank, each in enumerate(self) for action in each}
+
+    @cached_property
+    def in_order(self) -> tuple[Action, ...]:
+        """All actions of all ranks, each after those of its rank before it and after what it needs.
+
+        A receive comes after its send, and a stage's forward after its receive, or after the forward of
+        the stage before it where that is on the same rank. An AssertionError says which actions would
+        wait for ever.
+        """
+        rest = [deque(each) for each in self]
+        order: list[Action] = []
+        done: set[Action] = set()
+        waiting: dict[Action, list[int]] = {}
+        ready = deque(range(len(rest)))
+        while ready:
+            rank = ready.popleft()
+            while rest[rank]:
+                action = rest[rank][0]
+                needs = _needs(action, self.rank_of)
+                missing = next((each for each in needs if each not in done), None)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(rank)
+                    break
+                order.append(rest[rank].popleft())
+                for result in _results(action):
+                    done.add(result)
+                    ready.extend(waiting.pop(result, ()))
+        assert not waiting, _deadlock(waiting, rest)
+        return tuple(order)
+
+    @cached_property
+    def timed(self) -> tuple[Timed, ...]:
+        """The computations and sends of `in_order`. A receive takes no time: what needs it waits."""
+        rank_of, found = self.rank_of, []
+        numbers: dict[tuple[str, int, int], int] = {}  # what arrives -> number from 1 on
+        for action in self.in_order:
+            kind, stage, micro_batch = action
+            if kind in _SENDS:
+                direction, offset = _SENDS[kind]
+                number = numbers[direction, stage + offset, micro_batch] = len(numbers) + 1
+                link = rank_of[stage], rank_of[stage + offset]
+                found.append(Timed(action, rank_of[stage], number, link))
+            elif kind in _COMPUTES:
+                number = numbers.get((_COMPUTES[kind], stage, micro_batch), 0)
+                found.append(Timed(action, rank_of[stage], number, None))
+        return tuple(found)
 
 
 def _any_number(pipeline: Pipeline, micro_batches: int) -> str:
@@ -139,7 +221,7 @@ def _unbounded(schedule: str) -> str:
     return next(name for name in alike if _ROWS[name].broken is _any_number)
 
 
-def actions(pipeline: Pipeline, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def actions(pipeline: Pipeline, micro_batches: int) -> ActionLists:
     """What every pipeline rank does in a step, in order.
 
     Raises PlanError where the schedule does not take so many micro-batches.
@@ -154,48 +236,9 @@ def actions(pipeline: Pipeline, micro_batches: int) -> tuple[tuple[Action, ...],
 )  # a search asks again and again; a large one is 200 thousand actions
 def _actions(
     schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int
-) -> tuple[tuple[Action, ...], ...]:
+) -> ActionLists:
     found = _torch.pipeline_actions(schedule_class(schedule), placement, micro_batches)
-    return tuple(tuple(itertools.starmap(Action, each)) for each in found)
-
-
-def in_order(actions: Actions) -> list[Action]:
-    """All actions of all ranks, each after those of its rank before it and after what it needs.
-
-    A receive comes after its send, and a stage's forward after its receive, or after the forward of
-    the stage before it where that is on the same rank. An AssertionError says which actions would
-    wait for ever.
-    """
-    return list(_in_order(tuple(map(tuple, actions))))
-
-
-@functools.lru_cache(maxsize=32)
-def _in_order(actions: tuple[tuple[Action, ...], ...]) -> tuple[Action, ...]:
-    rank_of = ranks_of(actions)
-    rest = [deque(each) for each in actions]
-    order: list[Action] = []
-    done: set[Action] = set()
-    waiting: dict[Action, list[int]] = {}
-    ready = deque(range(len(rest)))
-    while ready:
-        rank = ready.popleft()
-        while rest[rank]:
-            action = rest[rank][0]
-            missing = next((each for each in _needs(action, rank_of) if each not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            order.append(rest[rank].popleft())
-            for result in _results(action):
-                done.add(result)
-                ready.extend(waiting.pop(result, ()))
-    assert not waiting, _deadlock(waiting, rest)
-    return tuple(order)
-
-
-def ranks_of(actions: Actions) -> dict[int, int]:
-    """The rank of every stage."""
-    return {action.stage: rank for rank, each in enumerate(actions) for action in each}
+    return ActionLists(tuple(itertools.starmap(Action, each)) for each in found)
 
 
 def _results(action: Action) -> tuple[Action, ...]:

@@ -91,10 +91,8 @@ class StageBytes:
                 once[list(each.kept)] += each.bytes
                 again[list(each.entering)] += each.bytes
                 continue
-            there = turn.first(has(each.entering, n)) | turn.then(has(each.kept, n))
-            for span in each.spans:
-                there |= carries(*span, n)
-            total += each.bytes * there
+            there = turn.has(each.entering, each.kept)
+            total += each.bytes * (there | carries(each.spans, n) if each.spans else there)
         return total + turn.first(sums(again)) + turn.then(sums(once))
 
     @cached_property

@@ -154,7 +154,7 @@ class StageTables:
             weight_seconds=np.minimum(sums(work.weights), backward),
             once_seconds=time.once(sums(work.once), second) + self._optimizer_seconds,
             saved_bytes=memory.saved(turn, memories),
-            kept_bytes=memory.held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1}),
+            kept_bytes=self._kept_bytes,
             transient_bytes=memory.transient(
                 turn, memories, keeps_part=isinstance(recompute, Selection)
             ),
@@ -163,6 +163,11 @@ class StageTables:
             send_seconds=self._crossings.send_seconds(sent),
             gradient_seconds=self._crossings.send_seconds(gradients),
         )
+
+    @cached_property
+    def _kept_bytes(self) -> np.ndarray:
+        """Bytes that a stage holds all the time."""
+        return self.memory.held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1})
 
     @cached_property
     def _optimizer_seconds(self) -> np.ndarray:

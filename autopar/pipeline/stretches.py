@@ -16,11 +16,13 @@ class Turn(NamedTuple):
     """The block of every stretch at which recomputation ends: blocks i up to there are recomputed, the rest is not.
 
     Attributes:
+        latest: the turn of the longest stretch that begins with each block, of shape `(n + 1,)`.
         begins: index i of the stretch's first block, of shape `(n + 1, n + 1)`.
         ends: index j of the block after its last.
         turns: index of the first block that is not recomputed.
     """
 
+    latest: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
     turns: np.ndarray
@@ -29,7 +31,8 @@ class Turn(NamedTuple):
     def of(cls, turns: Sequence[int]) -> Turn:
         """The turns of all stretches, given the turn of the longest stretch that begins with each block."""
         begins, ends = np.indices((len(turns), len(turns)))
-        return cls(begins, ends, np.minimum(ends, np.array(turns)[:, None]))
+        latest = np.array(turns)
+        return cls(latest, begins, ends, np.minimum(ends, latest[:, None]))
 
     def first(self, stretches: np.ndarray) -> np.ndarray:
         """The figure of every stretch's recomputed blocks, from an array over stretches."""
@@ -38,6 +41,16 @@ class Turn(NamedTuple):
     def then(self, stretches: np.ndarray) -> np.ndarray:
         """The figure of every stretch's other blocks, from an array over stretches."""
         return stretches[self.turns, self.ends]
+
+    def has(self, first: Sequence[int], then: Sequence[int]) -> np.ndarray:
+        """Whether a stretch has one of the blocks `first` among its recomputed, or one of `then` among its others.
+
+        The same as `first(has(first, n)) | then(has(then, n))`, without looking up every stretch.
+        """
+        n = len(self.latest) - 1
+        recomputed = _following(first, n)[:, None] < self.turns
+        # Where a stretch ends before its turn, the next block from the turn on comes after its end.
+        return recomputed | (_following(then, n)[self.latest][:, None] < self.ends)
 
 
 def sums(rows: np.ndarray) -> np.ndarray:
@@ -52,16 +65,28 @@ def sums(rows: np.ndarray) -> np.ndarray:
 
 def has(units: Sequence[int], n: int) -> np.ndarray:
     """Whether a stretch has one of these blocks, `n` being the number of all blocks."""
+    return _following(units, n)[:, None] < np.arange(n + 1)[None, :]
+
+
+def _following(units: Sequence[int], n: int) -> np.ndarray:
+    """The first of these blocks from every block on, of shape `(n + 1,)`; n + 1 where there is none."""
     following = np.full(n + 1, n + 1)
     for unit in sorted(units, reverse=True):
         following[: unit + 1] = unit
-    return following[:, None] < np.arange(n + 1)[None, :]
+    return following
 
 
-def carries(made: int, last: int, n: int) -> np.ndarray:
-    """Whether a stretch, as a stage, receives or sends what the block `made` makes and `last` is the last to use."""
+def carries(spans: Sequence[tuple[int, int]], n: int) -> np.ndarray:
+    """Whether a stretch, as a stage, receives or sends a tensor.
+
+    Args:
+        spans: pairs of the block that makes it and the last block that uses it.
+        n: number of all blocks.
+    """
     at = np.arange(n + 1)
-    crosses = (made < at) & (at <= last)
+    crosses = np.zeros(n + 1, dtype=bool)
+    for made, last in spans:
+        crosses[made + 1 : last + 1] = True
     return (crosses[:, None] | crosses[None, :]) & (at[:, None] < at[None, :])
 
 

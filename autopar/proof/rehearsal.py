@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.ir import Plan
 from autopar.ops.sharding import shard
-from autopar.pipeline.schedules import Action, actions, in_order
+from autopar.pipeline.schedules import Action, actions
 from autopar.program.program import Program, TensorSpec
 from autopar.proof import lockstep
 from autopar.proof.lockstep import Ranks
@@ -24,10 +24,10 @@ from autopar.runtime.split_backward import SplitBackward, WholeBackward
 Inputs = Callable[[int], Mapping[str, Tensor]]  # micro-batch -> global inputs by name
 
 
-def actions_of(plan: Plan) -> list[Action]:
+def actions_of(plan: Plan) -> Sequence[Action]:
     """The actions of all ranks along the pipeline, in an order in which each has what it needs."""
     if plan.pipeline is not None:
-        return in_order(actions(plan.pipeline, plan.micro_batches))
+        return actions(plan.pipeline, plan.micro_batches).in_order
     return [Action(kind, 0, i) for i in range(plan.micro_batches) for kind in ("F", "B")]
 
 

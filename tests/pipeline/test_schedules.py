@@ -9,10 +9,10 @@ from autopar.errors import PlanError
 from autopar.ir.pipeline import SCHEDULES, Pipeline
 from autopar.pipeline.schedules import (
     Action,
+    ActionLists,
     actions,
     check_micro_batches,
     fewest_micro_batches,
-    in_order,
     schedule_class,
 )
 
@@ -89,7 +89,7 @@ def test_what_is_sent_is_received():
 def test_one_order_of_all_ranks_gives_every_action_its_inputs():
     for found, micro_batches in cases():
         lists = actions(found, micro_batches)
-        order = in_order(lists)
+        order = lists.in_order
         place = {each: index for index, each in enumerate(order)}
         assert len(order) == sum(map(len, lists))
         for rank in lists:
@@ -107,7 +107,7 @@ def test_a_deadlock_names_what_waits():
     first = [Action("RECV_B", 0, 0), Action("F", 0, 0), Action("SEND_F", 0, 0), Action("B", 0, 0)]
     last = [Action("RECV_F", 1, 0), Action("F", 1, 0), Action("B", 1, 0), Action("SEND_B", 1, 0)]
     with pytest.raises(AssertionError) as found:
-        in_order([first, last])
+        list(ActionLists.of([first, last]).in_order)
     assert "rank 0 at 0RECV_B0 for 1SEND_B0" in str(found.value)
     assert "rank 1 at 1RECV_F0 for 0SEND_F0" in str(found.value)
 

@@ -24,7 +24,7 @@ def test_a_stretch_has_the_figures_of_its_blocks(i: int, j: int) -> None:
 @pytest.mark.parametrize(("made", "last"), [(0, 4), (1, 2), (2, 3)])
 def test_a_stage_carries_what_crosses_one_of_its_ends(i: int, j: int, made: int, last: int) -> None:
     crosses = [made < edge <= last for edge in (i, j)]
-    assert carries(made, last, N)[i, j] == (i < j and any(crosses))
+    assert carries([(made, last)], N)[i, j] == (i < j and any(crosses))
 
 
 @pytest.mark.parametrize(("i", "j"), STRETCHES)
@@ -33,6 +33,9 @@ def test_the_turn_parts_a_stretch_into_recomputed_blocks_and_others(i: int, j: i
     turn, at = Turn.of(turns), min(j, turns[i])
     assert turn.first(sums(FIGURES))[i, j] == FIGURES[i:at].sum()
     assert turn.then(sums(FIGURES))[i, j] == FIGURES[at:j].sum()
+    for first, then in (((0,), (4,)), ((1, 3), ()), ((), (0, 2)), ((2,), (2,))):
+        found = any(i <= k < at for k in first) or any(at <= k < j for k in then)
+        assert turn.has(first, then)[i, j] == found
 
 
 def test_a_ratio_to_nothing_is_nothing() -> None:
