@@ -25,7 +25,7 @@ from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.recomputable import selected
 from autopar.pipeline.schedules import splits_backward
 from autopar.pipeline.simulation import StageCosts
-from autopar.search.balance import Shape
+from autopar.search.shape import Shape
 from autopar.views.page import StageRow
 
 Direction = Literal["forward", "backward"]

@@ -23,7 +23,6 @@ zbv, and 0 to 2.6 % under interleaved 1F1B; with one stage on every rank none at
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -33,70 +32,14 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import SearchError
-from autopar.ir.pipeline import SCHEDULES, Pipeline
-from autopar.pipeline.schedules import Actions, actions, waits_for_sends
+from autopar.ir.pipeline import SCHEDULES
+from autopar.pipeline.schedules import Actions, actions, splits_backward, waits_for_sends
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable
+from autopar.search.shape import Shape
 from autopar.units import format_bytes
 
 _ROUNDING = 1 + 1e-9  # sums of the same seconds in another order are not slower
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A pipeline before it is cut.
-
-    Attributes:
-        ranks: number of pipeline ranks.
-        chunks: stages of each rank.
-        schedule: one of `autopar.ir.pipeline.SCHEDULES`.
-        micro_batches: number of micro-batches in a step.
-    """
-
-    ranks: int
-    chunks: int
-    schedule: str
-    micro_batches: int
-
-    @property
-    def stages(self) -> int:
-        return self.ranks * self.chunks
-
-    def cut(self, cuts: Sequence[str], position: int = 0) -> Pipeline:
-        """The pipeline with its cuts. Raises PlanError where the schedule cannot have such a shape."""
-        return Pipeline(self.ranks, self.schedule, tuple(cuts), position)
-
-    @property
-    def blank(self) -> Pipeline:
-        """The pipeline with cuts anywhere, for what does not depend on them."""
-        return self.cut([str(number) for number in range(1, self.stages)])
-
-    def in_flight(self) -> tuple[int, ...]:
-        """The largest number of micro-batches in flight, of every stage.
-
-        GPipe and looped BFS have all of them, 1F1B as many as there are stages from its own on; others are counted in
-        their lists of actions. Raises PlanError where the schedule refuses so many micro-batches.
-        """
-        return _in_flight(self)
-
-
-@functools.lru_cache(maxsize=64)
-def _in_flight(shape: Shape) -> tuple[int, ...]:
-    m = shape.micro_batches
-    if shape.schedule in ("gpipe", "looped-bfs"):
-        return (m,) * shape.stages
-    if shape.schedule == "1f1b":
-        return tuple(min(m, shape.ranks - rank) for rank in range(shape.ranks))
-    most, now = [0] * shape.stages, [0] * shape.stages
-    lists = actions(shape.blank, m)
-    split = {a.stage for each in lists for a in each if a.kind == "W"}
-    for action in itertools.chain.from_iterable(lists):
-        if action.kind == "F":
-            now[action.stage] += 1
-        elif action.kind == "W" or (action.kind == "B" and action.stage not in split):
-            now[action.stage] -= 1
-        most[action.stage] = max(most[action.stage], now[action.stage])
-    return tuple(most)
 
 
 @dataclass(frozen=True)
@@ -160,8 +103,31 @@ def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balanc
 def mean_bytes(table: StageTable, shape: Shape) -> float:
     """A lower bound on the fullest rank: the mean over ranks, if stages shared nothing and cut nowhere."""
     whole = 0, table.blocks
-    saved = min(shape.in_flight()) * table.saved_bytes[whole]
+    saved = shape.least_in_flight * table.saved_bytes[whole]
     return float(table.kept_bytes[whole] + saved) / shape.ranks
+
+
+def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> float:
+    """A lower bound on the schedule of given cuts, without executing it.
+
+    A rank computes no sooner than its first forward has come through the ranks before it. What follows
+    its last backward is theirs too, unless backwards are split: then a rank may end with its weights' gradients.
+    """
+    edges = list(itertools.pairwise((0, *cuts, table.blocks)))
+    forward = [float(table.forward_seconds[edge]) for edge in edges]
+    backward = [float(table.backward_seconds[edge]) for edge in edges]
+    is_split = splits_backward(shape.blank)
+    before = least = 0.0
+    for rank in range(shape.ranks):
+        stages = shape.blank.stages_of(rank)
+        busy = shape.micro_batches * sum(forward[each] + backward[each] for each in stages)
+        least = max(least, before + busy)
+        before += forward[rank] + (0.0 if is_split else backward[rank])
+        if rank + 1 < shape.ranks:
+            crossed = edges[rank][1]
+            sends = table.send_seconds[crossed], table.gradient_seconds[crossed]
+            before += float(sends[0] + (0.0 if is_split else sends[1]))
+    return least
 
 
 class _Problem:
@@ -169,6 +135,9 @@ class _Problem:
 
     Attributes:
         held: what stage s holds at most with blocks i up to j, at `[s, i, j]`.
+
+    The stages of a rank do not hold their most at the same time, so that a rank takes less than the sum of
+    `held`; see `Shape.flights`.
     """
 
     def __init__(self, table: StageTable, shape: Shape, memory_bytes: float) -> None:
@@ -251,9 +220,11 @@ class _Problem:
         edges = np.array([(0, *each, self.table.blocks) for each in cuts])
         begin, end = edges[:, self._stages_of], edges[:, self._stages_of + 1]
         seconds = self.table.seconds[begin, end].sum(axis=-1)
-        moments = self.table.transient_bytes[begin, end]
-        held = (self.held[self._stages_of, begin, end] - moments).sum(axis=-1)
-        rows = zip(cuts, seconds.tolist(), (held + moments.max(axis=-1)).tolist(), strict=True)
+        saved = np.moveaxis(self.table.saved_bytes[begin, end], 1, 0)  # ranks, cuts, chunks
+        held = (saved @ self.shape.flights).max(axis=-1).T
+        held += self.table.kept_bytes[begin, end].sum(axis=-1)
+        held += self.table.transient_bytes[begin, end].max(axis=-1)
+        rows = zip(cuts, seconds.tolist(), held.tolist(), strict=True)
         return [Balance(each, tuple(busy), tuple(full)) for each, busy, full in rows]
 
     @cached_property

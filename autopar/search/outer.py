@@ -6,8 +6,9 @@
 
 Closed forms assume equal stages and 1F1B, so that a setting's promise is its closed form with the smaller bubble
 of interleaved stages. Settings are searched exactly in that order, and ranked by the price of
-their plan, until no promise is better than the best plan or `_EXACT` of them have a plan. An open recipe is
-searched under the recipe of the closed form first, and on the best mesh without a recipe too.
+their plan, until no promise is better than the best plan or `_EXACT` of them have a plan. The best mesh is
+searched with other numbers of micro-batches that promise more. An open recipe is searched under the recipe of
+the closed form first, and on the best mesh without a recipe too.
 
 A graph or a recipe that has no closed form is searched on every mesh.
 """
@@ -28,14 +29,17 @@ from autopar.pipeline.parts import block_starts
 from autopar.search.candidates import Space
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
-from autopar.search.pipeline_settings import SEARCHED_CHUNKS
+from autopar.search.pipeline_settings import searched_chunks
 from autopar.search.recipes import RecipeLike, is_open, recipe_axes
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
 
 _EXACT = 4  # settings with a plan, of which the best is taken
-_SAME_MESH = 2  # numbers of micro-batches that are searched on one mesh
+_SAME_MESH = (
+    2  # numbers of micro-batches that are searched on one mesh, and then on the best mesh once more
+)
+_SHOWN = 1.1  # of the best step so far: plans of other settings are found up to there, to be shown beside it
 
 
 class Trial(NamedTuple):
@@ -131,28 +135,45 @@ class _Outer:
         if not tried:
             lines = (str(error) for error in reasons)
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
-        trial, best = min(tried, key=lambda each: each[1].key)
+        trial, best = min(tried, key=_key)
+        tried += self._try(self._recounted(tried, explored), reasons, best)
+        trial, best = min(tried, key=_key)
         if is_open(self.request.inside) and not is_open(trial.recipe):
             open_trial = trial._replace(recipe=self.request.inside, known=best)
             tried += self._try([open_trial], reasons)
-        ranked = sorted(tried, key=lambda each: each[1].key)
+        ranked = sorted(tried, key=_key)
         trial, best = ranked[0]
         others = tuple(each for other, each in ranked if other.mesh != trial.mesh)
         return Searched(best, trial, others, explored)
 
+    def _recounted(
+        self, tried: Sequence[tuple[Trial, Planned]], explored: Explored | None
+    ) -> list[Trial]:
+        """The best mesh with numbers of micro-batches that were not tried on it, the most promising ones."""
+        if explored is None:
+            return []
+        mesh = min(tried, key=_key)[0].mesh
+        known = {trial.micro_batches for trial, _ in tried if trial.mesh == mesh}
+        alike = [each for each in explored.settings if each.setting.world_mesh == mesh]
+        others = [each for each in alike if each.setting.micro_batches not in known]
+        return list(_promising(others, self.request.bound_bytes, _blocks(self.graph)))
+
     def _try(
-        self, trials: Iterable[Trial], reasons: list[AutoparError]
+        self,
+        trials: Iterable[Trial],
+        reasons: list[AutoparError],
+        known: Planned | None = None,
     ) -> list[tuple[Trial, Planned]]:
-        """Plans of settings, in order, as long as they promise to be better than what was found."""
+        """Plans of settings, in order, as long as they promise to be better than what was found or is known."""
         found: list[tuple[Trial, Planned]] = []
-        best = math.inf
+        best = math.inf if known is None else known.price.step_seconds
         for trial in trials:
             if len(found) >= _EXACT and trial.priced is not None:
                 break
             if trial.promise_seconds >= best:
                 continue
             try:
-                planned = self._exact(trial)
+                planned = self._exact(trial, _SHOWN * best)
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 reasons.append(type(error)(f"{trial.mesh}: {error}"))
                 continue
@@ -195,8 +216,8 @@ class _Outer:
             yield count
             count *= 2
 
-    def _exact(self, trial: Trial) -> Planned:
-        """The plan of a setting."""
+    def _exact(self, trial: Trial, faster_than_seconds: float = math.inf) -> Planned:
+        """The plan of a setting; with stages only one that is faster than a known step."""
         asked = self._asked(trial)
         count = trial.micro_batches or self.captured
         rows, rest = divmod(self.rows, count)
@@ -210,11 +231,14 @@ class _Outer:
         asked = asked.but(
             batch=None, micro_batches=trial.micro_batches or (None if asked.has_stages else count)
         )
-        given = GivenMesh(graph, asked, self.fingerprint, count, self.fixed_storage)
-        if trial.known is None:
-            return given.search()
         known = trial.known
-        found = replace(given, faster_than_seconds=known.price.step_seconds).search()
+        if known is not None:
+            faster_than_seconds = known.price.step_seconds
+        found = GivenMesh(
+            graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
+        ).search()
+        if known is None:
+            return found
         others = sorted((*found.others, *known.others), key=lambda each: each.key)
         return found._replace(others=tuple(others))
 
@@ -229,6 +253,11 @@ class _Outer:
             schedule=request.chosen_schedule if staged else None,
             chunks=request.chunks if staged else None,
         )  # fmt: skip
+
+
+def _key(tried: tuple[Trial, Planned]) -> tuple[float, float]:
+    """Sort key of a setting with its plan, smaller is better."""
+    return tried[1].key
 
 
 def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
@@ -249,7 +278,7 @@ def trials_of(
     if explored is None:
         return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
     # A step without stages costs nearly what its closed form says: the best one bounds all others.
-    trials = list(_promising(explored.settings, request.bound_bytes))
+    trials = list(_promising(explored.settings, request.bound_bytes, _blocks(graph)))
     flat = next((each for each in trials if _depth(each.mesh) == 1), None)
     if flat is not None:
         trials = [flat, *(each for each in trials if each is not flat)]
@@ -265,8 +294,7 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
     A recipe that names no schedule asks for no stages: then there are some only where nothing fits without.
     """
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    most = len(block_starts(graph)) if has_blocks(graph) else 1
-    depths = [depth for depth in _divisors(request.ranks) if depth <= most]
+    depths = [depth for depth in _divisors(request.ranks) if depth <= _blocks(graph)]
     if request.depths is not None:
         return [depth for depth in depths if depth in request.depths], ()
     if request.chosen_schedule or request.chunks:
@@ -274,6 +302,11 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
     if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
         return depths, ()
     return depths[:1], depths[1:]
+
+
+def _blocks(graph: Graph) -> int:
+    """Number of blocks that stages may be made of."""
+    return len(block_starts(graph)) if has_blocks(graph) else 1
 
 
 def space_of(graph: Graph, request: Request, rows: int) -> Space:
@@ -307,7 +340,9 @@ def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
     return found
 
 
-def _promising(settings: Sequence[PricedCandidate], bound_bytes: int) -> Iterator[Trial]:
+def _promising(
+    settings: Sequence[PricedCandidate], bound_bytes: int, blocks: int
+) -> Iterator[Trial]:
     """What fits by its closed form first, fastest first, then the rest, smallest first.
 
     Of every mesh few numbers of micro-batches are taken.
@@ -315,7 +350,12 @@ def _promising(settings: Sequence[PricedCandidate], bound_bytes: int) -> Iterato
 
     def order(each: PricedCandidate) -> tuple[bool, float, str]:
         fits = each.memory_bytes <= bound_bytes
-        return not fits, _promise(each) if fits else each.memory_bytes, each.setting.name
+        return not fits, promise(each) if fits else each.memory_bytes, each.setting.name
+
+    def promise(each: PricedCandidate) -> float:
+        """The closed form with the bubble of the most chunks that are searched."""
+        chunks = max(searched_chunks(blocks, _depth(each.setting.world_mesh)), default=1)
+        return each.seconds - (1 - 1 / chunks) * each.parts.get("bubble", 0.0)
 
     counts: dict[Mesh, set[int]] = {}
     for each in sorted(settings, key=order):
@@ -323,12 +363,7 @@ def _promising(settings: Sequence[PricedCandidate], bound_bytes: int) -> Iterato
         known = counts.setdefault(mesh, set())
         if count not in known and len(known) < _SAME_MESH:
             known.add(count)
-            yield Trial(mesh, count, each.setting.recipe, _promise(each), each)
-
-
-def _promise(each: PricedCandidate) -> float:
-    """The closed form with the bubble of the most chunks that are searched."""
-    return each.seconds - (1 - 1 / max(SEARCHED_CHUNKS)) * each.parts.get("bubble", 0.0)
+            yield Trial(mesh, count, each.setting.recipe, promise(each), each)
 
 
 def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:

@@ -51,10 +51,10 @@ from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
 from autopar.search.balance import (
     Balance,
-    Shape,
     balance,
     balance_of,
     least_overfull,
+    least_seconds,
     mean_bytes,
 )
 from autopar.search.pipeline_notes import notes_of, of_layouts
@@ -63,6 +63,7 @@ from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
 from autopar.search.selection import Frontier
+from autopar.search.shape import Shape
 from autopar.units import counted
 
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
@@ -87,7 +88,7 @@ def search_pipeline(
     Args:
         graph: the captured model with all its layers, at the size of a micro-batch.
         request: the question, with a mesh that has the axis `pp`. An open schedule is chosen among
-            `SEARCHED_SCHEDULES`, open chunks among `SEARCHED_CHUNKS`, an open number of micro-batches
+            `SEARCHED_SCHEDULES`, open chunks among `searched_chunks`, an open number of micro-batches
             among the divisors of the batch; open recomputation is that of the fewest blocks that fit.
         captured_micro_batches: number of captured batches that make a step.
         fingerprint, fixed_storage: as in `search`.
@@ -294,7 +295,7 @@ class _Search:
             training_state=self.request.training_state, software=self.request.software,
         )  # fmt: skip
         frontier = Frontier(lambda: tables.selectable)
-        for shape in shapes_of(self.request, self.ranks, micro_batches):
+        for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
             try:
                 self._price_shape(own, tables, shape, frontier)
             except PlanError as error:  # a schedule that does not run so many micro-batches
@@ -312,7 +313,9 @@ class _Search:
                 self._price(inner, tables, Setting(shape, recompute))
         elif wish is not None:
             self._price(inner, tables, Setting(shape, wish))
-        elif not self.found or self._may_fit(tables, shape):
+        elif not self.found or (
+            self._affords(tables, shape, "none") and self._may_fit(tables, shape)
+        ):
             missed = len(self.overfull)
             self._price(inner, tables, Setting(shape, "none"))
             if len(self.overfull) > missed:
@@ -340,14 +343,28 @@ class _Search:
         if at < len(frontier.parts):
             self._price(inner, tables, Setting(shape, frontier.at(frontier.parts[at])))
 
+    def _affords(self, tables: StageTables, shape: Shape, recompute: Recompute) -> bool:
+        """Whether ranks that never wait would be faster than what was found."""
+        return self._least_seconds(tables.at(recompute), shape) < self._best_seconds()
+
     def _price_fewest(self, inner: _Inner, tables: StageTables, shape: Shape) -> None:
-        """See [Note: fewest blocks]."""
+        """See [Note: fewest blocks]. Nothing is priced where the most that would still be faster does not fit."""
+        if self.found and not self._fits(tables, shape, self._most(tables, shape)):
+            return
         best = math.inf
         for again in _from(_fewest(tables, partial(self._fits, tables, shape)), tables):
             priced = self._price(inner, tables, Setting(shape, again))
             if shape.stages == 1 or priced is None or priced.seconds >= best:
                 return
             best = priced.seconds
+
+    def _most(self, tables: StageTables, shape: Shape) -> Recompute:
+        """The most recomputed blocks of which ranks that never wait would be faster than what was found."""
+        if self._affords(tables, shape, "full"):
+            return "full"
+        counts = range(1, tables.repeating_blocks)
+        fewer = bisect.bisect_left(counts, True, key=lambda n: not self._affords(tables, shape, n))
+        return fewer or "none"
 
     def _fits(self, tables: StageTables, shape: Shape, recompute: Recompute) -> bool:
         cuts = self._balanced(tables, Setting(shape, recompute))
@@ -383,8 +400,7 @@ class _Search:
         self, inner: _Inner, tables: StageTables, setting: Setting, *, executed: bool = False
     ) -> Priced | None:
         """Balances and executes one setting, unless it cannot be better than what was found."""
-        table = tables.at(setting.recompute)
-        if self._least_seconds(table, setting.shape) >= self._best_seconds() and not executed:
+        if not executed and not self._affords(tables, setting.shape, setting.recompute):
             return None
         cuts = self._balanced(tables, setting, executed=executed)
         if cuts is None:
@@ -392,7 +408,8 @@ class _Search:
         if max(cuts.rank_bytes) > self.bound:
             self.overfull.append(self._overfull(tables, setting, cuts))
             return None
-        if self._busy_seconds(table, setting.shape, cuts) >= self._best_seconds() and not executed:
+        least = least_seconds(tables.at(setting.recompute), setting.shape, cuts.cuts)
+        if least >= self._best_seconds() and not executed:
             return None
         try:
             priced = self._priced(inner, tables, setting, cuts)
@@ -453,15 +470,6 @@ class _Search:
             for i in range(table.blocks)
         )
         return shape.micro_batches * max(whole / shape.ranks, *blocks)
-
-    @staticmethod
-    def _busy_seconds(table: StageTable, shape: Shape, cuts: Balance) -> float:
-        """Seconds of a step during which the busiest rank computes, with these cuts."""
-        ranks = [0.0] * shape.ranks
-        for stage, edge in enumerate(itertools.pairwise((0, *cuts.cuts, table.blocks))):
-            seconds = float(table.forward_seconds[edge] + table.backward_seconds[edge])
-            ranks[shape.blank.rank_of(stage)] += seconds
-        return shape.micro_batches * max(ranks)
 
     def _once_seconds(self, table: StageTable, shape: Shape, cuts: Balance) -> float:
         """What the slowest rank does once a step, all its stages together."""

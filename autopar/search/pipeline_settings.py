@@ -9,14 +9,18 @@ from typing import NamedTuple
 from autopar.ir import SCHEDULES, Plan
 from autopar.ir.recompute import Recompute, words_of_recompute
 from autopar.pipeline.simulation import Simulation
-from autopar.search.balance import Balance, Shape
+from autopar.search.balance import Balance
 from autopar.search.request import Request
+from autopar.search.shape import Shape
 from autopar.units import counted
 
 # What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
 # a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.
 SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-SEARCHED_CHUNKS = (2, 4)  # of schedules that run stages in rounds
+_SEARCHED_CHUNKS = (
+    2,
+    4,
+)  # of schedules that run stages in rounds, besides what divides a rank's layers
 
 
 @dataclass(frozen=True)
@@ -92,23 +96,43 @@ class PipelineFound:
         return self.best.plan
 
 
-def shapes_of(request: Request, ranks: int, micro_batches: int) -> Iterator[Shape]:
+def searched_chunks(blocks: int, ranks: int) -> tuple[int, ...]:
+    """Numbers of stages of a rank, of schedules that run them in rounds, that are searched where nobody says.
+
+    Two, four, and those that divide the blocks of a rank; most first, since the bubble gets shorter by them.
+
+    Args:
+        blocks: number of blocks of the model.
+        ranks: number of pipeline ranks.
+
+    Example:
+        >>> searched_chunks(blocks=96, ranks=8)
+        (12, 6, 4, 3, 2)
+    """
+    each = round(blocks / ranks)
+    found = {n for n in range(2, each + 1) if each % n == 0} | {*_SEARCHED_CHUNKS}
+    return tuple(sorted((n for n in found if n * ranks <= blocks), reverse=True))
+
+
+def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> Iterator[Shape]:
     """Every schedule with every number of chunks that it can have; on one rank all are the same."""
     chosen = request.chosen_schedule
     schedules = (chosen,) if chosen else SEARCHED_SCHEDULES
     for schedule in schedules if ranks > 1 else schedules[:1]:
-        for chunks in _chunks(request, schedule, ranks):
+        for chunks in _chunks(request, schedule, ranks, blocks):
             yield Shape(ranks, chunks, schedule, micro_batches)
 
 
-def _chunks(request: Request, schedule: str, ranks: int) -> tuple[int, ...]:
-    is_chosen = request.chosen_schedule is not None
-    if request.chunks is not None and is_chosen:
-        return (request.chunks,)
-    # with one stage a rank the interleaved schedules that are searched are 1f1b and gpipe
-    rounds_of = (1, *SEARCHED_CHUNKS) if is_chosen else SEARCHED_CHUNKS
-    own = {"one": (1,), "v": (2,), "rounds": rounds_of}[SCHEDULES[schedule]]
-    if request.chunks is None:
-        return own if ranks > 1 or own == (1,) or is_chosen else ()
-    rounds = own == SEARCHED_CHUNKS and request.chunks > 1
-    return (request.chunks,) if rounds or request.chunks in own else ()
+def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[int, ...]:
+    kind, is_chosen = SCHEDULES[schedule], request.chosen_schedule is not None
+    if request.chunks is not None:
+        # With one stage a rank the interleaved schedules that are searched are 1f1b and gpipe.
+        has_it = request.chunks > 1 if kind == "rounds" else request.chunks == _FIXED[kind]
+        return (request.chunks,) if is_chosen or has_it else ()
+    if kind in _FIXED:
+        return (_FIXED[kind],) if ranks > 1 or kind == "one" or is_chosen else ()
+    searched = searched_chunks(blocks, ranks)
+    return (1, *searched) if is_chosen else searched if ranks > 1 else ()
+
+
+_FIXED = {"one": 1, "v": 2}  # kind of a schedule -> the stages that each of its ranks has

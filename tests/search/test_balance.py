@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError, SearchError
-from autopar.pipeline.schedules import actions
+from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable
-from autopar.search.balance import Shape, balance, least_overfull
+from autopar.search.balance import balance, balance_of, least_overfull, least_seconds
+from autopar.search.shape import Shape
 
 
 def table(
@@ -166,6 +167,33 @@ def test_executed_cuts_end_no_later(seed: int) -> None:
     assert best <= seconds(executed.cuts) <= min(1.1 * best, seconds(plain.cuts))
 
 
+SHAPES = [
+    *((schedule, 1) for schedule in ("gpipe", "1f1b", "zb")),
+    *((schedule, 2) for schedule in ("interleaved", "looped-bfs", "zb", "zbv", "dualpipev")),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SHAPES)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_schedule_is_faster_than_its_bound(schedule: str, chunks: int, seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 4)
+    shape = Shape(ranks, chunks, schedule, 3 * ranks)
+    forward, backward = ([draw.uniform(0.1, 9) for _ in range(12)] for _ in range(2))
+    made = table(forward, backward=backward, send=draw.choice([0.0, 0.5]))
+    cuts = tuple(sorted(draw.sample(range(1, 12), shape.stages - 1)))
+    lists, waits = actions(shape.blank, shape.micro_batches), waits_for_sends(schedule)
+    run = simulate(lists, made.stages(cuts), waits_for_sends=waits)
+    assert 0 < least_seconds(made, shape, cuts) <= run.step_seconds * (1 + 1e-9)
+
+
+def test_the_bound_is_the_step_where_only_the_last_rank_waits() -> None:
+    """GPipe of 1 and 1 second on two ranks: 4 micro-batches of 2 seconds, after 1 and before 1 of the first."""
+    made, shape = table([1, 1], backward=[1, 1]), Shape(2, 1, "gpipe", 4)
+    run = simulate(actions(shape.blank, 4), made.stages((1,)))
+    assert least_seconds(made, shape, (1,)) == run.step_seconds == 10
+
+
 def _rank_sums(
     made: StageTable, cuts: Sequence[int], rank_of: Sequence[int], ranks: int
 ) -> list[float]:
@@ -192,6 +220,35 @@ def test_micro_batches_in_flight() -> None:
     assert Shape(4, 1, "gpipe", 8).in_flight() == _counted(Shape(4, 1, "gpipe", 8))
     assert Shape(2, 2, "looped-bfs", 4).in_flight() == (4, 4, 4, 4)
     assert Shape(2, 2, "interleaved", 4).in_flight() == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_takes_what_the_simulated_step_holds_at_most(
+    schedule: str, chunks: int, seed: int
+) -> None:
+    """Stages of one rank do not hold their most at the same time."""
+    draw = random.Random(seed)
+    ranks = draw.randint(2, 4)
+    shape = Shape(ranks, chunks, schedule, 3 * ranks)
+    made = table(
+        [1.0] * 12, backward=[2.0] * 12,
+        saved=[draw.randint(1, 9) for _ in range(12)], kept=[draw.randint(1, 9) for _ in range(12)],
+    )  # fmt: skip
+    cuts = tuple(sorted(draw.sample(range(1, 12), shape.stages - 1)))
+    run = simulate(actions(shape.blank, shape.micro_batches), made.stages(cuts))
+    assert balance_of(made, shape, cuts).rank_bytes == run.peak_bytes
+
+
+def test_the_fullest_moments_of_interleaved_stages() -> None:
+    """Two ranks of two stages, 4 micro-batches. Rank 0 has 5 in flight, although its stages reach 4 and 2.
+
+    rank 0    0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 ...
+    rank 1    1F0 1F1 3F0 3B0 3F1 3B1 1F2 ...
+    """
+    first, second = Shape(2, 2, "interleaved", 4).flights.tolist()
+    assert first == [[3, 4], [2, 1]]
+    assert second == [[2, 3], [1, 0]]
 
 
 def _counted(shape: Shape) -> tuple[int, ...]:

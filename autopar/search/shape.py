@@ -1,0 +1,98 @@
+"""The shape of a pipeline before it is cut, and the micro-batches that it has in flight."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.ir.pipeline import Pipeline
+from autopar.pipeline.schedules import actions
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pipeline before it is cut.
+
+    Attributes:
+        ranks: number of pipeline ranks.
+        chunks: stages of each rank.
+        schedule: one of `autopar.ir.pipeline.SCHEDULES`.
+        micro_batches: number of micro-batches in a step.
+    """
+
+    ranks: int
+    chunks: int
+    schedule: str
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def cut(self, cuts: Sequence[str], position: int = 0) -> Pipeline:
+        """The pipeline with its cuts. Raises PlanError where the schedule cannot have such a shape."""
+        return Pipeline(self.ranks, self.schedule, tuple(cuts), position)
+
+    @property
+    def blank(self) -> Pipeline:
+        """The pipeline with cuts anywhere, for what does not depend on them."""
+        return self.cut([str(number) for number in range(1, self.stages)])
+
+    @property
+    def flights(self) -> np.ndarray:
+        """Micro-batches in flight on every rank at its fullest moments, of shape `(ranks, chunks, moments)`.
+
+        A moment has one number for each of a rank's stages. Only the fullest moments count: at any other one
+        no stage has more in flight. Which of them takes most memory depends on the stages. Raises PlanError where the
+        schedule refuses so many micro-batches.
+        """
+        return _flights(self)
+
+    def in_flight(self) -> tuple[int, ...]:
+        """The largest number of micro-batches in flight, of every stage; errors as in `flights`."""
+        most = self.flights.max(axis=-1)
+        blank = self.blank
+        places = {
+            stage: (rank, chunk)
+            for rank in range(self.ranks)
+            for chunk, stage in enumerate(blank.stages_of(rank))
+        }
+        return tuple(int(most[places[stage]]) for stage in range(self.stages))
+
+    @property
+    def least_in_flight(self) -> int:
+        """A number of micro-batches that every rank has in flight on all of its stages at once."""
+        return int(self.flights.min(axis=1).max(axis=-1).min())
+
+
+@functools.lru_cache(maxsize=64)
+def _flights(shape: Shape) -> np.ndarray:
+    m, ranks = shape.micro_batches, shape.ranks
+    if shape.schedule in ("gpipe", "looped-bfs"):  # all forwards come before all backwards
+        return np.full((ranks, shape.chunks, 1), m)
+    if shape.schedule == "1f1b":
+        return np.minimum(m, np.arange(ranks, 0, -1)).reshape(ranks, 1, 1)
+    moments = [_moments(shape, rank) for rank in range(ranks)]
+    found = np.zeros((ranks, shape.chunks, max(map(len, moments))), dtype=int)
+    for rank, each in enumerate(moments):
+        found[rank, :, : len(each)] = each.T
+    return found
+
+
+def _moments(shape: Shape, rank: int) -> np.ndarray:
+    """The fullest moments of a rank, counted in its list of actions, of shape `(moments, chunks)`."""
+    own = actions(shape.blank, shape.micro_batches)[rank]
+    chunk_of = {stage: chunk for chunk, stage in enumerate(shape.blank.stages_of(rank))}
+    now, seen = [0] * shape.chunks, set()
+    for action in own:
+        if action.kind == "F":
+            now[chunk_of[action.stage]] += 1
+            seen.add(tuple(now))
+        elif action.kind in ("B", "W"):  # a whole backward, or the last of its two halves
+            now[chunk_of[action.stage]] -= 1
+    every = np.array(sorted(seen))
+    at_most = (every[:, None] <= every[None, :]).all(axis=-1)  # no moment is there twice
+    return every[at_most.sum(axis=1) == 1]
