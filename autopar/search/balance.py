@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -160,11 +160,10 @@ class _Problem:
             stage * self.table.blocks // self.shape.stages for stage in range(1, self.shape.stages)
         )
         starts = dict.fromkeys(filter(None, (fastest, shared, self.smallest(), equal)))
-        ends = {self._descend(self.of(cuts), self._rank_key) for cuts in starts}
-        key = self._rank_key
+        ends = {self._descend(self.of(cuts)) for cuts in starts}
         if executed:
-            key = self._step_key
-            ends |= {self._descend(end, key) for end in ends}
+            ends |= {self._executed(end) for end in ends}
+        key = self._step_key if executed else self._rank_key
         return min(ends, key=lambda each: (*key(each), each.cuts))
 
     def smallest(self) -> tuple[int, ...]:
@@ -172,13 +171,32 @@ class _Problem:
         weights = np.where(np.isfinite(self.table.seconds), self.held, np.inf)
         return _earliest(weights <= _least_largest(weights) * _ROUNDING)
 
-    def _descend(self, best: Balance, key: Callable[[Balance], tuple[float, ...]]) -> Balance:
-        """Moves one cut at a time, as long as the key becomes smaller."""
+    def _descend(self, best: Balance) -> Balance:
+        """Moves one cut at a time, as long as the slowest ranks become faster or fit better."""
         while True:
-            moved = min(self._moved(best.cuts), key=key, default=best)
-            if not _is_less(key(moved), key(best)):
+            moved = min(self._moved(best.cuts), key=self._rank_key, default=best)
+            if not _is_less(self._rank_key(moved), self._rank_key(best)):
                 return best
             best = moved
+
+    def _executed(self, best: Balance) -> Balance:
+        """The same by the seconds of the schedule, executed only for cuts whose bound promises less."""
+        key = self._step_key(best)
+        while True:
+            promising = [each for each in self._moved(best.cuts) if self._may_be_less(each, key)]
+            keys = [self._step_key(each) for each in promising]
+            least = min(keys, default=key)
+            if not _is_less(least, key):
+                return best
+            best, key = promising[keys.index(least)], least
+
+    def _may_be_less(self, each: Balance, key: tuple[float, ...]) -> bool:
+        """Whether the step of these cuts may have a smaller key."""
+        excess, seconds = key
+        return (
+            self._excess(each) < excess
+            or least_seconds(self.table, self.shape, each.cuts) < seconds
+        )
 
     def _moved(self, cuts: tuple[int, ...]) -> list[Balance]:
         """One cut elsewhere between its neighbours, in every way."""

@@ -400,7 +400,7 @@ class _Search:
         self, inner: _Inner, tables: StageTables, setting: Setting, *, executed: bool = False
     ) -> Priced | None:
         """Balances and executes one setting, unless it cannot be better than what was found."""
-        if not executed and not self._affords(tables, setting.shape, setting.recompute):
+        if not self._affords(tables, setting.shape, setting.recompute):
             return None
         cuts = self._balanced(tables, setting, executed=executed)
         if cuts is None:
@@ -409,7 +409,7 @@ class _Search:
             self.overfull.append(self._overfull(tables, setting, cuts))
             return None
         least = least_seconds(tables.at(setting.recompute), setting.shape, cuts.cuts)
-        if least >= self._best_seconds() and not executed:
+        if least >= self._best_seconds():
             return None
         try:
             priced = self._priced(inner, tables, setting, cuts)
