@@ -25,9 +25,9 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 @contextlib.contextmanager
 def waiting_longer(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
     """Inside it, collectives of this group wait for at least so long, whatever its timeout is."""
-    device = group._device_types[0]
-    options = getattr(group._get_backend(device), "options", None)
-    if options is None:  # torch's fake backend
+    kinds = group._device_types  # none where the group is written in Python
+    options = getattr(group._get_backend(kinds[0]), "options", None) if kinds else None
+    if options is None:  # torch's fake backend has none either
         yield
         return
     before = options._timeout.total_seconds()

@@ -1,11 +1,14 @@
-"""Errors of single ops in a running graph: PyTorch's own, with notes of the op's line and module in the model."""
+"""Errors of single ops in a running graph: PyTorch's own, with notes of the op's line and module in the model.
+
+Where memory runs out, notes say what the plan was priced to take, and what to change.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -13,6 +16,7 @@ from torch import fx
 from autopar.analysis.factors import module_path
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, PeerError
+from autopar.units import format_bytes
 
 _NO_MEMORY = (
     "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a RuntimeError
@@ -37,6 +41,24 @@ def naming_line() -> Iterator[None]:
                 "remedy: ask for a plan that takes less memory of a rank: a bound (memory_bytes=...), more "
                 "micro_batches, recompute='full', a recipe that stores parameters in shards (recipe='zero3'), or a "
                 "smaller batch. model.explain() shows the peak that was priced."
+            )
+        raise
+
+
+@contextlib.contextmanager
+def naming_plan(predicted: Callable[[], tuple[float, float]]) -> Iterator[None]:
+    """Adds to an error of a step without memory how many bytes of a rank the plan was priced to take.
+
+    Args:
+        predicted: predicted seconds of a step and peak bytes of a rank, asked for after an error alone.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            size = format_bytes(predicted()[1])
+            error.add_note(
+                f"planned: a peak of {size} of a rank's memory, optimizer states included"
             )
         raise
 

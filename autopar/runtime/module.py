@@ -29,6 +29,7 @@ from autopar.runtime.clock import StepClock
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.deferred import LossAlone, with_deferred_gradients
 from autopar.runtime.executor import BoundProgram, unflatten_outputs
+from autopar.runtime.failing_op import naming_plan
 from autopar.runtime.finite import FiniteLoss, about_loss
 from autopar.runtime.generation import generate
 from autopar.runtime.hooks import backward_hooks, refuse_hooks
@@ -139,7 +140,7 @@ class CompiledModule(nn.Module):
             predicted = self._planner.predicted(self.plan)
             log.info("%s", self._clock.against(predicted, self._settings.device))
         try:
-            with self._as_captured():
+            with self._as_captured(), naming_plan(lambda: self._planner.predicted(self.plan)):
                 self._seeds.draw(bound.program, bound.world)
                 shares = step_shares(bound.program, parts, self._original, bound.world)
                 found = bound.step(parts, shares)

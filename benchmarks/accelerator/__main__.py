@@ -71,6 +71,16 @@ def run(folder: Path, device: str, minutes: float, only: str = "") -> list[Resul
     return found
 
 
+def _set_environment(device: str) -> None:
+    """Sets what libraries read when a part's process starts."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
+    if device != "cpu":
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(16, cores))
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for results.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), help="By default cuda if present.")
@@ -82,10 +92,10 @@ def main(out: Path, device: str | None, minutes: float, only: str) -> None:
     Started again with the same folder, it goes on with the parts that are not done. Exits with 1 if a
     part did not come to its end or a figure failed.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
+    device = device or default_device()
+    _set_environment(device)
     try:
-        found = run(out, device or default_device(), minutes, only)
+        found = run(out, device, minutes, only)
     except AutoparError as error:
         raise click.ClickException(str(error)) from error
     console = Console()

@@ -100,6 +100,7 @@ def measured(run: Run, part: Part, limit_seconds: float) -> Result:
 def _work(run: Run, part: Part) -> None:
     """The life of a part's process, which ends with the one that started it."""
     threading.Thread(target=follow_parent, daemon=True).start()
+    _log_to(run.path(part).with_suffix(".log"))
     result, start = Result(part.name, run.identity), time.monotonic()
     try:
         for found in part.run(run.context):
@@ -112,6 +113,13 @@ def _work(run: Run, part: Part) -> None:
     _note_time(result, start)
     _store(run, part, result)
     os._exit(0)  # without waiting for threads of a library
+
+
+def _log_to(path: Path) -> None:
+    """Sends what libraries print to a file, so that the screen keeps the progress bar."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):  # standard output and standard error
+        os.dup2(file, stream)
 
 
 def _note_time(result: Result, start: float) -> None:

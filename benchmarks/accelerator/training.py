@@ -35,7 +35,7 @@ def trained(model: nn.Module, backward: Callable[[], Tensor]) -> Step:
 
 def plain_step(model: nn.Module, batch: Batch, called: Callable[..., Tensor] | None = None) -> Step:
     """A step of the model without autopar; `called` stands for its forward, such as torch.compile makes."""
-    forward = called or model
+    forward = model if called is None else called
 
     def backward() -> Tensor:
         loss = forward(*batch)

@@ -20,6 +20,7 @@ from benchmarks.accelerator.figures import Figure, Picture, Result
 from benchmarks.accelerator.page import summary, to_html
 from benchmarks.accelerator.parts import PARTS, Context
 from benchmarks.accelerator.runner import Run, run_parts
+from benchmarks.accelerator.trace import Interval, Kind, Trace, traced
 from tests.benchmarks.odd_parts import odd_part
 
 IDENTITY = {"version": "1", "device": "cpu"}
@@ -147,3 +148,44 @@ def test_an_unknown_part_is_refused_by_name(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, ["--out", str(tmp_path), "--device", "cpu", "--only", "speed"])
     assert found.exit_code == 1
     assert "There is no part 'speed'; choose from calibrate" in found.output
+
+
+def test_a_slice_of_every_part_holds_on_the_processor(tmp_path: Path) -> None:
+    arguments = ["--out", str(tmp_path), "--device", "cpu", "--minutes", "2"]
+    found = CliRunner().invoke(main, arguments)
+    results = {
+        part.name: Result.from_json(json.loads((tmp_path / f"{part.name}.json").read_text()))
+        for part in PARTS
+    }
+    assert {name: result.state for name, result in results.items()} == dict.fromkeys(
+        results, "done"
+    ), {name: result.why for name, result in results.items()}
+    verdicts = {
+        (name, figure.name): figure.verdict
+        for name, result in results.items()
+        for figure in result.figures
+    }
+    assert not [name for name, verdict in verdicts.items() if verdict == "FAIL"]
+    assert sum(verdict == "pass" for verdict in verdicts.values()) >= 20
+    assert found.exit_code == 0, found.output
+    assert (tmp_path / "page.html").read_text().count("<section") == len(PARTS) == 8
+
+
+def test_a_trace_is_read_as_worked_out_by_hand() -> None:
+    # compute 0-2 and 3-4, collectives 1-3 and 3.5-5: 1 + 0.5 of 3.5 lie beside compute
+    spans: dict[Kind, list[Interval]] = {
+        "compute": [(0.0, 2.0), (3.0, 4.0)],
+        "communication": [(1.0, 3.0), (3.5, 5.0)],
+        "copy": [],
+    }
+    trace = Trace(spans, (0.0, 5.0))
+    assert trace.beside_compute("communication") == pytest.approx(1.5 / 3.5)
+    assert trace.beside_compute("copy") is None
+    assert trace.idle == pytest.approx(2 / 5)
+
+
+def test_a_profiled_step_has_its_ops_as_compute() -> None:
+    x = torch.randn(200, 200)
+    found = traced(lambda: x @ x, torch.device("cpu"))
+    assert len(found.spans["compute"]) >= 1 and not found.spans["communication"]
+    assert 0 <= found.idle < 1

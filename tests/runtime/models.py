@@ -100,3 +100,11 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batc
     tokens = torch.randint(0, 256, (8, 8))
     model = GPT(GPTConfig(seq_len=8, layers=2, heads=4, width=16)).to(dtype)
     return model, (tokens, tokens.roll(1, 1)), loss_fn
+
+
+def make_on(
+    device: str, name: str, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, Batch, object]:
+    """The same on a device."""
+    model, batch, loss = make(name, dtype)
+    return model.to(device), tuple(x.to(device) for x in batch), loss

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.calibrate.ranks import follow_parent
+
 # A rank that compiles does so itself, rather than start processes for it.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -25,6 +28,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.runtime.warm"])
 TIMEOUT_SECONDS = 120  # of a task on all ranks
 GLOO_SECONDS = 60  # that a rank waits for another
+
+Join = Callable[[int, int, str], None]  # rank, number of ranks, file where they meet
 
 
 def kept_ranks(count: int) -> Iterator[Ranks]:
@@ -39,10 +44,15 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """`count` processes in one process group, started at the first task."""
+    """`count` processes in one process group, started at the first task.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    Args:
+        count: number of ranks.
+        joined: function of a module's top level by which a rank joins the process group; by default `join`.
+    """
+
+    def __init__(self, count: int, joined: Join | None = None) -> None:
+        self.count, self._joined = count, joined or join
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -93,7 +103,7 @@ class Ranks:
         for rank in range(self.count):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_serve, args=(rank, self.count, store, theirs), daemon=True
+                target=_serve, args=(rank, self.count, store, theirs, self._joined), daemon=True
             )
             process.start()
             theirs.close()
@@ -113,21 +123,22 @@ class Ranks:
             self._folder = None
 
 
-def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) -> None:
+    threading.Thread(target=follow_parent, daemon=True).start()
     # What is imported stays: tests that look for garbage look through their own alone.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     torch.set_num_threads(1)
-    joined = False
+    has_joined = False
     while True:
         try:
             task, args = pipe.recv()
         except EOFError:
             return
         try:
-            if not joined:
-                join(rank, count, store)
-                joined = True
+            if not has_joined:
+                joined(rank, count, store)
+                has_joined = True
             torch.manual_seed(0)
             pipe.send((True, task(*args)))
         except BaseException:

@@ -13,7 +13,7 @@ import autopar
 from autopar.capture.export import run_with_loss
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verdict import nan_last
-from tests.runtime.models import Batch, make, mean_square
+from tests.runtime.models import Batch, make, make_on, mean_square
 from tests.support.staged import captured_once, prepared_once
 
 Step = Callable[..., Tensor]
@@ -49,16 +49,21 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Every entry of the state dict, in full."""
     state = model.state_dict()
     return {
-        k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone()
+        k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().cpu().clone()
         for k, v in state.items()
     }
 
 
 def single(
-    name: str, *, steps: int = 3, dtype: torch.dtype = torch.float64, micro_batches: int = 1
+    name: str,
+    *,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float64,
+    micro_batches: int = 1,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """What a single process without autopar gets."""
-    model, batch, loss_fn = make(name, dtype)
+    model, batch, loss_fn = make_on(device, name, dtype)
 
     def step(*batch: Tensor) -> Tensor:
         losses = []
@@ -73,29 +78,34 @@ def single(
 
 @captured_once()
 def compiled(
-    name: str, mesh: dict[str, int], recipe: str | dict[str, str] = "auto", micro_batches: int = 1
-) -> dict[str, Any]:
-    """What autopar gets on this rank."""
-    model, batch, loss_fn = make(name)
+    name: str, mesh: dict[str, int], recipe: str | dict[str, str] = "auto", micro_batches: int = 1,
+    *, device: str = "cpu", **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What autopar gets on this rank; `options` are further ones of `compile`."""
+    model, batch, loss_fn = make_on(device, name)
     made = autopar.compile(
-        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches
+        model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches, **options
     )  # type: ignore[arg-type]
     return train(made, made.step, batch)
 
 
 @captured_once()
-def randomly(name: str, mesh: dict[str, int], seed: int) -> tuple[dict[str, Any], int]:
+def randomly(
+    name: str, mesh: dict[str, int], seed: int, device: str = "cpu"
+) -> tuple[dict[str, Any], int]:
     """The same with a plan drawn at random, and how many micro-batches that has."""
-    model, batch, loss_fn = make(name)
-    plan = _random_plan(name, mesh, seed, micro_batches=1)
+    model, batch, loss_fn = make_on(device, name)
+    plan = _random_plan(name, mesh, seed, device, micro_batches=1)
     if plan.micro_batches > 1:  # it was drawn for the whole batch
-        plan = _random_plan(name, mesh, seed, micro_batches=plan.micro_batches)
+        plan = _random_plan(name, mesh, seed, device, micro_batches=plan.micro_batches)
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
     return train(made, made.step, batch), plan.micro_batches
 
 
-def _random_plan(name: str, mesh: dict[str, int], seed: int, *, micro_batches: int) -> autopar.Plan:
-    model, batch, loss_fn = make(name)
+def _random_plan(
+    name: str, mesh: dict[str, int], seed: int, device: str, *, micro_batches: int
+) -> autopar.Plan:
+    model, batch, loss_fn = make_on(device, name)
     part = tuple(x[: len(x) // micro_batches] for x in batch)
     prepared = prepared_once(model, part, loss_fn)
     return random_plan(

@@ -1,0 +1,129 @@
+"""Part 4: every recipe, every schedule and plans drawn at random, exact on this device's kernels.
+
+With several accelerators every rank has one, over the backend of the device. With one, two ranks share it over
+Gloo, staged through the host (staged.py); on a processor they do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar import _torch
+from autopar.calibrate.devices import device_count
+from autopar.ir import SCHEDULES
+from benchmarks.accelerator import staged
+from benchmarks.accelerator.figures import Figure, Sentence
+from benchmarks.accelerator.parts import Context, Found
+from benchmarks.parity.recipes import ONE_AXIS
+from tests.runtime.ranks import GLOO_SECONDS, Ranks
+from tests.runtime.training import compiled, difference, randomly, single
+
+RANKS = 2
+TOLERANCE = 1e-9  # in float64, for sums in another order; as in tests/runtime/test_random_plans.py
+MODELS = ("gpt", "tied", "normed", "mlp")
+SEEDS = range(2)  # of random plans, for each model and axis
+MICRO_BATCHES = 4
+
+
+def run(context: Context) -> Iterator[Found]:
+    """Trains small models by plans on two ranks, and by none in one process."""
+    kind = context.device.type
+    is_shared = not context.on_accelerator or device_count(kind) < RANKS
+    yield Sentence(_proof(is_shared, kind))
+    ranks = Ranks(RANKS, join_staged if is_shared else join_devices)
+    try:
+        yield from _recipes(context, ranks)
+        yield from _schedules(context, ranks)
+        yield from _random_plans(context, ranks)
+    finally:
+        ranks.stop()
+
+
+def _proof(is_shared: bool, kind: str) -> str:
+    if not is_shared:
+        return (
+            f"{RANKS} ranks over {_torch.backend_of(torch.device(kind))}, each with its own device."
+        )
+    return (
+        f"{RANKS} ranks share one device ({kind}) over Gloo, staged through the host. That proves plans and kernels. "
+        "Not proven: the device's own collectives, their streams and their watchdog, which take several devices."
+    )
+
+
+def join_staged(rank: int, count: int, store: str) -> None:
+    """Joins ranks that share one device."""
+    staged.register()
+    _join(staged.NAME, rank, count, store)
+
+
+def join_devices(rank: int, count: int, store: str) -> None:
+    """Joins ranks that have a device each."""
+    kind = _torch.accelerator_kind()
+    assert kind is not None, "there are several"
+    torch.accelerator.set_device_index(rank)
+    _join(_torch.backend_of(torch.device(kind)), rank, count, store)
+
+
+def _join(backend: str, rank: int, count: int, store: str) -> None:
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, count), rank=rank, world_size=count,
+        timeout=timedelta(seconds=GLOO_SECONDS),
+    )  # fmt: skip
+
+
+@cache
+def _alone(name: str, micro_batches: int, device: str) -> dict[str, Any]:
+    """The training of one process without autopar."""
+    return single(name, micro_batches=micro_batches, device=device)
+
+
+def worst(parts: Sequence[dict[str, Any]], expected: dict[str, Any]) -> float:
+    """The largest difference of any rank; with stages each rank has the entries of its own stages."""
+    whole: dict[str, Any] = {}
+    for part in parts:
+        whole |= part
+    return max(
+        difference({key: (whole | part)[key] for key in expected}, expected) for part in parts
+    )
+
+
+def _recipes(context: Context, ranks: Ranks) -> Iterator[Found]:
+    device = context.device.type
+    for recipe in context.subjects(ONE_AXIS):
+        parts = ranks.run(_compiled, "gpt", {"x": RANKS}, recipe, 1, device)
+        error = worst(parts, _alone("gpt", 1, device))
+        yield Figure(f"recipe {recipe}, losses and weights", error, "error", limit=TOLERANCE)
+
+
+def _schedules(context: Context, ranks: Ranks) -> Iterator[Found]:
+    device = context.device.type
+    for schedule in context.subjects(tuple(SCHEDULES)):
+        parts = ranks.run(_compiled, "gpt", {"pp": RANKS}, schedule, MICRO_BATCHES, device)
+        error = worst(parts, _alone("gpt", MICRO_BATCHES, device))
+        yield Figure(f"schedule {schedule}, losses and weights", error, "error", limit=TOLERANCE)
+
+
+def _compiled(
+    name: str, mesh: dict[str, int], recipe: str, micro_batches: int, device: str
+) -> dict[str, Any]:
+    """A rank's task."""
+    return compiled(name, mesh, recipe, micro_batches, device=device)
+
+
+def _random_plans(context: Context, ranks: Ranks) -> Iterator[Found]:
+    device = context.device.type
+    for axis in ("a", "pp"):
+        for name in context.subjects(MODELS):
+            errors = []
+            for seed in context.subjects(SEEDS):
+                found = ranks.run(randomly, name, {axis: RANKS}, seed, device)
+                expected = _alone(name, found[0][1], device)
+                errors.append(worst([part for part, _ in found], expected))
+            words = f"{len(errors)} random plans of {name} over {axis}={RANKS}"
+            yield Figure(words, max(errors), "error", limit=TOLERANCE)
