@@ -26,7 +26,7 @@ def run(context: Context) -> Iterator[Found]:
     """Measures, writes the hardware file, reads it back."""
     kind = context.device.type
     ranks = device_count(kind) if context.scope == "whole" else 1
-    formats = context.size(("float32", "bfloat16"), ())
+    formats = context.size(tuple(context.subjects(("float32", "bfloat16"))), ())
     found = calibrate(device=kind, ranks=ranks, quick=True, formats=formats)
     path = context.folder / HARDWARE
     hardware = to_hardware(found, path.stem)

@@ -36,7 +36,7 @@ def run(context: Context) -> Iterator[Found]:
             "kernels of collectives are not, and the device's own overlap is not proven."
         )
     joined = join_staged if is_shared else join_devices if context.on_accelerator else join
-    ranks = Ranks(RANKS, joined)
+    ranks = Ranks(RANKS, joined, context.processes)
     bars: dict[str, list[tuple[str, float]]] = {"beside compute": [], "idle": []}
     try:
         for recipe in context.subjects(RECIPES):

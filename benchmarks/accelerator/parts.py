@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 
 from benchmarks.accelerator.figures import Figure, Picture, Sentence
+from tests.runtime.ranks import CONTEXT
 
 Found = Figure | Picture | Sentence
 Scope = Literal["slice", "whole"]
@@ -34,6 +36,15 @@ class Context:
     @property
     def on_accelerator(self) -> bool:
         return self.device.type != "cpu"
+
+    @property
+    def processes(self) -> Any:
+        """How a part starts ranks, a context of multiprocessing.
+
+        On a processor the part is itself a fork of a server that has imported everything, and so are its ranks, if
+        they start before the part computes. Nothing that has used an accelerator may fork.
+        """
+        return CONTEXT if self.on_accelerator else multiprocessing.get_context("fork")
 
     def size(self, cpu: T, accelerator: T) -> T:
         """The size for this kind of device."""

@@ -151,7 +151,7 @@ def test_an_unknown_part_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_slice_of_every_part_holds_on_the_processor(tmp_path: Path) -> None:
-    arguments = ["--out", str(tmp_path), "--device", "cpu", "--minutes", "2"]
+    arguments = ["--out", str(tmp_path), "--device", "cpu", "--minutes", "2.9"]
     found = CliRunner().invoke(main, arguments)
     results = {
         part.name: Result.from_json(json.loads((tmp_path / f"{part.name}.json").read_text()))

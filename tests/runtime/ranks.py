@@ -49,10 +49,11 @@ class Ranks:
     Args:
         count: number of ranks.
         joined: function of a module's top level by which a rank joins the process group; by default `join`.
+        context: how processes start, a context of multiprocessing.
     """
 
-    def __init__(self, count: int, joined: Join | None = None) -> None:
-        self.count, self._joined = count, joined or join
+    def __init__(self, count: int, joined: Join | None = None, context: Any = CONTEXT) -> None:
+        self.count, self._joined, self._context = count, joined or join, context
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -101,8 +102,8 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.count):
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
                 target=_serve, args=(rank, self.count, store, theirs, self._joined), daemon=True
             )
             process.start()
