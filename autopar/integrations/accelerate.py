@@ -12,20 +12,22 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from autopar._torch import pytree
 from autopar.errors import AutoparError
-from autopar.integrations.batches import with_batches_of_all
+from autopar.integrations.batches import generator_of, with_batches_of_all
+from autopar.integrations.loop_state import load_loop_state, loop_state
 from autopar.integrations.prepared import PreparedModel
+from autopar.runtime.checkpoint import read_extra
 from autopar.search import RecipeLike
 
 _REFUSED = {
@@ -38,10 +40,6 @@ _REFUSED = {
     "dynamo_backend": "options={'executor': 'inductor'} compiles what ranks run",
     "dynamo_plugin": "options={'executor': 'inductor'} compiles what ranks run",
 }
-
-
-# Parts of what `save_state` writes.
-_MODEL, _LOOP = "autopar", "loop.pt"
 
 
 class AutoparAccelerator(Accelerator):
@@ -129,7 +127,8 @@ class AutoparAccelerator(Accelerator):
         """A loader that gives every rank the batch of all ranks.
 
         With `split_batches=True` the script's loader gives the batch of all ranks already; otherwise that of one rank.
-        Before each pass the ranks take the first rank's state of torch's generator, so that they shuffle alike.
+        Before each pass the ranks take the first rank's state of torch's generator, and of the sampler's own, so that
+        they shuffle alike.
 
         Raises AutoparError with `dispatch_batches=True`, and for a loader whose batch of one rank is not known.
         """
@@ -146,12 +145,20 @@ class AutoparAccelerator(Accelerator):
         loader = prepare_data_loader(
             data_loader, self.device, num_processes=1, process_index=0, put_on_device=placed,
             rng_types=list(dict.fromkeys([*self.rng_types, "torch"])), dispatch_batches=False,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.dataloader_config.data_seed, non_blocking=self.non_blocking,
-            use_stateful_dataloader=self.use_stateful_dataloader,
+            use_seedable_sampler=self.use_seedable_sampler, data_seed=self._data_seed(),
+            non_blocking=self.non_blocking, use_stateful_dataloader=self.use_stateful_dataloader,
         )  # fmt: skip
+        loader.synchronized_generator = generator_of(loader)
+        if loader.synchronized_generator is not None:
+            loader.rng_types = [*loader.rng_types, "generator"]
         self._dataloaders.append(loader)
         return loader
+
+    def _data_seed(self) -> int:
+        """The seed of seedable samplers: what was asked for, or the first rank's seed of torch."""
+        asked = self.dataloader_config.data_seed
+        (seed,) = broadcast_object_list([torch.initial_seed() if asked is None else asked])
+        return int(seed)
 
     @contextlib.contextmanager
     def whole_batches(self) -> Iterator[None]:
@@ -220,51 +227,42 @@ class AutoparAccelerator(Accelerator):
         return prepared.whole_weights()
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """Saves model, optimizer, schedulers and registered objects; every rank calls it, with a folder all see.
+        """Saves model, optimizer, schedulers, registered objects, positions of loaders and random generators.
 
-        Raises AutoparError for anything but one prepared model with at most one optimizer.
+        Every rank calls it, with a folder that all see, for this checkpoint alone. One that is there already is
+        replaced once the new one is complete, as `autopar.checkpoint.save_checkpoint` does it.
+
+        Raises AutoparError for anything but one prepared model with at most one optimizer, and for states that could
+        not be loaded without running code.
         """
         if output_dir is None:
             raise AutoparError(
                 "save_state needs a folder here: save_state('checkpoints/step-100')."
             )
-        prepared, optimizer = self._one_model(), self._one_optimizer()
-        folder = Path(output_dir)
-        if self.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-            loop = {"step": self.step, "states": [x.state_dict() for x in self._of_the_loop()]}
-            torch.save(loop, folder / _LOOP)
-        prepared.save(str(folder / _MODEL), optimizer)
-        return str(folder)
+        self._one_model().save(str(output_dir), self._one_optimizer(), loop=loop_state(self))
+        return str(output_dir)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """Loads what `save_state` saved, under this plan or another; the model before the first batch, with it.
 
-        Raises AutoparError for a folder that has no such checkpoint.
+        Schedulers, loaders and random generators are as they were saved at once, so that the next pass over a loader
+        shuffles as it would have.
+
+        Raises AutoparError for a folder that has no such checkpoint, and where other things were prepared.
         """
         if input_dir is None:
             raise AutoparError(
                 "load_state needs a folder here: load_state('checkpoints/step-100')."
             )
-        file = Path(input_dir) / _LOOP
-        if not file.is_file():
-            raise AutoparError(
-                f"There is no {file}: save_state of this accelerator has not written {input_dir}."
-            )
-        loop = torch.load(file, weights_only=True)
-        if len(loop["states"]) != len(self._of_the_loop()):
-            raise AutoparError(
-                f"{file} has the states of {len(loop['states'])} schedulers and registered objects, and there are "
-                f"{len(self._of_the_loop())}. Prepare and register the same ones, in the same order."
-            )
-        self.step = loop["step"]
-        for one, state in zip(self._of_the_loop(), loop["states"], strict=True):
-            one.load_state_dict(state)
-        self._one_model().load(str(Path(input_dir) / _MODEL), self._one_optimizer())
+        load_loop_state(self, read_extra(input_dir)["loop"])
+        prepared, optimizer = self._one_model(), self._one_optimizer()
 
-    def _of_the_loop(self) -> list[Any]:
-        """What has a state beside model and optimizer."""
-        return [*self._schedulers, *self._custom_objects]
+        def load() -> None:
+            # By the first batch its loader has drawn from torch's generator, which the checkpoint has as it was before.
+            with torch.random.fork_rng(devices=[]):
+                prepared.load(str(input_dir), optimizer)
+
+        prepared.when_planned(load)
 
     def _one_model(self) -> PreparedModel:
         if len(self._models) != 1:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from autopar.errors import AutoparError
@@ -64,6 +65,13 @@ def with_batches_of_all(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
         raise _no_batches()
     sampler = JoinedBatches(loader.batch_sampler, ranks) if ranks > 1 else loader.batch_sampler
     return DataLoader(loader.dataset, batch_sampler=sampler, **options)
+
+
+def generator_of(loader: Any) -> torch.Generator | None:
+    """The generator of a loader's sampler, if it shuffles by one of its own."""
+    samplers = [getattr(loader.batch_sampler, "sampler", None), loader.sampler]
+    found = [getattr(sampler, "generator", None) for sampler in samplers]
+    return next((each for each in found if isinstance(each, torch.Generator)), None)
 
 
 def _no_batches() -> AutoparError:

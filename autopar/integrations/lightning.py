@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from autopar._torch import pytree
 from autopar.backend import autopar as backend
 from autopar.backend.sharding import shard_
-from autopar.integrations.batches import with_batches_of_all
+from autopar.integrations.batches import generator_of, with_batches_of_all
 from autopar.integrations.prepared import cut_plain_values
+from autopar.runtime.seeds import draw_alike
 from autopar.search import RecipeLike
 
 _STORED_SPLIT = ("zero1", "zero2", "zero3", "fsdp")
@@ -91,6 +93,9 @@ class AutoparStrategy(DDPStrategy):
         stored = _storage(self._recipe, mesh)
         if self.world_size > 1:
             shard_(module, stored, mesh=mesh)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = _nobody_else
         module.register_load_state_dict_pre_hook(cut_plain_values)
         options = {"mesh": mesh, "recipe": self._recipe, **self._options}
         for network in networks(module):
@@ -99,7 +104,8 @@ class AutoparStrategy(DDPStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """A loader that gives every rank the batch of all ranks; the ranks shuffle alike."""
-        _draw_alike()
+        own = generator_of(dataloader) if isinstance(dataloader, DataLoader) else None
+        draw_alike(self.root_device, *([] if own is None else [own]))
         if self._split_batches or not isinstance(dataloader, DataLoader):
             return dataloader
         return with_batches_of_all(dataloader, self.world_size)
@@ -108,6 +114,10 @@ class AutoparStrategy(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """What is given: a mean or a sum over the batch of all ranks is one already."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """What is given: it is of the batch of all ranks already, as in one process."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -187,12 +197,9 @@ def _storage(recipe: RecipeLike, mesh: Mapping[str, int]) -> RecipeLike:
     }
 
 
-def _draw_alike() -> None:
-    """Gives torch's generator the first rank's state, so that all ranks shuffle alike."""
-    if dist.is_initialized():
-        state = torch.get_rng_state()
-        dist.broadcast(state, src=0)
-        torch.set_rng_state(state)
+def _nobody_else() -> bool:
+    """Whether a metric of torchmetrics has to add up what ranks have: no, as each sees the batch of all."""
+    return False
 
 
 def _cut_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class PreparedModel(nn.Module):
         return weights if keep else {}
 
     def save(self, folder: str, optimizer: Optimizer | None, **extra: Any) -> None:
-        """Saves model and optimizer as `autopar.checkpoint.save_checkpoint` does."""
+        """Saves model and optimizer as `autopar.checkpoint.save_checkpoint` does, with its further arguments."""
         save_checkpoint(folder, self.module, optimizer, **extra)
 
     def load(
@@ -205,7 +205,7 @@ def _refuse_decided(options: Mapping[str, Any]) -> None:
 
 
 def _refuse_stages(compiled: CompiledModule) -> None:
-    if compiled._settings.has_stages:
+    if compiled.has_stages:
         raise AutoparError(
             "The mesh has an axis pp, and the frameworks' loops do not run pipeline stages, whose ranks hold other "
             "parameters each. Take axes of data and tensor parallelism, such as mesh={'dp': 2, 'tp': 2}, or train "

@@ -147,7 +147,7 @@ class AutoparMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves the optimizer's shards, each rank its own."""
         self._prepared().save(
-            str(Path(output_dir) / _STATE), plain_optimizer(self.optimizer),
+            str(Path(output_dir) / _STATE), plain_optimizer(self.optimizer), only_optimizer=True,
             scheduler=self.lr_scheduler.state_dict(),
         )  # fmt: skip
 

@@ -47,7 +47,12 @@ PathLike = str | os.PathLike[str]
 
 
 def save_checkpoint(
-    path: PathLike, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    only_optimizer: bool = False,
+    **extra: Any,
 ) -> None:
     """Saves a model, and what it takes to train on as if nothing had happened.
 
@@ -59,6 +64,7 @@ def save_checkpoint(
         model: a compiled module that has its plan, or any module; of what `torch.compile` gave, the
             module inside.
         optimizer: optimizer of the model's parameters; None to save the model alone.
+        only_optimizer: whether the model's own state is left out, because it is saved elsewhere.
         extra: small values to have back from `load_checkpoint`: numbers, text, lists, dicts, tensors
             (`step=7, scheduler=scheduler.state_dict()`). Those of the first rank are kept.
 
@@ -75,7 +81,9 @@ def save_checkpoint(
     folder = Path(path).resolve()
     partial, model = beside(folder, "partial"), _torch.uncompiled(model)
     ranks = Together(f"Saving {folder}")
-    tensors, notes = ranks.each(lambda: _collect(model, optimizer, extra))
+    tensors, notes = ranks.each(
+        lambda: _collect(model, optimizer, extra, with_model=not only_optimizer)
+    )
     ranks.first_alone(lambda: clear(folder, partial))
     writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
     with ranks.naming_failures():
@@ -116,6 +124,24 @@ def load_checkpoint(
         dcp.load(loading.room, storage_reader=reader, no_dist=ranks.alone)
     ranks.each(loading.finish)
     return loading.notes["extra"]
+
+
+def read_extra(path: PathLike) -> dict[str, Any]:
+    """The `extra` values of a checkpoint alone, their tensors on the CPU; every rank calls it.
+
+    Raises AutoparError on every rank for a checkpoint that is missing or damaged; PeerError if another rank died or
+    hangs.
+
+    >>> import autopar, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     autopar.checkpoint.save_checkpoint(f"{folder}/last", torch.nn.Linear(4, 2), step=7)
+    ...     autopar.checkpoint.read_extra(f"{folder}/last")
+    {'step': 7}
+    """
+    ranks = Together(f"Reading {path}")
+    notes, _ = ranks.each(lambda: opened(located(Path(path).resolve())))
+    extra: dict[str, Any] = notes["extra"]
+    return extra
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -181,15 +207,16 @@ def _placed(name: str, parameter: nn.Parameter, values: Mapping[str, Any]) -> di
 
 
 def _collect(
-    model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+    model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], *, with_model: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything that this rank saves: tensors by their names on disk, and the rest."""
     progress = _progress(model)
-    state = model.state_dict()
+    state = model.state_dict() if with_model else {}
     tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
     notes: dict[str, Any] = {
         "version": VERSION,
         "extra": extra,
+        "has_model": with_model,
         "progress": progress,
         "ties": ties(model),
         "objects": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
@@ -293,7 +320,7 @@ class _Loading:
         _progress(model)
         folder = located(folder)
         notes, saved = opened(folder)
-        state = model.state_dict()
+        state = model.state_dict() if notes.get("has_model", True) else {}
         room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         objects = [k for k, v in state.items() if not isinstance(v, Tensor)]
         _refuse_other_model(folder, room, saved)
@@ -316,7 +343,8 @@ class _Loading:
         tensors = {
             k.removeprefix("model."): v for k, v in self.room.items() if k.startswith("model.")
         }
-        model.load_state_dict({**tensors, **{k: notes["objects"][k] for k in self.objects}})
+        if notes.get("has_model", True):
+            model.load_state_dict({**tensors, **{k: notes["objects"][k] for k in self.objects}})
         if self.restorer is not None:
             self.restorer.restore(self._optimizer_states())
         if isinstance(model, CompiledModule) and notes["progress"] is not None:

@@ -238,9 +238,7 @@ class CompiledModule(nn.Module):
 
     def _trains_in_parts(self) -> bool:
         """Whether a forward under autograd is a step through stages or several micro-batches, as far as is known."""
-        fixed = self._placement.fixed
-        has_stages = self._settings.has_stages if fixed is None else fixed.pipeline is not None
-        in_parts = has_stages or (self._micro_batches or 1) > 1
+        in_parts = self.has_stages or (self._micro_batches or 1) > 1
         return in_parts and self._returns_loss and torch.is_grad_enabled()
 
     def _differentiable_step(self, arguments: Arguments) -> Any:
@@ -465,6 +463,12 @@ class CompiledModule(nn.Module):
                 "autopar.compile to have it at once."
             )
         return self._plan
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether a mesh with pipeline stages was asked for, or the plan has stages."""
+        fixed = self._placement.fixed
+        return self._settings.has_stages if fixed is None else fixed.pipeline is not None
 
     def explain(self) -> object:
         """The plan and its reasons with the model's own names; prints as tables."""

@@ -34,12 +34,14 @@ class Seeds:
             self.generator.manual_seed(world.agree(own))
 
 
-def draw_alike(device: torch.device) -> None:
-    """Gives torch's generators, of the CPU and of this device, the first rank's state; every rank calls it."""
+def draw_alike(device: torch.device, *more: torch.Generator) -> None:
+    """Gives generators the first rank's state: torch's of the CPU and of a device, and more; every rank calls it."""
     if not dist.is_initialized():
         return
-    kinds = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
-    for kind in kinds:
-        state = kind.get_rng_state().to(device)
+    on_device = [] if device.type == "cpu" else [torch.get_device_module(device)]
+    pairs = [(x.get_rng_state, x.set_rng_state) for x in (torch, *on_device)]
+    pairs += [(x.get_state, x.set_state) for x in more]
+    for read, write in pairs:
+        state = read().to(device)
         dist.broadcast(state, src=0)
-        kind.set_rng_state(state.cpu())
+        write(state.cpu())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -20,3 +20,15 @@ def framework_ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def four_framework_ranks() -> Iterator[Ranks]:
     yield from kept_ranks(4)
+
+
+@pytest.fixture
+def ranks_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks]:
+    """Gives two or four ranks, which start when they are first asked for."""
+    names = {2: "framework_ranks", 4: "four_framework_ranks"}
+
+    def found(count: int) -> Ranks:
+        ranks: Ranks = request.getfixturevalue(names[count])
+        return ranks
+
+    return found

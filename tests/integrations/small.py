@@ -5,12 +5,51 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 Rows = list[dict[str, Tensor]]
+BATCH = 4  # rows of all ranks in a step
+
+# Number of ranks -> name -> what is asked of a plan.
+PLANS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "ddp": {"mesh": {"dp": 2}, "recipe": "ddp"},
+        "zero3": {"mesh": {"dp": 2}, "recipe": "zero3"},
+        "tp": {"mesh": {"tp": 2}, "recipe": "tp"},
+    },
+    4: {
+        "ddp": {"mesh": {"dp": 4}, "recipe": "ddp"},
+        "zero3": {"mesh": {"dp": 4}, "recipe": "zero3"},
+        "tp": {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "ddp", "tp": "tp"}},
+    },
+}
+
+
+def trained_then_resumed(*quick: str, kind: str = "") -> list[Any]:
+    """Rows of a test: number of ranks, plan of a training, plan that resumes it; all but the quick ones are slow.
+
+    Args:
+        quick: plans of two ranks whose rows are not slow.
+        kind: value that every row begins with; "" for none.
+    """
+    first = [kind] if kind else []
+    return [
+        pytest.param(
+            *first, count, name, other, id=" ".join([*first, f"{count} ranks {name}"]),
+            marks=() if count == 2 and name in quick else pytest.mark.slow,
+        )
+        for count in PLANS
+        for name, other in [("ddp", "zero3"), ("zero3", "tp"), ("tp", "ddp")]
+    ]  # fmt: skip
+
+
+def own_batch() -> int:
+    """The number of rows that a script asks for on this rank."""
+    return BATCH // dist.get_world_size()
 
 
 def as_launched() -> None:

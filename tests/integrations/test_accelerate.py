@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,10 +18,21 @@ from torch.utils.data import DataLoader
 from autopar.errors import AutoparError, StepError
 from autopar.integrations import AutoparAccelerator
 from autopar.integrations.batches import JoinedBatches
-from tests.integrations.small import as_launched, is_in_shards, rows, small_model, worst_difference
+from tests.integrations.small import (
+    BATCH,
+    PLANS,
+    as_launched,
+    is_in_shards,
+    own_batch,
+    rows,
+    small_model,
+    trained_then_resumed,
+    worst_difference,
+)
 from tests.runtime.ranks import Ranks, equal_on_all
 
 pytestmark = pytest.mark.multiprocess
+RanksOf = Callable[[int], Ranks]
 
 
 class Outside(nn.Module):
@@ -42,23 +55,58 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor], inside: bool) -> Tensor:
     return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
+@dataclass(frozen=True)
+class Script:
+    """What a loop does.
+
+    Attributes:
+        inside: whether the model returns its loss.
+        rows: number of rows of the data; the last batch may have fewer than others.
+        shuffle: how the loader shuffles: not at all, by torch's generator, by one of its own, or by epoch.
+        saved_after: number of batches after which the state is saved.
+    """
+
+    inside: bool = False
+    rows: int = 16
+    shuffle: Literal["", "torch", "own", "epoch"] = ""
+    saved_after: int = 4
+
+    @property
+    def in_an_epoch(self) -> int:
+        """Number of batches of an epoch."""
+        return -(-self.rows // BATCH)
+
+
+def accelerator_of(script: Script, kind: Any, **options: Any) -> Any:
+    configuration = DataLoaderConfiguration(use_seedable_sampler=script.shuffle == "epoch")
+    return kind(cpu=True, gradient_accumulation_steps=2, dataloader_config=configuration, **options)
+
+
 def looped(
-    accelerator: Accelerator, batch: int, inside: bool, resume: Path | None, save: Path | None
+    accelerator: Accelerator, script: Script, batch: int, resume: Path | None, save: Path | None
 ) -> dict[str, Any]:
-    """Losses, norms and weights of two epochs with accumulation; saved after one, or resumed from there."""
+    """Losses, norms and weights of two epochs with accumulation; the state is saved on the way, or resumed."""
     torch.manual_seed(3)
-    model = small_model() if inside else Outside()
+    model = small_model() if script.inside else Outside()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
-    loader = DataLoader(rows(16), batch_size=batch)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, accelerator.num_processes, 0.9)
+    own = torch.Generator().manual_seed(4) if script.shuffle == "own" else None
+    loader: Any = DataLoader(
+        rows(script.rows), batch_size=batch, shuffle=bool(script.shuffle), generator=own
+    )
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, accelerator.num_processes, 0.9)
+    torch.manual_seed(3)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    epoch, skipped = 0, 0
     if resume is not None:
+        torch.manual_seed(9)  # the saved state has to come back
         accelerator.load_state(str(resume))
+        epoch, skipped = divmod(script.saved_after, script.in_an_epoch)
     found: dict[str, Any] = {}
-    for epoch in range(0 if resume is None else 1, 2):
-        for number, inputs in enumerate(loader):
+    while epoch < 2:
+        batches = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        for number, inputs in enumerate(batches, skipped):
             with accelerator.accumulate(model):
-                loss = loss_of(model, inputs, inside)
+                loss = loss_of(model, inputs, script.inside)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -67,11 +115,16 @@ def looped(
                 schedule.step()
                 optimizer.zero_grad()
             found[f"loss {epoch} {number}"] = accelerator.gather(loss.detach()).mean().item()
+            is_last = number == script.in_an_epoch - 1
+            done = epoch * script.in_an_epoch + number + 1
+            if save is not None and done == script.saved_after and not is_last:
+                accelerator.save_state(str(save))
         found[f"rate {epoch}"] = schedule.get_last_lr()[0]
-        if save is not None and epoch == 0:
+        epoch, skipped = epoch + 1, 0
+        if save is not None and epoch * script.in_an_epoch == script.saved_after:
             accelerator.save_state(str(save))
     with torch.no_grad():
-        guesses = [accelerator.gather_for_metrics(_logits(model, x, inside)) for x in loader]
+        guesses = [accelerator.gather_for_metrics(_logits(model, x, script.inside)) for x in loader]
     weights = accelerator.get_state_dict(model)
     shards = is_in_shards(accelerator.unwrap_model(model))
     return {"found": found, "weights": weights, "logits": torch.cat(guesses), "in shards": shards}
@@ -83,39 +136,50 @@ def _logits(model: nn.Module, batch: dict[str, Tensor], inside: bool) -> Tensor:
 
 
 def on_ranks(
-    inside: bool, resume: Path | None, save: Path | None, plan: dict[str, Any]
+    script: Script, resume: Path | None, save: Path | None, plan: dict[str, Any]
 ) -> dict[str, Any]:
     as_launched()
-    accelerator = AutoparAccelerator(cpu=True, gradient_accumulation_steps=2, **plan)
-    return looped(accelerator, 2, inside, resume, save)
+    accelerator = accelerator_of(script, AutoparAccelerator, **plan)
+    return looped(accelerator, script, own_batch(), resume, save)
 
 
-PLANS: dict[str, dict[str, Any]] = {
-    "ddp": {"mesh": {"dp": 2}, "recipe": "ddp"},
-    "zero3": {"mesh": {"dp": 2}, "recipe": "zero3"},
-    "tp": {"mesh": {"tp": 2}, "recipe": "tp"},
+def after_saving(script: Script, found: dict[str, float]) -> dict[str, float]:
+    """The numbers of batches after the state was saved."""
+
+    def is_later(name: str) -> bool:
+        epoch, *number = map(int, name.split()[1:])
+        return not number or epoch * script.in_an_epoch + number[0] >= script.saved_after
+
+    first = script.saved_after // script.in_an_epoch
+    return {k: v for k, v in found.items() if int(k.split()[1]) >= first and is_later(k)}
+
+
+SCRIPTS = {
+    "ddp": Script(shuffle="torch"),
+    # The last batch of an epoch has 3 rows, and the state is saved in the middle of the second epoch.
+    "zero3": Script(rows=15, shuffle="epoch", saved_after=6),
+    "tp": Script(inside=True, shuffle="own"),
 }
 
 
-@pytest.mark.parametrize(
-    ("inside", "name", "other"),
-    [(True, "zero3", "tp"), (False, "ddp", "tp"), (False, "zero3", "ddp"), (False, "tp", "zero3")],
-)
+@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("ddp", "zero3", "tp"))
 def test_a_loop_is_that_of_one_process(
-    inside: bool, name: str, other: str, framework_ranks: Ranks, tmp_path: Path
+    count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
 ) -> None:
-    plain = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    expected = looped(plain, 4, inside, None, None)
-    first, second = framework_ranks.run(on_ranks, inside, None, tmp_path / "state", PLANS[name])
+    script = SCRIPTS[name]
+    plain = accelerator_of(script, Accelerator)
+    expected = looped(plain, script, BATCH, None, None)
+    plans, state = PLANS[count], tmp_path / "state"
+    first, second, *_ = ranks_of(count).run(on_ranks, script, None, state, plans[name])
     assert worst_difference(first["found"], expected["found"]) < 1e-5
     assert worst_difference(first["weights"], expected["weights"]) < 1e-5
     assert second["found"] == first["found"] and second["weights"] == {}
+    assert first["logits"].shape == (script.rows, 8, 32), "each row counts once"
     assert torch.allclose(first["logits"], expected["logits"], rtol=1e-4, atol=1e-5)
     assert first["in shards"] == (name != "ddp")
 
-    resumed, _ = framework_ranks.run(on_ranks, inside, tmp_path / "state", None, PLANS[other])
-    last = {k: v for k, v in expected["found"].items() if k.split()[1] == "1"}
-    assert worst_difference(resumed["found"], last) < 1e-5
+    resumed, *_ = ranks_of(count).run(on_ranks, script, state, None, plans[other])
+    assert worst_difference(resumed["found"], after_saving(script, expected["found"])) < 1e-5
     assert worst_difference(resumed["weights"], expected["weights"]) < 1e-5
 
 

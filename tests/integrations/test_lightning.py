@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from autopar.integrations import AutoparStrategy
-from tests.integrations.small import as_launched, is_in_shards, worst_difference
+from tests.integrations.small import (
+    BATCH,
+    PLANS,
+    as_launched,
+    is_in_shards,
+    own_batch,
+    trained_then_resumed,
+    worst_difference,
+)
 from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
+RanksOf = Callable[[int], Ranks]
+ROWS = 24
 
 
 class Automatic(LightningModule):
@@ -27,6 +40,7 @@ class Automatic(LightningModule):
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
         self.losses: dict[str, float] = {}
+        self.rows = SumMetric()
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.network(x)
@@ -42,6 +56,9 @@ class Automatic(LightningModule):
     def validation_step(self, batch: list[Tensor], number: int) -> None:
         x, y = batch
         self.log("validation", F.cross_entropy(self.network(x), y), sync_dist=True)
+        self.rows.update(len(x))
+        self.log("rows", self.rows)
+        self.log("gathered", float(len(self.all_gather(y))))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
@@ -80,7 +97,7 @@ class Manual(Automatic):
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(
-        torch.randn(24, 8, generator=generator), torch.randint(0, 4, (24,), generator=generator)
+        torch.randn(ROWS, 8, generator=generator), torch.randint(0, 4, (ROWS,), generator=generator)
     )
 
 
@@ -129,40 +146,32 @@ def on_ranks(
     kind: str, folder: Path, resume: Path | None, plan: dict[str, Any], epochs: int
 ) -> dict[str, Any]:
     as_launched()
-    strategy = AutoparStrategy(**plan)
-    options = {"devices": 2, "strategy": strategy, "max_epochs": epochs}
-    return fitted(KINDS[kind](), folder, 3, resume, **options)
-
-
-PLANS: dict[str, dict[str, Any]] = {
-    "ddp": {"mesh": {"dp": 2}, "recipe": "ddp"},
-    "zero3": {"mesh": {"dp": 2}, "recipe": "zero3"},
-    "tp": {"mesh": {"tp": 2}, "recipe": "tp"},
-}
+    options = {"devices": dist.get_world_size(), "strategy": AutoparStrategy(**plan)}
+    return fitted(KINDS[kind](), folder, own_batch(), resume, max_epochs=epochs, **options)
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "other"),
+    ("kind", "count", "name", "other"),
     [
-        ("automatic", "ddp", "zero3"),
-        ("automatic", "tp", "ddp"),
-        ("automatic", "zero3", "tp"),
-        ("manual", "zero3", "ddp"),
+        *trained_then_resumed("ddp", "zero3", "tp", kind="automatic"),
+        *trained_then_resumed("zero3", kind="manual"),
     ],
 )
 def test_fitting_and_resuming_under_another_plan_are_those_of_one_process(
-    kind: str, name: str, other: str, framework_ranks: Ranks, tmp_path: Path
+    kind: str, count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
 ) -> None:
-    expected = fitted(KINDS[kind](), tmp_path / "plain", 6, None, max_epochs=2)
-    found, _ = framework_ranks.run(on_ranks, kind, tmp_path / name, None, PLANS[name], 2)
+    expected = fitted(KINDS[kind](), tmp_path / "plain", BATCH, None, max_epochs=2)
+    run, plans = ranks_of(count).run, PLANS[count]
+    found, *_ = run(on_ranks, kind, tmp_path / name, None, plans[name], 2)
     assert worst_difference(found["losses"], expected["losses"]) < 1e-5
     assert worst_difference(found["metrics"], expected["metrics"]) < 1e-5
+    assert found["metrics"]["rows"] == ROWS, "a metric counts each row once"
     assert worst_difference(found["weights"], expected["weights"]) < 1e-5
     assert found["in shards"] == (name == "zero3")
 
-    framework_ranks.run(on_ranks, kind, tmp_path / "half", None, PLANS[name], 1)
+    run(on_ranks, kind, tmp_path / "half", None, plans[name], 1)
     middle = tmp_path / "half" / "last.ckpt"
-    resumed, _ = framework_ranks.run(on_ranks, kind, tmp_path / other, middle, PLANS[other], 2)
+    resumed, *_ = run(on_ranks, kind, tmp_path / other, middle, plans[other], 2)
     last = {k: v for k, v in expected["losses"].items() if k.startswith("1")}
     assert worst_difference(resumed["losses"], last) < 1e-5
     assert worst_difference(resumed["weights"], expected["weights"]) < 1e-5
@@ -171,10 +180,12 @@ def test_fitting_and_resuming_under_another_plan_are_those_of_one_process(
 def by_name(folder: Path) -> dict[str, Any]:
     as_launched()
     options = {"devices": 2, "strategy": "autopar"}
-    return fitted(Automatic(), folder, 3, None, shuffle=True, max_epochs=1, **options)["losses"]
+    return fitted(Automatic(), folder, own_batch(), None, shuffle=True, max_epochs=1, **options)[
+        "losses"
+    ]
 
 
 def test_the_strategy_is_found_by_its_name(framework_ranks: Ranks, tmp_path: Path) -> None:
-    plain = fitted(Automatic(), tmp_path / "plain", 6, None, shuffle=True, max_epochs=1)
+    plain = fitted(Automatic(), tmp_path / "plain", BATCH, None, shuffle=True, max_epochs=1)
     found, _ = framework_ranks.run(by_name, tmp_path / "ranks")
     assert worst_difference(found, plain["losses"]) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,20 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from autopar.integrations import AutoparTrainer
-from tests.integrations.small import as_launched, rows, small_model, worst_difference
+from tests.integrations.small import (
+    BATCH,
+    PLANS,
+    as_launched,
+    own_batch,
+    rows,
+    small_model,
+    trained_then_resumed,
+    worst_difference,
+)
 from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
+RanksOf = Callable[[int], Ranks]
 
 
 def trained(folder: Path, batch: int, resume: Path | None, **plan: Any) -> list[float]:
@@ -35,7 +46,7 @@ def trained(folder: Path, batch: int, resume: Path | None, **plan: Any) -> list[
 
 def on_ranks(folder: Path, resume: Path | None, plan: dict[str, Any]) -> list[float]:
     as_launched()
-    return trained(folder, 2, resume, **plan)
+    return trained(folder, own_batch(), resume, **plan)
 
 
 def adapted(folder: Path) -> dict[str, torch.Tensor]:
@@ -44,15 +55,17 @@ def adapted(folder: Path) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.any()}
 
 
-def test_adapters_are_those_of_one_process(framework_ranks: Ranks, tmp_path: Path) -> None:
-    expected = trained(tmp_path / "plain", 4, None)
-    zero3, tp = {"mesh": {"dp": 2}, "recipe": "zero3"}, {"mesh": {"tp": 2}, "recipe": "tp"}
-    found, _ = framework_ranks.run(on_ranks, tmp_path / "zero3", None, zero3)
+@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("zero3"))
+def test_adapters_are_those_of_one_process(
+    count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    expected = trained(tmp_path / "plain", BATCH, None)
+    run, plans = ranks_of(count).run, PLANS[count]
+    found, *_ = run(on_ranks, tmp_path / name, None, plans[name])
     assert found == pytest.approx(expected, rel=1e-5)
-    resumed, _ = framework_ranks.run(
-        on_ranks, tmp_path / "tp", tmp_path / "zero3" / "checkpoint-2", tp
-    )
+    middle = tmp_path / name / "checkpoint-2"
+    resumed, *_ = run(on_ranks, tmp_path / other, middle, plans[other])
     assert resumed == pytest.approx(expected, rel=1e-5)
     plain = adapted(tmp_path / "plain" / "checkpoint-4")
-    for folder in ("zero3", "tp"):
+    for folder in (name, other):
         assert worst_difference(adapted(tmp_path / folder / "checkpoint-4"), plain) < 1e-5

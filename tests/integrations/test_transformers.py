@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from autopar.errors import AutoparError
 from autopar.integrations import AutoparTrainer
 from tests.integrations.small import (
+    BATCH,
+    PLANS,
     as_launched,
     is_in_shards,
+    own_batch,
     rows,
     small_model,
+    trained_then_resumed,
     weights_of,
     worst_difference,
 )
 from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
+RanksOf = Callable[[int], Ranks]
 
 
 class Counting(TrainerCallback):
@@ -67,11 +74,16 @@ def numbers(trainer: Trainer) -> dict[str, float]:
 
 
 def trained(
-    folder: Path, batch: int, resume: Path | None, options: dict[str, Any], **plan: Any
+    folder: Path,
+    batch: int,
+    resume: Path | None,
+    options: dict[str, Any],
+    count: int = 20,
+    **plan: Any,
 ) -> dict[str, Any]:
-    """What a training has logged, predicted and saved."""
+    """What a training on this number of rows has logged, predicted and saved."""
     kind = AutoparTrainer if plan else Trainer
-    watch, data = Counting(), rows(20)
+    watch, data = Counting(), rows(count)
     trainer = kind(
         model=small_model(), args=arguments(folder, batch, **options), train_dataset=data, eval_dataset=data[:8],
         compute_metrics=accuracy, callbacks=[watch], **plan,
@@ -85,41 +97,35 @@ def trained(
     }  # fmt: skip
 
 
-def on_ranks(folder: Path, resume: Path | None, plan: dict[str, Any]) -> dict[str, Any]:
+def on_ranks(
+    folder: Path,
+    resume: Path | None,
+    plan: dict[str, Any],
+    options: dict[str, Any] | None = None,
+    count: int = 20,
+) -> dict[str, Any]:
     as_launched()
-    return trained(folder, 2, resume, {}, **plan)
+    return trained(folder, own_batch(), resume, options or {}, count, **plan)
 
 
 @pytest.fixture(scope="module")
 def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("plain")
-    return folder, trained(folder, 4, None, {})
+    return folder, trained(folder, BATCH, None, {})
 
 
-PLANS: dict[str, dict[str, Any]] = {
-    "ddp": {"mesh": {"dp": 2}, "recipe": "ddp"},
-    "zero3": {"mesh": {"dp": 2}, "recipe": "zero3"},
-    "tp": {"mesh": {"tp": 2}, "recipe": "tp"},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("zero3", "tp"),
-        pytest.param("ddp", "zero3", marks=pytest.mark.slow),
-        pytest.param("tp", "ddp", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("zero3"))
 def test_training_and_resuming_under_another_plan_are_those_of_one_process(
+    count: int,
     name: str,
     other: str,
-    framework_ranks: Ranks,
+    ranks_of: RanksOf,
     tmp_path: Path,
     in_one_process: tuple[Path, dict[str, Any]],
 ) -> None:
     plain, expected = in_one_process
-    found, _ = framework_ranks.run(on_ranks, tmp_path / name, None, PLANS[name])
+    run, plans = ranks_of(count).run, PLANS[count]
+    found, *_ = run(on_ranks, tmp_path / name, None, plans[name])
     assert worst_difference(found["numbers"], expected["numbers"]) < 1e-5
     assert found["again"] == pytest.approx(expected["again"], rel=1e-5)
     np.testing.assert_allclose(found["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5)
@@ -130,7 +136,7 @@ def test_training_and_resuming_under_another_plan_are_those_of_one_process(
         assert worst_difference(ours, theirs) < 1e-5
 
     middle = tmp_path / name / "checkpoint-3"
-    resumed, _ = framework_ranks.run(on_ranks, tmp_path / other, middle, PLANS[other])
+    resumed, *_ = run(on_ranks, tmp_path / other, middle, plans[other])
     last = {k: v for k, v in expected["numbers"].items() if int(k.split()[0]) < 6 or "eval" in k}
     again = {k: v for k, v in resumed["numbers"].items() if k in last}
     assert worst_difference(again, last) < 1e-5
@@ -139,20 +145,31 @@ def test_training_and_resuming_under_another_plan_are_those_of_one_process(
     assert worst_difference(ours, weights_of(plain / "checkpoint-6")) < 1e-5
 
 
-def on_four_ranks(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    as_launched()
-    return trained(folder, 1, None, {}, **plan)
-
-
 @pytest.mark.slow
-def test_four_ranks_split_data_and_layers(
-    four_framework_ranks: Ranks, tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
+def test_resuming_in_the_middle_of_an_epoch_with_an_uneven_last_batch(
+    framework_ranks: Ranks, tmp_path: Path
 ) -> None:
-    plain, expected = in_one_process
-    plan = {"mesh": {"dp": 2, "tp": 2}, "recipe": {"dp": "zero3", "tp": "tp"}}
-    found, *_ = four_framework_ranks.run(on_four_ranks, tmp_path, plan)
-    assert worst_difference(found["numbers"], expected["numbers"]) < 1e-5
-    assert worst_difference(weights_of(tmp_path / "last"), weights_of(plain / "last")) < 1e-5
+    by_steps = {f"{what}_strategy": "steps" for what in ("save", "eval")}
+    options = {**by_steps, "save_steps": 2, "eval_steps": 2}
+    expected = trained(tmp_path / "plain", BATCH, None, options, 19)["numbers"]
+    run, plans = framework_ranks.run, PLANS[2]
+    run(on_ranks, tmp_path / "first", None, plans["ddp"], options, 19)
+    middle = tmp_path / "first" / "checkpoint-2"
+    resumed, _ = run(on_ranks, tmp_path / "second", middle, plans["zero3"], options, 19)
+    compared = {k for k in expected if int(k.split()[0]) > 2 and not k.endswith("train_loss")}
+    found = {k: resumed["numbers"][k] for k in compared}
+    assert worst_difference(found, {k: expected[k] for k in compared}) < 1e-5
+
+
+def bytes_by_kind(folder: Path) -> dict[str, int]:
+    """The bytes of tensors in the folder `autopar` of a checkpoint, by the first word of their names."""
+    found: dict[str, int] = {}
+    for file in folder.glob("autopar/*.safetensors"):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                kind = name.split(".")[0]
+                found[kind] = found.get(kind, 0) + tensors.get_tensor(name).nbytes
+    return found
 
 
 def in_bfloat16(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +180,7 @@ def in_bfloat16(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
 def test_bfloat16_is_autocast_as_in_one_process(framework_ranks: Ranks, tmp_path: Path) -> None:
     expected = trained(tmp_path / "plain", 4, None, {"bf16": True, "max_steps": 2})
     plain = trained(tmp_path / "float32", 4, None, {"max_steps": 2})["numbers"]["1 loss"]
-    found, _ = framework_ranks.run(in_bfloat16, tmp_path / "ranks", PLANS["zero3"])
+    found, _ = framework_ranks.run(in_bfloat16, tmp_path / "ranks", PLANS[2]["zero3"])
     loss = expected["numbers"]["1 loss"]
     assert loss != plain
     assert found["numbers"]["1 loss"] == pytest.approx(loss, rel=1e-4)
@@ -192,15 +209,19 @@ def test_a_plain_trainer_is_resumed_in_shards(
     framework_ranks: Ranks, tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
 ) -> None:
     plain, _ = in_one_process
-    framework_ranks.run(on_ranks, tmp_path, plain / "checkpoint-3", PLANS["zero3"])
+    framework_ranks.run(on_ranks, tmp_path, plain / "checkpoint-3", PLANS[2]["zero3"])
     ours = weights_of(tmp_path / "checkpoint-6")
     assert worst_difference(ours, weights_of(plain / "checkpoint-6")) < 1e-5
 
 
-def test_one_process_alone_needs_no_process_group(
+def test_one_process_alone_needs_no_process_group_and_saves_the_model_once(
     tmp_path: Path, in_one_process: tuple[Path, dict[str, Any]]
 ) -> None:
     _, expected = in_one_process
-    found = trained(tmp_path, 4, None, {}, recipe="auto")
+    found = trained(tmp_path, BATCH, None, {}, recipe="auto")
+    weights = weights_of(str(tmp_path / "checkpoint-3")).values()
+    # Two moments, and a count of steps of four bytes each.
+    moments_bytes = sum(2 * p.nbytes + 4 for p in weights)
+    assert bytes_by_kind(tmp_path / "checkpoint-3") == {"optimizer": moments_bytes}
     assert worst_difference(found["numbers"], expected["numbers"]) < 1e-5
     assert torch.tensor(found["again"]).isfinite()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,20 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from autopar.integrations import AutoparSFTTrainer
-from tests.integrations.small import as_launched, rows, small_model, worst_difference
+from tests.integrations.small import (
+    BATCH,
+    PLANS,
+    as_launched,
+    own_batch,
+    rows,
+    small_model,
+    trained_then_resumed,
+    worst_difference,
+)
 from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
+RanksOf = Callable[[int], Ranks]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -26,49 +38,58 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def trained(folder: Path, batch: int, with_adapters: bool, **plan: Any) -> dict[str, float]:
-    """Every number that two steps log, but times."""
+def trained(
+    folder: Path, batch: int, with_adapters: bool, resume: Path | None, **plan: Any
+) -> dict[str, float]:
+    """Every number that two steps log, but times and what is of the training as a whole."""
     data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(8)])
     args = SFTConfig(
         str(folder), per_device_train_batch_size=batch, num_train_epochs=1, learning_rate=1e-2, logging_steps=1,
-        adam_epsilon=1e-5, save_strategy="epoch", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False,
-        gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True},
+        adam_epsilon=1e-5, save_strategy="steps", save_steps=1, report_to=[], disable_tqdm=True,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if with_adapters else None
     trainer = (AutoparSFTTrainer if plan else SFTTrainer)(
         model=small_model(), args=args, train_dataset=data, processing_class=tokenizer(), peft_config=adapters,
         **plan,
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return {
         f"{entry['step']} {name}": value
         for entry in trainer.state.log_history
         for name, value in entry.items()
-        if not name.endswith(("runtime", "per_second"))
+        if not name.endswith(("runtime", "per_second", "flos", "train_loss"))
     }
 
 
-def on_ranks(folder: Path, with_adapters: bool, plan: dict[str, Any]) -> dict[str, float]:
+def on_ranks(
+    folder: Path, with_adapters: bool, resume: Path | None, plan: dict[str, Any]
+) -> dict[str, float]:
     as_launched()
-    return trained(folder, 2, with_adapters, **plan)
+    return trained(folder, own_batch(), with_adapters, resume, **plan)
 
 
-@pytest.mark.parametrize(
-    ("plan", "with_adapters"),
-    [
-        ({"mesh": {"dp": 2}, "recipe": "zero3"}, False),
-        ({"mesh": {"tp": 2}, "recipe": "tp"}, True),
-    ],
-    ids=["zero3", "tp with LoRA"],
-)
-def test_fine_tuning_is_that_of_one_process(
-    plan: dict[str, Any], with_adapters: bool, framework_ranks: Ranks, tmp_path: Path
-) -> None:
-    expected = trained(tmp_path / "plain", 4, with_adapters)
-    found, _ = framework_ranks.run(on_ranks, tmp_path / "ranks", with_adapters, plan)
+def difference(found: dict[str, float], expected: dict[str, float]) -> float:
+    """The largest relative difference of numbers; infinite where one alone is zero."""
     zeros = {k for k, v in expected.items() if v == 0}
-    assert {k for k, v in found.items() if v == 0} == zeros
-    counted = [k for k in expected if k not in zeros]
-    assert (
-        worst_difference({k: found[k] for k in counted}, {k: expected[k] for k in counted}) < 1e-5
-    )
+    if {k for k, v in found.items() if v == 0} != zeros:
+        return math.inf
+    compared = expected.keys() - zeros
+    return worst_difference({k: found[k] for k in compared}, {k: expected[k] for k in compared})
+
+
+@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("zero3", "tp"))
+def test_fine_tuning_is_that_of_one_process(
+    count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
+) -> None:
+    with_adapters = name == "tp"
+    expected = trained(tmp_path / "plain", BATCH, with_adapters, None)
+    run, plans = ranks_of(count).run, PLANS[count]
+    found, *_ = run(on_ranks, tmp_path / name, with_adapters, None, plans[name])
+    assert difference(found, expected) < 1e-5
+    middle = tmp_path / name / "checkpoint-1"
+    resumed, *_ = run(on_ranks, tmp_path / other, with_adapters, middle, plans[other])
+    # trl counts tokens anew in a resumed run.
+    plain = tmp_path / "plain" / "checkpoint-1"
+    expected = trained(tmp_path / "again", BATCH, with_adapters, plain)
+    assert difference(resumed, expected) < 1e-5
