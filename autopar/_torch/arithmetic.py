@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch import pytree
@@ -57,11 +58,15 @@ def _grouped_mm(
 ) -> Tensor:
     """`aten._grouped_mm`, whose kernels take no float64, by its definition.
 
-    Rows (or columns) `offs[e - 1]` to `offs[e]` belong to group e; those of no group give zero.
+    Rows (or columns) `offs[e - 1]` to `offs[e]` belong to group e; those of no group give zero. Tensors without values
+    give one of the right shape.
     """
     assert bias is None, "no kernel takes a bias"
     if offs is None:
         return torch.bmm(x, y)
+    if isinstance(offs, FakeTensor):
+        shape = [offs.numel()] if x.ndim == y.ndim == 2 else []
+        return x.new_empty(*shape, x.shape[-2], y.shape[-1])
     ends = [0, *offs.tolist()]
     groups = [slice(a, b) for a, b in itertools.pairwise(ends)]
     if x.ndim == y.ndim == 2:

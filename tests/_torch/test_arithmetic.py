@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from autopar._torch import Float64Arithmetic, RandomLastBits, widened_dtype
+from autopar._torch import Float64Arithmetic, RandomLastBits, fake_mode, widened_dtype
 
 
 def test_a_cast_to_a_lower_precision_is_none() -> None:
@@ -40,6 +41,23 @@ def test_grouped_products_are_those_of_the_kernel() -> None:
     assert results[1][0].dtype == torch.float64
     for kernel, definition in zip(*results, strict=True):
         torch.testing.assert_close(definition.float(), kernel)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((8, 16), (3, 16, 32)), ((16, 8), (8, 32)), ((3, 16, 32), (32, 8))],
+    ids=["rows with matrices", "rows with rows", "matrices with rows"],
+)
+def test_grouped_products_of_tensors_without_values_have_the_shape_of_the_kernel(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+    x, y = (torch.ones(shape, dtype=torch.float64) for shape in shapes)
+    with Float64Arithmetic():
+        expected = F.grouped_mm(x, y, offs=ends)
+    with fake_mode() as mode, Float64Arithmetic():
+        found = F.grouped_mm(*(mode.from_tensor(t) for t in (x, y)), offs=mode.from_tensor(ends))
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
 def test_integers_and_complex_numbers_widen_to_their_kind() -> None:

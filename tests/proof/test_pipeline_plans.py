@@ -166,3 +166,29 @@ def test_an_unknown_schedule() -> None:
 def test_too_few_micro_batches_for_the_schedule() -> None:
     with pytest.raises(autopar.PlanError, match=r"there are 1 for 2 stages. Take 2 micro-batches"):
         explained({"pp": 2}, schedule="1f1b", micro_batches=1)
+
+
+class Expert(nn.Module):
+    """Rows sorted by the expert that each is routed to, and multiplied group by group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.weight = nn.Linear(16, 4), nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, expert = self.router(x).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        ends = torch.searchsorted(expert[order], torch.arange(4), right=True).to(torch.int32)
+        rows = nn.functional.grouped_mm(x[order], self.weight, offs=ends)
+        return x + torch.zeros_like(x).index_add(0, order, rows) * share[:, None]
+
+
+def test_grouped_experts_in_bfloat16_are_proved_with_stages() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Expert(), Expert()).bfloat16()
+    inputs = torch.randn(16, 16, dtype=torch.bfloat16)
+    report = autopar.verify(
+        model, inputs, mesh={"pp": 2}, loss_fn=lambda output: output.square().mean()
+    )
+    assert report.passed, report
+    assert report.arithmetic == "bfloat16"
