@@ -4,6 +4,7 @@ AutoparTrainer          transformers.Trainer             pip install 'autopar[tr
 AutoparSFTTrainer       trl.SFTTrainer                   pip install 'autopar[trl]'
 AutoparAccelerator      loops written for accelerate     pip install 'autopar[accelerate]'
 AutoparStrategy         lightning.Trainer                pip install 'autopar[lightning]'
+save_adapters           adapters of PEFT, out of shards  pip install 'autopar[peft]'
 """
 
 import importlib as _importlib
@@ -16,6 +17,7 @@ _HOMES = {
     "AutoparSFTTrainer": ("trl", "trl"),
     "AutoparStrategy": ("lightning", "lightning"),
     "AutoparTrainer": ("transformers", "trainer"),
+    "save_adapters": ("peft", "peft"),
 }
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "AutoparSFTTrainer",
     "AutoparStrategy",
     "AutoparTrainer",
+    "save_adapters",
 ]
 
 

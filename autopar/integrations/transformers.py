@@ -20,6 +20,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.utils import is_peft_available
 
 from autopar.errors import AutoparError
 from autopar.integrations.accelerate import AutoparAccelerator, plain_optimizer
@@ -133,10 +134,21 @@ class AutoparMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves whole weights, which `from_pretrained` reads on any number of ranks; every rank calls it."""
-        self._weights = self.accelerator.get_state_dict(self.model)
+        self._weights = self._weights_to_save()
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         del self._weights
         self.accelerator.wait_for_everyone()
+
+    def _weights_to_save(self) -> dict[str, torch.Tensor]:
+        """Whole weights on the first rank, of a model of PEFT those of its adapters alone."""
+        if is_peft_available():
+            from peft import PeftModel
+
+            from autopar.integrations.peft import adapter_weights
+
+            if isinstance(self.model, PeftModel):
+                return adapter_weights(self.model)
+        return self.accelerator.get_state_dict(self.model)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None

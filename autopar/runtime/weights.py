@@ -7,6 +7,7 @@ tensor at a time, so that no rank holds the whole model. torch.distributed.check
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -179,8 +180,35 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
     files, room, own = ranks.each(lambda: _opened(model, path))
     strangers = set.intersection(*map(set, ranks.everyones(sorted(set(files.saved) - own))))
     files.refuse([f"{name}, which the model lacks" for name in sorted(strangers)])
+    _refuse_torn_ties(files, model, ranks)
     with ranks.naming_failures():
         dcp.load(room, storage_reader=_reader(files.files), no_dist=ranks.alone)
+
+
+def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: Together) -> None:
+    """Raises AutoparError, before anything is read into the model, if names of one tensor have several values."""
+    state = model.state_dict()
+    pairs = [
+        (a, b) for a, b in ties(model).items() if {a, b} <= {*files.saved} and {a, b} <= {*state}
+    ]
+    room = {name: torch.empty_like(state[name]) for pair in pairs for name in pair}
+    if not any(ranks.everyones(bool(room))):
+        return
+    with ranks.naming_failures():
+        dcp.load(room, storage_reader=_reader(files.files), no_dist=ranks.alone)
+    torn = [pair for pair in pairs if not torch.equal(*(_local(room[name]) for name in pair))]
+    found = sorted({pair for own in ranks.everyones(torn) for pair in own})
+    if found:
+        names = few([f"{a} and {b}" for a, b in found])
+        raise AutoparError(
+            f"The weights at {files.path} have different values for {names}, which are one tensor in the model. Save "
+            "them from a model that ties them, or build the model without tying (tie_word_embeddings=False in "
+            "transformers)."
+        )
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _opened(
@@ -263,8 +291,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        pointer = local.untyped_storage().data_ptr()
+        pointer = _local(tensor).untyped_storage().data_ptr()
         found[name] = tensor.clone() if pointer in seen else tensor
         seen.add(pointer)
     return found
@@ -295,17 +322,19 @@ def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> di
     metadata = _reader(shards).read_metadata()
     weight_map: dict[str, str] = {}
     total_bytes = 0
-    for number in sorted(set(numbers.values())):
-        names = [name for name in numbers if numbers[name] == number]
-        file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
-        kinds = {name: metadata.state_dict_metadata[name] for name in names}
-        with file.open("wb") as stream:
-            stream.write(_header(kinds))
-            for name in names:
-                whole = _whole(name, kinds[name], metadata.storage_data)
-                stream.write(whole.reshape(-1).view(torch.uint8).numpy().data)
-                total_bytes += whole.nbytes
-        weight_map.update(dict.fromkeys(names, file.name))
+    with contextlib.ExitStack() as stack:
+        opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in shards}
+        for number in sorted(set(numbers.values())):
+            names = [name for name in numbers if numbers[name] == number]
+            file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
+            kinds = {name: metadata.state_dict_metadata[name] for name in names}
+            with file.open("wb") as stream:
+                stream.write(_header(kinds))
+                for name in names:
+                    whole = _whole(name, kinds[name], metadata.storage_data, opened)
+                    stream.write(whole.reshape(-1).view(torch.uint8).numpy().data)
+                    total_bytes += whole.nbytes
+            weight_map.update(dict.fromkeys(names, file.name))
     return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
 
 
@@ -322,13 +351,14 @@ def _header(kinds: Mapping[str, Any]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _whole(name: str, kind: Any, places: Mapping[MetadataIndex, Any]) -> Tensor:
-    """A tensor, put together from the parts that the ranks have written."""
+def _whole(
+    name: str, kind: Any, places: Mapping[MetadataIndex, Any], opened: Mapping[str, Any]
+) -> Tensor:
+    """A tensor, put together from the parts that the ranks have written to files, which are open by their paths."""
     whole = torch.empty(kind.size, dtype=kind.properties.dtype)
     for chunk in kind.chunks:
         place = places[MetadataIndex(name, chunk.offsets)]
-        with safe_open(place.relative_path, framework="pt") as file:
-            part = file.get_tensor(name)
+        part = opened[place.relative_path].get_tensor(name)
         slices = [slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True)]
         whole[tuple(slices)] = part
     return whole

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -100,6 +101,23 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path) -> None:
     assert torch.equal(made.get_parameter("embedding.weight"), there.embedding.weight)
 
 
+def test_two_values_of_a_tied_weight_are_refused_before_any_is_read(tmp_path: Path) -> None:
+    there, made = seeded(Tied, 1), seeded(Tied, 2)
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    weights = there.state_dict()
+    save_file({**weights, "head.weight": weights["head.weight"] + 1}, tmp_path / "torn.safetensors")
+    compiled = autopar.compile(made, loss_fn=tied_loss, example_inputs=(TOKENS, TOKENS))
+    with pytest.raises(
+        AutoparError, match=r"different values for head\.weight and embedding\.weight"
+    ):
+        compiled.load_weights(tmp_path / "torn.safetensors")
+    assert all(torch.equal(value, before[k]) for k, value in compiled.state_dict().items())
+    same = {name: value.clone() for name, value in weights.items()}
+    save_file(same, tmp_path / "same.safetensors")
+    compiled.load_weights(tmp_path / "same.safetensors")
+    assert torch.equal(compiled.get_parameter("embedding.weight"), there.embedding.weight)
+
+
 def tied_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
@@ -114,6 +132,20 @@ def test_what_is_exported_is_read_again_and_loads_plainly(tmp_path: Path) -> Non
     again = seeded(Tied, 2)
     again.load_state_dict({**found, "head.weight": found["embedding.weight"]})
     assert torch.equal(again(TOKENS), seeded(Tied, 1)(TOKENS))
+
+
+def test_an_export_opens_each_file_of_shards_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def counting(path: str, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr("autopar.runtime.weights.safe_open", counting)
+    on_one_rank(seeded(MLP, 1)).export(tmp_path)
+    assert len(opened) == len(set(opened)) == 1
 
 
 def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path: Path) -> None:
