@@ -18,6 +18,7 @@ from autopar.errors import StepError
 log = logging.getLogger("autopar")
 
 _PATIENCE_SECONDS = 30.0  # before those who wait say so
+_WHY = "/why"  # ends the key of the reason for which a rank compares
 SAME_SHAPES = (
     "Give all ranks batches of the same shapes, and as many (DistributedSampler(..., drop_last=True) and "
     "DataLoader(..., drop_last=True))."
@@ -50,14 +51,39 @@ class Comparison:
             return [text]
         if not self._name:
             self._name = _new_name()
-        store = dist.PrefixStore(self._name, _torch.default_store())
+        store = self._store()
         self._times += 1
-        keys = [f"{self._times}/{rank}" for rank in range(dist.get_world_size())]
-        store.set(keys[dist.get_rank()], text)
+        keys = self._keys(self._times)
+        own = dist.get_rank()
+        store.set(keys[own] + _WHY, f"{why} {remedy}")
+        store.set(keys[own], text)
         self._wait(store, keys, why, remedy)
         # Whoever is here has been given all texts of the time before.
-        store.delete_key(f"{self._times - 1}/{dist.get_rank()}")
+        for ending in ("", _WHY):
+            store.delete_key(self._keys(self._times - 1)[own] + ending)
         return [store.get(key).decode() for key in keys]
+
+    def waiting(self) -> dict[int, str]:
+        """The ranks that wait for this one to compare, or have waited in vain, each with why and what to do.
+
+        For the error of a collective in which other ranks did not take part; empty where the store has gone with them.
+        """
+        if not self._name:
+            return {}
+        try:
+            store, keys = self._store(), self._keys(self._times + 1)
+            found = [rank for rank, key in enumerate(keys) if store.check([key])]
+            return {rank: store.get(keys[rank] + _WHY).decode() for rank in found}
+        except RuntimeError as error:
+            log.debug("The store of the process group does not answer: %s", error)
+            return {}
+
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore(self._name, _torch.default_store())
+
+    def _keys(self, times: int) -> list[str]:
+        """The key of every rank's text in a comparison, counted from one."""
+        return [f"{times}/{rank}" for rank in range(dist.get_world_size())]
 
     def _wait(self, store: dist.Store, keys: list[str], why: str, remedy: str) -> None:
         limit = self._timeout_seconds or _torch.store_seconds(_torch.default_store())

@@ -150,7 +150,8 @@ class CompiledModule(nn.Module):
                     input_parts=parts_given(bound.program, arguments, ready.count),
                 )  # fmt: skip
         except PeerError as error:
-            raise bound.world.explain(error, f"Step {self._steps}") from error
+            waiting = self._comparison.waiting()
+            raise bound.world.explain(error, f"Step {self._steps}", waiting) from error
         ready.finish()
         self._warn_of_loss(bound, found.loss, arguments)
         return results
@@ -206,7 +207,8 @@ class CompiledModule(nn.Module):
                 self._seeds.draw(bound.program, bound.world)
                 outputs = bound.forward(inputs)
         except PeerError as error:
-            raise bound.world.explain(error, "The forward") from error
+            waiting = self._comparison.waiting()
+            raise bound.world.explain(error, "The forward", waiting) from error
         ready.finish()
         if as_dtensors:
             specs = bound.program.outputs

@@ -116,17 +116,29 @@ class World:
         self.broadcast(agreed)
         return int(agreed)
 
-    def explain(self, error: PeerError, doing: str) -> PeerError:
-        """The error of a collective with what was being done, and the axis in place of its group."""
+    def explain(
+        self, error: PeerError, doing: str, waiting: Mapping[int, str] | None = None
+    ) -> PeerError:
+        """The error of a collective with what was being done, and the axis in place of its group.
+
+        Args:
+            error: the error of the collective.
+            doing: what was being done, in words.
+            waiting: ranks that wait elsewhere for this one, each with its reason.
+        """
         names = dict(self.group_names)
         if self.pipe is not None:
             names[PIPELINE_AXIS] = self.pipe.group_name
         axes = [axis for axis, group in names.items() if group == error.group]
         mesh = self.mesh if self.pipe is None else f"{self.mesh} in a pipeline"
         axis = f"axis {axes[0]!r} of {mesh}" if axes else "its group"
+        cause = "another rank of that axis died, hangs, or runs another program. Its own error is in its own log."
+        if waiting:
+            cause = " ".join(
+                f"rank {rank} runs another program. {why}" for rank, why in waiting.items()
+            )
         return PeerError(
-            f"{doing} broke in {error.collective} over {axis} on rank {self.rank}: another rank of "
-            f"that axis died, hangs, or runs another program. Its own error is in its own log. "
+            f"{doing} broke in {error.collective} over {axis} on rank {self.rank}: {cause} "
             f"({error.reason or error})",
             collective=error.collective,
             group=error.group,
