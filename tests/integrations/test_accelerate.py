@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from autopar.errors import AutoparError, StepError
 from autopar.integrations import AutoparAccelerator
 from autopar.integrations.batches import JoinedBatches
+from autopar.runtime.checkpoint import read_extra
 from tests.integrations.small import (
     BATCH,
     PLANS,
@@ -252,16 +253,22 @@ def test_joined_batches_are_those_of_ranks_in_turn() -> None:
 
 
 def first_batches() -> dict[str, list[int]]:
+    """The first batches of loaders on ranks whose generators have other seeds."""
     as_launched()
-    torch.manual_seed(torch.distributed.get_rank())
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
     found = {}
     for split in (False, True):
-        configuration = DataLoaderConfiguration(split_batches=split)
+        configuration = DataLoaderConfiguration(split_batches=split, use_seedable_sampler=split)
         accelerator = AutoparAccelerator(cpu=True, dataloader_config=configuration)
-        data = torch.arange(16)
-        found[f"in order, {split}"] = next(iter(accelerator.prepare(DataLoader(data, 4)))).tolist()
-        shuffled = accelerator.prepare(DataLoader(data, 4, shuffle=True))
-        found[f"shuffled, {split}"] = next(iter(shuffled)).tolist()
+        data, own = torch.arange(16), torch.Generator().manual_seed(rank)
+        loaders = {
+            "in order": DataLoader(data, 4),
+            "shuffled": DataLoader(data, 4, shuffle=True),
+            "by its own generator": DataLoader(data, 4, shuffle=True, generator=own),
+        }
+        for name, loader in loaders.items():
+            found[f"{name}, {split}"] = next(iter(accelerator.prepare(loader))).tolist()
     return found
 
 
@@ -270,3 +277,34 @@ def test_ranks_read_the_batch_of_all_ranks_and_shuffle_alike(framework_ranks: Ra
     assert found["in order, False"] == list(range(8))
     assert found["in order, True"] == list(range(4))
     assert len(found["shuffled, False"]) == 8 and len(found["shuffled, True"]) == 4
+    assert len(found["by its own generator, False"]) == 8
+
+
+class Unsafe:
+    """Has a state that loads by running code."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("here")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_and_leaves_the_one_before(
+    tmp_path: Path,
+) -> None:
+    accelerator = AutoparAccelerator(cpu=True)
+    model = accelerator.prepare(Outside())
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    accelerator.save_state(str(tmp_path / "state"))
+    before = read_extra(tmp_path / "state")
+    accelerator.register_for_checkpointing(Unsafe())
+    with pytest.raises(AutoparError, match="cannot be saved so that it loads without running code"):
+        accelerator.save_state(str(tmp_path / "state"))
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+    assert read_extra(tmp_path / "state")["loop"]["states"] == before["loop"]["states"] == []
+    with pytest.raises(
+        AutoparError, match="states of 0 schedulers and registered objects, and there are 1"
+    ):
+        accelerator.load_state(str(tmp_path / "state"))

@@ -120,7 +120,8 @@ def fitted(
         accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
         enable_model_summary=False, **own, **options,
     )  # fmt: skip
-    seeded = torch.Generator().manual_seed(5)
+    # The ranks take the first one's state.
+    seeded = torch.Generator().manual_seed(5 + (dist.get_rank() if dist.is_initialized() else 0))
     loader = DataLoader(data(), batch, shuffle=shuffle, generator=seeded)
     checks = DataLoader(data(), batch)
     trainer.fit(

@@ -78,7 +78,7 @@ def difference(found: dict[str, float], expected: dict[str, float]) -> float:
     return worst_difference({k: found[k] for k in compared}, {k: expected[k] for k in compared})
 
 
-@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("zero3", "tp"))
+@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("zero3"))
 def test_fine_tuning_is_that_of_one_process(
     count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
 ) -> None:

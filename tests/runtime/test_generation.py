@@ -91,7 +91,11 @@ def test_tokens_on_four_ranks(four_ranks: Ranks, expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "keys"),
     [
-        ({"mesh": {"dp": 2}, "recipe": "ddp"}, "(4, 2, 32, 8) as (2, 2, 32, 8)"),
+        pytest.param(
+            {"mesh": {"dp": 2}, "recipe": "ddp"},
+            "(4, 2, 32, 8) as (2, 2, 32, 8)",
+            marks=pytest.mark.slow,
+        ),
         ({"mesh": {"dp": 2}, "recipe": "zero3"}, "(4, 2, 32, 8) as (2, 2, 32, 8)"),
         ({"mesh": {"tp": 2}, "recipe": "tp"}, "(4, 2, 32, 8) as (4, 1, 32, 8)"),
     ],
