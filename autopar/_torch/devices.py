@@ -37,6 +37,21 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def has_used_accelerator() -> bool:
+    """Whether this process has a context of an accelerator, which no copy of the process may use."""
+    kind = accelerator_kind()
+    return kind is not None and torch.get_device_module(kind).is_initialized()
+
+
+def catalogue_name(device: torch.device) -> str:
+    """The machine of the catalogue that a device is priced as where nobody says which it is.
+
+    >>> catalogue_name(torch.device("cpu")), catalogue_name(torch.device("cuda"))
+    ('cpu-gloo', 'h100')
+    """
+    return "h100" if is_accelerator(device) else "cpu-gloo"
+
+
 def backend_of(device: torch.device) -> str:
     """The backend of a process group whose tensors lie on the device: gloo for processors, nccl for CUDA and ROCm.
 

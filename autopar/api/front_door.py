@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar import _torch
 from autopar.api.planner import MeshLike, Planner, axes_of, hardware_of
 from autopar.capture.export import LossFunction
 from autopar.cost_model import Cluster, Hardware, find_cluster
@@ -251,12 +252,7 @@ def _device(
         )
     if own:
         return own.pop()
-    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    return (
-        torch.device("cpu")
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
+    return _torch.current_device(mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu")
 
 
 def explain(

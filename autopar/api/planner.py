@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar import _torch
 from autopar.capture.export import LossFunction
 from autopar.capture.guards import Place
 from autopar.cost_model import Hardware, find_hardware
@@ -421,7 +422,7 @@ def hardware_of(
     """The machine to price for, given by name, path or value, and a note where it was assumed."""
     if hardware is not None:
         return find_hardware(hardware), ()
-    name = "cpu-gloo" if device.type == "cpu" else "h100"
+    name = _torch.catalogue_name(device)
     return find_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
 
 

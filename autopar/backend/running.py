@@ -151,8 +151,7 @@ def _same_seed(world: World) -> Iterator[None]:
     The seed of a call is a number from the first rank's default generator, so that torch.manual_seed and
     torch.set_rng_state there mean what they do on one device. A call that draws nothing leaves it alone.
     """
-    devices = [] if world.device.type == "cpu" else [world.device]
-    with torch.random.fork_rng(devices, device_type=world.device.type):
+    with _torch.forked_random_state([world.device]):
         torch.manual_seed(world.agree(_number()))
         before = _states(world.device)
         yield
@@ -167,7 +166,4 @@ def _number() -> int:
 
 
 def _states(device: torch.device) -> list[list[int]]:
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device.type).get_rng_state(device))
-    return [state.tolist() for state in states]
+    return [state.tolist() for state in _torch.random_states(device)]

@@ -296,14 +296,14 @@ def mesh_of(parameter: DTensor) -> Mesh:
 def device_of(tensors: Any) -> torch.device:
     """The device that a graph computes on: the accelerator if any of these tensors is there."""
     found = [x.device for x in tensors if isinstance(x, Tensor)]
-    return next((device for device in found if device.type != "cpu"), torch.device("cpu"))
+    return next((device for device in found if device.type != "cpu"), _torch.CPU)
 
 
 def hardware_of(
     hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
 ) -> Hardware:
     """The hardware to price: by name or path, or a guess from the device."""
-    return find_hardware(hardware or ("cpu-gloo" if device.type == "cpu" else "h100"))
+    return find_hardware(hardware or _torch.catalogue_name(device))
 
 
 _WORLDS: weakref.WeakKeyDictionary[Any, dict[tuple[Mesh, str], World]] = weakref.WeakKeyDictionary()

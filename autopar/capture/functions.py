@@ -125,7 +125,7 @@ class _Place:
 
 
 def _autocast() -> dict[str, torch.dtype]:
-    kinds = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    kinds = (kind for kind in _torch.autocast_kinds() if torch.is_autocast_enabled(kind))
     return {kind: torch.get_autocast_dtype(kind) for kind in kinds}
 
 

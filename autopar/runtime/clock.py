@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from autopar import _torch
 from autopar.units import format_bytes, format_seconds
 
 WARM_UP, MEASURED = 3, 10
@@ -50,7 +51,7 @@ class StepClock:
             f"measured {format_seconds(self.seconds)} a step (median of {MEASURED}), predicted "
             f"{format_seconds(seconds)}"
         )
-        if device.type != "cuda":
+        peak = _torch.peak_allocated_bytes(device)
+        if peak is None:
             return f"{words}; predicted peak memory {format_bytes(size)} a rank"
-        peak = torch.cuda.max_memory_allocated(device)
         return f"{words}; peak memory {format_bytes(peak)}, predicted {format_bytes(size)}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar import _torch
 from autopar._torch import pytree
 from autopar.passes import (
     bind_groups,
@@ -145,8 +146,7 @@ class Runner:
     def _run_graph(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         if not self.program.is_random:
             return list(self._graph(*arguments))
-        devices = [] if self.world.device.type == "cpu" else [self.world.device]
-        with torch.random.fork_rng(devices, device_type=self.world.device.type):
+        with _torch.forked_random_state([self.world.device]):
             torch.manual_seed(int(torch.randint(2**62, (), generator=self._seeds)))
             return list(self._graph(*arguments))
 

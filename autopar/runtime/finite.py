@@ -13,8 +13,8 @@ from autopar import _torch
 class FiniteLoss:
     """Looks at the loss of every step, and warns of the first that is NaN or infinite.
 
-    On the CPU it looks at once. On a GPU it would have to wait for the step; there a copy of the loss travels while
-    the host goes on, and is looked at after a later step. On other devices it does not look.
+    On the CPU it looks at once. On an accelerator it would have to wait for the step; there a copy of the loss travels
+    while the host goes on, and is looked at after a later step.
     """
 
     def __init__(self) -> None:
@@ -30,17 +30,14 @@ class FiniteLoss:
             loss: loss of this step, of shape `()`.
             step: number of this step.
         """
-        if self._warned or loss.device.type not in ("cpu", "cuda"):
+        if self._warned or loss.is_meta:
             return None
-        if loss.device.type == "cpu":
-            return self._first(loss, step)
         known = self._copy
         if known is not None and not known[2].query():
             return None  # it is still on its way
-        copy = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        copy.copy_(loss.detach(), non_blocking=True)
-        arrived = torch.Event(loss.device)
-        arrived.record()
+        copy, arrived = _torch.copy_to_host(loss)
+        if arrived is None:
+            return self._first(copy, step)
         self._copy = (step, copy, arrived)
         return None if known is None else self._first(known[1], known[0])
 

@@ -38,7 +38,7 @@ def initial_values(
     """
     names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
     done: set[int] = set()
-    with torch.random.fork_rng(_devices(world.device)):
+    with _torch.forked_random_state([world.device]):
         torch.manual_seed(seed)
         for path, module in model.named_modules():
             if any(x.is_meta for x in _own(module).values()):
@@ -76,10 +76,6 @@ def place_buffers(model: nn.Module, world: World) -> None:
                 placed = buffer.detach().to(world.device).contiguous()
                 world.broadcast(placed)
                 module._buffers[name] = placed
-
-
-def _devices(device: torch.device) -> list[torch.device]:
-    return [] if device.type == "cpu" else [device]
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from autopar import _torch
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime.failures import show_failure
 
@@ -79,7 +80,7 @@ def _start_method(function: Callable[..., Any]) -> str:
     """
     if _can_be_imported(function):
         return "spawn"
-    if torch.accelerator.is_available() and torch.cuda.is_initialized():
+    if _torch.has_used_accelerator():
         raise AutoparError(
             f"{function!r} is no function of a module's top level, and this process has used the accelerator. "
             "Move the function into a file and import it, or restart the notebook and launch first."

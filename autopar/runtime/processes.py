@@ -32,7 +32,7 @@ def join_process_group(device: torch.device) -> None:
     """Under torchrun, makes the default process group if there is none yet."""
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
     if launched and not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        dist.init_process_group(_torch.backend_of(device))
         show_failures()  # over torch's own hook, which the process group brings
 
 

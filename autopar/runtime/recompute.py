@@ -476,10 +476,8 @@ class _Context:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, ops run under the modes of the first run; generators are left as they were found."""
-        others = [device for device in self.devices if device.type != "cpu"]
-        kind = others[0].type if others else "cuda"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(others, device_type=kind))
+            stack.enter_context(_torch.forked_random_state(self.devices))
             for device, (is_on, dtype) in self.autocasts.items():
                 stack.enter_context(torch.autocast(device, dtype, is_on))
             yield

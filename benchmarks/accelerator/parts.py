@@ -83,12 +83,12 @@ def _part(name: str, module: str, share: float, question: str) -> Part:
 
 
 PARTS: tuple[Part, ...] = (
-    _part("calibrate", "calibration", 0.15, "What can this machine do?"),
-    _part("one-rank", "one_rank", 0.25, "Does a compiled model cost what the plain model costs?"),
+    _part("calibrate", "calibration", 0.08, "What can this machine do?"),
+    _part("one-rank", "one_rank", 0.2, "Does a compiled model cost what the plain model costs?"),
     _part("truth", "truth", 0.15, "Does the cost model tell the truth about this device?"),
-    _part("several-ranks", "several_ranks", 0.15, "Are all plans exact on this device's kernels?"),
-    _part("overlap", "overlap", 0.1, "How much communication lies beside compute?"),
-    _part("precision", "precision", 0.1, "Is every number format computed as it is defined?"),
-    _part("faults", "faults", 0.1, "What does a user see when a step fails?"),
+    _part("several-ranks", "several_ranks", 0.25, "Are all plans exact on this device's kernels?"),
+    _part("overlap", "overlap", 0.08, "How much communication lies beside compute?"),
+    _part("precision", "precision", 0.08, "Is every number format computed as it is defined?"),
+    _part("faults", "faults", 0.06, "What does a user see when a step fails?"),
     _part("determinism", "determinism", 0.1, "Does a plan give the same bits twice?"),
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import torch
 
 from autopar import _torch
@@ -50,3 +54,51 @@ def test_a_processor_counts_no_allocated_bytes_and_needs_no_waiting() -> None:
     _torch.synchronize(CPU)
     assert _torch.peak_allocated_bytes(CPU) is None
     assert _torch.current_device("cpu") == CPU
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "accelerators.md"
+WORDS = {"cpu", "cuda", "nccl", "gloo", "xpu"}  # as values in code
+CALLS = {"fork_rng", "get_device_module", "get_device_states"} | {
+    "autocast", "get_autocast_dtype", "is_autocast_enabled",
+}  # fmt: skip
+KEYWORDS = {"non_blocking", "pin_memory"}
+
+
+def device_uses(path: Path) -> set[str]:
+    """What a module says of devices: kinds, calls that take one, and what only an accelerator has."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and node.value in WORDS:
+            found.add(repr(node.value))
+        elif isinstance(node, ast.keyword) and node.arg in KEYWORDS:
+            found.add(str(node.arg))
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if node.attr in CALLS or re.match(
+                r"torch\.(accelerator|cuda|xpu|Event|Stream)\b", name
+            ):
+                found.add(name)
+    return found
+
+
+def users() -> dict[str, set[str]]:
+    """Path of every module of the package -> what it says of devices, where it says anything."""
+    files = [p for room in ("autopar", "passes", "cost_model") for p in (ROOT / room).rglob("*.py")]
+    files = [p for p in files if not any(part.is_symlink() for part in p.parents)]
+    found = {str(path.relative_to(ROOT)): device_uses(path) for path in files}
+    return {name: uses for name, uses in found.items() if uses}
+
+
+def test_the_page_lists_every_module_that_names_a_device_and_its_test() -> None:
+    rows = re.findall(r"^\| `(\S+\.py)` \|.*\| `(tests/\S+\.py)`", PAGE.read_text(), re.M)
+    assert sorted(users()) == sorted(name for name, _ in rows)
+    assert not [test for _, test in rows if not (ROOT / test).exists()]
+
+
+def test_one_module_alone_asks_for_cuda() -> None:
+    asking = {
+        name for name, uses in users().items() if any(use.startswith("torch.cuda") for use in uses)
+    }
+    # calibrate measures NVIDIA's devices, by a class of its own.
+    assert asking == {"autopar/calibrate/devices.py"}

@@ -165,7 +165,7 @@ def _prove(
 
     held = {name: x.detach().clone() for name, x in _state(model)}
     with (
-        torch.random.fork_rng(_devices(model), device_type=_device_type(model)),
+        _torch.forked_random_state(_devices(model)),
         torch.no_grad(),
         _forwards(dict.fromkeys(found.values(), both)),
     ):
@@ -190,12 +190,8 @@ class _Called(nn.Module):
         return self.run(*args, **kwargs)
 
 
-def _device_type(model: nn.Module) -> str:
-    return next((x.device.type for x in model.parameters() if x.device.type != "cpu"), "cuda")
-
-
 def _devices(model: nn.Module) -> list[torch.device]:
-    return list(dict.fromkeys(x.device for x in model.parameters() if x.device.type != "cpu"))
+    return [parameter.device for parameter in model.parameters()]
 
 
 def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
@@ -229,7 +225,7 @@ def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tenso
     leaves = [_leaf(x) for x in leaves]
     called = _Called(module, lambda *args, **kwargs: run(module, *args, **kwargs))
     with (
-        torch.random.fork_rng(_devices(module), device_type=_device_type(module)),
+        _torch.forked_random_state(_devices(module)),
         torch.enable_grad(),
     ):
         # A clone: what is changed in place may not be a leaf.
