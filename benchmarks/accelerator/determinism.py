@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.accelerator.figures import Figure, Sentence
 from benchmarks.accelerator.parts import Context, Found
-from benchmarks.accelerator.subjects import Subject, subjects
+from benchmarks.accelerator.subjects import Subject, varied
 from benchmarks.accelerator.training import compile_subject, compiled_step
 
 STEPS = 3
@@ -21,7 +21,7 @@ def run(context: Context) -> Iterator[Found]:
     yield Sentence(
         "On CUDA, CUBLAS_WORKSPACE_CONFIG=:4096:8 is set, which deterministic products need."
     )
-    for subject in context.subjects(subjects(context)):
+    for subject in context.subjects(varied(context)):
         first, second = (_bits(context, subject) for _ in range(2))
         differing = sum(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
         name = f"{subject.name}: losses and parameters with other bits after {STEPS} steps"

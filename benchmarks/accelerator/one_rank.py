@@ -59,7 +59,7 @@ def modes(context: Context) -> Iterator[tuple[str, list[Subject]]]:
     if context.on_accelerator:
         yield "inductor", every
     elif context.scope == "whole":
-        yield "aot_eager", every[:2]
+        yield "aot_eager", every[:1]
         yield "inductor", every[-1:]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autopar
 from benchmarks.accelerator.figures import Figure, Sentence
 from benchmarks.accelerator.parts import Context, Found
-from benchmarks.accelerator.subjects import Subject, subjects
+from benchmarks.accelerator.subjects import Subject, varied
 
 ROUNDING = 2.0**-8  # of bfloat16: half of a unit in the last of its 8 bits
 HALF_ROUNDING = 2.0**-11  # of float16
@@ -22,7 +22,7 @@ SCALE = 2.0**12  # of the loss in float16
 
 def run(context: Context) -> Iterator[Found]:
     """Each number format against its definition on one device."""
-    for subject in context.subjects(subjects(context)):
+    for subject in context.subjects(varied(context)):
         error = _policy(context, subject)
         name = f"{subject.name}: bf16 policy, loss and gradients against a model that casts"
         yield Figure(name, error, "error", limit=ROUNDING)

@@ -126,3 +126,8 @@ def subjects(context: Context) -> Sequence[Subject]:
         Subject("experts", _language(**_EXPERTS), 4, 1024),
         Subject("unet", None, 16),
     )
+
+
+def varied(context: Context) -> Sequence[Subject]:
+    """Every subject; on a processor, whose time is short, every second: GPT-2, the vision transformer, the U-Net."""
+    return subjects(context)[:: context.size(2, 1)]

@@ -16,7 +16,7 @@ from benchmarks.accelerator.calibration import HARDWARE
 from benchmarks.accelerator.figures import Figure, Picture, Sentence
 from benchmarks.accelerator.memory import peak_of
 from benchmarks.accelerator.parts import Context, Found
-from benchmarks.accelerator.subjects import Batch, Subject, subjects
+from benchmarks.accelerator.subjects import Batch, Subject, subjects, varied
 from benchmarks.accelerator.training import compile_subject, compiled_step, in_turns
 from benchmarks.speed.bench_recomputation import WITHIN, measured_bytes
 
@@ -42,7 +42,8 @@ def run(context: Context) -> Iterator[Found]:
         yield from _step(context, subject, made, batch, found, errors, bars)
         yield from _memory(context, subject, made, batch, found)
         yield from _ops(context, subject, made, batch, found)
-        yield from _recomputed(context, subject, hardware)
+        if subject in varied(context):
+            yield from _recomputed(context, subject, hardware)
     yield Figure(
         "median error of the step time", median(errors), "ratio", limit=STEP_GOAL,
         asked=context.on_accelerator, note=_why_not(context),
