@@ -27,6 +27,7 @@ from benchmarks.zoo.rows import PASSED, RANDOM, Row, code_version, packages_used
 from benchmarks.zoo.run import Bounds, architectures, examined
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OVER_TIME = "took over"  # the beginning of what is said of a process that was ended
 PLANS = ("dp=2 tp=2", "pp=2", RANDOM)
 COLUMNS = ("architecture", "format", "verdict", "largest error / bound", "of the tensor")
 
@@ -41,7 +42,7 @@ class Result:
         dtype: format of weights and floating inputs.
         version: `code_version` of the code that examined it.
         stopped: the reason why the model was not built, run or captured in this format, "" if it was.
-        misses: plan -> the reason why it did not pass, without the plans that passed.
+        misses: plan -> the reason why it did not pass or was not compared in time, without the plans that passed.
         worst: the largest error of all plans relative to its bound.
         worst_tensor: the tensor that has this error, in words.
         seconds: duration of the examination.
@@ -59,10 +60,17 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """`passed`, `not run`, or the plans that did not pass."""
+        """`passed`, `not run`, the plans that did not pass, or else those that were not compared in time."""
         if self.stopped:
             return "not run"
-        return f"**no**: {', '.join(self.misses)}" if self.misses else PASSED
+        if self.failed:
+            return f"**no**: {', '.join(self.failed)}"
+        return f"not in time: {', '.join(self.misses)}" if self.misses else PASSED
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Plan -> the reason why it did not pass, without the plans that were not compared in time."""
+        return {plan: why for plan, why in self.misses.items() if not why.startswith(OVER_TIME)}
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -92,8 +100,8 @@ def result_of(row: Row, dtype: str, version: str) -> Result:
     )
 
 
-def markdown(results: Sequence[Result], known: int) -> str:
-    """The page of the results of a part of `known` architectures."""
+def markdown(results: Sequence[Result], known: int, note: str = "") -> str:
+    """The page of the results of a part of `known` architectures; `note` says what is particular to this run."""
     packages = ", ".join(f"{name} {version}" for name, version in packages_used().items())
     misses = [f"- **{r.name}**, {p}: {t}" for r in results for p, t in r.misses.items()]
     left_out = [f"- **{r.name}**: {r.stopped}" for r in results if r.stopped]
@@ -105,15 +113,17 @@ def markdown(results: Sequence[Result], known: int) -> str:
         "other than `passed` is a false alarm of the bound or a fault. Made by",
         "`OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results verdicts.jsonl --markdown PAGE`,",
         f"with {packages}. The versions of the code: {', '.join(sorted({r.version for r in results}))}.",
+        *([note] if note else []),
         "",
-        f"- examined: {len({r.architecture for r in results})} of {known} architectures, in an order drawn at random",
+        f"- examined: {len({r.architecture for r in results})} of {known} architectures, in an order drawn at random; "
+        f"{len({r.architecture for r in results if not r.stopped})} run",
         *(f"- {_counted(results, dtype)}" for dtype in DTYPES),
         "",
         "The share is the largest error of a tensor relative to its bound, over all plans and both arithmetics.",
         "",
         *markdown_table(COLUMNS, [r.cells for r in results if not r.stopped]),
         "",
-        "## Plans that did not pass",
+        "## Plans that did not pass, or were not compared in time",
         "",
         *(misses or ["None."]),
         "",
@@ -127,8 +137,11 @@ def markdown(results: Sequence[Result], known: int) -> str:
 def _counted(results: Sequence[Result], dtype: str) -> str:
     """How many results of a format passed, in words."""
     run = [r for r in results if r.dtype == dtype and not r.stopped]
-    passed = sum(not r.misses for r in run)
-    return f"in {dtype}: {passed} of {len(run)} that run in this format pass with all plans"
+    passed, failed = sum(not r.misses for r in run), sum(bool(r.failed) for r in run)
+    return (
+        f"in {dtype}: {passed} of {len(run)} that run in this format pass with all plans, {failed} fail, and "
+        f"{len(run) - passed - failed} have a plan that was not compared in time"
+    )
 
 
 @click.command(context_settings={"show_default": True})
@@ -139,8 +152,10 @@ def _counted(results: Sequence[Result], dtype: str) -> str:
 @click.option("--seconds", default=120.0, help="Bound on the processor time of one result.")
 @click.option("--memory-gb", default=8.0, help="Bound on the memory of one process.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the page there.")
+@click.option("--note", default="", help="What the page says of this run.")
 def main(
-    results: Path, only: str, count: int, again: bool, seconds: float, memory_gb: float, path: Path | None
+    results: Path, only: str, count: int, again: bool, seconds: float, memory_gb: float, path: Path | None,
+    note: str,
 ) -> None:  # fmt: skip
     """Print a line per architecture and format; exit 1 if a plan of any does not pass."""
     console, known, version = Console(), architectures(), code_version()
@@ -159,8 +174,8 @@ def main(
             console.print(_line(result), highlight=False, markup=False, soft_wrap=True)
     found = list(stored(results, Result).values())
     if path is not None:
-        path.write_text(markdown(found, len(known)))
-    sys.exit(1 if any(result.misses for result in found) else 0)
+        path.write_text(markdown(found, len(known), note))
+    sys.exit(1 if any(result.failed for result in found) else 0)
 
 
 def _line(result: Result) -> str:

@@ -57,3 +57,12 @@ def test_what_has_a_result_is_not_examined_again(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     assert list(stored(results, Result).values()) == known
     assert "1 of 1 that run in this format pass with all plans" in page.read_text()
+
+
+def test_a_plan_that_was_ended_for_its_time_is_neither_passed_nor_failed() -> None:
+    row = replace(DONE, plans={**DONE.plans, "pp=2": "took over 120 s"})
+    result = result_of(row, "float32", "version")
+    assert result.verdict == "not in time: pp=2" and not result.failed
+    assert "0 of 1 that run in this format pass with all plans, 0 fail, and 1" in markdown(
+        [result], 600
+    )
