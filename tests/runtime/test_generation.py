@@ -72,10 +72,23 @@ def on_ranks(plan: dict[str, Any]) -> tuple[list[Any], str]:
     return found, f"{tuple(keys.shape)} as {tuple(keys.to_local().shape)}"
 
 
+def through_stages() -> list[Any]:
+    """Greedy and sampled tokens of a model whose layers lie on two ranks."""
+    model = compiled(llama(), mesh={"pp": 2}).eval()
+    return [generated(model, **options) for options in (GREEDY, SAMPLED)]
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
     model = llama()
     return trained(model, lambda **batch: model(**batch).loss.backward())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_pipeline_stages_generate_without_a_cache(two_ranks: Ranks, expected: list[Any]) -> None:
+    found = equal_on_all(two_ranks.run(through_stages))
+    assert found == expected[:2]
 
 
 @pytest.mark.multiprocess
