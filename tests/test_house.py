@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = """
     errors < units < _torch < ir < ops < rules < capture < analysis < cost_model < pipeline < search < passes
     < program < planning < runtime < proof < views < models < explanation < backend < calibrate < api
-    < integrations < cli < __init__
+    < integrations < cli < __init__ < __main__
 """
 ROOMS = ORDER.replace("<", " ").split()
 

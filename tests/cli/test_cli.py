@@ -1,6 +1,7 @@
 import functools
 import json
 import re
+import runpy
 
 import pytest
 from click.testing import CliRunner
@@ -39,6 +40,14 @@ def explained(*options):
 
 
 # --- explain
+
+
+def test_the_package_is_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["autopar", "explain", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("autopar", run_name="__main__", alter_sys=True)
+    assert end.value.code == 0
+    assert "Usage: python -m autopar explain [OPTIONS] TARGET" in capsys.readouterr().out
 
 
 def test_explain_prints_what_was_chosen():
