@@ -107,6 +107,13 @@ def mean_bytes(table: StageTable, shape: Shape) -> float:
     return float(table.kept_bytes[whole] + saved) / shape.ranks
 
 
+def never_waiting_seconds(table: StageTable, shape: Shape) -> float:
+    """Seconds of a step in which no rank ever waits: of equal ranks, and of one with the largest block."""
+    whole = table.forward_seconds + table.backward_seconds
+    largest = float(np.diagonal(whole, offset=1).max())
+    return shape.micro_batches * max(float(whole[0, -1]) / shape.ranks, largest)
+
+
 def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> float:
     """A lower bound on the schedule of given cuts, without executing it.
 

@@ -14,56 +14,28 @@ micro-batch. A rank of p holds about one part in p of what is kept, and of a mic
 first take p times the memory of a rank. Where nothing fits then, or what does not would be faster than what
 does, half of that and a quarter are tried too, which leads to plans that shard more.
 
-[Note: fewest blocks] More blocks that run again take more time and less memory, so that the fewest that fit
-are found by bisection. Of several stages one more can be faster, where it lets cuts be moved: then one more
-is tried, as long as that gains.
-
 [Note: other micro-batches] The graph is captured for one number of micro-batches. Others are priced on the
 same graph at another batch (`batches.with_batch`) and, where its sizes still divide, with the same plan.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
-from autopar.ir import (
-    PIPELINE_AXIS,
-    Graph,
-    ParameterPlan,
-    Plan,
-    without_pipeline,
-)
+from autopar.ir import PIPELINE_AXIS, Graph, ParameterPlan, Plan, without_pipeline
 from autopar.ir.batches import captured_batch, fits_graph, with_batch
-from autopar.ir.recompute import (
-    Recompute,
-)
-from autopar.pipeline.recomputable import Memory
-from autopar.pipeline.schedules import actions, waits_for_sends
-from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTables
-from autopar.pipeline.stage_table import StageTable
-from autopar.search.balance import (
-    Balance,
-    balance,
-    balance_of,
-    least_overfull,
-    least_seconds,
-    mean_bytes,
-)
+from autopar.search.balance import balance
 from autopar.search.pipeline_notes import notes_of, of_layouts
-from autopar.search.pipeline_settings import KeptWhole, PipelineFound, Priced, Setting, shapes_of
+from autopar.search.pipeline_settings import PipelineFound, shapes_of
 from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
-from autopar.search.selection import Frontier
-from autopar.search.shape import Shape
+from autopar.search.staged import Findings, StagedPlan
 from autopar.units import counted
 
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
@@ -116,16 +88,6 @@ class _Inner(NamedTuple):
     share: float
 
 
-@dataclass(frozen=True)
-class _Overfull:
-    """A setting that does not fit: by how much, and the seconds it would take if it did."""
-
-    excess_bytes: float
-    seconds: float
-    tables: StageTables
-    setting: Setting
-
-
 class _Search:
     """One search: a mesh, and all that is open on it."""
 
@@ -137,22 +99,16 @@ class _Search:
         self.graph, self.request, self.captured = graph, request, captured
         self.mesh, self.hardware = request.mesh, request.hardware
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
-        self.known_seconds = faster_than_seconds
         bound = request.search_bound_bytes
         # Tables of stages know nothing of the memory that no tensor can have.
         self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
+        self.found = Findings(self.bound, faster_than_seconds)
         self.asked_micro_batches = request.chosen_micro_batches
         self.position = self.mesh.index(PIPELINE_AXIS)
         self.ranks = self.mesh.sizes[self.position]
         self.stage_mesh = without_pipeline(self.mesh)
         self.graphs: dict[int, Graph] = {}
         self.inside: dict[int, MeshSearch] = {}
-        self.found: dict[str, Priced] = {}
-        self.tables: dict[
-            str, tuple[_Inner, StageTables]
-        ] = {}  # that found settings were priced with
-        self.refused: dict[str, AutoparError] = {}
-        self.overfull: list[_Overfull] = []
 
     def run(self) -> PipelineFound:
         self._search_shares()
@@ -162,23 +118,27 @@ class _Search:
         if not self.found:
             raise self._nothing()
         self._execute_nearest()
-        ranked = sorted(self.found.values(), key=lambda each: each.key)
+        (best, staged), *rest = self.found.ranked
+        others = tuple(each for each, _ in rest)
         refused = {
-            name: str(error) for name, error in self.refused.items() if name not in self.found
+            name: str(error)
+            for name, error in self.found.refused.items()
+            if name not in self.found.priced
         }
-        best = replace(ranked[0], kept_whole=self._kept_whole(ranked[0]))
-        notes = (*of_layouts(best.plan.notes), *notes_of(best, ranked[1:]))
+        best = replace(best, kept_whole=staged.kept_whole(best))
+        notes = (*of_layouts(best.plan.notes), *notes_of(best, others))
         best = replace(best, plan=replace(best.plan, notes=notes))
-        return PipelineFound(best, tuple(ranked[1:]), refused)
+        return PipelineFound(best, others, refused)
 
     def _search_shares(self) -> None:
         """Prices plans for less and less memory; see [Note: memory of a stage]."""
         seen = 0
         for share in self._shares():
-            promised = min((each.seconds for each in self.overfull[seen:]), default=math.inf)
-            if self.found and promised >= _WORTH * self._best_seconds():
+            overfull = self.found.overfull
+            promised = min((each.seconds for each in overfull[seen:]), default=math.inf)
+            if self.found and promised >= _WORTH * self.found.best_seconds:
                 break
-            seen = len(self.overfull)
+            seen = len(overfull)
             inside = self._inside(self.asked_micro_batches or self.captured)
             self._price_plan(self._stage_plan(share, inside))
 
@@ -188,7 +148,7 @@ class _Search:
             return
         inside = self._inside(self._best_micro_batches())
         for seconds, under in inside.named():
-            if seconds < self.ranks * self._best_seconds():
+            if seconds < self.ranks * self.found.best_seconds:
                 try:
                     inner = self._stage_plan(1.0, under)
                 except (RecipeError, SearchError):
@@ -220,19 +180,15 @@ class _Search:
 
     def _execute_nearest(self) -> None:
         """Balances the fastest settings that have several stages a rank anew, by what they really take."""
-        ranked = sorted(self.found.items(), key=lambda pair: pair[1].key)
+        ranked = self.found.ranked
         near = [
-            (name, each)
-            for name, each in ranked
-            if each.setting.shape.chunks > 1 and each.seconds <= _NEAR * ranked[0][1].seconds
+            (each, staged)
+            for each, staged in ranked
+            if each.setting.shape.chunks > 1 and each.seconds <= _NEAR * ranked[0][0].seconds
             if each.setting.shape.stages * each.plan.micro_batches <= _EXECUTABLE
         ]
-        for name, each in near[:_EXECUTED]:
-            self._price(*self.tables[name], each.setting, executed=True)
-
-    def _best_seconds(self) -> float:
-        """Seconds of the fastest step that is known."""
-        return min((each.seconds for each in self.found.values()), default=self.known_seconds)
+        for each, staged in near[:_EXECUTED]:
+            staged.price(each.setting, executed=True)
 
     def _stage_plan(self, share: float, inside: MeshSearch) -> _Inner | None:
         """The plan of a stage's mesh; None where less than all of the memory is too little for any.
@@ -282,218 +238,36 @@ class _Search:
         return [m for m in _divisors(rows) if m <= max(most, self.captured)]
 
     def _price_all(self, inner: _Inner, micro_batches: int) -> None:
+        """Prices a plan of a stage's mesh in every shape."""
         graph, plan = self._graph(micro_batches), inner.plan
         if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
-            self._refuse(
+            self.found.refuse(
                 counted(micro_batches, "micro-batch"),
                 SearchError(f"the mesh {self.stage_mesh} does not divide so small micro-batches"),
             )
             return
-        own = inner._replace(plan=replace(plan, micro_batches=micro_batches))
+        software = self.request.software
         tables = StageTables(
-            graph, own.plan, self.hardware, world=self.mesh,
-            training_state=self.request.training_state, software=self.request.software,
+            graph, replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
+            training_state=self.request.training_state, software=software,
         )  # fmt: skip
-        frontier = Frontier(lambda: tables.selectable)
+        staged = StagedPlan(tables, inner.share, software.step_seconds, self.found)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
             try:
-                self._price_shape(own, tables, shape, frontier)
+                staged.price_shape(shape, self.request.recompute)
             except PlanError as error:  # a schedule that does not run so many micro-batches
-                self._refuse(f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}", error)
-
-    def _price_shape(
-        self, inner: _Inner, tables: StageTables, shape: Shape, frontier: Frontier[Memory]
-    ) -> None:
-        """A shape with the recomputation that is asked for, or with as little as fits."""
-        wish = self.request.recompute
-        if isinstance(wish, float):
-            blocks = _fewest(tables, partial(self._is_within, wish, tables, shape))
-            choices = () if tables.repetition.groups else (frontier.at(wish),)
-            for recompute in (*choices, blocks):
-                self._price(inner, tables, Setting(shape, recompute))
-        elif wish is not None:
-            self._price(inner, tables, Setting(shape, wish))
-        elif not self.found or (
-            self._affords(tables, shape, "none") and self._may_fit(tables, shape)
-        ):
-            missed = len(self.overfull)
-            self._price(inner, tables, Setting(shape, "none"))
-            if len(self.overfull) > missed:
-                if not tables.repetition.groups:  # ops are named where all layers were captured
-                    self._price_selection(inner, tables, shape, frontier)
-                self._price_fewest(inner, tables, shape)
-
-    def _may_fit(self, tables: StageTables, shape: Shape) -> bool:
-        """Whether anything may fit: False where even the mean rank has too much.
-
-        No recomputation keeps less than that of all blocks but one, or than that of all.
-        """
-        if math.isinf(self.bound):
-            return True
-        kinds: tuple[Recompute, ...] = ("none", "full", max(1, tables.repeating_blocks - 1))
-        return any(mean_bytes(tables.at(each), shape) <= self.bound for each in kinds)
-
-    def _price_selection(
-        self, inner: _Inner, tables: StageTables, shape: Shape, frontier: Frontier[Memory]
-    ) -> None:
-        """The selection of ops with the largest memory that fits."""
-        at = bisect.bisect_left(
-            frontier.parts, True, key=lambda part: self._fits(tables, shape, frontier.at(part))
-        )
-        if at < len(frontier.parts):
-            self._price(inner, tables, Setting(shape, frontier.at(frontier.parts[at])))
-
-    def _affords(self, tables: StageTables, shape: Shape, recompute: Recompute) -> bool:
-        """Whether ranks that never wait would be faster than what was found."""
-        return self._least_seconds(tables.at(recompute), shape) < self._best_seconds()
-
-    def _price_fewest(self, inner: _Inner, tables: StageTables, shape: Shape) -> None:
-        """See [Note: fewest blocks]. Nothing is priced where the most that would still be faster does not fit."""
-        if self.found and not self._fits(tables, shape, self._most(tables, shape)):
-            return
-        best = math.inf
-        for again in _from(_fewest(tables, partial(self._fits, tables, shape)), tables):
-            priced = self._price(inner, tables, Setting(shape, again))
-            if shape.stages == 1 or priced is None or priced.seconds >= best:
-                return
-            best = priced.seconds
-
-    def _most(self, tables: StageTables, shape: Shape) -> Recompute:
-        """The most recomputed blocks of which ranks that never wait would be faster than what was found."""
-        if self._affords(tables, shape, "full"):
-            return "full"
-        counts = range(1, tables.repeating_blocks)
-        fewer = bisect.bisect_left(counts, True, key=lambda n: not self._affords(tables, shape, n))
-        return fewer or "none"
-
-    def _fits(self, tables: StageTables, shape: Shape, recompute: Recompute) -> bool:
-        cuts = self._balanced(tables, Setting(shape, recompute))
-        return cuts is not None and max(cuts.rank_bytes) <= self.bound
-
-    def _is_within(
-        self, part: float, tables: StageTables, shape: Shape, recompute: Recompute
-    ) -> bool:
-        """Whether every stage keeps at most a part of what recomputation can save; see `check_wish`."""
-        cuts = self._balanced(tables, Setting(shape, recompute))
-        if cuts is None:
-            return False
-        edges = itertools.pairwise((0, *cuts.cuts, len(tables.parts)))
-        least, now, all_of_it = (
-            tables.at(each).saved_bytes for each in ("full", recompute, "none")
-        )
-        return all(
-            now[edge] - least[edge] <= part * (all_of_it[edge] - least[edge]) for edge in edges
-        )
-
-    def _balanced(
-        self, tables: StageTables, setting: Setting, *, executed: bool = False
-    ) -> Balance | None:
-        """The cuts of a setting; None, with the reason noted, where it cannot be."""
-        table = tables.at(setting.recompute)
-        try:
-            return least_overfull(table, setting.shape, memory_bytes=self.bound, executed=executed)
-        except (PlanError, SearchError) as error:
-            self._refuse(str(setting), error)
-            return None
-
-    def _price(
-        self, inner: _Inner, tables: StageTables, setting: Setting, *, executed: bool = False
-    ) -> Priced | None:
-        """Balances and executes one setting, unless it cannot be better than what was found."""
-        if not self._affords(tables, setting.shape, setting.recompute):
-            return None
-        cuts = self._balanced(tables, setting, executed=executed)
-        if cuts is None:
-            return None
-        if max(cuts.rank_bytes) > self.bound:
-            self.overfull.append(self._overfull(tables, setting, cuts))
-            return None
-        least = least_seconds(tables.at(setting.recompute), setting.shape, cuts.cuts)
-        if least >= self._best_seconds():
-            return None
-        try:
-            priced = self._priced(inner, tables, setting, cuts)
-        except PlanError as error:
-            self._refuse(str(setting), error)
-            return None
-        name = str(priced.setting)
-        known = self.found.get(name)
-        if known is None or priced.key < known.key:
-            self.found[name], self.tables[name] = priced, (inner, tables)
-        return priced
-
-    def _priced(
-        self, inner: _Inner, tables: StageTables, setting: Setting, cuts: Balance
-    ) -> Priced:
-        """A setting with its cuts, executed; blocks are named "full" where no stage has more."""
-        table = tables.at(setting.recompute)
-        run, seconds = self._executed(table, setting.shape, cuts)
-        again = setting.recompute
-        if isinstance(again, int) and again >= table.most_repeating(cuts.cuts):
-            setting = replace(setting, recompute="full")
-        plan = self._cut(replace(inner.plan, recompute=setting.recompute), table, setting, cuts)
-        return Priced(setting, plan, seconds, run, cuts, inner.share)
-
-    def _kept_whole(self, best: Priced) -> KeptWhole | None:
-        """What the best plan would take if it recomputed nothing; None where it recomputes nothing."""
-        if best.setting.recompute == "none":
-            return None
-        _, tables = self.tables[str(best.setting)]
-        whole, shape = tables.at("none"), best.setting.shape
-        held = balance_of(whole, shape, best.balance.cuts)
-        _, quicker = self._executed(whole, shape, best.balance)
-        return KeptWhole(quicker, max(held.rank_bytes))
-
-    def _executed(self, table: StageTable, shape: Shape, cuts: Balance) -> tuple[Simulation, float]:
-        """The schedule as it runs, and the seconds of a step."""
-        lists, waits = actions(shape.blank, shape.micro_batches), waits_for_sends(shape.schedule)
-        run = simulate(lists, table.stages(cuts.cuts), waits_for_sends=waits)
-        return run, run.step_seconds + self._once_seconds(table, shape, cuts)
-
-    def _overfull(self, tables: StageTables, setting: Setting, cuts: Balance) -> _Overfull:
-        """What does not fit, with the time it would take if a rank had room for anything."""
-        table, shape = tables.at(setting.recompute), setting.shape
-        slowest = least_overfull(table, shape, memory_bytes=math.inf).seconds
-        rest = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1]) - slowest
-        seconds = shape.micro_batches * slowest + max(0.0, rest) / shape.chunks
-        return _Overfull(max(cuts.rank_bytes) - self.bound, seconds, tables, setting)
-
-    def _refuse(self, name: str, error: AutoparError) -> None:
-        self.refused.setdefault(name, error)
-
-    @staticmethod
-    def _least_seconds(table: StageTable, shape: Shape) -> float:
-        """Seconds of a step in which no rank ever waits: of equal ranks, and of one with the largest block."""
-        whole = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1])
-        blocks = (
-            float(table.forward_seconds[i, i + 1] + table.backward_seconds[i, i + 1])
-            for i in range(table.blocks)
-        )
-        return shape.micro_batches * max(whole / shape.ranks, *blocks)
-
-    def _once_seconds(self, table: StageTable, shape: Shape, cuts: Balance) -> float:
-        """What the slowest rank does once a step, all its stages together."""
-        edges = [0, *cuts.cuts, table.blocks]
-        ranks = [0.0] * shape.ranks
-        for stage in range(shape.stages):
-            rank = shape.blank.rank_of(stage)
-            ranks[rank] += float(table.once_seconds[edges[stage], edges[stage + 1]])
-        return max(ranks) + self.request.software.step_seconds
-
-    def _cut(self, plan: Plan, table: StageTable, setting: Setting, cuts: Balance) -> Plan:
-        names = [table.starts[block] for block in cuts.cuts]
-        return replace(plan, pipeline=setting.shape.cut(names, self.position))
+                name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
+                self.found.refuse(name, error)
 
     def _best_micro_batches(self) -> int:
         """The number of micro-batches of the best plan so far; the captured one where nothing is found."""
         if not self.found:
             return self.asked_micro_batches or self.captured
-        best = min(self.found.values(), key=lambda each: each.key)
-        return best.setting.shape.micro_batches
+        return self.found.ranked[0][0].setting.shape.micro_batches
 
     def _search_again(self) -> None:
         """Prices the best number of micro-batches with a plan made for them."""
-        best = min(self.found.values(), key=lambda each: each.key)
+        best, _ = self.found.ranked[0]
         m = best.setting.shape.micro_batches
         if m != (self.asked_micro_batches or self.captured):
             inner = self._stage_plan(best.share, self._inside(m))
@@ -502,45 +276,27 @@ class _Search:
 
     def _nothing(self) -> AutoparError:
         """Why no setting has a plan: the one that misses by least, or what was refused first."""
-        if math.isfinite(self.known_seconds):
+        found = self.found
+        if math.isfinite(found.known_seconds):
             return SearchError(
-                f"No plan on the mesh {self.mesh} is faster than {self.known_seconds:.6g} s."
+                f"No plan on the mesh {self.mesh} is faster than {found.known_seconds:.6g} s."
             )
-        if self.overfull:
-            least = min(self.overfull, key=lambda each: each.excess_bytes)
+        if found.overfull:
+            least = min(found.overfull, key=lambda each: each.excess_bytes)
             try:
-                table = least.tables.at(least.setting.recompute)
-                balance(table, least.setting.shape, memory_bytes=self.bound)
+                balance(least.table, least.shape, memory_bytes=self.bound)
             except SearchError as error:
                 return error
-        if not self.refused:
+        if not found.refused:
             return SearchError(
                 f"No schedule that is searched runs chunks={self.request.chunks} on "
                 f"{counted(self.ranks, 'pipeline rank')}; name a schedule, or leave chunks out."
             )
-        first = next(iter(self.refused.values()))
-        if len({str(error) for error in self.refused.values()}) == 1:
+        first = next(iter(found.refused.values()))
+        if len({str(error) for error in found.refused.values()}) == 1:
             return first
-        lines = [f"{name}: {error}" for name, error in self.refused.items()]
+        lines = [f"{name}: {error}" for name, error in found.refused.items()]
         return type(first)("\n".join([f"No pipeline on the mesh {self.mesh} has a plan.", *lines]))
-
-
-def _fewest(tables: StageTables, is_enough: Callable[[Recompute], bool]) -> Recompute:
-    """The fewest blocks that are enough; "full" is all of them, and taken where no fewer are.
-
-    Bisected without "full", which may take a little more memory than all blocks but one: the last then
-    runs again beside what entered all.
-    """
-    counts = range(1, tables.repeating_blocks)
-    at = bisect.bisect_left(counts, True, key=is_enough)
-    return counts[at] if at < len(counts) else "full"
-
-
-def _from(fewest: Recompute, tables: StageTables) -> Iterator[Recompute]:
-    """This many blocks that run again, and more, up to all."""
-    if isinstance(fewest, int):
-        yield from range(fewest, tables.repeating_blocks)
-    yield "full"
 
 
 def _divisors(n: int) -> list[int]:
