@@ -120,7 +120,7 @@ _TRAFFIC = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
 def communicates(step: LayoutStep) -> bool:
-    """Whether the forward of a step sends anything to other ranks."""
+    """Whether a layout change along one mesh axis runs a collective between ranks in forward."""
     return step.transition.forward in _TRAFFIC
 
 

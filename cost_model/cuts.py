@@ -26,12 +26,19 @@ def equal_cuts(layers: Quantity, stages: Quantity) -> Cuts:
 
 
 def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: float = 0.0) -> Cuts:
-    """Gives each stage whole layers: the next stage begins after the layer that reaches this one's equal share.
+    """Cuts a model into stages of about equal weight, between whole layers.
+
+    With s the total weight divided by `stages`, stage k ends after the first layer at which the weight so far,
+    `before` included, is at least k * s.
 
     Args:
-        layers: repeated layers, each of weight 1.
+        layers: number of repeated layers, each of weight 1.
         stages: number of pipeline stages.
-        before, after: weights of what comes before and after them, in layers.
+        before, after: weights of what comes before the first layer and after the last, such as an embedding
+            and a head, in layers.
+
+    >>> cuts_by_weight(7, 3, after=2.0)
+    Cuts(first=3, middle=3, last=1)
     """
     counts = [0] * stages
     share = (before + layers + after) / stages

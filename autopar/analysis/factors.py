@@ -76,7 +76,12 @@ def leaves(atoms: Iterable[Atom]) -> list[Atom]:
 
 
 def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
-    """Makes two lists of factors of the same total size one; False where no refinement can."""
+    """Cuts the factors of two lists, in place, until both lists are the same; False where that is impossible.
+
+    Both lists factor a dim of the same size, most significant first. `[4096]` and `[32, 128]` both become
+    `[32, 128]`. `[2, 3]` and `[3, 2]` give False, because neither 2 nor 3 divides the other. Factors that were
+    matched before such a pair stay matched.
+    """
     a, b = leaves(left)[::-1], leaves(right)[::-1]
     while a and b:
         # A refinement below may have cut an atom that still waits in a list.
@@ -108,13 +113,17 @@ def _front(stack: list[Atom]) -> Atom:
 
 @dataclass(frozen=True)
 class Analysis:
-    """A captured model with its factors.
+    """What `analyze` finds in a captured model: how each op can be split, and which dims belong together.
+
+    A factor is a dim, or the part of a dim that a view separates: a dim of 4096 that the model views as
+    (32, 128) has the factors 32 and 128. A spec names the factors of one op by letters.
 
     Attributes:
-        graph: what the search sees.
-        specs: node name -> its spec.
-        letters: node name -> letter -> the labels of its factors in choices, major first.
-        names: node name -> names of the tensors it yields.
+        graph: tensors, ops and factors as the search sees them.
+        specs: name of an fx node -> the rule of its op (`Spec`).
+        letters: name of an fx node -> letter of its spec -> labels that choices give its factors, most significant
+            first: `("j",)`, or `("j.0", "j.1")` where the letter was cut into two factors.
+        names: name of an fx node -> names of the tensors that it returns.
     """
 
     graph: Graph

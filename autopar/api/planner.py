@@ -325,13 +325,13 @@ def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:
 
 
 def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[float, float]) -> str:
-    """What was chosen and why, in one line.
+    """The line that is logged when the model is first planned: how it is split, its predicted time and memory.
 
     Args:
-        plan: the plan of the first program.
-        request: what was asked.
-        is_given: whether the plan was given rather than searched.
-        predicted: seconds of a step and bytes of a rank.
+        plan: the plan that will run.
+        request: what the user asked for.
+        is_given: whether the user gave the plan; False if the search found it.
+        predicted: predicted seconds of a step, and predicted peak memory of a rank in bytes.
     """
     idle = idle_axes(plan)
     used = [f"{n}={s}" for n, s in plan.world_mesh.axes if s > 1 and n not in idle]
@@ -365,7 +365,7 @@ def idle_axes(plan: Plan) -> list[str]:
 
 
 def warn_of_idle_axes(plan: Plan) -> None:
-    """Warns of axes of the mesh that was asked for whose ranks all do the same."""
+    """Warns for each axis of `plan.mesh` along which nothing is split, so that its ranks repeat the same work."""
     sizes = dict(plan.mesh.axes)
     for name in idle_axes(plan):
         size = sizes[name]
@@ -419,7 +419,16 @@ def _with_unused(
 def hardware_of(
     hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
 ) -> tuple[Hardware, tuple[str, ...]]:
-    """The machine to price for, given by name, path or value, and a note where it was assumed."""
+    """The machine that the cost model uses, and notes for the plan.
+
+    Args:
+        hardware: a name in the catalogue, the path of a TOML file, or the machine itself; None takes `cpu-gloo`
+            for the device type `cpu` and `h100` for every other.
+        device: the device that this rank computes on.
+
+    Returns:
+        The machine, and one note that says that it was guessed from the device; no note if `hardware` was given.
+    """
     if hardware is not None:
         return find_hardware(hardware), ()
     name = _torch.catalogue_name(device)

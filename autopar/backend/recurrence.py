@@ -17,7 +17,11 @@ _REMEMBERED = 1024  # sets of sizes whose calls are counted
 
 
 class Recurrence:
-    """Counts the sets of sizes that a graph is called with."""
+    """Decides which sets of argument sizes of one graph get a plan, by how often the graph is called with each.
+
+    The first `PLANNED_AT_ONCE` sets get a plan at their first call. With n plans made, a later set gets one at
+    its call number `CALLS_PER_PLAN * n`; until then the caller runs the graph without splitting it.
+    """
 
     def __init__(self) -> None:
         self._plans = 0

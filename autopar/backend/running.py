@@ -59,7 +59,11 @@ class _Shards:
 
 
 class WholeGraph:
-    """A graph as dynamo gave it, on every rank alike."""
+    """Calls the graph that dynamo captured without splitting it.
+
+    Every rank runs all ops and draws the same random numbers. An error names the model's line of the op that
+    failed, or the mesh axis of the collective.
+    """
 
     def __init__(self, module: fx.GraphModule, world: World) -> None:
         self._module, self._world = module, world

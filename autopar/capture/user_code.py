@@ -93,7 +93,7 @@ def globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
     """The globals that a code names, each with the first line that does."""
     line, found = code.co_firstlineno, set()
     for op in dis.get_instructions(code):
-        line = op.starts_line or line
+        line = op.positions.lineno if op.positions and op.positions.lineno else line
         if op.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME") and op.argval not in found:
             found.add(op.argval)
             yield op.argval, line
@@ -134,7 +134,7 @@ def line_naming_numpy(code: types.CodeType, values: dict[str, Any]) -> int | Non
     """The first line of a code that names `numpy.random` or a function of it."""
     line = code.co_firstlineno
     for op in dis.get_instructions(code):
-        line = op.starts_line or line
+        line = op.positions.lineno if op.positions and op.positions.lineno else line
         value = values.get(op.argval) if isinstance(op.argval, str) else None
         if op.argval == "random" or isinstance(getattr(value, "__self__", None), GENERATORS):
             return line

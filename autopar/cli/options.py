@@ -64,7 +64,10 @@ class Pin(click.ParamType):
 
 
 class Recomputation(click.ParamType):
-    """What `parse_wish` reads."""
+    """The value of `--recompute`: `none`, `full`, a number of layers such as `3`, or a part such as `0.5`.
+
+    `parse_wish` reads it; a JSON object such as `{"layers.*": ["mlp.act/gelu"]}` selects single ops.
+    """
 
     name = "none|full|N|PART"
 
@@ -186,7 +189,10 @@ def _cluster(given: Mapping[str, Any], mesh: Mesh | None) -> Cluster:
 
 
 def cluster_of(gpu: str, ranks: int) -> Cluster:
-    """So many ranks of a GPU: part of one node, or whole nodes."""
+    """A cluster of `ranks` GPUs of one type: whole nodes of the size in the catalogue, or a part of one node.
+
+    Raises MeshError for more ranks than a node has, unless they fill whole nodes.
+    """
     node = find_cluster(gpu).devices_per_node
     if ranks > node and ranks % node:
         raise MeshError(

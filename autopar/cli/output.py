@@ -34,7 +34,11 @@ def working() -> Iterator[Progress]:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """A document on stdout, alone."""
+    """Prints a document to stdout as indented JSON.
+
+    A command with `--json` prints nothing else there, so that its output can be parsed. Raises ValueError for
+    a number that is not finite.
+    """
     click.echo(json.dumps(document, indent=1, default=str, allow_nan=False))
 
 

@@ -14,11 +14,14 @@ from autopar.views import BlockCollective, BlockNode
 
 
 def block_of(e: Explanation, words: Mapping[str, str]) -> tuple[BlockNode, ...]:
-    """The layer in the middle; the whole model where no layers repeat.
+    """The nodes of a drawing of one repeated layer, or of the whole model if it has no repeated layers.
+
+    The layer is the middle one of the model's first list of layers. Views are left out, and small ops of one
+    module are merged (`merged`).
 
     Args:
         e: the plan with its costs.
-        words: factor -> what people call it.
+        words: name of a factor -> the word that is shown for it, such as "heads".
     """
     nodes = tuple(_nodes(e, words))
     products = {op.results[0] for op in e.graph.ops if op.results and is_product(op)}

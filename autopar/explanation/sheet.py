@@ -39,7 +39,15 @@ _STRONGEST = 12  # rows of what the step time hangs on
 
 @dataclass(frozen=True)
 class Sheet:
-    """A plan with its costs, in the order in which one asks: what, how much, why, what else."""
+    """What `autopar explain` prints in a terminal, as a rich renderable.
+
+    First the question and the notes, then bars of memory and time, the pipeline, tables of layouts and
+    collectives, trees of costs, the other candidates, what would change the choice, and the lines to launch it.
+
+    Attributes:
+        advice: the plan with its costs, and the candidates that it was compared with.
+        page: the same as data for tables and figures.
+    """
 
     advice: Advice
     page: Page

@@ -20,14 +20,16 @@ _TINY = 1e-30  # of the step in the complex plane; its square vanishes
 
 @dataclass(frozen=True)
 class LargestFit:
-    """The largest value of a size that fits into memory.
+    """The largest value of one size, such as `batch`, with which a plan fits into the memory of a rank.
 
     Attributes:
-        name: name of the symbol.
-        value: the largest whole number that the axes which split it divide.
-        limit: the value at which the memory would be exactly full.
-        expression: the limit, as a function of the other symbols, while what is largest at the limit
-            (of peaks, of stages) stays so; None where that is not linear in the size.
+        name: name of the size among the symbols of the memory formula.
+        value: `limit` rounded down to a multiple of the number of ranks that split this size.
+        limit: the real number at which the memory of a rank would be exactly full.
+        expression: formula of `limit` in the other symbols and `memory_bound_bytes`; None where the memory is not
+            linear in the size. The memory is a maximum over moments of a step. The formula is that of the
+            moment that is largest at `limit`, on the pipeline stage that needs most at the plan's own sizes; it
+            does not hold at numbers where another moment or stage needs most.
     """
 
     name: str

@@ -187,9 +187,12 @@ def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     """Shape of the part of a tensor that one rank holds.
 
     Args:
-        dims: sizes of the factors of every dim.
-        layout: state of the tensor along every axis of the mesh.
+        dims: for every dim of the tensor, the sizes of the factors whose product is the size of the dim: `(8,)`
+            for a dim of 8, `(32, 128)` for a dim of 4096 that the model views as 32 heads of 128.
+        layout: state of the whole tensor along every axis of the mesh, in the order of the axes.
         mesh: the mesh that the tensor lies on.
+
+    Raises LayoutError where the number of parts does not divide the factor that the layout splits.
 
     >>> from autopar.ir import Mesh
     >>> local_shape(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))

@@ -17,15 +17,16 @@ FORMATS = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """A policy; the names are those of `torch.distributed.fsdp.MixedPrecisionPolicy`.
+    """A mixed-precision policy; field names are those of `torch.distributed.fsdp.MixedPrecisionPolicy`.
 
-    Formats are given as `torch.dtype` or by name (`"bfloat16"`, `"bf16"`), and kept as names.
+    A dtype is given as `torch.dtype` or by name (`"bfloat16"`, `"bf16"`), and kept as a name.
 
     Attributes:
-        param_dtype: format of floating-point parameters in use and of the model's floating-point inputs.
-        reduce_dtype: format in which gradients are added up over micro-batches and ranks; None for each
-            parameter's own format at rest.
-        output_dtype: format to which the model's floating-point results are cast, before the loss function
+        param_dtype: dtype to which floating-point parameters and inputs of the model are cast for forward and
+            backward. Buffers and the weights of batch normalization keep theirs.
+        reduce_dtype: dtype in which gradients are summed over micro-batches and ranks. None takes the dtype in
+            which each parameter is stored, while FSDP2 then takes `param_dtype`.
+        output_dtype: dtype to which the model's floating-point results are cast, before the loss function
             sees them; None leaves them.
 
     Raises AutoparError for a format that is none of `FORMATS`.

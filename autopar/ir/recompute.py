@@ -92,11 +92,14 @@ def check_recompute(recompute: object) -> None:
 
 
 def check_wish(wish: object) -> None:
-    """Raises PlanError unless a search can be asked for this.
+    """Raises PlanError unless a search takes `wish` as its recomputation.
 
-    A part such as 0.5 asks for the fastest recomputation with which every stage keeps at most that part of
-    the memory that recomputation can save, as `torch._functorch.config.activation_memory_budget` does: 1.0
-    would be all that is kept with "none", and 0.0 what remains with "full".
+    It takes None (the search decides), "none", "full", a whole number of blocks from 1 on, a `Selection`, and a
+    float between 0 and 1, both excluded.
+
+    A float bounds the memory for activations, as `torch._functorch.config.activation_memory_budget` does. 1.0
+    would be what "none" keeps, 0.0 what "full" keeps, and the numbers between are linear. The search takes the
+    fastest recomputation within this bound on every pipeline stage.
     """
     if wish is None or (isinstance(wish, float) and 0 < wish < 1):
         return

@@ -91,7 +91,7 @@ def joined_windows(call: Call) -> Spec:
 
 
 def parted_windows(call: Call) -> Spec:
-    """col2im (F.fold): im2col the other way."""
+    """Rule of col2im (F.fold), the adjoint of im2col: batch and channels can be split, pixels and windows cannot."""
     spec = _windows_of(call.results[0], call.operands[0], call["kernel_size"])
     return replace(spec, operands=spec.results, results=spec.operands)
 

@@ -296,7 +296,11 @@ def unpooled(call: Call) -> Spec:
 
 
 def pooled_at_random(call: Call) -> Spec:
-    """fractional_max_pool: the regions are drawn beforehand, for every sample and channel."""
+    """Rule of fractional_max_pool2d and 3d: batch and channels can be split, space cannot.
+
+    The random numbers that place the pooling regions are an operand of shape (N, C, 2) or (N, C, 3), and are
+    split with the batch and the channels. The rule does not apply to an input without a batch dim.
+    """
     space = call.operands[0].ndim - 2
     if space < int(str(call.node.target).split("pool")[1][0]):
         raise RuleDoesNotApply("no batch")

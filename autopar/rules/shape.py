@@ -269,7 +269,14 @@ def _fill_locally(local: Local) -> fx.Node:
 
 
 def named(dim: int) -> Callable[[Call], Spec]:
-    """Rule of ops that work along one dim that their name tells."""
+    """Makes the rule of an op that joins or cuts tensors along a fixed dim, such as hstack or vsplit.
+
+    All other dims can be split. The rule does not apply to tensors that the op reshapes first: those with fewer
+    than two dims, or with none at `dim`.
+
+    Args:
+        dim: the dim along which the op works: 0 for vstack, 1 for hstack, 2 for dstack.
+    """
 
     def rule(call: Call) -> Spec:
         if any(t.ndim <= max(dim, 1) for t in [*call.operands, *call.results]):
