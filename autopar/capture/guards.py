@@ -124,9 +124,12 @@ class Guard:
 
     @property
     def is_in_dict(self) -> bool:
-        """Whether the value stays the same for as long as nothing is written into a dict."""
+        """Whether the value stays the same for as long as nothing is written into a dict.
+
+        A subclass of dict may have a `get` of its own, which returns what the dict does not hold.
+        """
         changes_inside = (SeenContainer, SeenTensor, np.ndarray, *MUTABLE)
-        return isinstance(self.place.holder, dict) and not isinstance(self.before, changes_inside)
+        return type(self.place.holder) is dict and not isinstance(self.before, changes_inside)
 
     def difference(self) -> ChangedValue:
         """What is different now, in words."""
@@ -138,10 +141,13 @@ class Guard:
         key = repr(self.place.key)
         if self.place.key is CALL:
             return f"is_same(h{number}(), v{number})"
-        if isinstance(self.place.holder, (dict, MappingProxyType)) and self.before is MISSING:
+        is_plain = type(self.place.holder) in (dict, MappingProxyType)
+        if is_plain and self.before is MISSING:
             return f"{key} not in h{number}"
-        if isinstance(self.place.holder, (dict, MappingProxyType)):
+        if is_plain:
             value = f"h{number}[{key}]"
+        elif isinstance(self.place.holder, dict):
+            value = f"h{number}.get({key}, MISSING)"
         elif isinstance(self.place.holder, CellType):
             value = f"h{number}.cell_contents"
         else:

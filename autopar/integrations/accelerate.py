@@ -227,7 +227,10 @@ class AutoparAccelerator(Accelerator):
         return prepared.whole_weights()
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-        """Saves model, optimizer, schedulers, registered objects, positions of loaders and random generators.
+        """Saves model, optimizer, schedulers, registered objects, states of data loaders and random generators.
+
+        The generators are torch's default one, Python's and numpy's, those of the first rank; of a loader it saves the
+        number of passes and how it shuffles, not the place within a pass.
 
         Every rank calls it, with a folder that all see, for this checkpoint alone. One that is there already is
         replaced once the new one is complete, as `autopar.checkpoint.save_checkpoint` does it.
@@ -245,8 +248,8 @@ class AutoparAccelerator(Accelerator):
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         """Loads what `save_state` saved, under this plan or another; the model before the first batch, with it.
 
-        Schedulers, loaders and random generators are as they were saved at once, so that the next pass over a loader
-        shuffles as it would have.
+        Schedulers, states of data loaders and random generators are at once as they were saved, so that the next pass
+        over a loader shuffles as it would have.
 
         Raises AutoparError for a folder that has no such checkpoint, and where other things were prepared.
         """
@@ -254,7 +257,13 @@ class AutoparAccelerator(Accelerator):
             raise AutoparError(
                 "load_state needs a folder here: load_state('checkpoints/step-100')."
             )
-        load_loop_state(self, read_extra(input_dir)["loop"])
+        extra = read_extra(input_dir)
+        if "loop" not in extra:
+            raise AutoparError(
+                f"{input_dir} has no state of a loop, and was not saved by save_state. Load it with "
+                "autopar.checkpoint.load_checkpoint."
+            )
+        load_loop_state(self, extra["loop"])
         prepared, optimizer = self._one_model(), self._one_optimizer()
 
         def load() -> None:

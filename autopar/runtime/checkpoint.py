@@ -64,7 +64,8 @@ def save_checkpoint(
         model: a compiled module that has its plan, or any module; of what `torch.compile` gave, the
             module inside.
         optimizer: optimizer of the model's parameters; None to save the model alone.
-        only_optimizer: whether the model's own state is left out, because it is saved elsewhere.
+        only_optimizer: whether the model's own state is left out, because it is saved elsewhere; needs
+            an optimizer.
         extra: small values to have back from `load_checkpoint`: numbers, text, lists, dicts, tensors
             (`step=7, scheduler=scheduler.state_dict()`). Those of the first rank are kept.
 
@@ -211,6 +212,11 @@ def _collect(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything that this rank saves: tensors by their names on disk, and the rest."""
     progress = _progress(model)
+    if optimizer is None and not with_model:
+        raise AutoparError(
+            "save_checkpoint was called with only_optimizer=True and no optimizer, so that there is "
+            "nothing to save. Give the optimizer, or leave only_optimizer out."
+        )
     state = model.state_dict() if with_model else {}
     tensors = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
     notes: dict[str, Any] = {
@@ -219,6 +225,7 @@ def _collect(
         "has_model": with_model,
         "progress": progress,
         "ties": ties(model),
+        "shapes": {name: list(p.shape) for name, p in model.named_parameters()},
         "objects": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
         "values": {},
         "groups": [],
@@ -275,7 +282,7 @@ def _merged(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not every:
         return {}
     merged = dict(every[0])
-    for key in ("ties", "objects", "values"):
+    for key in ("ties", "shapes", "objects", "values"):
         merged[key] = {
             name: value for notes in reversed(every) for name, value in notes[key].items()
         }
@@ -320,6 +327,11 @@ class _Loading:
         _progress(model)
         folder = located(folder)
         notes, saved = opened(folder)
+        if optimizer is None and not notes.get("has_model", True):
+            raise AutoparError(
+                f"{folder} was saved with only_optimizer=True and has no weights. Load it with an "
+                "optimizer, and the weights from where they were saved."
+            )
         state = model.state_dict() if notes.get("has_model", True) else {}
         room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         objects = [k for k, v in state.items() if not isinstance(v, Tensor)]
@@ -330,6 +342,7 @@ class _Loading:
                 raise AutoparError(f"{folder} was saved without an optimizer; load it without one.")
             _catch_up(model, optimizer)
             restorer = Restorer(model, optimizer, notes["groups"], notes["ties"])
+            _refuse_other_shapes(folder, restorer.sources(), notes.get("shapes", {}))
             room.update(_optimizer_room(restorer.sources(), saved))
         return _Loading(folder, model, notes, saved, room, objects, restorer)
 
@@ -390,6 +403,19 @@ def _refuse_unknown(every: Sequence[list[str]], path: PathLike) -> None:
 def _parameter_and_key(entry: str) -> tuple[str, str]:
     name, _, key = entry.removeprefix("optimizer.").rpartition(".")
     return name, key
+
+
+def _refuse_other_shapes(
+    folder: Path, sources: Mapping[str, nn.Parameter], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Raises AutoparError for an optimizer's state of parameters that had other shapes when they were saved."""
+    problems = [
+        f"{name} has shape {list(shapes[name])} in it and {list(parameter.shape)} in the model"
+        for name, parameter in sources.items()
+        if list(shapes.get(name, parameter.shape)) != list(parameter.shape)
+    ]
+    if problems:
+        raise AutoparError(f"The checkpoint {folder} is of another model: {few(problems)}.")
 
 
 def _optimizer_room(

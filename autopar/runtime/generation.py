@@ -6,9 +6,16 @@ The method of transformers picks tokens and decides when to stop. The object tha
 whose forward is `PlannedForward`. All ranks have whole logits and one state of the generator, so they pick alike.
 
 [Note: few lengths] Each shape of a forward takes seconds to capture and plan. So prompts are padded on the right to a
-power of two. A causal model gives the same logits with any padding; each call checks this for each length. The keys
-and values of earlier positions lie in as many slots, in the layouts of the plan: where it splits heads, each rank has
-those of its heads. A forward of one new token takes them as inputs, and returns them with the token's own.
+power of two. A causal model gives the same logits with any padding. Each call compares, at the first prompt of each
+padded length, the last token's logits with two paddings, of tokens 0 and of tokens 1; other paddings are not tried.
+The keys and values of earlier positions lie in as many slots, in the layouts of the plan: where it splits heads, each
+rank has those of its heads. A forward of one new token takes them as inputs, and returns them with the token's own.
+
+[Note: checked slots] A model may take the number of slots for the number of tokens, for example in a mask of its own,
+and then gives other logits without an error. So only models that transformers lists as able to use a cache of fixed
+size keep keys and values. As some of these differ too, each call compares, at the first further token of each number
+of slots, its logits with those of a forward of all tokens. Where they differ, a warning says so, and each token takes
+a forward of all tokens from there on.
 
 Nothing here imports transformers; the names of arguments and of the cache's methods are those of its version 5.
 """
@@ -17,20 +24,27 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from autopar._torch import pytree
 from autopar.errors import StepError
+from autopar.runtime.slots import Past, Slots, whole
 
 SHORTEST = 32  # length that shorter prompts are padded to
 # Implementations of attention that take a mask of each query and key.
 _KEPT_WHERE = ("sdpa", "eager")
+# Options of `generate` that need forwards of another kind.
+_REFUSED = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "past_key_values",
+    "cache_implementation",
+)
 Run = Callable[[Mapping[str, Any]], Any]
 
 
@@ -49,6 +63,7 @@ def generate(
     Raises StepError for a model without such a method or of another kind than a causal language model, and for
     arguments that the forward cannot serve.
     """
+    _refuse_prompt_learning(model)
     if callable(getattr(model, "get_base_model", None)):  # PEFT: the forward is that with adapters
         model = model.get_base_model()  # type: ignore[operator]
     if not callable(getattr(model, "generate", None)):
@@ -61,7 +76,9 @@ def generate(
             f"{type(model).__name__} has an encoder, which its generate runs by itself. Export the weights "
             "(model.export), and generate with a plain model."
         )
-    keeps = keeps and _can_keep(model, kwargs)
+    asked = _Asked(model, args, kwargs)
+    asked.refuse_unserved()
+    keeps = keeps and _can_keep(model, asked)
     forward = PlannedForward(model, run)
     sampled = copy.copy(model)
     # Hooks of the model are in the captured forward.
@@ -70,20 +87,64 @@ def generate(
     return sampled.generate(*args, **{**kwargs, **past})  # type: ignore[operator]
 
 
-def _can_keep(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+def _refuse_prompt_learning(model: nn.Module) -> None:
+    """Raises StepError for a PEFT model that puts learned positions before the prompt in its own `generate`."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    learned = [
+        type(each).__name__
+        for each in configs.values()
+        if getattr(each, "is_prompt_learning", False)
+    ]
+    if learned:
+        raise StepError(
+            f"generate was called for a model with {', '.join(learned)}, whose learned prompt the forwards of the "
+            "model inside do not have. Save the adapters (autopar.integrations.save_adapters), and generate with a "
+            "plain model."
+        )
+
+
+class _Asked:
+    """The options of a call of `generate`: its arguments, its generation_config, and the model's own.
+
+    Args:
+        model: model that generates.
+        args: positional arguments of `generate`.
+        kwargs: keyword arguments of `generate`.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        names = inspect.signature(model.generate).parameters  # type: ignore[arg-type]
+        self._given = {**dict(zip(names, args, strict=False)), **kwargs}
+        defaults = getattr(model, "generation_config", None)
+        self._config = self._given.get("generation_config") or defaults
+
+    def __call__(self, name: str) -> Any:
+        """The value of an option, None for none."""
+        value = self._given.get(name)
+        return getattr(self._config, name, None) if value is None else value
+
+    def refuse_unserved(self) -> None:
+        """Raises StepError for options that need forwards of another kind than those by the plan."""
+        found = [name for name in _REFUSED if self(name) is not None]
+        if self("guidance_scale") not in (None, 1):
+            found.append("guidance_scale")
+        if found:
+            raise StepError(
+                f"generate was given {', '.join(found)}, for which forwards by the plan do not serve. Leave "
+                "out what is named, or export the weights (model.export), and generate with a plain model."
+            )
+
+
+def _can_keep(model: nn.Module, asked: Callable[[str], Any]) -> bool:
     """Whether keys and values can be kept: in full attention under a mask, for one sequence of a row."""
     config: Any = getattr(model, "config", None)
-    defaults = getattr(model, "generation_config", None)
-
-    def asked(name: str) -> Any:
-        chosen = kwargs.get("generation_config") or defaults
-        return kwargs.get(name, getattr(chosen, name, None))
-
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     names = {"past_key_values", "attention_mask", "position_ids"}
     return (
         asked("use_cache") is not False
         and asked("num_beams") in (None, 1)
+        and getattr(model, "_can_compile_fullgraph", False)
+        and not getattr(model, "_is_stateful", False)
         and getattr(config, "_attn_implementation", "") in _KEPT_WHERE
         and set(kinds) == {"full_attention"}
         and getattr(config, "sliding_window", None) is None
@@ -101,8 +162,12 @@ class PlannedForward:
         self._adds_masks = getattr(config, "_attn_implementation", "") == "eager"
         self._format = next((p.dtype for p in model.parameters()), torch.float32)
         self.__signature__ = inspect.signature(model.forward)
-        self._takes_positions = "logits_to_keep" in self.__signature__.parameters
+        parameters = self.__signature__.parameters
+        self._takes_positions = "logits_to_keep" in parameters
+        takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+        self._names = {"return_dict": True} if takes_any or "return_dict" in parameters else {}
         self._checked: set[tuple[int, ...]] = set()
+        self._checked_slots: set[tuple[int, ...]] = set()
 
     def __call__(
         self,
@@ -125,7 +190,7 @@ class PlannedForward:
             past_key_values: cache; None to compute all positions again.
             use_cache: not used, as the cache says it.
             logits_to_keep: not used; the last position is the one that is asked for.
-            return_dict: not used; the result has names.
+            return_dict: not used; the result has names, also where the configuration wants a tuple.
             others: arguments that there must be none of.
         """
         given = sorted(
@@ -137,7 +202,10 @@ class PlannedForward:
                 "position_ids alone. Export the weights (model.export), and generate with a plain model."
             )
         own = {"attention_mask": attention_mask, "position_ids": position_ids}
-        if past_key_values is None or past_key_values.slots is None:
+        if past_key_values is None:
+            return self._from_first(input_ids, own, None)
+        past_key_values.note(input_ids, position_ids)
+        if past_key_values.slots is None:
             return self._from_first(input_ids, own, past_key_values)
         return self._next(input_ids, own, past_key_values)
 
@@ -168,6 +236,22 @@ class PlannedForward:
         return type(results)(logits=logits, past_key_values=past)
 
     def _next(self, tokens: Tensor, own: Mapping[str, Tensor | None], past: Past) -> Any:
+        """The result of a forward of one new token, see [Note: checked slots]."""
+        found = self._with_slots(tokens, own, past) if past.serves else None
+        assert past.slots is not None and past.tokens is not None, "the prompt has filled it"
+        past.length += 1
+        key = (len(tokens), past.slots.count)
+        if found is not None and key in self._checked_slots:
+            return found
+        every = {"attention_mask": own["attention_mask"], "position_ids": past.positions}
+        expected = self._from_first(past.tokens, every, Past())
+        if found is not None:
+            past.serves = _are_alike(found.logits, expected.logits)
+            self._checked_slots.add(key)
+        logits = found.logits if found is not None and past.serves else expected.logits
+        return type(expected)(logits=logits, past_key_values=past)
+
+    def _with_slots(self, tokens: Tensor, own: Mapping[str, Tensor | None], past: Past) -> Any:
         """The result of a forward of one new token, whose key and value go to the next free slot."""
         assert past.slots is not None, "a forward of the prompt has filled it"
         if past.length == past.slots.count:
@@ -182,7 +266,7 @@ class PlannedForward:
             "use_cache": True,
         }
         logits, results = self._logits(given, 0)
-        past.slots, past.length = results["past_key_values"], past.length + 1
+        past.slots = results["past_key_values"]
         return type(results)(logits=logits, past_key_values=past)
 
     def _mask(self, of_tokens: Tensor | None, rows: int, past: Past) -> Tensor:
@@ -199,87 +283,12 @@ class PlannedForward:
 
     def _logits(self, given: dict[str, Any], position: int) -> tuple[Tensor, Any]:
         """The logits of a position, and all results of the forward."""
+        given = {**given, **self._names}
         if self._takes_positions:
             results = self._run({**given, "logits_to_keep": torch.tensor([position])})
-            return _whole(results["logits"]), results
+            return whole(results["logits"]), results
         results = self._run(given)
-        return _whole(results["logits"])[:, position : position + 1], results
-
-
-class Past:
-    """The cache as `generate` holds it.
-
-    Attributes:
-        slots: keys and values; None before the first forward.
-        length: number of positions that they have.
-    """
-
-    is_compileable = False
-
-    def __init__(self) -> None:
-        self.slots: Slots | None = None
-        self.length = 0
-
-    def get_seq_length(self, *_: Any) -> int:
-        """The number of positions that the cache has."""
-        return self.length
-
-
-class Slots:
-    """Keys and values of a fixed number of positions, as the layers of a captured forward take and leave them.
-
-    Attributes:
-        keys: number of a layer -> keys, of shape `(batch, heads, slots, head size)`.
-        values: the same of values.
-        place: slot of the new token, of shape `(1,)`; None where the forward has all positions.
-    """
-
-    is_compileable = False
-
-    def __init__(
-        self, keys: Mapping[int, Tensor], values: Mapping[int, Tensor], place: Tensor | None
-    ) -> None:
-        self.keys, self.values, self.place = dict(keys), dict(values), place
-
-    @property
-    def count(self) -> int:
-        """The number of slots."""
-        return next(iter(self.keys.values())).shape[2]
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer with the new ones among them."""
-        if self.place is not None:
-            is_new = (torch.arange(self.count, device=keys.device) == self.place)[:, None]
-            keys = torch.where(is_new, keys, self.keys[layer])
-            values = torch.where(is_new, values, self.values[layer])
-        self.keys[layer], self.values[layer] = keys, values
-        return keys, values
-
-    def get_seq_length(self, *_: Any) -> Any:
-        """The number of positions before those of the forward."""
-        return 0 if self.place is None else self.place
-
-    def get_query_offset(self, *_: Any) -> Any:
-        """The position of the first query."""
-        return self.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """Number of keys, and position of the first."""
-        return query_length if self.place is None else self.count, 0
-
-    def longer(self, count: int) -> Slots:
-        """As many slots as asked, of which the further ones are empty."""
-
-        def pad(x: Tensor) -> Tensor:
-            return F.pad(_whole(x), (0, 0, 0, count - self.count))
-
-        keys = {layer: pad(x) for layer, x in self.keys.items()}
-        return Slots(keys, {layer: pad(x) for layer, x in self.values.items()}, self.place)
-
-
-pytree.register_container(Slots, ("keys", "values", "place"))
+        return whole(results["logits"])[:, position : position + 1], results
 
 
 def padded_length(count: int, limit: int | None) -> int:
@@ -292,10 +301,6 @@ def padded_length(count: int, limit: int | None) -> int:
     return length if limit is None or count > limit else min(length, limit)
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def _refuse_difference(logits: Tensor, others: Tensor) -> None:
     """Raises StepError if logits depend on what follows their position."""
     if not torch.allclose(logits, others, rtol=1e-3, atol=1e-3):
@@ -304,3 +309,23 @@ def _refuse_difference(logits: Tensor, others: Tensor) -> None:
             f"The model's logits differ by {worst:.2g} with other tokens behind the prompt, so that prompts cannot be "
             "padded to a fixed length. Export the weights (model.export), and generate with a plain model."
         )
+
+
+def _are_alike(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits with slots are those of a forward of all tokens, but for rounding; a warning where not.
+
+    The two forwards add in other orders. So rows may be apart by ten roundings of the logits' format, at least by a
+    thousandth of their norm.
+    """
+    allowed = max(1e-3, 10 * torch.finfo(expected.dtype).eps)
+    apart = (logits - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    worst = apart.max().item()
+    if worst <= allowed:
+        return True
+    warnings.warn(
+        f"With kept keys and values the model's logits differ by {worst:.2g} of their norm, where {allowed:.2g} is "
+        "allowed, from those of a forward of all tokens. generate goes on without them, as with use_cache=False, "
+        "and each token takes a forward of all tokens.",
+        stacklevel=2,
+    )
+    return False

@@ -196,7 +196,7 @@ def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: Together) -> 
         return
     with ranks.naming_failures():
         dcp.load(room, storage_reader=_reader(files.files), no_dist=ranks.alone)
-    torn = [pair for pair in pairs if not torch.equal(*(_local(room[name]) for name in pair))]
+    torn = [pair for pair in pairs if not torch.equal(*(_bits(room[name]) for name in pair))]
     found = sorted({pair for own in ranks.everyones(torn) for pair in own})
     if found:
         names = few([f"{a} and {b}" for a, b in found])
@@ -205,6 +205,11 @@ def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: Together) -> 
             "them from a model that ties them, or build the model without tying (tie_word_embeddings=False in "
             "transformers)."
         )
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bytes of this rank's part, by which values that are no numbers are equal too."""
+    return _local(x).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _local(x: Tensor) -> Tensor:

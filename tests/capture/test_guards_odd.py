@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import autopar
+from autopar.capture.guards import Guard, Guards, Place
 from autopar.errors import CaptureError
 from tests.support.odd_scripts import HOOKS, SCRIPTS
 from tests.support.scripts import by_compile, line_of, outcome
@@ -54,6 +56,23 @@ def test_a_closure_that_gc_has_frozen_is_guarded() -> None:
         assert outcome(script, by_compile) == expected
     finally:
         gc.unfreeze()
+
+
+class _Elsewhere(dict[str, int]):
+    """A dict whose `get` reads an attribute in place of an entry."""
+
+    value = 1
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.value
+
+
+def test_a_dict_with_its_own_get_is_asked_each_time() -> None:
+    holder = _Elsewhere(x=1)
+    guards = Guards([Guard(Place(holder, "x", "x", "here:1"), 1)])
+    assert guards.hold()
+    holder.value = 2
+    assert not guards.hold()
 
 
 class _Switched(torch.nn.Linear):

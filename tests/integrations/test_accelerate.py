@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from autopar.errors import AutoparError, StepError
 from autopar.integrations import AutoparAccelerator
 from autopar.integrations.batches import JoinedBatches
-from autopar.runtime.checkpoint import read_extra
+from autopar.runtime.checkpoint import read_extra, save_checkpoint
 from tests.integrations.small import (
     BATCH,
     PLANS,
@@ -288,6 +288,12 @@ class Unsafe:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
+
+
+def test_a_folder_without_the_state_of_a_loop_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", nn.Linear(2, 2))
+    with pytest.raises(AutoparError, match="has no state of a loop"):
+        AutoparAccelerator(cpu=True).load_state(str(tmp_path / "c"))
 
 
 def test_a_state_that_could_not_be_loaded_is_refused_and_leaves_the_one_before(

@@ -348,6 +348,23 @@ def test_optimizers_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "d", model, adamw(model))
 
 
+def test_a_checkpoint_without_weights_is_no_models(tmp_path: Path) -> None:
+    model = make()
+    optimizer = adamw(model)
+    train(model, optimizer)
+    with pytest.raises(autopar.AutoparError, match="only_optimizer=True and no optimizer"):
+        save_checkpoint(tmp_path / "c", model, only_optimizer=True)
+    save_checkpoint(tmp_path / "c", model, optimizer, only_optimizer=True)
+    with pytest.raises(autopar.AutoparError, match="has no weights"):
+        load_checkpoint(tmp_path / "c", model)
+    other = make(width=12)
+    with pytest.raises(
+        autopar.AutoparError,
+        match=r"0\.weight has shape \[16, 8\] in it and \[12, 8\] in the model",
+    ):
+        load_checkpoint(tmp_path / "c", other, adamw(other))
+
+
 def test_groups_that_were_apart_stay_apart(tmp_path: Path) -> None:
     model = make()
     groups = [{"params": [p], "lr": 10.0**-i} for i, p in enumerate(model.parameters())]

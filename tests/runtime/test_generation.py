@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import autopar
 from autopar.errors import PlanError, StepError
@@ -176,6 +185,75 @@ class SeesLater(LlamaForCausalLM):
 def test_a_model_that_sees_later_tokens_is_refused() -> None:
     model = compiled(SeesLater(llama().config)).eval()
     with pytest.raises(StepError, match="with other tokens behind the prompt"):
+        generated(model, **GREEDY)
+
+
+def local_attention(kind: type[GPTNeoForCausalLM]) -> GPTNeoForCausalLM:
+    """A model whose second layer sees four tokens, by a mask of its own."""
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=4,
+        vocab_size=32, max_position_embeddings=64, initializer_range=0.5, eos_token_id=31, pad_token_id=0,
+    )  # fmt: skip
+    return kind(config)
+
+
+class SaysItTakesSlots(GPTNeoForCausalLM):
+    """A model for which a cache of fixed size is wrong, though its class says otherwise."""
+
+    _can_compile_fullgraph = True
+
+
+def test_a_model_that_cannot_take_a_cache_of_fixed_size_goes_without() -> None:
+    model = local_attention(GPTNeoForCausalLM)
+    expected = generated(copy.deepcopy(model).eval(), **GREEDY)
+    assert generated(compiled(model).eval(), **GREEDY) == expected
+
+
+def test_a_model_that_differs_with_its_cache_goes_on_without() -> None:
+    model = local_attention(SaysItTakesSlots)
+    expected = generated(copy.deepcopy(model).eval(), **GREEDY)
+    planned = compiled(model).eval()
+    with pytest.warns(UserWarning, match="With kept keys and values the model's logits differ"):
+        assert generated(planned, **GREEDY) == expected
+
+
+def test_a_configuration_given_by_position_counts(planned: Any) -> None:
+    tokens, config = prompts()["input_ids"][:1], GenerationConfig(num_beams=2, max_new_tokens=6)
+    expected = llama().eval().generate(tokens, config).tolist()
+    assert planned.generate(tokens, config).tolist() == expected
+
+
+def test_a_model_whose_results_are_tuples() -> None:
+    model = local_attention(GPTNeoForCausalLM)
+    planned = compiled(model).eval()
+    expected = generated(copy.deepcopy(model).eval(), **GREEDY)
+    model.config.return_dict = False
+    assert generated(planned, **GREEDY) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"assistant_model": llama()},
+        {"prompt_lookup_num_tokens": 2},
+        {"guidance_scale": 2.0},
+        {"past_key_values": ()},
+        {"cache_implementation": "static"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_need_other_forwards_are_refused(
+    options: dict[str, Any], planned: Any
+) -> None:
+    with pytest.raises(StepError, match=f"generate was given {next(iter(options))}, for which"):
+        generated(planned, **GREEDY, **options)
+
+
+def test_a_learned_prompt_is_refused() -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = compiled(get_peft_model(llama(), config)).eval()
+    with pytest.raises(StepError, match="a model with PromptTuningConfig, whose learned prompt"):
         generated(model, **GREEDY)
 
 
