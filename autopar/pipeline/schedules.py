@@ -231,9 +231,8 @@ def actions(pipeline: Pipeline, micro_batches: int) -> ActionLists:
     return _actions(pipeline.schedule, placement, micro_batches)
 
 
-@functools.lru_cache(
-    maxsize=32
-)  # a search asks again and again; a large one is 200 thousand actions
+# A search asks again and again. Lists of 200,000 actions, with what follows from them, take about 45 MB.
+@functools.lru_cache(maxsize=12)
 def _actions(
     schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int
 ) -> ActionLists:

@@ -103,8 +103,8 @@ class Simulation:
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[float, ...]
     peak_seconds: tuple[float, ...]
-    timed: Sequence[Timed] = field(repr=False)
-    times: Sequence[tuple[float, float]] = field(repr=False)
+    timed: tuple[Timed, ...] = field(repr=False)
+    times: tuple[tuple[float, float], ...] = field(repr=False)
 
     @property
     def ranks(self) -> int:
@@ -178,7 +178,7 @@ def _ranks(lists: ActionLists, costs: Sequence[StageCosts]) -> list[_Rank]:
 
 def _run(
     timed: Sequence[Timed], ranks: Sequence[_Rank], costs: Sequence[StageCosts], waits: bool
-) -> tuple[Iterable[float], list[tuple[float, float]]]:
+) -> tuple[Iterable[float], tuple[tuple[float, float], ...]]:
     """Runs a step on its ranks; one loop, because a search runs hundreds of steps of 30,000 actions.
 
     Returns:
@@ -208,4 +208,4 @@ def _run(
             rank.held_bytes += grown
             rank.busy += seconds
         times.append((begin, end))
-    return links.values(), times
+    return links.values(), tuple(times)

@@ -107,18 +107,27 @@ def mean_bytes(table: StageTable, shape: Shape) -> float:
     return float(table.kept_bytes[whole] + saved) / shape.ranks
 
 
-def never_waiting_seconds(table: StageTable, shape: Shape) -> float:
-    """Seconds of a step in which no rank ever waits: of equal ranks, and of one with the largest block."""
-    whole = table.forward_seconds + table.backward_seconds
-    largest = float(np.diagonal(whole, offset=1).max())
-    return shape.micro_batches * max(float(whole[0, -1]) / shape.ranks, largest)
+def never_waiting_seconds(table: StageTable, shape: Shape, alone: StageTable) -> float:
+    """A lower bound on a step of any cuts: no rank ever waits.
+
+    Args:
+        table: the stages.
+        shape: the pipeline before it is cut.
+        alone: the stages with no more recomputation than a block has anywhere in a stage.
+
+    Returns:
+        Seconds of equal ranks, or of a rank with nothing but the largest block if these are more.
+    """
+    whole = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1])
+    blocks = np.diagonal(alone.forward_seconds + alone.backward_seconds, offset=1)
+    return shape.micro_batches * max(whole / shape.ranks, float(blocks.max()))
 
 
 def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> float:
     """A lower bound on the schedule of given cuts, without executing it.
 
-    A rank computes no sooner than its first forward has come through the ranks before it. What follows
-    its last backward is theirs too, unless backwards are split: then a rank may end with its weights' gradients.
+    A rank starts when its first forward has come through the ranks before it, and after its last backward
+    these ranks still run theirs. Where backwards are split, a rank may end with gradients of weights instead.
     """
     edges = list(itertools.pairwise((0, *cuts, table.blocks)))
     forward = [float(table.forward_seconds[edge]) for edge in edges]
@@ -199,11 +208,11 @@ class _Problem:
 
     def _may_be_less(self, each: Balance, key: tuple[float, ...]) -> bool:
         """Whether the step of these cuts may have a smaller key."""
-        excess, seconds = key
-        return (
-            self._excess(each) < excess
-            or least_seconds(self.table, self.shape, each.cuts) < seconds
-        )
+        (excess, seconds), own = key, self._excess(each)
+        if own < excess:
+            return True
+        least = least_seconds(self.table, self.shape, each.cuts)
+        return own <= excess * _ROUNDING and least < seconds
 
     def _moved(self, cuts: tuple[int, ...]) -> list[Balance]:
         """One cut elsewhere between its neighbours, in every way."""

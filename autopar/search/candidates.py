@@ -29,6 +29,7 @@ from autopar.ir.batches import batch_factors, captured_batch
 from autopar.ir.recompute import Recompute
 from autopar.search import search
 from autopar.search.causes import where_time_goes
+from autopar.search.pipeline_settings import divisors
 from autopar.search.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
 
 
@@ -165,7 +166,7 @@ class Space:
             dp = self.cluster.ranks // (stages * tp)
             if self.batch % dp or self._is_repeated(data, tensor, dp, tp):
                 continue
-            for micro_batch in _divisors(self.batch // dp):
+            for micro_batch in divisors(self.batch // dp):
                 if self._keeps_batch(stages) and micro_batch * dp != captured_batch(self.graph):
                     continue
                 yield ClusterSetting(
@@ -187,7 +188,7 @@ class Space:
         return (dp == 1 and data != DATA[0]) or (tp == 1 and tensor != TENSOR[0])
 
     def _tensor_sizes(self) -> Sequence[int]:
-        return self.tensor_sizes or _divisors(self.cluster.ranks)
+        return self.tensor_sizes or divisors(self.cluster.ranks)
 
     def _layers(self) -> int:
         return min((stack.layers for stack in self.graph.stacks), default=1)
@@ -322,7 +323,3 @@ def _figures(step: Step, settings: Sequence[ClusterSetting]) -> tuple[Sequence[A
     each = [{n: float(v[i]) for n, v in parts.items() if v[i]} for i in range(count)]
     seconds, sent = step.seconds(), total(step.traffic())
     return (*(list(np.broadcast_to(x, count)) for x in (seconds, peak, sent)), each)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -6,7 +6,7 @@
 
 Closed forms assume equal stages and 1F1B, so that a setting's promise is its closed form with the smaller bubble
 of interleaved stages. Settings are searched exactly in that order, and ranked by the price of
-their plan, until no promise is better than the best plan or `_EXACT` of them have a plan. The best mesh is
+their plan, until no promise is better than the best plan or `_EXACT` of them were compared. The best mesh is
 searched with other numbers of micro-batches that promise more. An open recipe is searched under the recipe of
 the closed form first, and on the best mesh without a recipe too.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
@@ -29,17 +29,17 @@ from autopar.pipeline.parts import block_starts
 from autopar.search.candidates import Space
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
-from autopar.search.pipeline_settings import searched_chunks
+from autopar.search.pipeline_settings import divisors, searched_chunks
 from autopar.search.recipes import RecipeLike, is_open, recipe_axes
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
+from autopar.search.staged import SlowerError
 
-_EXACT = 4  # settings with a plan, of which the best is taken
-_SAME_MESH = (
-    2  # numbers of micro-batches that are searched on one mesh, and then on the best mesh once more
-)
-_SHOWN = 1.1  # of the best step so far: plans of other settings are found up to there, to be shown beside it
+_EXACT = 4  # settings with a plan, or with none that is faster than a known one
+_SAME_MESH = 2  # numbers of micro-batches on one mesh, and then on the best mesh once more
+# Of the best step so far: plans of other settings are found up to there, to be shown beside it.
+_SHOWN = 1.1
 
 
 class Trial(NamedTuple):
@@ -90,6 +90,25 @@ class Searched(NamedTuple):
     explored: Explored | None = None
 
 
+@dataclass
+class _Tried:
+    """What was searched exactly: plans, why others have none, and which meshes and numbers of micro-batches."""
+
+    found: list[tuple[Trial, Planned]] = field(default_factory=list)
+    reasons: list[AutoparError] = field(default_factory=list)
+    searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
+
+    @property
+    def ranked(self) -> list[tuple[Trial, Planned]]:
+        """All plans, best first."""
+        return sorted(self.found, key=lambda each: each[1].key)
+
+    @property
+    def best_seconds(self) -> float:
+        """Seconds of the fastest plan."""
+        return min((each.price.step_seconds for _, each in self.found), default=math.inf)
+
+
 def search_plan(
     graph: Graph,
     request: Request,
@@ -130,56 +149,51 @@ class _Outer:
             return self._on_mesh(self.request.mesh)
         explored = explore(self.graph, self.request, self.rows)
         first, if_none_fits = trials_of(self.graph, self.request, explored)
-        reasons: list[AutoparError] = []
-        tried = self._try(first, reasons) or self._try(if_none_fits, reasons)
-        if not tried:
-            lines = (str(error) for error in reasons)
+        tried = _Tried()
+        self._try(first, tried)
+        if not tried.found:
+            self._try(if_none_fits, tried)
+        if not tried.found:
+            lines = (str(error) for error in tried.reasons)
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
-        trial, best = min(tried, key=_key)
-        tried += self._try(self._recounted(tried, explored), reasons, best)
-        trial, best = min(tried, key=_key)
+        self._try(self._recounted(tried, explored), tried)
+        trial, best = tried.ranked[0]
         if is_open(self.request.inside) and not is_open(trial.recipe):
-            open_trial = trial._replace(recipe=self.request.inside, known=best)
-            tried += self._try([open_trial], reasons)
-        ranked = sorted(tried, key=_key)
-        trial, best = ranked[0]
-        others = tuple(each for other, each in ranked if other.mesh != trial.mesh)
+            open_trial = Trial(trial.mesh, trial.micro_batches, self.request.inside, known=best)
+            self._try([open_trial], tried)
+        (trial, best), *rest = tried.ranked
+        others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(best, trial, others, explored)
 
-    def _recounted(
-        self, tried: Sequence[tuple[Trial, Planned]], explored: Explored | None
-    ) -> list[Trial]:
+    def _recounted(self, tried: _Tried, explored: Explored | None) -> list[Trial]:
         """The best mesh with numbers of micro-batches that were not tried on it, the most promising ones."""
         if explored is None:
             return []
-        mesh = min(tried, key=_key)[0].mesh
-        known = {trial.micro_batches for trial, _ in tried if trial.mesh == mesh}
-        alike = [each for each in explored.settings if each.setting.world_mesh == mesh]
-        others = [each for each in alike if each.setting.micro_batches not in known]
+        mesh = tried.ranked[0][0].mesh
+        others = [
+            each
+            for each in explored.settings
+            if each.setting.world_mesh == mesh
+            and (mesh, each.setting.micro_batches) not in tried.searched
+        ]
         return list(_promising(others, self.request.bound_bytes, _blocks(self.graph)))
 
-    def _try(
-        self,
-        trials: Iterable[Trial],
-        reasons: list[AutoparError],
-        known: Planned | None = None,
-    ) -> list[tuple[Trial, Planned]]:
-        """Plans of settings, in order, as long as they promise to be better than what was found or is known."""
-        found: list[tuple[Trial, Planned]] = []
-        best = math.inf if known is None else known.price.step_seconds
+    def _try(self, trials: Iterable[Trial], tried: _Tried) -> None:
+        """Plans of settings, in order, as long as they promise to be better than what was found."""
+        count = 0
         for trial in trials:
-            if len(found) >= _EXACT and trial.priced is not None:
+            if count >= _EXACT and trial.priced is not None:
                 break
-            if trial.promise_seconds >= best:
+            best_seconds = tried.best_seconds
+            if trial.promise_seconds >= best_seconds:
                 continue
+            tried.searched.add((trial.mesh, trial.micro_batches))
             try:
-                planned = self._exact(trial, _SHOWN * best)
+                tried.found.append((trial, self._exact(trial, _SHOWN * best_seconds)))
+                count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
-                reasons.append(type(error)(f"{trial.mesh}: {error}"))
-                continue
-            found.append((trial, planned))
-            best = min(best, planned.price.step_seconds)
-        return found
+                tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))
+                count += isinstance(error, SlowerError)
 
     def _on_mesh(self, mesh: Mesh) -> Searched:
         """The plan for a mesh that was given.
@@ -255,11 +269,6 @@ class _Outer:
         )  # fmt: skip
 
 
-def _key(tried: tuple[Trial, Planned]) -> tuple[float, float]:
-    """Sort key of a setting with its plan, smaller is better."""
-    return tried[1].key
-
-
 def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
     """All settings of a request; None where it, or the model's batch, has no closed forms."""
     if request.ranks == 1 or not has_closed_form(request):
@@ -294,7 +303,7 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
     A recipe that names no schedule asks for no stages: then there are some only where nothing fits without.
     """
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    depths = [depth for depth in _divisors(request.ranks) if depth <= _blocks(graph)]
+    depths = [depth for depth in divisors(request.ranks) if depth <= _blocks(graph)]
     if request.depths is not None:
         return [depth for depth in depths if depth in request.depths], ()
     if request.chosen_schedule or request.chunks:
@@ -379,7 +388,3 @@ def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
 
 def _depth(mesh: Mesh) -> int:
     return dict(mesh.axes).get(PIPELINE_AXIS, 1)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

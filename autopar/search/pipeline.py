@@ -31,11 +31,11 @@ from autopar.ir.batches import captured_batch, fits_graph, with_batch
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.balance import balance
 from autopar.search.pipeline_notes import notes_of, of_layouts
-from autopar.search.pipeline_settings import PipelineFound, shapes_of
+from autopar.search.pipeline_settings import PipelineFound, divisors, shapes_of
 from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
-from autopar.search.staged import Findings, StagedPlan
+from autopar.search.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
@@ -225,7 +225,7 @@ class _Search:
             if rows % micro_batches:
                 raise SearchError(
                     f"A batch of {rows} cannot be divided into {micro_batches} micro-batches; give a number "
-                    f"among {', '.join(map(str, _divisors(rows)))}."
+                    f"among {', '.join(map(str, divisors(rows)))}."
                 )
             self.graphs[micro_batches] = with_batch(self.graph, rows // micro_batches)
         return self.graphs[micro_batches]
@@ -235,7 +235,7 @@ class _Search:
             return (self.asked_micro_batches,)
         rows = captured_batch(self.graph) * self.captured
         most = _MOST_MICRO_BATCHES * self.ranks
-        return [m for m in _divisors(rows) if m <= max(most, self.captured)]
+        return [m for m in divisors(rows) if m <= max(most, self.captured)]
 
     def _price_all(self, inner: _Inner, micro_batches: int) -> None:
         """Prices a plan of a stage's mesh in every shape."""
@@ -277,8 +277,8 @@ class _Search:
     def _nothing(self) -> AutoparError:
         """Why no setting has a plan: the one that misses by least, or what was refused first."""
         found = self.found
-        if math.isfinite(found.known_seconds):
-            return SearchError(
+        if found.has_slower:
+            return SlowerError(
                 f"No plan on the mesh {self.mesh} is faster than {found.known_seconds:.6g} s."
             )
         if found.overfull:
@@ -297,7 +297,3 @@ class _Search:
             return first
         lines = [f"{name}: {error}" for name, error in found.refused.items()]
         return type(first)("\n".join([f"No pipeline on the mesh {self.mesh} has a plan.", *lines]))
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

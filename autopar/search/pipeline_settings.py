@@ -17,10 +17,8 @@ from autopar.units import counted
 # What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
 # a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.
 SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-_SEARCHED_CHUNKS = (
-    2,
-    4,
-)  # of schedules that run stages in rounds, besides what divides a rank's layers
+# Of schedules that run stages in rounds, besides what divides a rank's layers.
+_SEARCHED_CHUNKS = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,18 @@ def searched_chunks(blocks: int, ranks: int) -> tuple[int, ...]:
         (12, 6, 4, 3, 2)
     """
     each = round(blocks / ranks)
-    found = {n for n in range(2, each + 1) if each % n == 0} | {*_SEARCHED_CHUNKS}
+    found = {*divisors(each), *_SEARCHED_CHUNKS} - {1}
     return tuple(sorted((n for n in found if n * ranks <= blocks), reverse=True))
+
+
+def divisors(n: int) -> list[int]:
+    """The numbers that divide a number, ascending.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> Iterator[Shape]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.ir.pipeline import Pipeline
-from autopar.pipeline.schedules import actions
+from autopar.pipeline.schedules import actions, check_micro_batches
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Shape:
 @functools.lru_cache(maxsize=64)
 def _flights(shape: Shape) -> np.ndarray:
     m, ranks = shape.micro_batches, shape.ranks
+    check_micro_batches(shape.blank, m)
     if shape.schedule in ("gpipe", "looped-bfs"):  # all forwards come before all backwards
         return np.full((ranks, shape.chunks, 1), m)
     if shape.schedule == "1f1b":

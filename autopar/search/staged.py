@@ -34,6 +34,10 @@ from autopar.search.selection import Frontier
 from autopar.search.shape import Shape
 
 
+class SlowerError(SearchError):
+    """No plan is faster than a step that is known, though some may fit."""
+
+
 @dataclass(frozen=True)
 class Overfull:
     """A setting that does not fit.
@@ -57,10 +61,11 @@ class Findings:
 
     Attributes:
         bound_bytes: memory that tensors of a rank may take; infinite for no bound.
-        known_seconds: seconds of a known step; slower settings are left out.
+        known_seconds: seconds of a known step; settings that take as long are left out.
         priced: name of a setting that fits -> its price, and the plan of a stage's mesh that it was cut from.
         refused: name of a setting -> why it cannot be.
         overfull: settings that do not fit.
+        has_slower: whether a setting was left out because it is no faster than what is known.
     """
 
     bound_bytes: float
@@ -68,6 +73,7 @@ class Findings:
     priced: dict[str, tuple[Priced, StagedPlan]] = field(default_factory=dict)
     refused: dict[str, AutoparError] = field(default_factory=dict)
     overfull: list[Overfull] = field(default_factory=list)
+    has_slower: bool = False
 
     def __bool__(self) -> bool:
         """Whether a setting fits."""
@@ -81,10 +87,15 @@ class Findings:
     @property
     def best_seconds(self) -> float:
         """Seconds of the fastest step that is known."""
-        return min((each.seconds for each, _ in self.priced.values()), default=self.known_seconds)
+        return min(
+            self.known_seconds, *(each.seconds for each, _ in self.priced.values()), math.inf
+        )
 
     def add(self, priced: Priced, staged: StagedPlan) -> None:
         """Notes a setting that fits; of several prices of one setting the best stays."""
+        if priced.seconds >= self.known_seconds:
+            self.has_slower = True
+            return
         name = str(priced.setting)
         if name not in self.priced or priced.key < self.priced[name][0].key:
             self.priced[name] = priced, staged
@@ -125,7 +136,9 @@ class StagedPlan:
                 self.price(Setting(shape, recompute))
         elif wish is not None:
             self.price(Setting(shape, wish))
-        elif not self.findings or (self._affords(shape, "none") and self._may_fit(shape)):
+        elif not self._affords(shape, "none"):
+            self.findings.has_slower = True
+        elif not self.findings or self._may_fit(shape):
             self._price_least(shape)
 
     def price(self, setting: Setting, *, executed: bool = False) -> Priced | None:
@@ -136,6 +149,7 @@ class StagedPlan:
             executed: whether its cuts are balanced by executing the schedule.
         """
         if not self._affords(setting.shape, setting.recompute):
+            self.findings.has_slower = True
             return None
         cuts = self._balanced(setting, executed=executed)
         if cuts is None:
@@ -145,6 +159,7 @@ class StagedPlan:
             return None
         table = self.tables.at(setting.recompute)
         if least_seconds(table, setting.shape, cuts.cuts) >= self.findings.best_seconds:
+            self.findings.has_slower = True
             return None
         try:
             priced = self._priced(setting, cuts)
@@ -176,8 +191,10 @@ class StagedPlan:
 
     def _affords(self, shape: Shape, recompute: Recompute) -> bool:
         """Whether ranks that never wait would be faster than what was found."""
-        seconds = never_waiting_seconds(self.tables.at(recompute), shape)
-        return seconds < self.findings.best_seconds
+        table = self.tables.at(recompute)
+        # A number of blocks is recomputed in every stage: a block after them is not.
+        alone = self.tables.at("none") if isinstance(recompute, int) else table
+        return never_waiting_seconds(table, shape, alone) < self.findings.best_seconds
 
     def _may_fit(self, shape: Shape) -> bool:
         """Whether anything may fit: False where even the mean rank has too much.
@@ -198,7 +215,7 @@ class StagedPlan:
 
     def _price_fewest(self, shape: Shape) -> None:
         """See [Note: fewest blocks]. Nothing is priced where the most that would still be faster does not fit."""
-        if self.findings and not self._fits(shape, self._most(shape)):
+        if self.findings and not any(self._fits(shape, each) for each in self._most(shape)):
             return
         best = math.inf
         for again in self._from(self._fewest(partial(self._fits, shape))):
@@ -207,13 +224,16 @@ class StagedPlan:
                 return
             best = priced.seconds
 
-    def _most(self, shape: Shape) -> Recompute:
-        """The most recomputed blocks of which ranks that never wait would be faster than what was found."""
-        if self._affords(shape, "full"):
-            return "full"
+    def _most(self, shape: Shape) -> tuple[Recompute, ...]:
+        """The most recomputed blocks of which ranks that never wait would be faster than what was found.
+
+        All blocks may take a little more memory than all but one, which stand beside them then.
+        """
         counts = range(1, self.tables.repeating_blocks)
+        if self._affords(shape, "full"):
+            return ("full", *counts[-1:])
         fewer = bisect.bisect_left(counts, True, key=lambda n: not self._affords(shape, n))
-        return fewer or "none"
+        return (fewer,) if fewer else ()
 
     def _fewest(self, is_enough: Callable[[Recompute], bool]) -> Recompute:
         """The fewest blocks that are enough; "full" is all of them, and taken where no fewer are.
