@@ -37,6 +37,7 @@ class Captured:
             before the model's own outputs.
         is_step: whether the last output is the loss; those before it are the step's extra results.
         training: the mode the model was in.
+        has_loss_fn: whether a loss function of its own made the loss of the model's results.
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         precision: the policy under which it was captured, None for none.
         stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
@@ -61,6 +62,7 @@ class Captured:
     mutated: Mapping[int, str]
     is_step: bool
     training: bool
+    has_loss_fn: bool = False
     has_more: bool = False
     precision: MixedPrecision | None = None
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)

@@ -315,6 +315,7 @@ def _describe(
         out_spec=exported.call_spec.out_spec,
         mutated={i: _plain_name(s.target) for i, s in enumerate(mutated)},
         is_step=is_step,
+        has_loss_fn=wrapper.loss_fn is not None,
         has_more=bool(wrapper.results_with_more),
         training=wrapper.training,
         precision=policy,

@@ -83,11 +83,13 @@ class Advice(Explanation):
         words: size -> what people call it, such as 4096 -> "hidden".
         changes: what would change the choice.
         setting: the configuration it was made for; None for a mesh that was given.
+        has_loss_fn: whether the model was given with a loss function.
     """
 
     words: Mapping[int, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     setting: ClusterSetting | None = None
+    has_loss_fn: bool = False
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
         """Without parts that are nothing but the rounding of a difference."""
@@ -364,6 +366,7 @@ class Question:
         return Advice(
             graph, plan, self.cluster, run, self.request.software, self.bound_bytes,
             tokens=tokens_of(graph), words=self.model.words, request=self.request,
+            has_loss_fn=self._posed[0].captured.has_loss_fn,
         )  # fmt: skip
 
     def _changes(

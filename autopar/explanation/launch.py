@@ -76,7 +76,9 @@ def _bound(e: Explanation) -> str:
     )
 
 
-def launch(e: Explanation, saved: Path | None = None) -> tuple[str, ...]:
+def launch(
+    e: Explanation, saved: Path | None = None, *, has_loss_fn: bool = False
+) -> tuple[str, ...]:
     """The lines that launch a plan: how it is saved, the call that loads it, and the torchrun command.
 
     A plan of a model of which only some layers were captured has no file that `compile` could load; its
@@ -85,14 +87,18 @@ def launch(e: Explanation, saved: Path | None = None) -> tuple[str, ...]:
     Args:
         e: the explanation of the plan.
         saved: the file that the plan was saved in; None if it was not saved.
+        has_loss_fn: whether the call needs the model's loss function.
     """
     lines = [] if saved is not None or e.graph.stands_for else [f"--save {PLAN_FILE}"]
-    return (*lines, f"model = {_call(e, saved)}", _torchrun(e.cluster, e.ranks))
+    model = "model, loss_fn=loss_fn" if has_loss_fn else "model"
+    call = f"model = autopar.compile({model}, {_settings(e, saved)})"
+    return (*lines, call, _torchrun(e.cluster, e.ranks))
 
 
-def _call(e: Explanation, saved: Path | None) -> str:
+def _settings(e: Explanation, saved: Path | None) -> str:
+    """The arguments of the call that give the plan."""
     if not e.graph.stands_for:
-        return f"autopar.compile(model, plan={json.dumps(str(saved or PLAN_FILE))})"
+        return f"plan={json.dumps(str(saved or PLAN_FILE))}"
     plan, stages = e.plan, int(e.run.stages)
     axes = {name: size for name, size in plan.world_mesh.axes if size > 1} or {"dp": 1}
     if plan.pipeline is None and stages > 1:
@@ -101,8 +107,7 @@ def _call(e: Explanation, saved: Path | None) -> str:
         "mesh": axes, "recipe": _recipe(plan.recipe, axes), "micro_batches": plan.micro_batches,
         "recompute": plan.recompute, "precision": plan.precision and str(plan.precision),
     }  # fmt: skip
-    given = (f"{name}={json.dumps(value)}" for name, value in arguments.items() if value)
-    return f"autopar.compile(model, {', '.join(given)})"
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items() if value)
 
 
 def _recipe(recipe: str, axes: dict[str, int]) -> str:

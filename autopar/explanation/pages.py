@@ -38,7 +38,11 @@ def page_of(
     page = dataclasses.replace(
         _page(explanation, title),
         asked=asked(explanation, title),
-        launch=launch(explanation, saved),
+        launch=launch(
+            explanation,
+            saved,
+            has_loss_fn=isinstance(explanation, Advice) and explanation.has_loss_fn,
+        ),
     )
     return (
         dataclasses.replace(page, document=_document(explanation, page)) if has_document else page

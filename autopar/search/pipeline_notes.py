@@ -38,7 +38,7 @@ def notes_of(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
     second = next((each for each in others if each.setting != best.setting), None)
     if second is not None and pipeline.ranks > 1:
         words = f"{second.setting}, {_against(second, best)}"
-        yield Note(f"second best of {len(others)} others that fit: {words}", "runner-up")
+        yield Note(f"next best, of {len(others)} others that fit: {words}", "runner-up")
 
 
 def _against_kept_whole(best: Priced, kept: KeptWhole) -> str:

@@ -57,6 +57,7 @@ def test_explain_prints_what_was_chosen():
         "dp=2,tp=2 on h100x4x1", "blocks.*.mlp.up.weight", "ZeRO-3@dp", "dp=2 splits batch",
         "Collectives of a step", "reduce_scatter", "Memory of a rank", "Time of a step",
         "Step time when this grows by 1 %",
+        'model = autopar.compile(model, loss_fn=loss_fn, plan="plan.json")',
     ):  # fmt: skip
         assert words in result.output
     assert "1000000000" not in result.output

@@ -133,7 +133,7 @@ def test_notes_say_what_was_chosen_and_what_came_second() -> None:
     text = "\n".join(plan.notes)
     assert "pipeline of 2 ranks: " in text and "stages begin at the first op, " in text
     assert "predicted step of the pipeline" in text and "ranks idle" in text
-    assert "second best of " in text
+    assert "next best, of " in text
     assert "predicted on" not in text  # the price of the search inside, which knows no stages
 
 
