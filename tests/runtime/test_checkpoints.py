@@ -19,7 +19,7 @@ from autopar.capture.export import run_with_loss
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
 from tests.runtime.ranks import CONTEXT, Ranks, equal_on_all, join
-from tests.runtime.training import _random_plan, difference, full_state
+from tests.runtime.training import difference, drawn, full_state
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -94,8 +94,7 @@ def compiled(name: str, mesh: dict[str, int], recipe: Recipe) -> autopar.Compile
         return autopar.compile(
             model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, example_inputs=batch
         )
-    plan = _random_plan(name, mesh, recipe, micro_batches=1)
-    plan = _random_plan(name, mesh, recipe, micro_batches=plan.micro_batches)
+    plan = drawn(name, mesh, recipe)
     return autopar.compile(model, loss_fn=loss_fn, plan=plan, example_inputs=batch)
 
 

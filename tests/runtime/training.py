@@ -95,11 +95,17 @@ def randomly(
 ) -> tuple[dict[str, Any], int]:
     """The same with a plan drawn at random, and how many micro-batches that has."""
     model, batch, loss_fn = make_on(device, name)
+    plan = drawn(name, mesh, seed, device)
+    made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
+    return train(made, made.step, batch), plan.micro_batches
+
+
+def drawn(name: str, mesh: dict[str, int], seed: int, device: str = "cpu") -> autopar.Plan:
+    """A plan drawn at random, of a micro-batch where it has several."""
     plan = _random_plan(name, mesh, seed, device, micro_batches=1)
     if plan.micro_batches > 1:  # it was drawn for the whole batch
         plan = _random_plan(name, mesh, seed, device, micro_batches=plan.micro_batches)
-    made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
-    return train(made, made.step, batch), plan.micro_batches
+    return plan
 
 
 def _random_plan(
