@@ -50,7 +50,7 @@ class Trial(NamedTuple):
         micro_batches: number of micro-batches; None where the search on the mesh decides it.
         recipe: recipe inside a stage to search under.
         promise_seconds: an optimistic step, by closed forms; 0 where there are none.
-        priced: the closed form behind the promise.
+        priced: the closed form behind the promise, or of the setting that the known plan is of.
         known: a plan of the mesh under another recipe; only a faster one is searched for.
     """
 
@@ -159,8 +159,8 @@ class _Outer:
         self._try(self._recounted(tried, explored), tried)
         trial, best = tried.ranked[0]
         if is_open(self.request.inside) and not is_open(trial.recipe):
-            open_trial = Trial(trial.mesh, trial.micro_batches, self.request.inside, known=best)
-            self._try([open_trial], tried)
+            again = trial._replace(recipe=self.request.inside, promise_seconds=0.0, known=best)
+            self._try([again], tried)
         (trial, best), *rest = tried.ranked
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(best, trial, others, explored)
