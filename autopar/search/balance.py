@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,13 +86,25 @@ def least_overfull(
     table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
 ) -> Balance:
     """The same without an error where nothing fits: the cuts that miss by least."""
+    _check_blocks(table, shape)
+    return _Problem(table, shape, memory_bytes).least_overfull(executed)
+
+
+def _check_blocks(table: StageTable, shape: Shape) -> None:
     if table.blocks < shape.stages:
         raise SearchError(
             f"The model has {table.blocks} blocks, and {shape.ranks} pipeline ranks with {shape.chunks} "
             f"chunks take {shape.stages} stages of at least one; use fewer ranks along pp, or fewer chunks."
         )
-    problem = _Problem(table, shape, memory_bytes)
-    return problem.one_each() if shape.chunks == 1 else problem.several_each(executed)
+
+
+def can_fit(table: StageTable, shape: Shape, *, memory_bytes: float) -> bool:
+    """Whether the cuts that `least_overfull` finds fit, without a search for the fastest ones.
+
+    Raises the same errors.
+    """
+    _check_blocks(table, shape)
+    return _Problem(table, shape, memory_bytes).can_fit()
 
 
 def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balance:
@@ -162,25 +174,39 @@ class _Problem:
         flights = np.array(self.flights, dtype=float)[:, None, None]
         self.held = table.kept_bytes + flights * table.saved_bytes + table.transient_bytes
 
-    def one_each(self) -> Balance:
+    def least_overfull(self, executed: bool = False) -> Balance:
+        """The fastest cuts that fit, or those that miss by least."""
+        return self._one_each() if self.shape.chunks == 1 else self._several_each(executed)
+
+    def can_fit(self) -> bool:
+        """Whether the cuts that miss by least fit. No descent takes more memory than where it began."""
+        begins = self._starts() if self.shape.chunks > 1 else ()
+        return any(self._excess(self.of(cuts)) == 0 for cuts in begins) or (
+            self._excess(self.least_overfull()) == 0
+        )
+
+    def _one_each(self) -> Balance:
         """The best cuts for ranks of one stage, or the smallest if none fit."""
         cuts = _best_cuts(self.table.seconds, self.held, self.memory_bytes)
         return self.of(self.smallest() if cuts is None else cuts)
 
-    def several_each(self, executed: bool) -> Balance:
+    def _several_each(self, executed: bool) -> Balance:
         """See [Note: ranks with several stages]."""
-        share = self.memory_bytes / self.shape.chunks
-        fastest = _best_cuts(self.table.seconds, self.held, np.inf)
-        shared = _best_cuts(self.table.seconds, self.held, share)
-        equal = tuple(
-            stage * self.table.blocks // self.shape.stages for stage in range(1, self.shape.stages)
-        )
-        starts = dict.fromkeys(filter(None, (fastest, shared, self.smallest(), equal)))
-        ends = {self._descend(self.of(cuts)) for cuts in starts}
+        ends = {self._descend(self.of(cuts)) for cuts in dict.fromkeys(self._starts())}
         if executed:
             ends |= {self._executed(end) for end in ends}
         key = self._step_key if executed else self._rank_key
         return min(ends, key=lambda each: (*key(each), each.cuts))
+
+    def _starts(self) -> Iterator[tuple[int, ...]]:
+        """Cuts to begin with, the smallest first."""
+        stages, blocks = self.shape.stages, self.table.blocks
+        yield self.smallest()
+        yield tuple(stage * blocks // stages for stage in range(1, stages))
+        for bound in (self.memory_bytes / self.shape.chunks, np.inf):
+            cuts = _best_cuts(self.table.seconds, self.held, bound)
+            if cuts is not None:
+                yield cuts
 
     def smallest(self) -> tuple[int, ...]:
         """The cuts whose largest stage is smallest, in memory."""

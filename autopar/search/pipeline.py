@@ -134,21 +134,23 @@ class _Search:
         """Prices plans for less and less memory; see [Note: memory of a stage]."""
         seen = 0
         for share in self._shares():
-            overfull = self.found.overfull
-            promised = min((each.seconds for each in overfull[seen:]), default=math.inf)
-            if self.found and promised >= _WORTH * self.found.best_seconds:
+            if self.found and self._promised_seconds(seen) >= _WORTH * self.found.best_seconds:
                 break
-            seen = len(overfull)
+            seen = len(self.found.overfull)
             inside = self._inside(self.asked_micro_batches or self.captured)
             self._price_plan(self._stage_plan(share, inside))
 
+    def _promised_seconds(self, seen: int) -> float:
+        """Seconds of the fastest step among what did not fit, after the first `seen`."""
+        return min((each.seconds for each in self.found.overfull[seen:]), default=math.inf)
+
     def _search_recipes(self) -> None:
         """Prices the plans of all recipes for the open axes, as far as one may be faster than what was found."""
-        if not self.found and not self._may_hold_state():
-            return
         inside = self._inside(self._best_micro_batches())
+        if not self._may_hold_state(inside):
+            return
         for seconds, under in inside.named():
-            if seconds < self.ranks * self.found.best_seconds:
+            if seconds < self.ranks * self.found.best_seconds and self._may_hold_state(under):
                 try:
                     inner = self._stage_plan(1.0, under)
                 except (RecipeError, SearchError):
@@ -167,15 +169,14 @@ class _Search:
 
         On one rank the fastest plan comes first: recomputation may make room for it.
         """
-        if not self._may_hold_state():
+        if not self._may_hold_state(self._inside(self.asked_micro_batches or self.captured)):
             return _SHARES[:1]
         may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
         return (math.inf, *_SHARES) if self.ranks == 1 and may_recompute else _SHARES
 
-    def _may_hold_state(self) -> bool:
+    def _may_hold_state(self, inside: MeshSearch) -> bool:
         """Whether parameters and what training keeps of them may fit; if not, no recomputation helps."""
-        problem = self._inside(self.asked_micro_batches or self.captured).problem
-        state_bytes = problem.least_state_bytes - self.hardware.reserved_bytes
+        state_bytes = inside.problem.least_state_bytes - self.hardware.reserved_bytes
         return state_bytes <= self.ranks * self.bound
 
     def _execute_nearest(self) -> None:

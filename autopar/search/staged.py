@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.errors import AutoparError, PlanError, SearchError
 from autopar.ir import PIPELINE_AXIS, Plan
@@ -24,6 +24,7 @@ from autopar.pipeline.stage_table import StageTable
 from autopar.search.balance import (
     Balance,
     balance_of,
+    can_fit,
     least_overfull,
     least_seconds,
     mean_bytes,
@@ -44,15 +45,21 @@ class Overfull:
 
     Attributes:
         excess_bytes: bytes that the fullest rank has too much.
-        seconds: duration of a step if a rank had room for anything.
         table: the stages of the setting.
         shape: the setting's shape.
     """
 
     excess_bytes: float
-    seconds: float
     table: StageTable
     shape: Shape
+
+    @cached_property
+    def seconds(self) -> float:
+        """Duration of a step if a rank had room for anything."""
+        table, shape = self.table, self.shape
+        slowest = least_overfull(table, shape, memory_bytes=math.inf).seconds
+        rest = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1]) - slowest
+        return shape.micro_batches * slowest + max(0.0, rest) / shape.chunks
 
 
 @dataclass
@@ -131,7 +138,7 @@ class StagedPlan:
         Raises PlanError where the schedule does not run so many micro-batches.
         """
         if isinstance(wish, float):
-            blocks = self._fewest(partial(self._is_within, wish, shape))
+            blocks = self._fewest(shape, partial(self._is_within, wish, shape))
             for recompute in (*((self._frontier.at(wish),) if self._selects else ()), blocks):
                 self.price(Setting(shape, recompute))
         elif wish is not None:
@@ -155,7 +162,9 @@ class StagedPlan:
         if cuts is None:
             return None
         if max(cuts.rank_bytes) > self.bound:
-            self.findings.overfull.append(self._overfull(setting, cuts))
+            excess = max(cuts.rank_bytes) - self.bound
+            table = self.tables.at(setting.recompute)
+            self.findings.overfull.append(Overfull(excess, table, setting.shape))
             return None
         table = self.tables.at(setting.recompute)
         if least_seconds(table, setting.shape, cuts.cuts) >= self.findings.best_seconds:
@@ -218,7 +227,7 @@ class StagedPlan:
         if self.findings and not any(self._fits(shape, each) for each in self._most(shape)):
             return
         best = math.inf
-        for again in self._from(self._fewest(partial(self._fits, shape))):
+        for again in self._from(shape, self._fewest(shape, partial(self._fits, shape))):
             priced = self.price(Setting(shape, again))
             if shape.stages == 1 or priced is None or priced.seconds >= best:
                 return
@@ -229,33 +238,43 @@ class StagedPlan:
 
         All blocks may take a little more memory than all but one, which stand beside them then.
         """
-        counts = range(1, self.tables.repeating_blocks)
+        counts = self._counts(shape)
         if self._affords(shape, "full"):
             return ("full", *counts[-1:])
         fewer = bisect.bisect_left(counts, True, key=lambda n: not self._affords(shape, n))
         return (fewer,) if fewer else ()
 
-    def _fewest(self, is_enough: Callable[[Recompute], bool]) -> Recompute:
+    def _counts(self, shape: Shape) -> range:
+        """Numbers of recomputed blocks that differ: fewer than all, and no more than a stage may have."""
+        largest = len(self.tables.parts) - (shape.stages - 1)
+        return range(1, min(self.tables.repeating_blocks, largest + 1))
+
+    def _fewest(self, shape: Shape, is_enough: Callable[[Recompute], bool]) -> Recompute:
         """The fewest blocks that are enough; "full" is all of them, and taken where no fewer are.
 
         Bisected without "full", which may take a little more memory than all blocks but one: the last then
         runs again beside what entered all.
         """
-        counts = range(1, self.tables.repeating_blocks)
+        counts = self._counts(shape)
         at = bisect.bisect_left(counts, True, key=is_enough)
         return counts[at] if at < len(counts) else "full"
 
-    def _from(self, fewest: Recompute) -> Iterator[Recompute]:
+    def _from(self, shape: Shape, fewest: Recompute) -> Iterator[Recompute]:
         """This many blocks that run again, and more, up to all."""
         if isinstance(fewest, int):
-            yield from range(fewest, self.tables.repeating_blocks)
+            yield from range(fewest, self._counts(shape).stop)
         yield "full"
 
     # --- cuts and prices
 
     def _fits(self, shape: Shape, recompute: Recompute) -> bool:
-        cuts = self._balanced(Setting(shape, recompute))
-        return cuts is not None and max(cuts.rank_bytes) <= self.bound
+        """Whether a setting fits; False, with the reason noted, where it cannot be."""
+        setting = Setting(shape, recompute)
+        try:
+            return can_fit(self.tables.at(recompute), shape, memory_bytes=self.bound)
+        except (PlanError, SearchError) as error:
+            self.findings.refuse(str(setting), error)
+            return False
 
     def _is_within(self, part: float, shape: Shape, recompute: Recompute) -> bool:
         """Whether every stage keeps at most a part of what recomputation can save; see `check_wish`."""
@@ -278,14 +297,6 @@ class StagedPlan:
         except (PlanError, SearchError) as error:
             self.findings.refuse(str(setting), error)
             return None
-
-    def _overfull(self, setting: Setting, cuts: Balance) -> Overfull:
-        """What does not fit, with the time it would take if a rank had room for anything."""
-        table, shape = self.tables.at(setting.recompute), setting.shape
-        slowest = least_overfull(table, shape, memory_bytes=math.inf).seconds
-        rest = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1]) - slowest
-        seconds = shape.micro_batches * slowest + max(0.0, rest) / shape.chunks
-        return Overfull(max(cuts.rank_bytes) - self.bound, seconds, table, shape)
 
     def _priced(self, setting: Setting, cuts: Balance) -> Priced:
         """A setting with its cuts, executed; blocks are named "full" where no stage has more."""
