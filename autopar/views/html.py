@@ -32,15 +32,18 @@ def write_html(page: Page, path: Path | str) -> None:
     Path(path).write_text(to_html(page), encoding="utf-8")
 
 
-_FOOTER = Markup(
-    "Made by autopar. Memory and traffic are of one rank, time is of one step; GB is 1,000,000,000 bytes. "
-    "All figures stand in this file as JSON too, in the element <code>script#document</code>."
+_UNITS = Markup(
+    "Made by autopar. Memory and traffic are of one rank, time is of one step; GB is 1,000,000,000 bytes."
+)
+_DOCUMENT = Markup(
+    " All figures stand in this file as JSON too, in the element <code>script#document</code>."
 )
 
 
 def to_html(page: Page) -> str:
     """The report as text."""
-    return html_of(page.title, _header(page), list(_sections(page)), page.document, _FOOTER)
+    footer = join((_UNITS, _DOCUMENT if page.document else None))
+    return html_of(page.title, _header(page), list(_sections(page)), page.document, footer)
 
 
 def html_of(
