@@ -108,9 +108,18 @@ def figures_of(asked: Question, found: Advice) -> dict[str, Any]:
 
 
 HEADS = (
-    "report", "cluster", "batch", "mesh", "recipe", "schedule", "micro-batches", "recomputation",
-    "step", "memory of a rank", "model FLOPs utilization",
-)  # fmt: skip
+    "report",
+    "cluster",
+    "batch",
+    "mesh",
+    "recipe",
+    "schedule",
+    "micro-batches",
+    "recomputation",
+    "step",
+    "memory of a rank",
+    "model FLOPs utilization",
+)
 
 
 def row(asked: Question, figures: Figures) -> list[str]:

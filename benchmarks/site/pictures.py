@@ -1,0 +1,45 @@
+"""The pictures of the site, one for every page of a concept.
+
+python -m benchmarks.site.pictures    writes docs/pictures/*.svg again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from benchmarks.site import flows, steps, tensors
+
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
+
+PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
+    "backend": flows.backend,
+    "checkpoints": tensors.checkpoints,
+    "cost_model": steps.cost_model,
+    "design": flows.design,
+    "experts": tensors.experts,
+    "guards": flows.guards,
+    "hardware": steps.hardware,
+    "layouts": tensors.layouts,
+    "pipeline": steps.pipeline,
+    "pipeline_search": steps.pipeline_search,
+    "plans": tensors.plans,
+    "precision": flows.precision,
+    "randomness": flows.randomness,
+    "recomputation": steps.recomputation,
+    "rules": tensors.rules,
+    "schedules": steps.schedules,
+    "search": tensors.search,
+    "shapes": flows.shapes,
+    "verify": flows.verify,
+}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for page, draw in PICTURES.items():
+        (FOLDER / f"{page}.svg").write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
