@@ -20,7 +20,7 @@ def design() -> str:
             Box(
                 "a plan",
                 ("a line for every parameter, input and op",),
-                "search, at the cost model's prices",
+                "search, by price",
             ),
             Box("the program of one rank", ("local shapes, with the collectives",), "passes"),
             Box(
@@ -35,8 +35,8 @@ def design() -> str:
 def guards() -> str:
     boxes = (
         Box("same values", ("run the program", "that is there")),
-        Box("a value that was", ("seen before: run", "its own program")),
-        Box("a new value", ("capture again, keep", "the plan if legal")),
+        Box("known values", ("seen before: run", "their program")),
+        Box("a new value", ("capture again;", "same plan if legal")),
     )
     drawn, bottom = columns(boxes, 108)
     start = Box("before every step", ("are the values that forward read the same?",))
@@ -63,7 +63,7 @@ def verify() -> str:
     drawn, bottom = columns(boxes, below + 30)
     last, end = columns(
         (
-            Box("compared", ("loss, every gradient, every buffer",)),
+            Box("compared", ("loss, gradients, buffers",)),
             Box("PASSED or FAILED", ("error and bound by tensor",)),
         ),
         bottom + 30,
@@ -147,7 +147,7 @@ def backend() -> str:
         (Box("your script", ("torch.compile(model, backend='autopar')",)),), MARGIN
     )
     drawn, bottom = columns(graphs, below + 48)
-    words = centred(WIDTH / 2 + 92, below + 30, "Dynamo cuts it where Python decides")
+    words = centred(WIDTH / 2 + 60, below + 30, "Dynamo, cut where Python decides")
     last, end = columns(
         (Box("loss.backward()", ("gradients of the whole batch, in shards",)),), bottom + 30
     )

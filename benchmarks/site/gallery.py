@@ -22,7 +22,7 @@ from autopar.cli.explain import explain_command
 from autopar.cli.options import question
 from autopar.explanation.advice import Advice, silent
 from autopar.explanation.pages import page_of
-from autopar.ir.recompute import words_of_recompute
+from autopar.ir import with_pipeline
 from autopar.views import write_html
 from benchmarks.tables import markdown_table
 
@@ -93,13 +93,15 @@ QUESTIONS = (
 def figures_of(asked: Question, found: Advice) -> dict[str, Any]:
     """The figures of a row, in SI units."""
     plan, pipeline = found.plan, found.plan.pipeline
+    mesh = with_pipeline(plan.mesh, pipeline.ranks, pipeline.position) if pipeline else plan.mesh
     return {
         "command": asked.command,
-        "mesh": str(plan.mesh),
+        "mesh": str(mesh),
         "recipe": str(plan.recipe),
         "schedule": pipeline.schedule if pipeline else "",
+        "stages": pipeline.stages if pipeline else 1,
         "micro_batches": plan.micro_batches,
-        "recompute": words_of_recompute(plan.recompute),
+        "recompute": plan.recompute if isinstance(plan.recompute, str | int) else "single ops",
         "step_seconds": found.step_seconds,
         "memory_bytes": found.memory_bytes,
         "memory_bound_bytes": found.bound_bytes,
@@ -131,13 +133,19 @@ def row(asked: Question, figures: Figures) -> list[str]:
         f"{asked.batch:,}{tokens}",
         figures["mesh"],
         figures["recipe"],
-        figures["schedule"] or "no stages",
+        f"{figures['schedule']}, {figures['stages']} stages"
+        if figures["schedule"]
+        else "no stages",
         str(figures["micro_batches"]),
-        figures["recompute"] or "none",
+        _recomputed(figures["recompute"]),
         units.format_seconds(figures["step_seconds"]),
         units.format_bytes(figures["memory_bytes"]),
         f"{100 * figures['mfu']:.1f} %",
     ]
+
+
+def _recomputed(which: str | int) -> str:
+    return which if isinstance(which, str) else f"{units.counted(which, 'block')} a stage"
 
 
 def table(stored: Mapping[str, Figures]) -> str:

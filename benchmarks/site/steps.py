@@ -63,7 +63,9 @@ def schedules() -> str:
                 rect(x, y, 12, 12, fill=colour.fill),
                 text(x + 16, y + 11, words, class_="small"),
             ]
-            x += 30 + 6.3 * len(words)
+            x += 30 + 7 * len(words)
+            if x > WIDTH / 2:
+                x, y = MARGIN, y + 20
     label = (
         "Four ranks run eight micro-batches under the schedules gpipe, 1f1b, interleaved (two chunks) and zb: a row is "
         "a rank, a bar a forward or a backward, and gaps are idle time"
@@ -175,7 +177,7 @@ def cost_model() -> str:
     peak, memory = hardware.flops_per_second(2), hardware.memory_bytes_per_second
     flops = 2 * 8192 * 4096 * 14336 / 8
     moved_bytes = 2 * (8192 * 4096 + 4096 * 1792 + 8192 * 1792)
-    left, right, top, bottom = 60.0, WIDTH - MARGIN, 36.0, 210.0
+    left, right, top, bottom = 60.0, WIDTH - 30, 36.0, 210.0
     x, y = Linear(0, 4, left, right), Linear(12, 15.2, bottom, top)  # powers of ten
     knee = peak / memory
     roof = [(1.0, memory), (knee, peak), (1e4, peak)]
@@ -193,7 +195,7 @@ def cost_model() -> str:
         centred((left + right) / 2, bottom + 38, "FLOPs per byte of memory moved"),
     ]
     label = (
-        "The roofline of an H100: below 295 FLOPs per byte an op is bound by memory, above by arithmetic. The "
+        f"The roofline of an H100: below {knee:.0f} FLOPs per byte an op is bound by memory, above by arithmetic. The "
         "worked example, mlp.up of Llama-3 8B, lies far to the right, bound by arithmetic"
     )
     return picture(label, bottom + 50, *parts)
