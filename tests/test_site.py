@@ -38,6 +38,30 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing and not lost
 
 
+QUESTIONS_FROM_DEEPSPEED = (
+    "deepspeed.md#where-is-my-ds_configjson",
+    "deepspeed.md#how-do-i-set-the-batch-micro-batches-and-accumulation",
+    "deepspeed.md#how-do-i-save-resume-and-get-one-fp32-state-dict",
+    "deepspeed.md#where-is-activation-checkpointing",
+    "deepspeed.md#how-do-i-launch-on-several-nodes-with-a-hostfile",
+    "deepspeed.md#how-do-i-use-a-pipeline-or-a-mixture-of-experts",
+)
+
+
+def _clicked(page: str) -> set[str]:
+    """Where a link of a page leads, by the name of the page and its heading."""
+    links = re.findall(r"\]\(([\w.]*(?:#[\w-]+)?)\)", (DOCS / page).read_text())
+    return {page + link if link.startswith("#") else link for link in links}
+
+
+@pytest.mark.parametrize("question", QUESTIONS_FROM_DEEPSPEED)
+def test_a_question_from_deepspeed_is_answered_within_two_clicks(question: str) -> None:
+    first = _clicked("index.md")
+    second = {link for page in first if (DOCS / page).suffix == ".md" for link in _clicked(page)}
+    page, anchor = question.split("#")
+    assert question in first | second and anchor in _anchors(DOCS / page)
+
+
 def test_the_script_of_the_first_page_trains(capsys: pytest.CaptureFixture[str]) -> None:
     script = re.search(r"```python\n# train.py\n(.*?)```", (DOCS / "start.md").read_text(), re.S)
     assert script is not None

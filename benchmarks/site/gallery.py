@@ -22,7 +22,7 @@ from autopar.cli.explain import explain_command
 from autopar.cli.options import question
 from autopar.explanation.advice import Advice, silent
 from autopar.explanation.pages import page_of
-from autopar.ir import with_pipeline
+from autopar.ir import Mesh
 from autopar.views import write_html
 from benchmarks.tables import markdown_table
 
@@ -93,10 +93,9 @@ QUESTIONS = (
 def figures_of(asked: Question, found: Advice) -> dict[str, Any]:
     """The figures of a row, in SI units."""
     plan, pipeline = found.plan, found.plan.pipeline
-    mesh = with_pipeline(plan.mesh, pipeline.ranks, pipeline.position) if pipeline else plan.mesh
     return {
         "command": asked.command,
-        "mesh": str(mesh),
+        "mesh": str(plan.world_mesh),
         "recipe": str(plan.recipe),
         "schedule": pipeline.schedule if pipeline else "",
         "stages": pipeline.stages if pipeline else 1,
@@ -131,7 +130,7 @@ def row(asked: Question, figures: Figures) -> list[str]:
         f"[{asked.model}](gallery/{asked.name}.html)",
         asked.cluster,
         f"{asked.batch:,}{tokens}",
-        figures["mesh"],
+        _axes(Mesh.parse(figures["mesh"])),
         figures["recipe"],
         f"{figures['schedule']}, {figures['stages']} stages"
         if figures["schedule"]
@@ -142,6 +141,11 @@ def row(asked: Question, figures: Figures) -> list[str]:
         units.format_bytes(figures["memory_bytes"]),
         f"{100 * figures['mfu']:.1f} %",
     ]
+
+
+def _axes(mesh: Mesh) -> str:
+    """The axes of several ranks, as the report has them."""
+    return ",".join(f"{name}={size}" for name, size in mesh.axes if size > 1)
 
 
 def _recomputed(which: str | int) -> str:
@@ -177,17 +181,23 @@ def stored_figures() -> dict[str, Figures]:
     return json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
 
 
+def _commit() -> str:
+    """The last commit of main that the code stands on; a branch's own commits may be renamed when it lands."""
+    base = subprocess.check_output(("git", "merge-base", "HEAD", "main"), cwd=ROOT, text=True)
+    return base[:7]
+
+
 def ask(questions: Sequence[Question]) -> None:
     """Writes the report and the figures of every question."""
     stored = stored_figures()
-    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
+    commit = _commit()
     FOLDER.mkdir(exist_ok=True)
     for asked in questions:
         found = asked.answer()
         page = page_of(found, asked.model, has_document=False)
         write_html(page, FOLDER / f"{asked.name}.html")
         stored[asked.name] = figures_of(asked, found)
-        stored["made"] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit.strip()}
+        stored["made"] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit}
         FIGURES.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
         click.echo(f"{asked.name}: {stored[asked.name]}")
 
