@@ -7,14 +7,14 @@ tensor at a time, so that no rank holds the whole model. torch.distributed.check
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import json
 import math
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ FILE_BYTES = 5 * 10**9  # as transformers' save_pretrained cuts
 _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 _JOINED = "model-*-of-*.safetensors"
+_OPEN_FILES = 256  # of those of the ranks, at a time: a process may often open 1,024
 # The words of the safetensors format for torch's formats.
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -327,19 +328,18 @@ def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> di
     metadata = _reader(shards).read_metadata()
     weight_map: dict[str, str] = {}
     total_bytes = 0
-    with contextlib.ExitStack() as stack:
-        opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in shards}
-        for number in sorted(set(numbers.values())):
-            names = [name for name in numbers if numbers[name] == number]
-            file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
-            kinds = {name: metadata.state_dict_metadata[name] for name in names}
-            with file.open("wb") as stream:
-                stream.write(_header(kinds))
-                for name in names:
-                    whole = _whole(name, kinds[name], metadata.storage_data, opened)
-                    stream.write(whole.reshape(-1).view(torch.uint8).numpy().data)
-                    total_bytes += whole.nbytes
-            weight_map.update(dict.fromkeys(names, file.name))
+    opened = functools.lru_cache(_OPEN_FILES)(functools.partial(safe_open, framework="pt"))
+    for number in sorted(set(numbers.values())):
+        names = [name for name in numbers if numbers[name] == number]
+        file = folder / f"model-{number:05d}-of-{max(numbers.values()):05d}.safetensors"
+        kinds = {name: metadata.state_dict_metadata[name] for name in names}
+        with file.open("wb") as stream:
+            stream.write(_header(kinds))
+            for name in names:
+                whole = _whole(name, kinds[name], metadata.storage_data, opened)
+                stream.write(whole.reshape(-1).view(torch.uint8).numpy().data)
+                total_bytes += whole.nbytes
+        weight_map.update(dict.fromkeys(names, file.name))
     return {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
 
 
@@ -357,13 +357,13 @@ def _header(kinds: Mapping[str, Any]) -> bytes:
 
 
 def _whole(
-    name: str, kind: Any, places: Mapping[MetadataIndex, Any], opened: Mapping[str, Any]
+    name: str, kind: Any, places: Mapping[MetadataIndex, Any], opened: Callable[[str], Any]
 ) -> Tensor:
-    """A tensor, put together from the parts that the ranks have written to files, which are open by their paths."""
+    """A tensor, put together from the parts that the ranks have written to files, which `opened` opens."""
     whole = torch.empty(kind.size, dtype=kind.properties.dtype)
     for chunk in kind.chunks:
         place = places[MetadataIndex(name, chunk.offsets)]
-        part = opened[place.relative_path].get_tensor(name)
+        part = opened(place.relative_path).get_tensor(name)
         slices = [slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True)]
         whole[tuple(slices)] = part
     return whole

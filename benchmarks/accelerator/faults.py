@@ -106,9 +106,11 @@ def _little_memory(context: Context, free_bytes: int) -> Iterator[None]:
         free, _ = torch.accelerator.get_memory_info(context.device)
         rest = max(0, free - free_bytes)
         ballast = torch.empty(rest, dtype=torch.uint8, device=context.device)
-        yield
-        del ballast
-        torch.accelerator.empty_cache()
+        try:
+            yield
+        finally:
+            del ballast
+            torch.accelerator.empty_cache()
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -316,3 +316,24 @@ def test_sharded_files_go_into_shards_and_come_out_byte_for_byte(
         assert written[name].dtype is tensor.dtype
         assert torch.equal(written[name], tensor)
         assert all(torch.equal(state[name], tensor) for _, state in results if state)
+
+
+def refusal_of_torn_weights(folder: Path) -> str:
+    """What two stages say of files in which the embedding and the head differ."""
+    made = autopar.compile(
+        llama(on_meta=False), mesh={"pp": 2}, recipe={"pp": "1f1b"},
+        example_inputs={"input_ids": TOKENS, "labels": TOKENS},
+    )  # fmt: skip
+    with pytest.raises(AutoparError) as error:
+        made.load_weights(folder)
+    return str(error.value)
+
+
+@pytest.mark.multiprocess
+def test_two_values_of_a_weight_on_two_stages_are_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    """The first stage holds the embedding, the last one the head, which is the same matrix."""
+    weights = llama(on_meta=False).state_dict()
+    torn = {**weights, "lm_head.weight": weights["lm_head.weight"] + 1}
+    save_file(torn, tmp_path / "model.safetensors")
+    for said in two_ranks.run(refusal_of_torn_weights, tmp_path):
+        assert "different values for lm_head.weight and model.embed_tokens.weight" in said
