@@ -67,19 +67,24 @@ class Item:
 class Holding:
     """Memory of one kind on a rank.
 
-    Lasting kinds: "parameters", "gradients", "optimizer", "buffers", "saved activations". Momentary
-    kinds, held while one block runs; the peak counts only the block with the most: "gathered" (whole
-    copies of parameters), "working" (operands of a loss), "made again" (what a recomputed block saves
-    while it runs again). "returned" is subtracted from "made again": it is what the blocks after the
-    recomputed ones have freed by then.
+    Kinds that last: "parameters", "gradients", "optimizer", "buffers", "saved activations".
+
+    Kinds that exist only while one block (a layer) runs, of which the peak counts the largest block alone: "gathered"
+    (all-gathered copies of sharded parameters), "working" (operands of a loss), "made again" (activations that a block
+    saves while it is recomputed in backward).
+
+    "returned" is a credit: the activations of the blocks behind the last recomputed one, whose backward has freed them
+    before the first block is recomputed. It is subtracted from "made again".
 
     Attributes:
-        name: the parameter, or the op that keeps the memory.
-        kind: see above.
-        region: position relative to the repeated layers.
-        bytes: size of everything the item stands for; of a single block for the momentary kinds.
-        of: op that first keeps the memory, name of the parameter, or tensor of a buffer.
-        block: block that holds the memory for a moment; "" for the lasting kinds.
+        name: words for reports: path of the parameter or buffer with `*` for numbers of layers, or module and kind of
+            the op that keeps the memory; the kind itself for "gathered", "made again" and "returned".
+        kind: one of the kinds above.
+        region: position relative to the repeated layers: before, in or after them.
+        bytes: size of everything the item stands for; of a single block for the kinds that exist while it runs.
+        of: name of the parameter, of a buffer's tensor, or of an op: the first that keeps the memory, or that uses the
+            gathered copy.
+        block: block during which the memory exists; "" for the kinds that last and for "returned".
     """
 
     name: str

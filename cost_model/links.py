@@ -38,19 +38,23 @@ from autopar.cost_model.arith import Quantity, larger, smaller
 
 @dataclass(frozen=True)
 class Link:
-    """What carries the messages of one rank. The defaults make it a plain ring.
+    """The link of one rank. With the default values a collective takes latency and bandwidth of a plain ring.
+
+    `autopar.cost_model.collectives` has the formulas.
 
     Attributes:
         bandwidth_bytes_per_second: rate at which a rank of a ring can send while it receives as much.
-        latency_seconds: latency of one step of a ring.
-        start_seconds: start-up time of a collective, on top of the launch of a kernel.
-        fill_seconds: time that a long message takes to fill the pipeline; a short one takes its own
-            transfer time once more (NCCL: half the bandwidth in LL, set-up in Simple).
-        reduce_gain: factor on the bandwidth of an all-reduce, 1 to 2: switches that add up (NVLink SHARP).
+        latency_seconds: latency of one step of a ring, or of one send.
+        start_seconds: start-up time of a collective or a send, on top of the launch of a kernel.
+        fill_seconds: upper bound of the time to fill the pipeline; min(transfer time, fill_seconds) is added to the
+            transfer time of a message. In NCCL this is the halved bandwidth of LL for short messages, and the set-up of
+            Simple for long ones.
+        reduce_gain: bandwidth of an all-reduce, as a multiple of the ring's: 1, or up to 2 where switches do the
+            additions (NVLink SHARP).
         reduce_rounds: number of rounds of the ring whose latency an all-reduce pays: 2 for reduce-scatter
             and all-gather, 1 for a tree, which is the faster way between nodes.
-        exchange_gain: bandwidth of an all-to-all, as a fraction of the ring's.
-        send_gain: bandwidth of one rank that sends to one other, as a fraction of the ring's.
+        exchange_gain: bandwidth of an all-to-all, as a multiple of the ring's.
+        send_gain: bandwidth of a point-to-point send, as a multiple of the ring's.
     """
 
     bandwidth_bytes_per_second: Quantity

@@ -38,12 +38,15 @@ aten = torch.ops.aten
 def partition(
     captured: Captured, analysis: Analysis, plan: Plan
 ) -> tuple[fx.GraphModule, tuple[Layout, ...]]:
-    """Returns the local graph and the layouts of its outputs.
+    """Builds the graph that each rank runs on its local tensors; returns it with the layouts of its outputs.
 
-    The graph takes parameters (resident), buffers, constants and inputs like the captured one, and
-    returns the same outputs; collectives name mesh axes. Every call has in `meta["origin"]` the captured
-    op that it is for, "" where it makes an output what it must be, and a call that converts a tensor has the
-    name of that in `meta["converts"]`.
+    Its placeholders are the tensor placeholders of the captured graph, in the same order: parameters in their resident
+    layouts, buffers and constants replicated, inputs in the layouts of the plan. Its outputs are those of the captured
+    graph: the loss and the new values of buffers replicated, the others without partial sums (P). Collectives name
+    mesh axes instead of process groups.
+
+    Every call has in `meta["origin"]` the name of the captured op for which it was added, "" for the conversion of an
+    output. A call that belongs to the conversion of a tensor's layout has the tensor's name in `meta["converts"]`.
     """
     return _Partitioner(captured, analysis, plan).run()
 

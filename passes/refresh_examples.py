@@ -18,9 +18,13 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def refresh_examples(module: fx.GraphModule) -> None:
-    """Refreshes the example of every call of tensors, but of one that changes its shape or has to read values.
+    """Runs every call on the example tensors of its operands, and stores the result as its example (`meta["val"]`).
 
-    Raises CaptureError for a call that cannot run, with its line.
+    A call keeps its old example if the new one would have another shape, or if the call depends on values that example
+    tensors do not have. Calls without tensor operands (factories) are not run. On the meta device the result of
+    attention gets the strides that fused kernels give it.
+
+    Raises CaptureError for a call that fails, with its line in the model's code.
     """
     for node in module.graph.nodes:
         if node.op != "call_function" or not _is_tensors(node) or not _has_tensors(node):

@@ -138,14 +138,15 @@ class Advice(Explanation):
 
 @dataclass(frozen=True)
 class Question:
-    """A model, and what is asked of a plan for it.
+    """A model, and the request for a plan of it.
 
     Attributes:
-        target: the model, or its name as `autopar.models.targets.resolve_target` reads it.
-        request: what is asked, for a number of ranks; where its batch is None, the step has one sequence
-            for every rank, or the example's own batch.
-        seq: number of tokens of a sequence; None for what the model is known for.
-        progress: function that is called with what is being done.
+        target: preset of the model, or a text that `autopar.models.targets.resolve_target` accepts.
+        request: number of ranks and constraints on the plan; where its batch is None, a micro-batch has one sequence
+            for every rank, or is the target's own example inputs where these have a fixed batch.
+        seq: number of tokens of a sequence; None for the target's own length, which for presets and configurations is
+            the longest that the model supports, at most `DEFAULT_SEQ` tokens.
+        progress: function that is called with a line of text when a phase of the search begins.
     """
 
     target: str | Preset

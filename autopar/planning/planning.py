@@ -81,14 +81,16 @@ def prepare_step(
 def prepare_whole(
     capture: Callable[[], Prepared], part: Prepared, warn: Callable[[str], object]
 ) -> Prepared:
-    """The step for a whole batch; the micro-batch's own, with a warning, where the model does not run on that.
+    """Captures the step for the whole batch; where the capture raises, warns and returns `part`.
 
-    A model may have the number of rows of a micro-batch in its code, such as `x.reshape(4, -1)`.
+    It may raise because the model's code contains the number of rows of a micro-batch, such as `x.reshape(4, -1)`. The
+    caller compares the two captures to find the numbers that count rows (`autopar.analysis.row_counts`); with `part` as
+    both, none are found.
 
     Args:
-        capture: function that captures the step for the whole batch.
-        part: the step for a micro-batch, which the model does run on.
-        warn: function that shows a warning.
+        capture: function that captures the step for the whole batch; every exception that it raises is caught.
+        part: captured step for one micro-batch.
+        warn: function that is called with the text of the warning.
     """
     try:
         return capture()
@@ -323,9 +325,11 @@ def unsplit_plan(
 
 
 def take_parts(plan: Plan, graph: Graph) -> Plan:
-    """The plan with every input in the part that all its users take.
+    """Returns the plan with inputs already split where all ops that read them split them alike.
 
-    To take the whole and slice it costs as little, but then a rank could not be given its part alone.
+    This is decided for each mesh axis: a replicated input (R) becomes S(dim) where every op that reads it takes S(dim)
+    along that axis. All other inputs keep their layouts. To slice a replicated input inside the graph would cost as
+    little, but then a rank that has only its own shard of the input could not pass that shard.
     """
     inputs = {
         name: tuple(

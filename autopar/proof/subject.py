@@ -43,12 +43,13 @@ from autopar.units import counted
 
 @dataclass(frozen=True)
 class Reference:
-    """The results that plans are compared with.
+    """The results of the single device, with which those of plans are compared.
 
     Attributes:
-        steps: results of the single device in float64 arithmetic, step by step.
-        samples: results of its first step in the model's own arithmetic, once unchanged and then with the last
-            bits drawn at random; empty for a model whose own arithmetic is float64.
+        steps: results of every step, computed in float64.
+        samples: results of several runs of the first step in the model's own dtypes: one run as it is, and
+            `PERTURBED_RUNS` in which every op's result is moved at random by one unit in the last place
+            (`RandomLastBits`); empty for a model that computes in float64.
     """
 
     steps: tuple[Results, ...]

@@ -26,12 +26,12 @@ from autopar.rules.spec import Call, Hidden, Kept, Letters, RuleDoesNotApply, Sp
 
 @dataclass(frozen=True)
 class FunctionArguments:
-    """The arguments of an application, its tensors taken out.
+    """The arguments of one call of `torch.autograd.Function.apply`, without its tensors.
 
     Attributes:
-        leaves: leaves of `(args, kwargs)`; None where a tensor stood.
-        spec: structure of `(args, kwargs)`.
-        positions: positions of the tensors among the leaves.
+        leaves: pytree leaves of `(args, kwargs)`, with None in place of every tensor.
+        spec: pytree structure of `(args, kwargs)`.
+        positions: indices of the tensors among the leaves.
     """
 
     leaves: tuple[Any, ...]

@@ -28,9 +28,11 @@ _ROW_BYTES = 16
 
 
 def product_of_rows(call: Call) -> Spec:
-    """One group after the other, where every row may go to any: `r k, e k j -> r j | sum k`.
+    """The rule of a grouped matmul inside a mixture-of-experts layer: `r k, e! k j, e! -> r j | sum k | linear 0 1`.
 
-    A row meets one of the `e` matrices, so that the FLOPs are those of a single product.
+    The operands are the rows sorted by expert, the weights of the `e` experts, and the end of each expert's rows.
+    Unlike under `grouped`, the rows (`r`) can be split, because each rank sorts the rows that it has
+    (`autopar.analysis.experts`). A row is multiplied with the weights of one expert: 2 r k j FLOPs in all.
     """
     spec = spec_of("r k, e! k j, e! -> r j | sum k | linear 0 1", call)
     rows, width = call.operands[0].shape

@@ -26,10 +26,13 @@ SAME_SHAPES = (
 
 
 class Comparison:
-    """Gathers texts of all ranks, time after time.
+    """Gathers one text from every rank at each call, through the store of the process group.
+
+    The n-th call of one rank waits for the n-th call of every other. The first call also runs a broadcast, by which the
+    ranks agree on a prefix of the keys; later calls run no collective.
 
     Args:
-        timeout_seconds: how long a rank waits for the others; None for as long as the process group does.
+        timeout_seconds: seconds that a call waits for the other ranks; None for the timeout of the store.
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:

@@ -194,13 +194,15 @@ class BoundProgram:
         )
 
     def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]]) -> StepResults:
-        """Forward and backward of every micro-batch; returns the results of the batch, and leaves gradients.
+        """Runs forward and backward of every micro-batch. Gradients are left as `backward()` leaves them.
 
-        Where autograd is off there is no backward.
+        Returns the loss of the whole batch, and this rank's part of the extra results. With autograd off there is no
+        backward.
 
         Args:
-            batch: this rank's inputs of every micro-batch.
-            shares: for every result the share of each micro-batch, the loss last.
+            batch: this rank's inputs, for every micro-batch.
+            shares: weight of each micro-batch in each result, the loss last; empty for a result that is no weighted
+                sum over micro-batches, such as one with a row for every sample.
         """
         self._runner.begin()
         loss, pieces = torch.zeros(()), list[Sequence[Tensor]]()

@@ -26,13 +26,13 @@ class Bend:
 
 @dataclass(frozen=True)
 class Placed:
-    """A drawing.
+    """The positions of a layered drawing; a vertex is a box, or a `Bend` at which an edge crosses a layer.
 
     Attributes:
-        layers: vertices of every layer, left to right.
-        middle: x of the middle of every vertex; the leftmost edge of all is at 0.
-        routes: (source, target) -> vertices from one to the other, bends between them.
-        width: width of the whole drawing.
+        layers: vertices of every layer from left to right; the layers from top to bottom.
+        middle: x coordinate of the centre of every vertex; the left border of the drawing is x = 0.
+        routes: edge (source, target) -> the source, the bends of the edge, the target.
+        width: x coordinate of the right border, in the unit of the widths that `place` is given.
     """
 
     layers: tuple[tuple[Vertex, ...], ...]

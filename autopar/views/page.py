@@ -49,16 +49,17 @@ class BlockCollective(NamedTuple):
 
 
 class BlockNode(NamedTuple):
-    """An op of the repeated block, with how the plan runs it.
+    """An op of the repeated block as the plan runs it, or several small ops of one module that are drawn as one.
 
     Attributes:
-        name: unique in the block.
-        kind: such as `linear`; "input", "parameter" and "output" are drawn as pills.
-        module: path of its module, such as `layers.*.mlp`.
-        layouts: (axis, what is split over it) pairs, such as `("tp", "heads")`.
-        seconds: duration of the op, without its collectives.
-        operands: names of nodes of the block, which edges are drawn from, and of other tensors.
-        collectives: collectives before the op, in the order in which they run.
+        name: name of the node, unique in the block.
+        kind: name of the operator, such as `linear`, or of several, such as `mul, add`; nodes of the kinds "input",
+            "parameter" and "output" are drawn as pills.
+        module: path of its module, such as `layers.1.mlp`.
+        layouts: (mesh axis, name of the dim that is split over it) pairs, such as `("tp", "heads")`.
+        seconds: duration of the forward, without collectives.
+        operands: names of the tensors that it reads; an edge is drawn from each that is a node of the block.
+        collectives: collectives that its operands pass in the forward, in the order in which they run.
     """
 
     name: str
