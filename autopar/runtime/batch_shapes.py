@@ -3,6 +3,10 @@
 [Note: whole or part] A shape may be the global one, or the shape of this rank's part of a larger batch. The
 first is global. Where it can be either, ranks compare what they were given: a whole batch is the same on all
 of them, and parts differ. With batch="local" every rank gives its own part always.
+
+[Note: drift] Samplers that begin alike may drift apart, at the second epoch for instance. To compare every batch would
+copy its values from the device each time. So the batches 1, 2, 4, 8, ... of a known whole shape are compared: of ranks
+that differ from batch n on, it is told before batch 2n.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class BatchShapes:
         self._is_local = batch == "local"
         self._comparison = comparison
         self._gives_parts = False  # whether ranks have given parts of batches
+        self._wholes = 0  # number of batches of a known whole shape
         self._cuts: dict[str, Shape] = {}  # path of an input -> how the first program cuts its dims
 
     def whole(self, arguments: Arguments, known: Sequence[ReadyProgram]) -> tuple[Shape, ...]:
@@ -63,6 +68,7 @@ class BatchShapes:
         forms = [form(r.bound.program, arguments, r.count, r.bound.world) for r in known]
         as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
         if "whole" in forms and as_part is None and not self._gives_parts:
+            self._refuse_drift(arguments)
             return arguments.shapes
         if as_part is not None and "whole" not in forms and self._gives_parts:
             return as_part
@@ -73,6 +79,13 @@ class BatchShapes:
             raise _differences(arguments)
         self._gives_parts = True
         return found
+
+    def _refuse_drift(self, arguments: Arguments) -> None:
+        """Raises StepError if a batch differs between ranks, where it is compared; see [Note: drift]."""
+        self._wholes += 1
+        is_compared = self._wholes.bit_count() == 1  # a power of two
+        if is_compared and not self.compare(arguments, arguments.digest):
+            raise _differences(arguments)
 
     def compare(self, arguments: Arguments, digest: str) -> bool:
         """Whether all ranks have the same values. Raises StepError unless they have the same shapes."""

@@ -224,6 +224,25 @@ def test_ranks_that_disagree_are_named(two_ranks: Ranks) -> None:
     assert missing.endswith("What to do.")
 
 
+def drifting() -> int:
+    """The number of the step at which it is said that from the fourth batch on every rank has values of its own."""
+    rank = dist.get_rank()
+    made = autopar.compile(reader(), loss_fn=cross_entropy, mesh=DP, recipe="ddp")
+    for step in range(1, 9):
+        seed = step if step < 4 else 8 * step + rank
+        try:
+            made.step(*tokens((8, 8), seed))
+        except autopar.StepError as error:
+            assert "different values in a batch of the shapes [8, 8], [8, 8]" in str(error)
+            return step
+    return 0
+
+
+def test_ranks_whose_batches_drift_apart_are_told_soon(two_ranks: Ranks) -> None:
+    """Batches 1, 2, 3, 5 and 9 are compared: the first, and of those of its shape the first, second, fourth, eighth."""
+    assert two_ranks.run(drifting) == [5, 5]
+
+
 def bounded() -> tuple[int, list[str], float, bool]:
     """With room for two programs: how many are kept, what is said, the distance, and that planning is alike."""
     kept, kept_programs.KEPT_PROGRAMS = kept_programs.KEPT_PROGRAMS, 2
