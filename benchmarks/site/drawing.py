@@ -14,7 +14,7 @@ from autopar.views.palette import PALETTE
 from autopar.views.svg import line, rect, text
 
 WIDTH = 420.0
-SHOWN = 1.5  # width on a wide page over the width in the drawing's own units
+SHOWN = 1.2  # width on a wide page over the width in the drawing's own units
 MARGIN = 14.0
 TITLE = 26.0  # height of a title line
 LINE = 16.0  # height of a line of small text

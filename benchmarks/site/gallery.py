@@ -112,14 +112,14 @@ HEADS = (
     "report",
     "cluster",
     "batch",
-    "mesh",
-    "recipe",
-    "schedule",
-    "micro-batches",
-    "recomputation",
     "step",
     "memory of a rank",
-    "model FLOPs utilization",
+    "utilization",
+    "mesh",
+    "recipe",
+    "stages",
+    "micro-batches",
+    "recomputation",
 )
 
 
@@ -130,6 +130,9 @@ def row(asked: Question, figures: Figures) -> list[str]:
         f"[{asked.model}](gallery/{asked.name}.html)",
         asked.cluster,
         f"{asked.batch:,}{tokens}",
+        units.format_seconds(figures["step_seconds"]),
+        units.format_bytes(figures["memory_bytes"]),
+        f"{100 * figures['mfu']:.1f} %",
         _axes(Mesh.parse(figures["mesh"])),
         figures["recipe"],
         f"{figures['schedule']}, {figures['stages']} stages"
@@ -137,9 +140,6 @@ def row(asked: Question, figures: Figures) -> list[str]:
         else "no stages",
         str(figures["micro_batches"]),
         _recomputed(figures["recompute"]),
-        units.format_seconds(figures["step_seconds"]),
-        units.format_bytes(figures["memory_bytes"]),
-        f"{100 * figures['mfu']:.1f} %",
     ]
 
 
@@ -159,7 +159,7 @@ def table(stored: Mapping[str, Figures]) -> str:
         stored: figures of every question, by its name.
     """
     rows = [row(asked, stored[asked.name]) for asked in QUESTIONS]
-    return "\n".join(markdown_table(HEADS, rows, text_columns=len(HEADS) - 3))
+    return "\n".join(markdown_table(HEADS, rows, text_columns=None))
 
 
 def commands() -> str:
