@@ -1,0 +1,195 @@
+"""Every example of a page runs as it stands there, and prints what the page says that it prints.
+
+An example is a block of Python on a page of docs/. Names that the prose of a page takes for granted come from the
+`before` of its case. A block that starts several ranks runs under `autopar run`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+SMALL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+
+loss_fn = F.cross_entropy
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
+tokens = inputs
+"""
+REGRESSION = f"{SMALL}\nx, y = torch.randn(8, 4), torch.randn(8, 4)\n"
+BETA = f"""{SMALL}
+class Model(nn.Module):
+    beta = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.map(x) * self.beta).square().mean()
+
+model, batch = Model(), (torch.randn(8, 4),)
+"""
+LOADED = f"""{SMALL}
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torch.distributed.init_process_group("gloo")
+dataset = TensorDataset(torch.randn(16, 8), torch.randint(4, (16,)))
+"""
+TARGETS = "from autopar.models.targets import resolve_target, weight_of\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Examples of a page that run one after the other.
+
+    Attributes:
+        page: name of the page, without its suffix.
+        blocks: positions of the examples among those of the page.
+        before: code that defines what the prose takes for granted.
+        ranks: number of ranks that the examples need; 1 runs them in this process.
+        prints: whether every line that they print stands on the page.
+        slow: whether they take more than some seconds.
+    """
+
+    page: str
+    blocks: tuple[int, ...] = (0,)
+    before: str = ""
+    ranks: int = 1
+    prints: bool = False
+    slow: bool = False
+
+    @property
+    def code(self) -> str:
+        found = examples(self.page)
+        return "\n".join([self.before, *(found[n] for n in self.blocks)])
+
+
+CASES = (
+    Case("index", before=SMALL),
+    Case("compile", before=SMALL),
+    Case("start", (1,), before="import torch\nimport autopar\nmodel = torch.nn.Linear(64, 8)"),
+    Case("verify", before=BETA),
+    Case("guards", before=REGRESSION),
+    Case("models", before=TARGETS),
+    Case("randomness", prints=True),
+    Case("rules", (0,)),
+    Case("rules", (1,), slow=True),
+    Case("search", before=SMALL),
+    Case("experts", (0,), prints=True, slow=True),
+    Case("experts", (1,), prints=True, slow=True),
+    Case("explain", slow=True),
+    Case("cost_model", slow=True),
+    Case("executors", before=SMALL, ranks=2, slow=True),
+    Case("recomputation", slow=True),
+    Case("checkpoints", (1, 2), slow=True),
+    Case("precision", (0,), ranks=2, prints=True, slow=True),
+    Case("precision", (1,), ranks=2, prints=True, slow=True),
+    Case("shapes", (0,), ranks=2, slow=True),
+    Case("shapes", (1,), before=LOADED, ranks=2, slow=True),
+    Case("shapes", (2,), ranks=2, prints=True, slow=True),
+    Case("backend", (0,), ranks=4, slow=True),
+    Case("backend", (1, 2), ranks=4, slow=True),
+)
+
+ELSEWHERE = {  # example -> the test that runs it
+    ("checkpoints", 0): "tests/runtime/test_checkpoint.py",
+    ("checkpoints", 3): "tests/runtime/test_checkpoint.py",
+    ("deepspeed", 0): "",  # of DeepSpeed
+    ("deepspeed", 1): "tests/examples/test_deepspeed_page.py",
+    ("deepspeed", 2): "tests/examples/test_deepspeed_page.py",
+    ("frameworks", 0): "tests/examples/test_frameworks.py",
+    ("frameworks", 1): "tests/examples/test_frameworks.py",
+    ("frameworks", 2): "tests/examples/test_frameworks.py",
+    ("pipeline", 0): "tests/program/test_stages.py",
+    ("start", 0): "tests/test_site.py",
+    ("training", 0): "tests/examples/test_training_page.py",
+    ("training", 1): "tests/examples/test_training_page.py",
+}
+
+
+def _is_program(code: str) -> bool:
+    """Whether a block is Python that does more than call `compile` with what the reader has."""
+    try:
+        body = ast.parse(code).body
+    except SyntaxError:
+        return False
+    return any(isinstance(each, ast.Import | ast.ImportFrom | ast.Assign) for each in body)
+
+
+def examples(page: str) -> list[str]:
+    """The Python of a page, block by block: fenced, or indented up to the command that starts it."""
+    text = (DOCS / f"{page}.md").read_text()
+    pattern = r"```python\n(.*?)```|(?<=\n\n)((?: {4}[^\n]*\n|\n(?= {4}))+)"
+    return [
+        m[1] or _script(m[2]) for m in re.finditer(pattern, text, re.S) if m[1] or _script(m[2])
+    ]
+
+
+def _script(indented: str) -> str:
+    """The Python of an indented block; "" where it has none."""
+    code = re.split(r"\n[^\n]*torchrun ", textwrap.dedent(indented))[0]
+    return code if _is_program(code) else ""
+
+
+def _run(case: Case, folder: Path) -> str:
+    """What the examples print."""
+    if case.ranks > 1:
+        script = folder / "train.py"
+        script.write_text(case.code)
+        command = (sys.executable, "-m", "autopar", "run", str(script), "--ranks", f"{case.ranks}")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, cwd=folder, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(case.code, f"{case.page}.md", "exec"), {"__name__": "page"})
+    return printed.getvalue()
+
+
+def _parameters() -> Iterator[object]:
+    for case in CASES:
+        marks = [pytest.mark.slow] if case.slow else []
+        if case.ranks > 1:
+            marks.append(pytest.mark.multiprocess)
+        yield pytest.param(case, id=f"{case.page}-{case.blocks[0]}", marks=marks)
+
+
+@pytest.mark.parametrize("case", tuple(_parameters()))
+def test_the_examples_of_a_page_run(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = _run(case, tmp_path).splitlines()
+    page = (DOCS / f"{case.page}.md").read_text().splitlines()
+    if case.prints:
+        assert printed and {f"    {line}" for line in printed} <= set(page)
+    assert case.code.strip()
+
+
+def test_no_example_is_left_out() -> None:
+    pages = (page.stem for page in DOCS.glob("*.md"))
+    shown = {(page, n) for page in pages for n in range(len(examples(page)))}
+    run = {(case.page, n) for case in CASES for n in case.blocks}
+    assert shown == run | ELSEWHERE.keys()
+    assert all((ROOT / path).exists() for path in ELSEWHERE.values())
