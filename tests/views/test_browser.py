@@ -9,9 +9,7 @@ from __future__ import annotations
 import html
 import itertools
 import json
-import os
 import re
-import shutil
 import subprocess
 from collections import defaultdict
 
@@ -19,11 +17,10 @@ import pytest
 
 from autopar.views import to_html
 from autopar.views.palette import PALETTE
+from tests.support.browser import BROWSER, REASON, dumping
 from tests.views import sample
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER = next((path for path in map(shutil.which, NAMES) if path), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser: none of {', '.join(NAMES)}")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=REASON)
 
 PROBE = """
 <script>
@@ -61,13 +58,11 @@ def measure(folder, *, width: int = 1200, dark: bool = False) -> tuple[dict, str
     """What the probe found in the sample page, and what the browser's console said."""
     page = folder / "page.html"
     page.write_text(to_html(sample.page()).replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    command = [
-        str(BROWSER), "--headless", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}", f"--window-size={width},1000", "--enable-logging=stderr",
+    options = (
+        f"--window-size={width},1000", "--hide-scrollbars", "--enable-logging=stderr",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=5000",
-        *(["--no-sandbox"] if os.geteuid() == 0 else []),
-        "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
+    )  # fmt: skip
+    command = dumping(folder / "profile", page.as_uri(), *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     inside = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
     assert inside is not None, done.stdout[-2000:] + done.stderr[-2000:]
