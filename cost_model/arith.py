@@ -40,6 +40,13 @@ def _has_symbols(a: Quantity) -> bool:
     return isinstance(a, sympy.Basic) and bool(a.free_symbols)
 
 
+def where(condition: Quantity, a: Quantity, b: Quantity) -> Quantity:
+    """`a` where a condition on numbers holds, else `b`; element by element for arrays of conditions."""
+    if isinstance(condition, np.ndarray) and condition.ndim:
+        return np.where(condition, a, b)
+    return a if condition else b
+
+
 def power(base: Quantity, exponent: Quantity) -> Quantity:
     """`base` to a real exponent."""
     return base**exponent

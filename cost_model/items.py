@@ -8,10 +8,14 @@ numbers the prices are numbers; with symbols they are expressions.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.cost_model.arith import Quantity
+from autopar.cost_model.optimizers import ADAMW, OptimizerFormat, optimizer_format
+from autopar.cost_model.sizes import Sizes
+from autopar.errors import AutoparError
+from autopar.ir import Layout, Tensor
 
 Region = Literal["before", "layers", "after"]
 Phase = Literal["forward", "backward", "gather", "reduce"]
@@ -97,29 +101,93 @@ class Holding:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Bytes per element that training keeps in addition to a parameter of the captured graph.
+    """What training keeps in addition to a parameter of the captured graph.
 
-    Where a graph was captured under a mixed-precision policy, its tensors say it themselves
+    Where a graph was captured under a mixed-precision policy, its tensors say their formats themselves
     (`Tensor.at_rest`, `Tensor.gradient`), and `FULL` is right. The others are for graphs whose
     parameters have the format of their use from the start, such as models described in bfloat16.
 
+    >>> TrainingState.parse("adamw8bit gradients=4 masters=4")
+    TrainingState(adamw8bit gradients=4 masters=4)
+
     Attributes:
-        gradient_bytes: bytes of a gradient; None for the parameter's own format.
-        master_bytes: bytes of a second copy of the parameter that the optimizer updates; 0 for none.
-        moment_bytes: bytes of both moments of Adam together; None for two in the parameter's format.
-        fresh_gradient_bytes: bytes of the gradient of one micro-batch that stays next to the sum.
+        gradient_bytes: bytes of one element of a gradient; None for the parameter's own format.
+        master_bytes: bytes of one element of a second copy of the parameter, which the optimizer updates;
+            0 for none.
+        optimizer: tensors that the optimizer keeps for a parameter.
+        fresh_gradient_bytes: bytes of one element of a micro-batch's gradient that stays next to the sum.
     """
 
     gradient_bytes: int | None = None
     master_bytes: int = 0
-    moment_bytes: int | None = None
+    optimizer: OptimizerFormat = ADAMW
     fresh_gradient_bytes: int = 0
 
+    def __str__(self) -> str:
+        """`adamw8bit gradients=4 masters=4`, as `parse` reads it."""
+        words = [self.optimizer.name]
+        words += [] if self.gradient_bytes is None else [f"gradients={self.gradient_bytes}"]
+        return " ".join([*words, *([f"masters={self.master_bytes}"] * bool(self.master_bytes))])
 
+    def __repr__(self) -> str:
+        return f"TrainingState({self})"
+
+    @classmethod
+    def parse(cls, text: str, usual: TrainingState | None = None) -> TrainingState:
+        """Reads the name of an optimizer, and bytes of gradients and masters; each may be left out.
+
+        Args:
+            text: words such as `adamw8bit`, or `gradients=2 masters=0`.
+            usual: state that gives what the text leaves out; by default `FULL`.
+
+        Raises AutoparError for a word that is none of these.
+        """
+        state = cls() if usual is None else usual
+        for word in text.split():
+            name, _, size = word.partition("=")
+            if name in _WORDS and size in _SIZES:
+                found = {_WORDS[name]: int(size)}
+                state = cls(**{**vars(state), **found})
+            elif "=" in word:
+                raise AutoparError(
+                    f"Cannot read {word!r} in the training state {text!r}; write gradients= or masters= and "
+                    f"bytes of an element ({', '.join(_SIZES)}), such as adamw8bit gradients=2 masters=0."
+                )
+            else:
+                state = replace(state, optimizer=optimizer_format(name))
+        return state
+
+    @classmethod
+    def of(cls, given: object) -> TrainingState:
+        """A state as `compile` takes it: a value, its text, or None for `FULL`. Raises AutoparError."""
+        return given if isinstance(given, cls) else cls.parse(str(given or ""))
+
+    def optimizer_bytes(
+        self, tensor: Tensor, storage: Layout, sizes: Sizes, count: Quantity = 1
+    ) -> Quantity:
+        """Bytes on a rank of masters and optimizer states of `count` parameters alike.
+
+        Args:
+            tensor: the parameter as it lies between steps.
+            storage: its layout then.
+            sizes: local sizes of tensors on a rank.
+            count: number of such parameters.
+        """
+        size = tensor.itemsize_bytes
+        own = self.master_bytes or size
+        element_bytes = self.master_bytes + self.optimizer.element_bytes(tensor, own)
+        found = element_bytes / size * (count * sizes.bytes(tensor, storage))
+        for held in self.optimizer.other_bytes(tensor, storage, sizes, own):
+            found = found + count * held
+        return found
+
+
+_WORDS = {"gradients": "gradient_bytes", "masters": "master_bytes"}
+_SIZES = ("0", "2", "4", "8")
 FULL = TrainingState()
 # Micikevicius et al. 2018, section 3.1, as Megatron-LM and ZeRO (section 3.1) count it: 2 + 2 + 12.
-MIXED = TrainingState(gradient_bytes=2, master_bytes=4, moment_bytes=8)
+MIXED = TrainingState(gradient_bytes=2, master_bytes=4)
 # The same with gradients accumulated in float32 (nanotron, Megatron-Core): 2 + 4 + 12.
-MIXED_FLOAT32_GRADIENTS = TrainingState(gradient_bytes=4, master_bytes=4, moment_bytes=8)
+MIXED_FLOAT32_GRADIENTS = TrainingState(gradient_bytes=4, master_bytes=4)
 # nanotron adds the gradient of a micro-batch, in bfloat16, to the sum, and keeps both.
-MIXED_BOTH_GRADIENTS = TrainingState(4, 4, 8, fresh_gradient_bytes=2)
+MIXED_BOTH_GRADIENTS = replace(MIXED_FLOAT32_GRADIENTS, fresh_gradient_bytes=2)

@@ -201,7 +201,6 @@ class NodePricer:
         if not tensor.needs_grad:
             return
         size, state = tensor.at_rest.itemsize_bytes, self.training_state
-        moments = 2 * size if state.moment_bytes is None else state.moment_bytes
         accumulated = how.storage if how.reduce == "micro_batch" else how.resident
         fresh = state.fresh_gradient_bytes / tensor.itemsize_bytes
         gradient = self._gradient_scale(tensor) + fresh
@@ -209,7 +208,7 @@ class NodePricer:
         if state.gradient_bytes is None and tensor.gradient_scale * tensor.itemsize_bytes < size:
             summed = larger(summed, stored)  # `.grad` has the parameter's own format
         yield Holding(title, "gradients", region, summed, name)
-        updated = (state.master_bytes + moments) / size * stored
+        updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
         yield Holding(title, "optimizer", region, updated, name)
 
     def _gradient_scale(self, tensor: Tensor) -> float:

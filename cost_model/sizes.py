@@ -30,6 +30,10 @@ class Sizes:
         """Bytes of `tensor` that one rank holds."""
         return self.elements(tensor.dims, layout) * tensor.itemsize_bytes
 
+    def count(self, tensor: Tensor, layout: Layout) -> Quantity:
+        """Elements of `tensor` that one rank holds, as numbers for a decision, where bytes may be a formula."""
+        return self.elements(tensor.dims, layout)
+
     def axis(self, position: int) -> Quantity:
         """Ranks along a mesh axis."""
         return self.mesh.sizes[position]

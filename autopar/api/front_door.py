@@ -14,6 +14,7 @@ from autopar import _torch
 from autopar.api.planner import MeshLike, Planner, axes_of, hardware_of
 from autopar.capture.export import LossFunction
 from autopar.cost_model import Cluster, Hardware, find_cluster
+from autopar.cost_model.items import TrainingState
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError, MeshError
 from autopar.explanation.costs import run_of
@@ -58,6 +59,7 @@ def compile(
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
     precision: MixedPrecision | str | None = None,
+    training_state: TrainingState | str | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
     memory_bytes: int | None = None,
     headroom: float = HEADROOM,
@@ -102,6 +104,9 @@ def compile(
             own format, are cast once a step before they are gathered, and gradients are added up and
             reduced in the format of the policy. By default everything is computed in the model's own
             formats (docs/precision.md).
+        training_state: what the optimizer will keep for each parameter, such as "adamw8bit" for the AdamW8bit
+            of torchao; the memory of a plan is priced with it (docs/optimizers.md). By default AdamW with two
+            moments in the parameters' own formats.
         hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar
             calibrate` writes, or figures; by default a guess from the kind of the device.
         memory_bytes: bound on the memory of a rank, in bytes; by default the memory of the hardware less
@@ -146,6 +151,7 @@ def compile(
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
         recompute=recompute, precision=policy,
+        training_state=TrainingState.of(training_state),
     )  # fmt: skip
     planner = Planner(
         request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=timeout_seconds,
@@ -271,6 +277,7 @@ def explain(
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
     precision: MixedPrecision | str | None = None,
+    training_state: TrainingState | str | None = None,
 ) -> Explanation:
     """Plans a model without devices, weights or a process group, and says what the plan costs.
 
@@ -283,7 +290,8 @@ def explain(
         loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute: the same as in `compile`.
         micro_batches: number of micro-batches in a step; by default the search's choice with stages, 1 without.
         precision: the same as in `compile`. Gradients are priced in the format that they are reduced in, and
-            parameters at rest and two moments in the parameters' own.
+            parameters at rest in their own.
+        training_state: the same as in `compile`.
 
     >>> import autopar, torch
     >>> model = torch.nn.Linear(1024, 1024, device="meta")
@@ -300,6 +308,7 @@ def explain(
         found.hardware, mesh=axes, recipe=recipe, pins=pins or {}, memory_bytes=memory_bytes,
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
         recompute=recompute, precision=MixedPrecision.of(precision),
+        training_state=TrainingState.of(training_state),
     )  # fmt: skip
     args, kwargs = split_example(example_inputs)
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=request.precision)
@@ -308,8 +317,9 @@ def explain(
     if micro_batches is None and plan.micro_batches > 1:
         graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
     return Explanation(
-        graph, plan, found, run_of(plan), memory_bound_bytes=request.bound_bytes, request=request
-    )
+        graph, plan, found, run_of(plan, request.training_state),
+        memory_bound_bytes=request.bound_bytes, request=request,
+    )  # fmt: skip
 
 
 def _cluster_with(

@@ -217,7 +217,13 @@ class Planner:
     def predicted(self, plan: Plan) -> tuple[float, float]:
         """Predicted seconds of a step and peak bytes of a rank, of the plan of the first program."""
         assert self._first is not None, "a plan was made for a program"
-        found = composed(self._first.analysis.graph, plan, self._request.hardware)
+        request = self._request
+        found = composed(
+            self._first.analysis.graph,
+            plan,
+            request.hardware,
+            training_state=request.training_state,
+        )
         return found.step_seconds, found.peak_bytes
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
@@ -318,7 +324,7 @@ def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:
         graph,
         plan,
         request.cluster,
-        run_of(plan),
+        run_of(plan, request.training_state),
         memory_bound_bytes=request.bound_bytes,
         request=request,
     )

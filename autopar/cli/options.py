@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 
 from autopar.cost_model.cluster import Cluster, find_cluster
+from autopar.cost_model.items import TrainingState
+from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import MeshError, PlanError
 from autopar.explanation.advice import Progress, Question
@@ -128,6 +130,10 @@ _INTENTS = (
     click.option("--precision", metavar="POLICY",
                  help="Cast parameters for use, as precision= of autopar.compile does: bf16, or 'bf16 "
                       "reduce=bf16' to reduce gradients in it too."),
+    click.option("--training-state", "training_state", default="", metavar="WORDS",
+                 help=f"What the optimizer keeps: one of {', '.join(OPTIMIZERS)}; then gradients=BYTES and "
+                      "masters=BYTES of an element, if they differ from the usual. 'adamw8bit gradients=2 "
+                      "masters=0' trains bf16 parameters without float32 masters."),
 )  # fmt: skip
 
 
@@ -154,7 +160,8 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
         without=frozenset(given["without"]), inside_node=given["inside_node"],
     )  # fmt: skip
     _check_pins(request)
-    return Question(target, request, given["seq"], progress)
+    TrainingState.parse(given["training_state"])  # refuses unknown words before a model is captured
+    return Question(target, request, given["seq"], progress, given["training_state"])
 
 
 def _depths(stages: tuple[int, ...], mesh: Mesh | None) -> tuple[int, ...] | None:

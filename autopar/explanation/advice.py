@@ -147,12 +147,15 @@ class Question:
         seq: number of tokens of a sequence; None for the target's own length, which for presets and configurations is
             the longest that the model supports, at most `DEFAULT_SEQ` tokens.
         progress: function that is called with a line of text when a phase of the search begins.
+        training_state: words of what differs from the training state that is usual for the model's formats
+            (`training_state_of`), as `TrainingState.parse` reads them.
     """
 
     target: str | Preset
     request: Request
     seq: int | None = None
     progress: Progress = silent
+    training_state: str = ""
     _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
         default_factory=dict, compare=False
     )
@@ -170,7 +173,11 @@ class Question:
     def _asked(self, graph: Graph) -> Request:
         """The request with pins as the search reads them, and the training state of the graph."""
         pins = expand_pins(self.request.pins, graph, self.request.hardware)
-        return self.request.but(pins=pins, training_state=training_state_of(graph))
+        return self.request.but(pins=pins, training_state=self._state_of(graph))
+
+    def _state_of(self, graph: Graph) -> TrainingState:
+        """The usual training state of the graph's formats, with what was asked in place of it."""
+        return TrainingState.parse(self.training_state, training_state_of(graph))
 
     @cached_property
     def model(self) -> Target:
@@ -301,7 +308,7 @@ class Question:
     def _traffic_and_cause(self, planned: Planned) -> tuple[float, str]:
         """Bytes that a rank sends in a step, and what most of the step's time goes to."""
         graph, plan, software = planned.graph, planned.plan, self.request.software
-        hardware, state = self.cluster.hardware, training_state_of(graph)
+        hardware, state = self.cluster.hardware, self._state_of(graph)
         if plan.pipeline is not None:
             simulated = SimulatedStep(graph, plan, hardware, state, software)
             return simulated.traffic_bytes, _idle(simulated.simulation)
@@ -349,7 +356,7 @@ class Question:
         plan, rows = other.plan, captured_batch(graph) * best.plan.micro_batches
         sized = with_batch(graph, rows // plan.micro_batches) if "batch" in graph.factors else graph
         step = SimulatedStep(
-            sized, plan, self.cluster.hardware, training_state_of(graph), self.request.software
+            sized, plan, self.cluster.hardware, self._state_of(graph), self.request.software
         )
         memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
         return Candidate(
@@ -359,7 +366,7 @@ class Question:
         )  # fmt: skip
 
     def _advice(self, graph: Graph, plan: Plan) -> Advice:
-        run = run_of(plan, training_state_of(graph))
+        run = run_of(plan, self._state_of(graph))
         plan = replace(
             plan,
             notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_second(plan)),

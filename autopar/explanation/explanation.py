@@ -140,7 +140,7 @@ class Explanation(PlanCost, JupyterMixin):
             plan = search_plan(
                 self.graph, self.plan.mesh, hardware=hardware, recipe=request.recipe,
                 memory_bytes=request.bound_bytes, micro_batches=count,
-                fingerprint=self.plan.fingerprint,
+                fingerprint=self.plan.fingerprint, training_state=self.run.training_state,
             )  # fmt: skip
         else:
             plan = search_pipeline(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.items import TrainingState
+from autopar.cost_model.items import FULL, TrainingState
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Graph
 from autopar.ir.batches import captured_batch
@@ -52,18 +52,21 @@ def _batch(graph: Graph, micro_batches: int) -> str:
 
 
 def _precision(e: Explanation) -> str:
+    states = _states(e.run.training_state)
     if e.plan.precision is not None:
-        return str(e.plan.precision)
+        return f"{e.plan.precision}; states of {e.run.training_state.optimizer.name}"
     sizes = [e.graph.tensors[t].itemsize_bytes for t in e.graph.parameters.values()]
-    return f"parameters of {min(sizes, default=4)} bytes; {_states(e.run.training_state)}"
+    return f"parameters of {min(sizes, default=4)} bytes; {states}"
 
 
 def _states(state: TrainingState) -> str:
-    if state == TrainingState():
-        return "gradients and two moments in the same format"
-    gradient = f"gradients of {state.gradient_bytes} bytes" if state.gradient_bytes else "gradients"
-    master = f", master weights of {state.master_bytes}" if state.master_bytes else ""
-    return f"{gradient}{master}, two moments of {state.moment_bytes} together"
+    """`gradients of 4 bytes, master weights of 4 bytes, states of adamw8bit`."""
+    own = "gradients in the same format"
+    gradients = (
+        own if state.gradient_bytes is None else f"gradients of {state.gradient_bytes} bytes"
+    )
+    masters = f", master weights of {state.master_bytes} bytes" if state.master_bytes else ""
+    return f"{gradients}{masters}, states of {state.optimizer.name}"
 
 
 def _bound(e: Explanation) -> str:
@@ -99,13 +102,14 @@ def _settings(e: Explanation, saved: Path | None) -> str:
     """The arguments of the call that give the plan."""
     if not e.graph.stands_for:
         return f"plan={json.dumps(str(saved or PLAN_FILE))}"
-    plan, stages = e.plan, int(e.run.stages)
+    plan, stages, states = e.plan, int(e.run.stages), e.run.training_state.optimizer.name
     axes = {name: size for name, size in plan.world_mesh.axes if size > 1} or {"dp": 1}
     if plan.pipeline is None and stages > 1:
         axes = {"pp": stages, **axes}
     arguments = {
         "mesh": axes, "recipe": _recipe(plan.recipe, axes), "micro_batches": plan.micro_batches,
         "recompute": plan.recompute, "precision": plan.precision and str(plan.precision),
+        "training_state": "" if states == FULL.optimizer.name else states,
     }  # fmt: skip
     return ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items() if value)
 

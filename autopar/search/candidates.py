@@ -305,6 +305,9 @@ class _Columns:
 class _ManySizes(SymbolicSizes):
     """Sizes of many settings at once: arrays stand where `SymbolicSizes` has symbols."""
 
+    def count(self, tensor: Tensor, layout: Layout) -> Quantity:
+        return self.bytes(tensor, layout) / tensor.itemsize_bytes
+
     def _local_bytes(self, tensor: Tensor, layout: Layout) -> Quantity:
         leaves = (
             self._factors.get(name, size)

@@ -63,7 +63,8 @@ class Request:
         recompute: number of blocks of every stage to recompute in backward, or the fraction of the
             activations' memory that may be kept (`autopar.ir.recompute`).
         precision: mixed-precision policy under which the model is captured.
-        training_state: bytes of gradients, master weights and moments (`autopar.cost_model`).
+        training_state: bytes of gradients, master weights and optimizer states, also as text such as
+            "adamw8bit" (`autopar.cost_model.items.TrainingState`).
         software: what the runtime adds to a step and what it hides.
         without: names among `REFUSALS` that must not be used.
         inside_node: axes whose groups must not leave a node.
@@ -196,6 +197,7 @@ class Request:
             become("memory_bytes", int(memory))  # people write 80e9
         become("pins", dict(self.pins or {}))
         become("precision", MixedPrecision.of(self.precision))
+        become("training_state", TrainingState.of(self.training_state))
         become("without", frozenset(self.without))
         become("inside_node", tuple(self.inside_node))
         stages: Any = self.stages

@@ -16,6 +16,7 @@ from autopar.cost_model.items import (
     MIXED_FLOAT32_GRADIENTS,
     TrainingState,
 )
+from autopar.cost_model.optimizers import OptimizerFormat, StateFormat
 from autopar.cost_model.software import Software, software_for
 from autopar.errors import AutoparError
 from autopar.models import Transformer
@@ -24,7 +25,11 @@ from benchmarks.accuracy.rows import Row, Skip
 
 # PyTorch FSDP and autocast: parameters in float32, cast to bfloat16 where they are used; the
 # captured graph has them in bfloat16, so float32 masters stand for the stored ones.
-AUTOCAST = TrainingState(gradient_bytes=4, master_bytes=2, moment_bytes=8)
+AUTOCAST = TrainingState(
+    gradient_bytes=4,
+    master_bytes=2,
+    optimizer=OptimizerFormat("adamw", (StateFormat(element_bytes=4),) * 2),
+)
 
 
 @dataclass(frozen=True)

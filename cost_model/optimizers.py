@@ -1,0 +1,142 @@
+"""What optimizers keep for a parameter, by name: the tensors, and their exact bytes in every format.
+
+| name | states of a parameter with n elements | source |
+|---|---|---|
+| adamw | two of n, in the format of the weights that the optimizer updates | Loshchilov and Hutter 2019 |
+| adamwbf16 | two of n in bfloat16 | - |
+| adamw8bit | two of n bytes, a float32 scale for 256 elements, a table of 256 float32 | Dettmers et al. 2022, torchao |
+| adamw4bit | two of n/2 bytes, a float32 scale for 128 elements, a table of 16 float32 | Li et al. 2023, torchao |
+| adamwfp8 | two of n bytes, a float32 scale for 256 elements | torchao |
+| adafactor | a row and a column of the last two dims; n for a vector | Shazeer and Stern 2018, as torch.optim |
+| sgd-momentum | one of n | - |
+| sgd | nothing | - |
+
+Optimizers of torchao keep a state in the parameter's own format where a rank has fewer than 4,096 elements of
+it, or a number that blocks do not divide (torchao 0.18, `_AdamBase._new_buffer`); so do these prices. The
+counter of steps, one number for each parameter, is in no price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.cost_model.arith import Quantity, where
+from autopar.cost_model.sizes import Sizes
+from autopar.errors import AutoparError
+from autopar.ir import Layout, R, Tensor
+
+_LEAST_ELEMENTS = 4096  # torchao 0.18, after bitsandbytes
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """Number format of one tensor that an optimizer keeps for a parameter.
+
+    Attributes:
+        element_bytes: bytes of one element; None for the format of the weights that the optimizer updates.
+        block_elements: number of elements that share a scale; None for a tensor without blocks.
+        scale_bytes: bytes of the scale of one block.
+        table_bytes: bytes of the table of values that each tensor carries along.
+    """
+
+    element_bytes: float | None = None
+    block_elements: int | None = None
+    scale_bytes: int = 0
+    table_bytes: int = 0
+
+    def is_taken(self, elements: Quantity) -> Quantity:
+        """Whether a rank's part of so many elements is kept in this format, or in the weights' own."""
+        if self.block_elements is None:
+            return True
+        return (elements >= _LEAST_ELEMENTS) & (elements % self.block_elements == 0)
+
+    def bytes(self, elements: Quantity, taken: Quantity, own_bytes: float) -> Quantity:
+        """Bytes of a tensor of so many elements on a rank, where the weights have `own_bytes` an element."""
+        if self.block_elements is None:
+            return elements * (own_bytes if self.element_bytes is None else self.element_bytes)
+        assert self.element_bytes is not None, "blocks have a format of their own"
+        coded = self.element_bytes + self.scale_bytes / self.block_elements
+        return where(taken, elements * coded + self.table_bytes, elements * own_bytes)
+
+
+@dataclass(frozen=True)
+class OptimizerFormat:
+    """The tensors that an optimizer keeps for a parameter.
+
+    Attributes:
+        name: name by which a person asks for it.
+        states: formats of the tensors that have the parameter's shape.
+        factored: whether a parameter with several dims has a row and a column in place of these tensors.
+    """
+
+    name: str
+    states: tuple[StateFormat, ...] = ()
+    factored: bool = False
+
+    def element_bytes(self, tensor: Tensor, own_bytes: float) -> float:
+        """Bytes of the states in proportion to the parameter's elements, whatever part of it a rank has."""
+        plain = (s for s in self.states if s.block_elements is None and not self._factors(tensor))
+        return sum(own_bytes if s.element_bytes is None else s.element_bytes for s in plain)
+
+    def other_bytes(
+        self, tensor: Tensor, storage: Layout, sizes: Sizes, own_bytes: float
+    ) -> Iterator[Quantity]:
+        """Bytes on a rank of each state that is not in proportion to the parameter's elements.
+
+        Args:
+            tensor: the parameter as it lies between steps.
+            storage: its layout then.
+            sizes: local sizes of tensors on a rank.
+            own_bytes: bytes of an element of the weights that the optimizer updates.
+        """
+        if self._factors(tensor):
+            whole = (R,) * len(storage)
+            for dropped in (-1, -2):
+                vector = _without(tensor, dropped)
+                yield sizes.bytes(vector, whole) / vector.itemsize_bytes * own_bytes
+            return
+        elements = sizes.bytes(tensor, storage) / tensor.itemsize_bytes
+        count = sizes.count(tensor, storage)
+        for state in self.states:
+            if state.block_elements is not None:
+                yield state.bytes(elements, state.is_taken(count), own_bytes)
+
+    def _factors(self, tensor: Tensor) -> bool:
+        return self.factored and len(tensor.dims) > 1
+
+
+def _without(tensor: Tensor, dim: int) -> Tensor:
+    """The tensor summed over one of its dims."""
+    at = len(tensor.dims) + dim
+    return replace(
+        tensor,
+        dims=tensor.dims[:at] + tensor.dims[at + 1 :],
+        factors=tensor.factors[:at] + tensor.factors[at + 1 :],
+    )
+
+
+_OWN = StateFormat()
+ADAMW = OptimizerFormat("adamw", (_OWN, _OWN))
+OPTIMIZERS = {
+    each.name: each
+    for each in (
+        ADAMW,
+        OptimizerFormat("adamwbf16", 2 * (StateFormat(2, 1),)),
+        OptimizerFormat("adamw8bit", 2 * (StateFormat(1, 256, 4, 256 * 4),)),
+        OptimizerFormat("adamw4bit", 2 * (StateFormat(0.5, 128, 4, 16 * 4),)),
+        OptimizerFormat("adamwfp8", 2 * (StateFormat(1, 256, 4),)),
+        OptimizerFormat("adafactor", (_OWN,), factored=True),
+        OptimizerFormat("sgd-momentum", (_OWN,)),
+        OptimizerFormat("sgd"),
+    )
+}
+
+
+def optimizer_format(name: str) -> OptimizerFormat:
+    """The states of the optimizer of this name. Raises AutoparError for one that is none of `OPTIMIZERS`."""
+    if name not in OPTIMIZERS:
+        raise AutoparError(
+            f"There is no optimizer {name!r} among the training states; choose among {', '.join(OPTIMIZERS)}."
+        )
+    return OPTIMIZERS[name]
