@@ -52,5 +52,5 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "autopar needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.x"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo,zoo,frameworks]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo,zoo,frameworks,torchao]'
 	@touch $@

@@ -30,6 +30,16 @@ from torch.optim import Optimizer
 from autopar import _torch
 from autopar._torch import pytree
 from autopar.errors import AutoparError
+from autopar.runtime.block_states import (
+    cut_of,
+    cuts_of,
+    entries,
+    fill_states,
+    in_blocks,
+    parts_of,
+    set_values,
+    values_of,
+)
 from autopar.runtime.checkpoint_folder import VERSION, beside, clear, commit, located, opened
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import (
@@ -164,6 +174,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     model = _torch.uncompiled(model)
     _progress(model)
     _catch_up(model, optimizer)
+    fill_states(optimizer)
     groups = plain_groups(model, optimizer, state)
     names = {
         number: name
@@ -180,15 +191,21 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
             f"The optimizer's state has {few(sorted(nobodys))}, which no parameter here is called. Make the "
             "plain optimizer of the named_parameters() of the model itself, without what wraps it."
         )
+    formats = restorer.formats()
     states = {
-        names[number]: _placed(names[number], parameters[names[number]], values)
+        names[number]: _placed(names[number], parameters[names[number]], values, formats)
         for number, values in state["state"].items()
         if names[number] in parameters
     }
     restorer.restore(states)
 
 
-def _placed(name: str, parameter: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
+def _placed(
+    name: str,
+    parameter: nn.Parameter,
+    values: Mapping[str, Any],
+    formats: Mapping[tuple[str, str], Tensor],
+) -> dict[str, Any]:
     """One parameter's state, its tensors as the parameter lies; AutoparError for tensors of another parameter."""
     for key, value in values.items():
         if isinstance(value, Tensor) and value.ndim == parameter.ndim > 0:
@@ -198,10 +215,14 @@ def _placed(name: str, parameter: nn.Parameter, values: Mapping[str, Any]) -> di
                     f"{key} of {name} has shape {list(value.shape)} in the optimizer's state, and the parameter has "
                     f"{list(parameter.shape)}. It is the state of another model, or its parameters have another order."
                 )
-    return {
-        key: placed_like(parameter, key, value) if isinstance(value, Tensor) else value
+    placed = {
+        key: placed_like(parameter, key, values_of(value)) if isinstance(value, Tensor) else value
         for key, value in values.items()
     }
+    for key in placed:
+        if (name, key) in formats:
+            set_values(formats[name, key], placed[key])
+    return placed
 
 
 # --- saving
@@ -229,13 +250,14 @@ def _collect(
         "objects": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
         "values": {},
         "groups": [],
+        "blocks": {},
     }
     if optimizer is not None:
         _catch_up(model, optimizer)
         found = read_state(model, optimizer)
-        notes.update(values=found.values, groups=found.groups)
-        for name, own in found.tensors.items():
-            tensors.update({f"optimizer.{name}.{key}": tensor for key, tensor in own.items()})
+        notes.update(values=found.values, groups=found.groups, blocks=cuts_of(found.tensors))
+        for name, key, tensor in entries(found.tensors):
+            tensors[f"optimizer.{name}.{key}"] = tensor
     for key, value in extra.items():
         _refuse_unloadable(f"extra value {key!r}", value)
     for what in ("objects", "values", "groups"):
@@ -282,7 +304,7 @@ def _merged(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not every:
         return {}
     merged = dict(every[0])
-    for key in ("ties", "shapes", "objects", "values"):
+    for key in ("ties", "shapes", "objects", "values", "blocks"):
         merged[key] = {
             name: value for notes in reversed(every) for name, value in notes[key].items()
         }
@@ -341,9 +363,10 @@ class _Loading:
             if not notes["groups"]:
                 raise AutoparError(f"{folder} was saved without an optimizer; load it without one.")
             _catch_up(model, optimizer)
+            fill_states(optimizer)
             restorer = Restorer(model, optimizer, notes["groups"], notes["ties"])
             _refuse_other_shapes(folder, restorer.sources(), notes.get("shapes", {}))
-            room.update(_optimizer_room(restorer.sources(), saved))
+            room.update(_optimizer_room(restorer, saved, notes.get("blocks", {})))
         return _Loading(folder, model, notes, saved, room, objects, restorer)
 
     def unknown(self) -> list[str]:
@@ -366,11 +389,17 @@ class _Loading:
 
     def _optimizer_states(self) -> dict[str, dict[str, Any]]:
         """Parameter -> key -> tensor or value."""
+        assert self.restorer is not None, "there is an optimizer"
         states = {name: dict(values) for name, values in self.notes["values"].items()}
+        formats = self.restorer.formats()
         for entry, tensor in self.room.items():
             if entry.startswith("optimizer."):
                 name, key = _parameter_and_key(entry)
-                states[name][key] = tensor
+                key, _, part = key.partition(":")
+                state = formats.get((name, key))
+                if state is not None and not part:
+                    set_values(state, tensor)
+                states[name][key] = tensor if state is None else state
         return states
 
 
@@ -419,12 +448,28 @@ def _refuse_other_shapes(
 
 
 def _optimizer_room(
-    sources: Mapping[str, nn.Parameter], saved: Mapping[str, TensorStorageMetadata]
+    restorer: Restorer,
+    saved: Mapping[str, TensorStorageMetadata],
+    cuts: Mapping[str, Sequence[str]],
 ) -> dict[str, Tensor]:
-    """Entries of the optimizer's state for this rank's parameters, empty."""
-    room = {}
+    """Entries of the optimizer's state for this rank's parameters, see [Note: states in blocks].
+
+    A state in blocks is read in place where the saved one had the same blocks; all other entries are empty.
+    """
+    sources, room = restorer.sources(), {}
+    alike = {}
+    for (name, key), state in restorer.formats().items():
+        if not in_blocks(state):
+            continue
+        parts = {f"optimizer.{name}.{key}:{p}": tensor for p, tensor in parts_of(state).items()}
+        is_saved = all(e in saved and saved[e].size == t.shape for e, t in parts.items())
+        if is_saved and cuts.get(f"{name}.{key}") == cut_of(state):
+            alike[name, key] = parts
+            room.update(parts)
     for entry, found in saved.items():
         name, key = _parameter_and_key(entry)
-        if entry.startswith("optimizer.") and name in sources:
+        if not entry.startswith("optimizer.") or name not in sources or ":" in key:
+            continue
+        if (name, key) not in alike:
             room[entry] = empty_like(sources[name], key, found.size, found.properties.dtype)
     return room

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
+from autopar.runtime.block_states import formats_here
 
 _NO_OPTIONS = ("params", "param_names")
 Group = tuple[list[str], dict[str, Any]]  # names of parameters, and what they share, such as `lr`
@@ -132,6 +133,14 @@ class Restorer:
         self._ties, self._saved_ties = ties(model), saved_ties
         self._groups = list(_named_groups(model, optimizer))
 
+    def formats(self) -> dict[tuple[str, str], Tensor]:
+        """(name under which it was saved, key) -> state that has another number format than its parameter."""
+        return {
+            (name, key): state
+            for name, parameter in self.sources().items()
+            for key, state in formats_here(self._optimizer, parameter).items()
+        }
+
     def sources(self) -> dict[str, nn.Parameter]:
         """Name under which it was saved -> parameter; those the saved optimizer had not are left out."""
         found = {}
@@ -158,7 +167,11 @@ class Restorer:
             for number, source in zip(group["params"], sources, strict=True):
                 if source is not None and states.get(source):
                     numbers[number] = states[source]
+        own, parameters = self.formats(), self.sources()
         self._optimizer.load_state_dict({"state": numbers, "param_groups": groups})
+        for (name, key), state in own.items():  # which torch.optim casts to the parameter's format
+            if key in states.get(name, {}):
+                self._optimizer.state[parameters[name]][key] = state
 
     def _shared_options(self, sources: list[str | None], live: dict[str, Any]) -> dict[str, Any]:
         """The options that a group was saved with; tensors where the live group has tensors."""
@@ -174,12 +187,15 @@ class Restorer:
                         f"saved with {key}={first.get(key)} and {key}={value}. Make the optimizer with the "
                         "groups it had."
                     )
-        return {
-            key: value.to(live[key].device)
-            if isinstance(value, Tensor) and isinstance(live.get(key), Tensor)
-            else value
-            for key, value in first.items()
-        }
+        return {key: _like(live.get(key), value) for key, value in first.items()}
+
+
+def _like(live: Any, value: Any) -> Any:
+    """An option of a group as a tensor or a number, whichever the live group has."""
+    if isinstance(live, Tensor):
+        return torch.as_tensor(value, dtype=live.dtype, device=live.device)
+    is_number = isinstance(live, (int, float)) and isinstance(value, Tensor)
+    return value.item() if is_number else value
 
 
 def _named_groups(model: nn.Module, optimizer: Optimizer) -> list[tuple[list[str], dict[str, Any]]]:

@@ -69,7 +69,7 @@ def test_a_state_reads_its_own_text(name: str) -> None:
 
 
 def test_unknown_words_are_refused() -> None:
-    with pytest.raises(AutoparError, match="no optimizer 'lion' .* choose among adamw,"):
+    with pytest.raises(AutoparError, match=r"no optimizer 'lion' .* choose among adamw,"):
         TrainingState.parse("lion")
     with pytest.raises(AutoparError, match="Cannot read 'masters=3'"):
         TrainingState.parse("adamw8bit masters=3")
