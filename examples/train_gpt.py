@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -32,6 +33,7 @@ Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss; leaves the
 Watch = Callable[[int, float], None]  # told the number of a step and its loss
 
 TOLERANCE = 1e-4  # relative; float32 sums in another order, amplified by ten steps of AdamW
+STATES = ("adamw", "adamw8bit")  # training states of autopar.compile
 MARGIN_NATS = 0.5  # "well below" the unigram entropy: bytes were predicted from bytes before them
 TIMEOUT = timedelta(minutes=5)  # a rank that waits longer than this for another ends with an error
 
@@ -45,6 +47,7 @@ def train(
     planned: int,
     lr: float,
     watch: Watch,
+    states: str = "adamw",
 ) -> tuple[list[float], torch.optim.Optimizer]:
     """The training loop, the same for one process and for many.
 
@@ -56,11 +59,12 @@ def train(
         planned: steps that the learning-rate schedule is laid out for, at least `steps`.
         lr: the highest learning rate.
         watch: called after every step.
+        states: what AdamW keeps, one of `STATES`.
 
     Returns:
         The loss of every step, in nats per byte, and the optimizer.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = adamw(states, model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=lr, total_steps=planned, pct_start=0.1, cycle_momentum=False
     )
@@ -74,6 +78,15 @@ def train(
         losses.append(loss.item())
         watch(number, losses[-1])
     return losses, optimizer
+
+
+def adamw(states: str, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """AdamW with moments in float32, or in 8 bits, which needs the package torchao."""
+    if states == "adamw":
+        return torch.optim.AdamW(parameters, **options)
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(parameters, **options)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> None:
@@ -96,7 +109,13 @@ def single_process_step(model: nn.Module) -> Step:
 
 
 def losses_in_one_process(
-    model: nn.Module, data: Batches, *, steps: int, planned: int, lr: float
+    model: nn.Module,
+    data: Batches,
+    *,
+    steps: int,
+    planned: int,
+    lr: float,
+    states: str = "adamw",
 ) -> list[float]:
     """The losses to expect: the same loop over the same batches, without autopar."""
 
@@ -104,7 +123,9 @@ def losses_in_one_process(
         pass
 
     step = single_process_step(model)
-    return train(model, step, data, steps=steps, planned=planned, lr=lr, watch=watch)[0]
+    return train(
+        model, step, data, steps=steps, planned=planned, lr=lr, watch=watch, states=states
+    )[0]
 
 
 def worst_difference(losses: list[float], reference: list[float]) -> float:
@@ -199,6 +220,7 @@ def mean_of_last(losses: list[float], count: int = 20) -> float:
 @click.option("--text-mb", default=4, help="Megabytes of source to train on.")
 @click.option("--mesh", metavar="AXES", help="Axes such as pp=2,dp=2; searched if left out.")
 @click.option("--recipe", default="auto", metavar="R", help="Such as pp:1f1b,dp:zero1.")
+@click.option("--states", default="adamw", type=click.Choice(STATES), help="What AdamW keeps.")
 @click.option("--out", default="runs/demo", type=click.Path(path_type=Path), help="For results.")
 def main(
     steps: int,
@@ -213,6 +235,7 @@ def main(
     text_mb: int,
     mesh: str | None,
     recipe: str,
+    states: str,
     out: Path,
 ) -> None:
     """Train a byte-level GPT on every rank that torchrun started."""
@@ -230,18 +253,19 @@ def main(
     if on_first:
         console.print(f"{check_steps} steps in one process, to compare with ...")
         reference = losses_in_one_process(
-            GPT(config, seed=seed), data(), steps=min(check_steps, steps), planned=steps, lr=lr
-        )
+            GPT(config, seed=seed), data(), steps=min(check_steps, steps), planned=steps, lr=lr,
+            states=states,
+        )  # fmt: skip
 
     model = autopar.compile(
         GPT(config, seed=seed), example_inputs=next(iter(data())), loss_fn=loss_fn,
-        mesh=autopar.Mesh.parse(mesh) if mesh else None, recipe=recipe,
+        mesh=autopar.Mesh.parse(mesh) if mesh else None, recipe=recipe, training_state=states,
     )  # fmt: skip
     console.print(model.explain())
     with loss_bar(console) as progress:
         watch = watch_on(progress, steps=steps, tokens_per_step=batch_size * seq_len)
         losses, optimizer = train(
-            model, model.step, data(), steps=steps, planned=steps, lr=lr, watch=watch
+            model, model.step, data(), steps=steps, planned=steps, lr=lr, watch=watch, states=states
         )
 
     out.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from autopar.cli.options import TARGET_HELP, question, question_options
+from autopar.cli.options import TARGET_HELP, Price, question, question_options
 from autopar.cli.output import console, print_json, working
 from autopar.explanation.fitting import to_json, will_it_fit
 from autopar.explanation.sheet import FitSheet
@@ -15,8 +15,8 @@ from autopar.explanation.sheet import FitSheet
 
 @click.command(
     "fit",
-    help=f"""Say whether a step of TARGET fits: bytes of a rank by kind, the margin, and the smallest changes
-that make it fit, each with its price in time. Ends with status 1 if it does not fit as asked.
+    help=f"""Say whether a step of TARGET fits: bytes of a rank by kind, the margin, and the changes
+that make it fit, by their price in time or money. Ends with status 1 if it does not fit as asked.
 
 {TARGET_HELP}
 
@@ -24,14 +24,28 @@ that make it fit, each with its price in time. Ends with status 1 if it does not
 Examples:
   autopar fit llama3-70b --cluster h100x8x4 --batch 256
   autopar fit llama3-8b --cluster a100x8 --batch 64 --mesh dp=8 --recipe zero1 --micro-batches 1
+  autopar fit llama3-8b --cluster h100x8 --batch 64 --recipe ddp --price h100=2.5 --price h200=3.5
   autopar fit config.json --cluster rtx4090x8 --batch 8 --no recompute --json""",
 )
 @click.argument("target")
 @question_options
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    type=Price(),
+    metavar="[GPU=]PRICE",
+    help="What an hour of one device costs, in any currency: 2.5 for the device of the cluster, or "
+    "h200=3.5. May be repeated. Changes are ranked by money then.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def fit_command(target: str, as_json: bool, **given: Any) -> None:
+def fit_command(
+    target: str, as_json: bool, prices: tuple[tuple[str, float], ...], **given: Any
+) -> None:
     with working() as progress:
-        fit = will_it_fit(question(target, progress, given))
+        asked = question(target, progress, given)
+        own = asked.cluster.hardware.name
+        fit = will_it_fit(asked, {name or own: price for name, price in prices})
     if as_json:
         print_json(to_json(fit, target))
     else:

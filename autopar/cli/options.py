@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from autopar.cost_model.catalogue import canonical_gpu
 from autopar.cost_model.cluster import Cluster, find_cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.optimizers import OPTIMIZERS
@@ -78,6 +79,24 @@ class Recomputation(click.ParamType):
             return parse_wish(str(value))
         except PlanError as error:
             self.fail(str(error), param, ctx)
+
+
+class Price(click.ParamType):
+    """GPU=PRICE as a pair, with "" for the GPU of a bare price."""
+
+    name = "[GPU=]PRICE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, float]:
+        if isinstance(value, tuple):
+            return value
+        gpu, _, text = value.rpartition("=")
+        try:
+            price = float(text)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < float("inf"):
+            self.fail(f"Cannot read the price {value!r}; write 2.5, or h200=3.5.", param, ctx)
+        return canonical_gpu(gpu) if gpu else "", price
 
 
 # as help texts have them

@@ -159,6 +159,7 @@ class Question:
     _captured: dict[int, tuple[Target, Prepared, Graph]] = field(
         default_factory=dict, compare=False
     )
+    _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
 
     @property
     def cluster(self) -> Cluster:
@@ -209,12 +210,39 @@ class Question:
         prepared, request = self._posed
         self.progress("searching the layouts of every recipe")
         assert request.batch is not None, "the batch of a step is known"
-        return space_of(prepared.analysis.graph, request, request.batch)
+        space = space_of(prepared.analysis.graph, request, request.batch)
+        return replace(space, _plans=self._plans)
+
+    def on(self, request: Request, training_state: str | None = None) -> Question:
+        """Another question about the same model, priced with the layouts that were found for this one.
+
+        Args:
+            request: what is asked now, under the same precision.
+            training_state: words of the training state; None for those of this question.
+        """
+        state = self.training_state if training_state is None else training_state
+        return replace(self, request=request, training_state=state)
+
+    def at(self, seq: int) -> Question:
+        """The same question about sequences of so many tokens."""
+        return replace(self, seq=seq, _captured={}, _plans={})
 
     @cached_property
     def settings(self) -> tuple[PricedCandidate, ...]:
         """Closed forms of every setting that the request leaves, fastest first. Raises AutoparError for none."""
         return closed_forms(self.space, self._posed[1])
+
+    def priced(self, settings: Sequence[PricedCandidate]) -> list[PricedCandidate]:
+        """Settings of another question, on as many ranks, priced for this one; fastest first.
+
+        Between keeping all and recomputing all, the fewest layers that fit are found anew.
+        """
+        space = self.space
+        alike = [p.setting for p in settings if p.setting.recompute in space.recomputes]
+        found = space.price_of(dict.fromkeys(alike))
+        if {"none", "full"} <= {*space.recomputes}:
+            found += space.with_fewest_blocks(found, self.bound_bytes)
+        return sorted(found, key=lambda each: (each.seconds, each.setting.name))
 
     @cached_property
     def _posed(self) -> tuple[Prepared, Request]:

@@ -1,22 +1,19 @@
-"""Will it fit, and what is the least one could change so that it does."""
+"""Will it fit, what would make it fit, and what each change costs in time and money."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from autopar.cost_model.catalogue import HARDWARE
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.software import as_eager_runs
-from autopar.errors import AutoparError
 from autopar.explanation.advice import Advice, Question
 from autopar.explanation.launch import asked
+from autopar.explanation.remedies import FACTORS, Found, answered, remedies
 from autopar.search.comparison import best_that_fits, smallest
-from autopar.search.intents import allows
-from autopar.search.settings import DATA, ClusterSetting, PricedCandidate
+from autopar.search.settings import PricedCandidate
 
-_FACTORS = (2, 4, 8, 16, 32, 64)  # of nodes
+Prices = Mapping[str, float]  # device of the catalogue -> what an hour of one device costs
 
 
 @dataclass(frozen=True)
@@ -24,18 +21,23 @@ class Remedy:
     """A change with which it fits, or still does.
 
     Attributes:
-        what: the change in words, such as "ZeRO-2 instead of ZeRO-1".
+        what: the change in words, such as "zero2 instead of zero1".
+        options: options of the command line that ask for it.
         setting: the configuration then, in words.
         memory_bytes: peak memory of a rank after the change.
-        step_seconds: then.
-        slower: relative to the step as asked; negative is faster.
+        step_seconds: duration of a step after the change.
+        slower: change of the duration of a step's tokens, relative to the step as asked; negative is faster.
+        money: cost of the tokens of the step as asked, in the currency of the prices; None without a price
+            of the device.
     """
 
     what: str
+    options: str
     setting: str
     memory_bytes: float
     step_seconds: float
     slower: float
+    money: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,16 @@ class Fit:
     Attributes:
         asked: the configuration in question, the fastest that fits or else the smallest.
         advice: its explanation.
-        remedies: smallest changes first; where it fits, what room there is.
+        remedies: changes by the time, or where there are prices the money, that the step's tokens take then.
+        prices: price of an hour of a device, by its name.
+        is_largest: whether no larger micro-batch and no fewer nodes can be asked for.
     """
 
     asked: PricedCandidate
     advice: Advice
     remedies: tuple[Remedy, ...]
+    prices: Prices = field(default_factory=dict)
+    is_largest: bool = False
 
     @property
     def fits(self) -> bool:
@@ -61,173 +67,99 @@ class Fit:
         """What is left of a rank's memory; negative for what is missing."""
         return self.advice.bound_bytes - self.advice.memory_bytes
 
+    @property
+    def money(self) -> float | None:
+        """Cost of the step as asked; None without a price of the device."""
+        return _money(self.advice, self.prices)
 
-def will_it_fit(question: Question) -> Fit:
-    """Whether a request leaves a way that fits, and what would change that."""
-    bound = question.bound_bytes
-    asked = best_that_fits(question.settings, bound) or smallest(question.settings)
-    advice = question.explain(asked)
-    find = _room if advice.fits else _remedies
+
+def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
+    """Whether a request leaves a way that fits, and what would change that.
+
+    Args:
+        question: the model, and what is asked of a plan for it.
+        prices: price of an hour of one device, by its name in the catalogue, such as `{"h100": 2.5}`.
+    """
+    bound, prices = question.bound_bytes, prices or {}
+    best = best_that_fits(question.settings, bound) or smallest(question.settings)
+    advice = question.explain(best)
     question.progress("pricing what one could change")
-    return Fit(asked, advice, tuple(find(question, asked)))
+    larger = list(_larger(question, best))
+    fewer = list(_fewer_nodes(question))
+    if advice.fits:
+        found = [*_room(question, larger), *_fewest(question, fewer)]
+    else:
+        found = list(remedies(question, advice, best.setting))
+    listed = [_remedy(each, advice, prices) for each in found]
+    ranked = sorted(listed, key=lambda r: (r.money is None, r.money or 0.0, r.slower))
+    return Fit(best, advice, tuple(ranked), prices, is_largest=not larger and not fewer)
 
 
-def _remedies(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
-    """One change at a time, the smallest of its kind that is enough; then anything on this cluster."""
-    found = 0
-    priced = question.space.price()
-    allowed = [p for p in priced if not _refused(question, p.setting)]
-    fitting = [p for p in allowed if p.memory_bytes <= question.bound_bytes]
-    for what, near, order in _kinds(asked.setting):
-        same = [p for p in fitting if near(p.setting)]
-        if same:
-            best = min(same, key=lambda p: (order(p.setting), p.seconds))
-            found += 1
-            yield _remedy(what(best.setting), best, asked)
-    if fitting and not found:
-        yield _remedy("several changes at once", fitting[0], asked)
-    yield from _other_clusters(question, asked)
+def _remedy(found: Found, asked: Advice, prices: Prices) -> Remedy:
+    what, options, then = found
+    work = _tokens(then) / _tokens(asked)
+    money = _money(then, prices)
+    assert then.setting is not None, "a setting was explained"
+    return Remedy(
+        what, options, then.setting.name, then.memory_bytes, then.step_seconds,
+        then.step_seconds / work / asked.step_seconds - 1, None if money is None else money / work,
+    )  # fmt: skip
 
 
-_Kind = tuple[
-    Callable[[ClusterSetting], str],
-    Callable[[ClusterSetting], bool],
-    Callable[[ClusterSetting], float],
-]
+def _tokens(advice: Advice) -> float:
+    """Tokens of a step, or 1 for every step of a model without tokens, whose batch stays as it is."""
+    return 1.0 if advice.tokens is None else advice.tokens * advice.plan.micro_batches
 
 
-def _kinds(s: ClusterSetting) -> list[_Kind]:
-    """(in words, whether a setting differs in this alone, what is least) of every kind of change."""
-
-    def alike(other: ClusterSetting, **changed: object) -> bool:
-        values = {name: getattr(other, name) for name in changed}
-        return other == replace(s, **values)
-
-    return [
-        (
-            lambda o: f"{o.data} instead of {s.data}",
-            lambda o: alike(o, data=1) and DATA.index(o.data) > DATA.index(s.data),
-            lambda o: DATA.index(o.data),
-        ),
-        (
-            lambda o: "run layers again in backward",
-            lambda o: alike(o, recompute=1) and o.recompute != s.recompute == "none",
-            lambda o: 0,
-        ),
-        (
-            lambda o: f"micro-batches of {o.micro_batch} instead of {s.micro_batch}",
-            lambda o: alike(o, micro_batch=1, micro_batches=1) and o.micro_batch < s.micro_batch,
-            lambda o: -o.micro_batch,
-        ),
-        (
-            lambda o: f"{o.data} and layers run again in backward",
-            lambda o: alike(o, data=1, recompute=1) and o.recompute != s.recompute == "none"
-            and o.data != s.data,
-            lambda o: DATA.index(o.data),
-        ),
-        (
-            lambda o: f"tp={o.tp} instead of tp={s.tp}",
-            lambda o: alike(o, tp=1, dp=1, tensor=1, data=1, micro_batch=1, micro_batches=1)
-            and o.tp > s.tp,
-            lambda o: o.tp,
-        ),
-    ]  # fmt: skip
+def _money(advice: Advice, prices: Prices) -> float | None:
+    price = prices.get(advice.cluster.hardware.name)
+    return None if price is None else advice.ranks * advice.step_seconds / 3600 * price
 
 
-def _refused(question: Question, setting: ClusterSetting) -> bool:
-    """Whether a setting uses what the request rules out by name; all else may be changed."""
-    request = question.request.but(mesh=None, recipe="auto", chunks=None, micro_batches=None)
-    return not allows(request, setting, question.cluster.devices_per_node)
+# --- where it fits
 
 
-def _remedy(what: str, then: PricedCandidate, asked: PricedCandidate) -> Remedy:
-    slower = then.seconds / asked.seconds - 1
-    return Remedy(what, then.setting.name, then.memory_bytes, then.seconds, slower)
+def _larger(question: Question, asked: PricedCandidate) -> Iterator[PricedCandidate]:
+    """The same setting with larger micro-batches, whether these fit or not."""
+    s = asked.setting
+    for p in question.settings:
+        o = p.setting
+        same = o == replace(s, micro_batch=o.micro_batch, micro_batches=o.micro_batches)
+        if same and o.micro_batch > s.micro_batch:
+            yield p
 
 
-def _other_clusters(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
-    cluster, bound = question.cluster, question.bound_bytes
-    for factor in _FACTORS:
-        more = _best_on(question, Cluster(cluster.hardware, cluster.nodes * factor))
-        if more is not None and more.memory_bytes <= bound:
-            what = f"{factor} times the nodes, {cluster.ranks * factor} ranks"
-            yield _remedy(what, more, asked)
-            break
-    if question.request.memory_bytes is None:
-        yield from _other_devices(question, asked)
+def _room(question: Question, larger: list[PricedCandidate]) -> Iterator[Found]:
+    """The largest micro-batch that still fits."""
+    fitting = [p for p in larger if p.memory_bytes <= question.bound_bytes]
+    if fitting:
+        best = max(fitting, key=lambda p: p.setting.micro_batch)
+        options = f"--micro-batches {best.setting.micro_batches}"
+        yield f"micro-batches of {best.setting.micro_batch}", options, question.explain(best)
 
 
-def _other_devices(question: Question, asked: PricedCandidate, count: int = 2) -> Iterator[Remedy]:
-    """The devices of the catalogue with least memory that would do."""
-    cluster = question.cluster
-    larger = sorted(
-        (h for h in HARDWARE.values() if h.memory_bytes > cluster.hardware.memory_bytes),
-        key=lambda h: (h.memory_bytes, h.name),
-    )
-    for hardware in larger:
-        if count == 0 or hardware.devices_per_node < cluster.devices_per_node:
-            continue
-        there = replace(hardware, devices_per_node=cluster.devices_per_node)
-        priced = _on(question, as_eager_runs(Cluster(there, cluster.nodes)), asked)
-        bound_bytes = question.request.but(hardware=there, mesh=None).bound_bytes
-        if priced is not None and priced.memory_bytes <= bound_bytes:
-            count -= 1
-            yield _remedy(f"{hardware.name}, {hardware.memory_bytes / 1e9:.0f} GB", priced, asked)
-
-
-def _best_on(question: Question, cluster: Cluster) -> PricedCandidate | None:
-    """The fastest setting that fits on another cluster, whatever its recipe."""
-    try:
-        priced = question.space.on(cluster).price()
-    except AutoparError:  # its ranks and the batch have no common divisor
-        return None
-    allowed = [p for p in priced if not _refused(question, p.setting)]
-    return best_that_fits(allowed, question.bound_bytes)
-
-
-def _on(question: Question, cluster: Cluster, asked: PricedCandidate) -> PricedCandidate | None:
-    """The setting on another cluster, dp as long as its ranks ask for and the batch as it was."""
-    setting = asked.setting
-    dp, rest = divmod(cluster.ranks, setting.tp * setting.stages)
-    batch = setting.dp * setting.micro_batch * setting.micro_batches
-    if rest or dp == 0 or batch % dp:
-        return None
-    micro = min(setting.micro_batch, batch // dp)
-    while batch // dp % micro:
-        micro -= 1
-    then = replace(setting, dp=dp, micro_batch=micro, micro_batches=batch // dp // micro)
-    found = question.space.on(cluster).price_of([then])
-    return found[0] if found else None
-
-
-def _room(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
-    """What else would fit: a larger micro-batch, fewer nodes."""
-    s, bound = asked.setting, question.bound_bytes
-    larger = [
-        p
-        for p in question.settings
-        if p.memory_bytes <= bound and p.setting.micro_batch > s.micro_batch
-        if p.setting == replace(
-            s, micro_batch=p.setting.micro_batch, micro_batches=p.setting.micro_batches
-        )
-    ]  # fmt: skip
-    if larger:
-        best = max(larger, key=lambda p: p.setting.micro_batch)
-        yield _remedy(f"micro-batches of {best.setting.micro_batch}", best, asked)
-    yield from _fewer_nodes(question, asked)
-
-
-def _fewer_nodes(question: Question, asked: PricedCandidate) -> Iterator[Remedy]:
-    nodes, fewest = question.cluster.nodes, None
-    for factor in _FACTORS:
+def _fewer_nodes(question: Question) -> Iterator[Question]:
+    """The question on a part of the nodes, as far as they can be halved."""
+    nodes = question.cluster.nodes
+    for factor in FACTORS:
         if nodes % factor:
-            break
+            return
         cluster = Cluster(question.cluster.hardware, nodes // factor)
-        priced = _on(question, cluster, asked)
-        if priced is not None and priced.memory_bytes <= question.bound_bytes:
-            fewest = (cluster, priced)
+        request = question.request.but(mesh=None)
+        yield question.on(replace(request, ranks=cluster.ranks))
+
+
+def _fewest(question: Question, fewer: list[Question]) -> Iterator[Found]:
+    """The fewest nodes on which the step still fits."""
+    fewest: Found | None = None
+    for each in fewer:
+        advice = answered(each)
+        if advice is None:
+            break
+        ranks = each.cluster.ranks
+        fewest = (f"{ranks} ranks are enough", f"--cluster {each.cluster}", advice)
     if fewest is not None:
-        yield _remedy(f"{fewest[0].ranks} ranks are enough", fewest[1], asked)
+        yield fewest
 
 
 def to_json(fit: Fit, target: str) -> dict[str, object]:
@@ -242,6 +174,7 @@ def to_json(fit: Fit, target: str) -> dict[str, object]:
         "memory_bound_bytes": advice.bound_bytes,
         "margin_bytes": fit.margin_bytes,
         "step_seconds": advice.step_seconds,
+        "money": fit.money,
         "memory": advice.memory.to_json(),
         "remedies": [dataclasses.asdict(each) for each in fit.remedies],
     }

@@ -127,7 +127,10 @@ class FitSheet:
             style="bold green" if fit.fits else "bold red",
         )
         yield _pairs(asked(advice, self.target))
-        yield Text(f"as {fit.asked.setting.name}, {format_seconds(advice.step_seconds)} a step\n")
+        price = "" if fit.money is None else f", {fit.money:.4g} of money a step"
+        yield Text(
+            f"as {fit.asked.setting.name}, {format_seconds(advice.step_seconds)} a step{price}\n"
+        )
         yield memory_bar(advice.memory, advice.bound_bytes)
         yield Text()
         yield Tree(advice.memory, _DEPTH, _SMALLEST)
@@ -136,16 +139,19 @@ class FitSheet:
 
 
 def _remedy_table(fit: Fit) -> Table:
+    """The changes in their order, with memory, time and money; `price` is of the tokens of the step as asked."""
     title = "What else would fit" if fit.fits else "What would make it fit"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for name in ("change", "then", "memory", "step", "price"):
-        right = name in ("memory", "step", "price")
+    names = ["change", "then", "memory", "step", "price", *(["money"] if fit.prices else [])]
+    for name in names:
+        right = name not in ("change", "then")
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     for each in fit.remedies:
-        table.add_row(
-            Text(each.what), Text(each.setting), format_bytes(each.memory_bytes),
-            format_seconds(each.step_seconds), _price(each),
-        )  # fmt: skip
+        cells = [
+            format_bytes(each.memory_bytes), format_seconds(each.step_seconds), _price(each),
+            "no price" if each.money is None else f"{each.money:.4g}",
+        ]  # fmt: skip
+        table.add_row(Text(each.what), Text(each.setting), *cells[: len(names) - 2])
     return table
 
 
@@ -154,6 +160,11 @@ def _price(each: Remedy) -> str:
 
 
 def _no_remedy(fit: Fit) -> str:
+    if fit.fits and fit.is_largest:
+        return "A micro-batch has all sequences of a rank, and there is one node: nothing larger can be asked for."
     if fit.fits:
-        return "Nothing larger fits, and no fewer nodes would do."
-    return "No change of recipe, ranks or device of the catalogue makes it fit; take a smaller batch or sequence."
+        return "No larger micro-batch fits, and no fewer nodes would do."
+    return (
+        "No change of recipe, states, tokens, ranks or device of the catalogue makes it fit; take a smaller "
+        "batch."
+    )

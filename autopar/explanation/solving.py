@@ -13,7 +13,7 @@ import sympy
 from autopar.cost_model.step import total
 from autopar.cost_model.symbols import factor_symbols, symbol
 from autopar.errors import AutoparError
-from autopar.explanation.costs import PlanCost
+from autopar.explanation.costs import STAGES, PlanCost
 
 _TINY = 1e-30  # of the step in the complex plane; its square vanishes
 
@@ -28,8 +28,8 @@ class LargestFit:
         limit: the real number at which the memory of a rank would be exactly full.
         expression: formula of `limit` in the other symbols and `memory_bound_bytes`; None where the memory is not
             linear in the size. The memory is a maximum over moments of a step. The formula is that of the
-            moment that is largest at `limit`, on the pipeline stage that needs most at the plan's own sizes; it
-            does not hold at numbers where another moment or stage needs most.
+            moment that is largest at `limit`, on the pipeline stage that needs most there; it does not hold at
+            numbers where another moment or stage needs most.
     """
 
     name: str
@@ -63,11 +63,14 @@ def solve_for(cost: PlanCost, name: str) -> LargestFit:
     """The answer of `Explanation.solve_for`."""
     cost = cost.closed_form
     x = symbol(name)
-    expression = total(cost.symbolic.memory("first" if "first" in cost.memory.name else "last"))
-    if x not in expression.free_symbols:
-        known = ", ".join(sorted(map(str, expression.free_symbols)))
+    stages = {stage: total(cost.symbolic.memory(stage)) for stage in STAGES}
+    symbols = set().union(*(each.free_symbols for each in stages.values()))
+    if x not in symbols:
+        known = ", ".join(sorted(map(str, symbols)))
         raise AutoparError(f"The memory does not depend on {name!r}; it depends on {known}.")
     limit = _largest(cost, name)
+    full = cost.at(**{name: limit})
+    expression = stages[max(STAGES, key=lambda stage: float(total(full.memory(stage))))]
     step = _granule(cost, name)
     value = int(limit // step) * step
     if value < 1:

@@ -145,14 +145,16 @@ def test_fit_says_yes_and_how_much_is_left():
     assert "gpt2 fits on h100x4x1" in result.output and "free" in result.output
 
 
-def test_fit_says_no_with_the_smallest_changes_and_their_price():
+def test_fit_says_no_with_the_changes_that_help_and_their_price():
     result = run("fit", "gpt2", "--cluster", "h100x4", "--batch", "16", "--seq", "64",
-                 "--mesh", "dp=4", "--recipe", "ddp", "--max-memory", "3GB", "--json")  # fmt: skip
+                 "--mesh", "dp=4", "--recipe", "ddp", "--max-memory", "3GB", "--price", "2.5",
+                 "--json")  # fmt: skip
     assert result.exit_code == 1, result.output
     found = json.loads(result.stdout)
     assert not found["fits"] and found["margin_bytes"] < 0
-    assert found["remedies"][0]["what"] == "zero1 instead of ddp"
+    assert "zero1 instead of ddp" in [each["what"] for each in found["remedies"]]
     assert all(each["memory_bytes"] <= 3e9 for each in found["remedies"])
+    assert found["money"] == pytest.approx(4 * found["step_seconds"] / 3600 * 2.5)
     kinds = {part["name"] for part in found["memory"]["parts"]}
     assert {"parameters", "gradients", "optimizer"} <= kinds
 
@@ -162,6 +164,11 @@ def test_fit_offers_more_ranks_and_larger_devices():
     assert result.exit_code == 1, result.output
     assert "DOES NOT FIT" in result.output and "What would make it fit" in result.output
     assert "times the nodes" in result.output
+
+
+def test_fit_refuses_what_is_no_price():
+    result = run("fit", "gpt2", *HERE, "--price", "h100=cheap")
+    assert result.exit_code == 2 and "write 2.5, or h200=3.5" in result.output
 
 
 # --- compare

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from autopar.explanation.advice import Question, first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches
-from autopar.search.comparison import best_that_fits
+from autopar.search.comparison import best_that_fits, smallest
 from autopar.search.intents import expand_pins
 from autopar.search.request import Request
 
@@ -144,11 +145,63 @@ def test_pins_over_an_axis_become_labels_of_products(question):
         expand_pins({"nothing": "tp"}, graph, hardware)
 
 
-def test_remedies_fit_and_change_as_little_as_they_say():
-    fit = will_it_fit(ask(recipe="ddp", memory_bytes=3 * 10**9))
+@pytest.fixture(scope="module")
+def too_large():
+    """A question whose answer does not fit, and what would make it fit with a price of the device."""
+    question = ask(recipe="ddp", memory_bytes=3 * 10**9)
+    return question, will_it_fit(question, {"h100": 3.6})
+
+
+def test_remedies_fit_and_are_ranked_by_money(too_large):
+    _, fit = too_large
     assert not fit.fits
-    assert fit.remedies[0].what == "zero1 instead of ddp"
     assert all(each.memory_bytes <= 3e9 for each in fit.remedies)
+    kinds = {each.what for each in fit.remedies}
+    assert {"zero1 instead of ddp", "pure bf16: no float32 masters"} <= kinds
+    money = [each.money for each in fit.remedies]
+    assert money == sorted(money)
+    one = fit.remedies[0]  # 3.6 an hour is a thousandth a second
+    ranks = 8 if "8 ranks" in one.what else 4
+    assert one.money == pytest.approx(ranks * one.step_seconds / 1000)
+
+
+def test_a_remedy_costs_what_explain_says_of_it(too_large):
+    question, fit = too_large
+    found = next(each for each in fit.remedies if "pure bf16" in each.what)
+    assert found.options == "--training-state 'gradients=2 masters=0'"
+    again = replace(question, training_state="gradients=2 masters=0", _plans={})
+    best = best_that_fits(again.settings, again.bound_bytes)
+    explained = again.explain(best)
+    assert found.step_seconds == explained.step_seconds
+    assert found.memory_bytes == explained.memory_bytes
+    assert found.slower == pytest.approx(found.step_seconds / fit.advice.step_seconds - 1)
+
+
+def test_fewer_tokens_are_compared_by_the_token():
+    """A step of half the tokens is compared with half of the step as asked."""
+    long = replace(ask(seq=128, batch=64, recipe="ddp", micro_batches=1), training_state="sgd")
+    least = smallest(long.settings).memory_bytes
+    bounded = long.on(long.request.but(memory_bytes=int(0.9 * least)))
+    found = [each for each in will_it_fit(bounded).remedies if "tokens" in each.what]
+    assert [each.options for each in found] == ["--seq 64"]
+    asked = bounded.explain(smallest(bounded.settings))
+    assert found[0].slower == pytest.approx(2 * found[0].step_seconds / asked.step_seconds - 1)
+
+
+def test_states_of_the_optimizer_change_memory_alone():
+    """gpt2 has 124 million parameters; float32 moments are 8 bytes of each, in 8 bits 2 and two scales of 4 for 256."""
+    plain, small = ask(mesh=Mesh.parse("dp=4"), recipe="ddp"), []
+    for words in ("adamw", "adamw8bit"):
+        found = replace(plain, training_state=words)
+        small.append(found.explain(found.settings[0]).memory.part("optimizer").value)
+    saved = 1 - (small[1] - 4 * 124e6) / (small[0] - 4 * 124e6)
+    assert saved == pytest.approx(1 - 2 * (1 + 4 / 256) / 8, abs=0.01)
+
+
+def test_nothing_larger_is_no_refusal():
+    """One sequence a rank is the largest micro-batch there can be, and one node the fewest."""
+    fit = will_it_fit(ask(batch=4, mesh=Mesh.parse("dp=4"), recipe="ddp"))
+    assert fit.fits and not fit.remedies and fit.is_largest
 
 
 def test_room_is_told_where_it_fits():

@@ -68,6 +68,18 @@ def test_the_largest_batch_fits_and_one_step_more_does_not(zero1: Explanation) -
     assert float(found.expression.subs(values)) == pytest.approx(found.limit, rel=1e-6)
 
 
+def test_the_formula_of_the_largest_batch_is_of_the_stage_that_is_full_there() -> None:
+    """The last of two stages has the loss: with a large batch it needs more than the first."""
+    staged = explanation("dp:zero1,tp:tp", Run(micro_batches=4, stages=2, training_state=MIXED))
+    for bound_bytes in (1.02e9, 1.1e9, 1.5e9, 80e9):
+        bounded = staged.what_if(hbm_bytes=bound_bytes)
+        found = bounded.solve_for("batch")
+        assert found.expression is not None
+        values = {symbol(k): v for k, v in bounded.values.items()}
+        values[symbol("memory_bound_bytes")] = bound_bytes
+        assert float(found.expression.subs(values)) == pytest.approx(found.limit, rel=1e-6)
+
+
 def test_what_cannot_be_solved_for_says_what_can(zero1: Explanation) -> None:
     with pytest.raises(AutoparError, match=r"does not depend on 'color'; it depends on batch"):
         zero1.solve_for("color")

@@ -1,4 +1,4 @@
-"""8-bit, 4-bit, fp8 and bfloat16 states of torchao's optimizers: bytes, parity and checkpoints on two ranks."""
+"""Optimizer states in other formats on two ranks: their bytes, parity with one process, and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import autopar
+from autopar.cost_model.optimizers import OPTIMIZERS
+from autopar.runtime.adafactor import Adafactor
 from autopar.runtime.block_states import in_blocks, values_of
 from autopar.runtime.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
 from tests.runtime.models import mean_square
@@ -38,7 +40,7 @@ def optimizer_of(name: str, model: nn.Module, lr: float = 1e-2) -> Optimizer:
     torch.compiler.set_stance("force_eager")  # to compile the optimizer would take most of a minute
     makers: dict[str, Any] = {
         "adamw": AdamW, "adamw8bit": AdamW8bit, "adamw4bit": AdamW4bit, "adamwfp8": AdamWFp8,
-        "adamwbf16": AdamWBf16, "sgd": SGD,
+        "adamwbf16": AdamWBf16, "sgd": SGD, "adafactor": Adafactor,
     }  # fmt: skip
     if name == "sgd-momentum":
         return SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -102,8 +104,7 @@ def counted_and_priced(name: str, mesh: dict[str, int], recipe: str) -> tuple[in
 def test_states_take_the_bytes_that_were_priced(
     two_ranks: Ranks, mesh: dict[str, int], recipe: str
 ) -> None:
-    names = ("adamw", "adamw8bit", "adamw4bit", "adamwfp8", "adamwbf16", "sgd-momentum", "sgd")
-    for name in names:
+    for name in OPTIMIZERS:
         for counted, priced in two_ranks.run(counted_and_priced, name, mesh, recipe):
             assert counted == priced, name
 
@@ -114,6 +115,16 @@ def test_states_take_the_bytes_that_were_priced(
 def losses(name: str, mesh: dict[str, int], recipe: str, steps: int) -> list[float]:
     model = compiled(mesh, recipe)
     return train(model, optimizer_of(name, model), steps)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mesh, recipe", [DP2, TP2], ids=["zero3", "tp"])
+def test_factors_are_those_of_one_process(
+    two_ranks: Ranks, mesh: dict[str, int], recipe: str
+) -> None:
+    expected = alone("adafactor", 5)
+    for found in two_ranks.run(losses, "adafactor", mesh, recipe, 5):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.multiprocess

@@ -1,0 +1,255 @@
+"""What one could change so that a step fits, each change a question of its own, searched and priced as `explain` does.
+
+another recipe, recomputation, micro-batches, tensor parallelism    settings of the question's own cluster
+other optimizer states, pure 16-bit training, fewer tokens          the same question with other words
+more nodes, larger devices                                          the same question on another cluster
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autopar.cost_model.catalogue import HARDWARE
+from autopar.cost_model.cluster import Cluster
+from autopar.cost_model.items import TrainingState
+from autopar.cost_model.sizes import Sizes
+from autopar.cost_model.software import as_eager_runs
+from autopar.errors import AutoparError
+from autopar.explanation.advice import Advice, Question
+from autopar.ir import Mesh, R, Tensor
+from autopar.search.comparison import best_that_fits
+from autopar.search.intents import allows
+from autopar.search.request import Request
+from autopar.search.settings import DATA, ClusterSetting, PricedCandidate
+
+FACTORS = (2, 4, 8, 16, 32, 64)  # of nodes
+_STATES = ("adamwbf16", "adamw8bit", "adamw4bit", "adafactor")
+_SHORTER = (2, 4)  # parts of a sequence
+_KEPT = ("parameters", "gradients", "optimizer", "buffers", "reserved")  # whatever the tokens
+_LARGER_DEVICES = 2  # devices of the catalogue that are offered
+
+Found = tuple[
+    str, str, Advice
+]  # the change in words, the options that ask for it, what is planned then
+
+
+def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iterator[Found]:
+    """Changes with which a step fits that does not fit as asked.
+
+    Args:
+        question: what was asked.
+        asked: the explanation of the smallest setting that it allows.
+        setting: that setting.
+    """
+    yield from _settings(question, setting)
+    yield from _states(question, asked)
+    yield from _fewer_tokens(question, asked)
+    yield from _clusters(question)
+
+
+def answered(
+    question: Question, settings: Sequence[PricedCandidate] | None = None
+) -> Advice | None:
+    """The fastest setting of a question that fits, searched and priced as `explain` does; None for none.
+
+    Args:
+        question: what is asked.
+        settings: those of a question with the same constraints on as many ranks, which are then the ones in
+            question; None for all that the question leaves.
+    """
+    try:
+        priced = question.settings if settings is None else question.priced(settings)
+    except AutoparError:  # its ranks and the batch have no common divisor
+        return None
+    best = best_that_fits(priced, question.bound_bytes)
+    advice = None if best is None else question.explain(best)
+    return advice if advice is not None and advice.fits else None
+
+
+# --- another setting of the same cluster
+
+
+def _settings(question: Question, setting: ClusterSetting) -> Iterator[Found]:
+    """One change at a time, the least of its kind that is enough; else several at once."""
+    allowed = [p for p in question.space.price() if not _refused(question, p.setting)]
+    fitting = [p for p in allowed if p.memory_bytes <= question.bound_bytes]
+    found = 0
+    for what, near, order in _kinds(setting):
+        same = sorted(
+            (p for p in fitting if near(p.setting)), key=lambda p: (order(p.setting), p.seconds)
+        )
+        advice = _first_that_fits(question, same)
+        if advice is not None and advice.setting is not None:
+            found += 1
+            yield what(advice.setting), _options(advice.setting), advice
+    if not found and (advice := _first_that_fits(question, fitting)) and advice.setting:
+        yield "several changes at once", _options(advice.setting), advice
+
+
+def _first_that_fits(question: Question, priced: list[PricedCandidate]) -> Advice | None:
+    """The first setting whose searched plan fits as its closed form does; of three, as they seldom differ."""
+    explained = (question.explain(each) for each in priced[:3])
+    return next((advice for advice in explained if advice.fits), None)
+
+
+def _options(setting: ClusterSetting) -> str:
+    """The options of the command line that ask for a setting."""
+    axes = ",".join(f"{name}={size}" for name, size in setting.world_mesh.axes)
+    recipe = f"pp:{setting.schedule},{setting.recipe}" if setting.schedule else setting.recipe
+    return (
+        f"--mesh {axes} --recipe {recipe} --micro-batches {setting.micro_batches} "
+        f"--recompute {setting.recompute}"
+    )
+
+
+_Kind = tuple[
+    Callable[[ClusterSetting], str],
+    Callable[[ClusterSetting], bool],
+    Callable[[ClusterSetting], float],
+]
+
+
+def _kinds(s: ClusterSetting) -> list[_Kind]:
+    """(in words, whether a setting differs in this alone, what is least) of every kind of change."""
+
+    def alike(other: ClusterSetting, **changed: object) -> bool:
+        values = {name: getattr(other, name) for name in changed}
+        return other == replace(s, **values)
+
+    return [
+        (
+            lambda o: f"{o.data} instead of {s.data}",
+            lambda o: alike(o, data=1) and DATA.index(o.data) > DATA.index(s.data),
+            lambda o: DATA.index(o.data),
+        ),
+        (
+            lambda o: "recomputation of all layers in backward",
+            lambda o: alike(o, recompute=1) and o.recompute != s.recompute == "none",
+            lambda o: 0,
+        ),
+        (
+            lambda o: f"longer accumulation: {o.micro_batches} micro-batches of {o.micro_batch} "
+            f"instead of {s.micro_batches} of {s.micro_batch}",
+            lambda o: alike(o, micro_batch=1, micro_batches=1) and o.micro_batch < s.micro_batch,
+            lambda o: -o.micro_batch,
+        ),
+        (
+            lambda o: f"{o.data}, and recomputation of all layers in backward",
+            lambda o: alike(o, data=1, recompute=1) and o.recompute != s.recompute == "none"
+            and o.data != s.data,
+            lambda o: DATA.index(o.data),
+        ),
+        (
+            lambda o: f"tp={o.tp} instead of tp={s.tp}",
+            lambda o: alike(o, tp=1, dp=1, tensor=1, data=1, micro_batch=1, micro_batches=1)
+            and o.tp > s.tp,
+            lambda o: o.tp,
+        ),
+    ]  # fmt: skip
+
+
+def _refused(question: Question, setting: ClusterSetting) -> bool:
+    """Whether a setting uses what the request rules out by name; all else may be changed."""
+    return not allows(_freed(question.request), setting, question.cluster.devices_per_node)
+
+
+def _freed(request: Request) -> Request:
+    """The request without what it fixes of mesh, recipe and micro-batches; what it rules out stays."""
+    return request.but(
+        mesh=None, recipe="auto", schedule=None, chunks=None, micro_batches=None, recompute=None
+    )
+
+
+# --- the same with other states, or fewer tokens
+
+
+def _states(question: Question, asked: Advice) -> Iterator[Found]:
+    """Optimizer states that take less than those that were asked for, and training without float32 masters."""
+    own = asked.run.training_state
+    for name in _STATES:
+        yield from _with_state(question, own, f"optimizer states of {name}", name)
+    if own.master_bytes and question.request.precision is None:
+        yield from _with_state(question, own, "pure bf16: no float32 masters", _PURE)
+
+
+_PURE = "gradients=2 masters=0"
+# One matrix stands for all; its states are the larger part of those of every model.
+_MATRIX = Tensor("", ((4096,), (4096,)), (("",), ("",)), 2, True)
+
+
+def _with_state(question: Question, own: TrainingState, what: str, words: str) -> Iterator[Found]:
+    state = TrainingState.parse(words, own)
+    if _state_bytes(state) >= _state_bytes(own):
+        return
+    given = f"{question.training_state} {words}".strip()
+    advice = answered(question.on(question.request, given), question.settings)
+    if advice is not None:
+        yield what, f"--training-state '{given}'", advice
+
+
+def _state_bytes(state: TrainingState) -> float:
+    """Bytes of gradient, master and states of a matrix."""
+    sizes = Sizes(Mesh((("dp", 1),)))
+    gradient = state.gradient_bytes or _MATRIX.itemsize_bytes
+    return float(gradient * 4096**2 + state.optimizer_bytes(_MATRIX, (R,), sizes))
+
+
+def _fewer_tokens(question: Question, asked: Advice) -> Iterator[Found]:
+    """The longest part of the sequence that is enough; nothing where what is kept between steps is too much."""
+    kept = sum(part.value for part in asked.memory.parts if part.name in _KEPT)
+    has_sequence = not question.model.own_batch and "seq" in asked.graph.factors
+    if not has_sequence or kept > question.bound_bytes:
+        return
+    whole = asked.graph.factors["seq"].size
+    for part in _SHORTER:
+        if whole % part == 0:
+            advice = answered(question.at(whole // part), question.settings)
+            if advice is not None:
+                yield f"sequences of {whole // part:,} tokens", f"--seq {whole // part}", advice
+                return
+
+
+# --- another cluster
+
+
+def _clusters(question: Question) -> Iterator[Found]:
+    """The fewest nodes that are enough; then the devices with least memory that are."""
+    cluster = question.cluster
+    for factor in FACTORS:
+        more = Cluster(cluster.hardware, cluster.nodes * factor)
+        advice = answered(_on(question, more, _freed(question.request)))
+        if advice is not None:
+            yield f"{factor} times the nodes, {more.ranks} ranks", _cluster_option(more), advice
+            break
+    if question.request.memory_bytes is None:
+        yield from _devices(question)
+
+
+def _devices(question: Question) -> Iterator[Found]:
+    """Larger devices of the catalogue, as many of them as were asked for."""
+    cluster, count = question.cluster, _LARGER_DEVICES
+    larger = sorted(
+        (h for h in HARDWARE.values() if h.memory_bytes > cluster.hardware.memory_bytes),
+        key=lambda h: (h.memory_bytes, h.name),
+    )
+    for hardware in larger:
+        if count == 0 or hardware.devices_per_node < cluster.devices_per_node:
+            continue
+        there = replace(hardware, devices_per_node=cluster.devices_per_node)
+        other = as_eager_runs(Cluster(there, cluster.nodes))
+        advice = answered(_on(question, other, question.request), question.settings)
+        if advice is not None:
+            count -= 1
+            what = f"{hardware.name}, {hardware.memory_bytes / 1e9:.0f} GB"
+            yield what, _cluster_option(other), advice
+
+
+def _on(question: Question, cluster: Cluster, request: Request) -> Question:
+    """The question on another cluster."""
+    ranks = cluster.ranks if request.mesh is None else request.ranks
+    return question.on(replace(request, hardware=cluster.hardware, ranks=ranks))
+
+
+def _cluster_option(cluster: Cluster) -> str:
+    return f"--cluster {cluster}"
