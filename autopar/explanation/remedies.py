@@ -39,8 +39,8 @@ def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iter
 
     Args:
         question: what was asked.
-        asked: the explanation of the smallest setting that it allows.
-        setting: that setting.
+        asked: explanation of the smallest setting that the question allows.
+        setting: the smallest setting that the question allows.
     """
     yield from _settings(question, setting)
     yield from _states(question, asked)
@@ -55,8 +55,8 @@ def answered(
 
     Args:
         question: what is asked.
-        settings: those of a question with the same constraints on as many ranks, which are then the ones in
-            question; None for all that the question leaves.
+        settings: settings to choose among, from a question with the same constraints on as many ranks; None
+            for all settings that the question leaves.
     """
     try:
         priced = question.settings if settings is None else question.priced(settings)
