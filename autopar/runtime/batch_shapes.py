@@ -5,8 +5,9 @@ first is global. Where it can be either, ranks compare what they were given: a w
 of them, and parts differ. With batch="local" every rank gives its own part always.
 
 [Note: drift] Samplers that begin alike may drift apart, at the second epoch for instance. To compare every batch would
-copy its values from the device each time. So the batches 1, 2, 4, 8, ... of a known whole shape are compared: of ranks
-that differ from batch n on, it is told before batch 2n.
+copy its values from the device each time. So of the batches of steps whose whole shape is known the ranks compare
+numbers 1, 2, 4, 8 and so on. If they differ from number n on, a StepError is raised before number 2n. A forward is not
+compared, because a single rank may run one by itself.
 """
 
 from __future__ import annotations
@@ -48,15 +49,18 @@ class BatchShapes:
         self._is_local = batch == "local"
         self._comparison = comparison
         self._gives_parts = False  # whether ranks have given parts of batches
-        self._wholes = 0  # number of batches of a known whole shape
+        self._wholes = 0  # number of steps with a batch of a known whole shape
         self._cuts: dict[str, Shape] = {}  # path of an input -> how the first program cuts its dims
 
-    def whole(self, arguments: Arguments, known: Sequence[ReadyProgram]) -> tuple[Shape, ...]:
+    def whole(
+        self, arguments: Arguments, known: Sequence[ReadyProgram], *, is_step: bool
+    ) -> tuple[Shape, ...]:
         """The shapes of the whole batch, see [Note: whole or part].
 
         Args:
             arguments: the arguments of this rank.
             known: the programs that take such arguments.
+            is_step: whether they are those of a step, which all ranks run.
 
         Raises StepError where the ranks gave different values and these cannot be parts.
         """
@@ -68,7 +72,8 @@ class BatchShapes:
         forms = [form(r.bound.program, arguments, r.count, r.bound.world) for r in known]
         as_part = next((r.shapes for r, f in zip(known, forms, strict=True) if f == "part"), None)
         if "whole" in forms and as_part is None and not self._gives_parts:
-            self._refuse_drift(arguments)
+            if is_step:
+                self._refuse_drift(arguments)
             return arguments.shapes
         if as_part is not None and "whole" not in forms and self._gives_parts:
             return as_part
@@ -81,7 +86,7 @@ class BatchShapes:
         return found
 
     def _refuse_drift(self, arguments: Arguments) -> None:
-        """Raises StepError if a batch differs between ranks, where it is compared; see [Note: drift]."""
+        """Raises StepError if the batch is one of those that ranks compare, and differs; see [Note: drift]."""
         self._wholes += 1
         is_compared = self._wholes.bit_count() == 1  # a power of two
         if is_compared and not self.compare(arguments, arguments.digest):

@@ -89,7 +89,8 @@ def fill_states(optimizer: Optimizer) -> None:
     It makes them in its first step, which is run here with gradients and a learning rate of zero, so that
     parameters stay as they are. Gradients that are there stay, too.
     """
-    if not hasattr(optimizer, "block_size") or optimizer.state:
+    is_torchao = hasattr(optimizer, "block_size") and hasattr(optimizer, "_new_buffer")
+    if not is_torchao or optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     trained = [

@@ -290,7 +290,7 @@ class CompiledModule(nn.Module):
         if self._unread:
             raise StepError(f"{self._unread}. Call model.load_weights, or compile the model again.")
         known = self._kept.fitting(arguments, is_step=is_step)
-        shapes, state = self._shapes.whole(arguments, known), self._state()
+        shapes, state = self._shapes.whole(arguments, known, is_step=is_step), self._state()
         alike = [r for r in reversed(known) if r.state == state and r.shapes == shapes]
         for each in alike:
             if each.holds():
