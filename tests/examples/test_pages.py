@@ -97,6 +97,7 @@ CASES = (
     Case("search", before=SMALL),
     Case("experts", (0,), prints=1, slow=True),
     Case("experts", (1,), prints=1, slow=True),
+    Case("optimizers", prints=1, slow=True),
     Case("explain", slow=True),
     Case("cost_model", slow=True),
     Case("executors", before=SMALL, ranks=2, slow=True),
