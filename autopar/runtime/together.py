@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -65,6 +65,16 @@ class Together:
         with self.naming_failures():
             dist.gather_object(value, values if self.first else None)
         return values
+
+    def from_first(self, values: Sequence[T]) -> T:
+        """This rank's value, of those that the first rank has for all ranks, by rank."""
+        if self.alone:
+            return values[0]
+        own: list[Any] = [None]
+        with self.naming_failures():
+            dist.scatter_object_list(own, list(values) if self.first else None, src=0)
+        found: T = own[0]
+        return found
 
     def each(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank and returns its result; any rank's error is raised on all, as an AutoparError."""
