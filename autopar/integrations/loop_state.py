@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from accelerate import Accelerator
 
 from autopar.errors import AutoparError
+from autopar.runtime.random_states import random_states, set_random_states
 
 
 def loop_state(accelerator: Accelerator) -> dict[str, Any]:
@@ -19,19 +17,8 @@ def loop_state(accelerator: Accelerator) -> dict[str, Any]:
         "step": accelerator.step,
         "states": [each.state_dict() for each in _stateful(accelerator)],
         "loaders": [_loader_state(loader) for loader in accelerator._dataloaders],
-        "random": {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": _numpy_state(),
-        },
+        "random": random_states(),
     }
-
-
-def _numpy_state() -> list[Any]:
-    """The state of numpy's generator, its words as a tensor."""
-    state: Any = np.random.get_state()
-    _, words, *rest = state
-    return [torch.from_numpy(words.astype(np.int64)), *rest]
 
 
 def load_loop_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
@@ -47,10 +34,7 @@ def load_loop_state(accelerator: Accelerator, state: dict[str, Any]) -> None:
         each.load_state_dict(own)
     for loader, own in zip(loaders, state["loaders"], strict=True):
         _load_loader_state(loader, own)
-    torch.set_rng_state(state["random"]["torch"])
-    random.setstate(state["random"]["python"])
-    words, *rest = state["random"]["numpy"]
-    np.random.set_state(("MT19937", words.numpy(), *rest))
+    set_random_states(state["random"])
 
 
 def _stateful(accelerator: Accelerator) -> list[Any]:

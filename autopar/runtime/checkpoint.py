@@ -25,6 +25,7 @@ from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.block_states import fill_states, set_values, values_of
 from autopar.runtime.checkpoint_folder import located, opened
+from autopar.runtime.checkpoint_keeper import Checkpoints, LastCheckpoint
 from autopar.runtime.checkpoint_loading import load
 from autopar.runtime.checkpoint_saving import Save, catch_up, collect, progress
 from autopar.runtime.optimizer_state import Restorer, placed_like, plain_groups
@@ -32,6 +33,10 @@ from autopar.runtime.together import Together
 from autopar.runtime.weights import few
 
 PathLike = str | os.PathLike[str]
+
+__all__ = [
+    "Checkpoints", "LastCheckpoint", "load_checkpoint", "load_optimizer_state", "read_extra", "save_checkpoint",
+]  # fmt: skip
 
 
 def save_checkpoint(

@@ -160,6 +160,7 @@ def collect(
         "objects": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
         "values": {},
         "groups": [],
+        "loops": [],  # of a training loop, see [Note: the loop's own state]
         "blocks": {},
     }
     if optimizer is not None:
@@ -218,6 +219,7 @@ def _merged(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
         merged[key] = {
             name: value for notes in reversed(every) for name, value in notes[key].items()
         }
+    merged["loops"] = [loop for notes in every for loop in notes["loops"]]
     known: set[str] = set()
     merged["groups"] = []
     for names, options in (group for notes in every for group in notes["groups"]):

@@ -46,7 +46,17 @@ class Together:
     @property
     def first(self) -> bool:
         """Whether this is the first rank."""
-        return self.alone or dist.get_rank() == 0
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self.alone else dist.get_rank()
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return 1 if self.alone else dist.get_world_size()
 
     def everyones(self, value: T) -> list[T]:
         """The values of all ranks, on every rank."""

@@ -102,7 +102,7 @@ CASES = (
     Case("cost_model", slow=True),
     Case("executors", before=SMALL, ranks=2, slow=True),
     Case("recomputation", slow=True),
-    Case("checkpoints", (1, 2), slow=True),
+    Case("checkpoints", (2, 3), slow=True),
     Case("precision", (0,), ranks=2, prints=4, slow=True),
     Case("precision", (1,), ranks=2, prints=5, slow=True),
     Case("shapes", (0,), ranks=2, slow=True),
@@ -114,7 +114,8 @@ CASES = (
 
 ELSEWHERE = {  # example -> the test that runs it
     ("checkpoints", 0): "tests/runtime/test_checkpoint.py",
-    ("checkpoints", 3): "tests/runtime/test_checkpoint.py",
+    ("checkpoints", 1): "tests/runtime/test_checkpoint.py",
+    ("checkpoints", 4): "tests/runtime/test_checkpoint.py",
     ("deepspeed", 0): "",  # of DeepSpeed
     ("deepspeed", 1): "tests/examples/test_deepspeed_page.py",
     ("deepspeed", 2): "tests/examples/test_deepspeed_page.py",
