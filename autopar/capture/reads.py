@@ -191,11 +191,10 @@ class Reads:
 
     def find_cells(self) -> None:
         """Notes the cells of the closures that ran: those of functions that hold what the run has found."""
-        found = {code: free for code, free in self._codes.items() if free}
-        made_inside = {c for code in self._codes for c in code.co_consts if inspect.iscode(c)}
+        found = self._closures()
         for function in _functions_of(found):
             code = function.__code__
-            if code not in found or code in made_inside:
+            if code not in found:
                 continue
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                 key = id(cell), None
@@ -207,6 +206,18 @@ class Reads:
                 if place.get() is value or name in stored_by(code):
                     self._objects[id(cell)] = cell
                     self._read[key] = place, before, value
+
+    def _closures(self) -> dict[types.CodeType, dict[str, Any]]:
+        """The code with free variables that ran, whose functions are searched for.
+
+        Functions that the run itself has made hold its own variables, and `super()` has made `__class__` a free one.
+        """
+        made_inside = {c for code in self._codes for c in code.co_consts if inspect.iscode(c)}
+        return {
+            code: free
+            for code, free in self._codes.items()
+            if free.keys() - {"__class__"} and code not in made_inside
+        }
 
     def changed(self, attributes: Container[int]) -> Iterator[tuple[Place, Any]]:
         """The places of values that a run replaced, each with the old value.
