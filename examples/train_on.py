@@ -1,8 +1,9 @@
 """Trains a byte-level GPT, and goes on from its last checkpoint whenever it is started again.
 
-    autopar run examples/train_on.py --ranks 4 --steps 200
+    autopar run examples/train_on.py --ranks 4 --min-ranks 2 --steps 200
 
-The losses of every step are in `--out`/losses.txt, as an undisturbed run has them.
+Kill a rank while it trains (`kill -9 PID`): all ranks start again from the last checkpoint. The losses of every step
+are in `--out`/losses.txt, as an undisturbed run has them.
 """
 
 from __future__ import annotations

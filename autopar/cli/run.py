@@ -1,9 +1,11 @@
-"""`autopar run`: a training script on all ranks of one machine."""
+"""`autopar run`: a training script on all ranks of one machine, started again when a rank dies."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -14,7 +16,59 @@ from torch.distributed.run import run as torchrun
 
 from autopar.cli.options import POSITIVE
 from autopar.errors import MeshError
-from autopar.runtime.launch import check_ranks, threads_of_a_rank
+from autopar.runtime.launch import check_ranks, message_of, threads_of_a_rank
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """When a run that failed is started again, and on how many ranks.
+
+    [Note: which failures are worth a restart] torchrun's agent ends all ranks when one fails, and every attempt has an
+    agent of its own. A number of ranks has `most` restarts; then the run goes on with fewer. An error of the script
+    that comes twice in a row is no accident, and ends the attempts on that number of ranks. A rank that was killed
+    has no error.
+
+    Attributes:
+        ranks: number of ranks at first.
+        most: number of restarts on each number of ranks.
+        least: lowest number of ranks to go on with.
+    """
+
+    ranks: int
+    most: int
+    least: int
+
+    def attempts(self, errors: list[str]) -> Iterator[int]:
+        """The number of ranks of each attempt.
+
+        Args:
+            errors: the error of each attempt so far, which grows meanwhile; "" for a rank that was killed.
+
+        >>> errors = []
+        >>> for ranks in Restarts(ranks=4, most=1, least=2).attempts(errors):
+        ...     print(ranks)
+        ...     errors.append("")
+        4
+        4
+        2
+        2
+        """
+        ranks: int | None = self.ranks
+        while ranks is not None:
+            for restart in range(self.most + 1):
+                if restart > 1 and errors[-1] and errors[-1] == errors[-2]:
+                    break
+                yield ranks
+            ranks = fewer(ranks, self.least)
+
+
+def fewer(ranks: int, least: int) -> int | None:
+    """The next lower number of ranks: the largest that divides them, so that batches still divide; None if none does.
+
+    >>> fewer(8, 2), fewer(6, 2), fewer(2, 2)
+    (4, 3, None)
+    """
+    return next((n for n in range(ranks // 2, least - 1, -1) if ranks % n == 0), None)
 
 
 @click.command(
@@ -22,28 +76,61 @@ from autopar.runtime.launch import check_ranks, threads_of_a_rank
     context_settings={"ignore_unknown_options": True},
     help="""Run SCRIPT on several ranks of this machine, as `torchrun --standalone` does, at a free port.
 
-What follows SCRIPT is given to it. For several machines use torchrun itself.
+What follows SCRIPT is given to it. When a rank dies, all ranks are started again: a script that keeps its checkpoints
+with autopar.checkpoint.Checkpoints goes on from the last one. With --min-ranks it goes on with fewer ranks, half of
+them or the next number that divides them, when the restarts are used up; --max-restarts 0 does so at once. An error of
+the script that comes twice in a row ends the attempts. For several machines use torchrun itself.
 
 \b
 Examples:
   autopar run train.py --ranks 4
+  autopar run train.py --ranks 4 --min-ranks 2
   autopar run --ranks 2 examples/train_gpt.py --steps 100""",
 )
 @click.option("--ranks", type=POSITIVE, metavar="N",
               help="Number of processes; by default one for each accelerator.")  # fmt: skip
+@click.option("--max-restarts", type=click.IntRange(min=0), default=3, metavar="K", show_default=True,
+              help="Number of restarts on each number of ranks.")  # fmt: skip
+@click.option("--min-ranks", type=POSITIVE, metavar="M",
+              help="Lowest number of ranks to go on with; by default N.")  # fmt: skip
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run_command(ranks: int | None, script: Path, arguments: tuple[str, ...]) -> None:
+def run_command(
+    ranks: int | None,
+    max_restarts: int,
+    min_ranks: int | None,
+    script: Path,
+    arguments: tuple[str, ...],
+) -> None:
     count = ranks or torch.accelerator.device_count()
     if not count:
         raise MeshError(
             "There is no accelerator here: say how many processes share the CPUs, such as --ranks 4."
         )
+    if min_ranks is not None and min_ranks > count:
+        raise MeshError(f"--min-ranks {min_ranks} is more than the {count} ranks to begin with.")
     check_ranks(count)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_a_rank(count)))
-    words = ["--standalone", "--nproc-per-node", str(count), str(script), *arguments]
+    errors: list[str] = []
+    for now in Restarts(count, max_restarts, min_ranks or count).attempts(errors):
+        if errors:
+            click.echo(f"autopar run: {script} starts again on {now} of {count} ranks.", err=True)
+        error = _failure(now, script, arguments)
+        if error is None:
+            return
+        errors.append(error)
+    sys.exit(1)
+
+
+def _failure(ranks: int, script: Path, arguments: tuple[str, ...]) -> str | None:
+    """Runs a script once. None if it ended well, else its error in one line, "" where a rank was killed."""
+    words = ["--standalone", "--nproc-per-node", str(ranks), str(script), *arguments]
     try:
         torchrun(get_args_parser().parse_args(words))
     except ChildFailedError as error:
         click.echo(str(error), err=True)
-        sys.exit(1)
+        _, first = error.get_first_failure()
+        if first.exitcode < 0:  # by a signal
+            return ""
+        return f"exit code {first.exitcode}: {message_of(first.message).partition(chr(10))[0]}"
+    return None

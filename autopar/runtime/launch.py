@@ -47,11 +47,13 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         results = elastic_launch(config, _run)(function, args, threads)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise AutoparError(f"Rank {rank} of {ranks} failed: {_message(failure.message)}") from None
+        raise AutoparError(
+            f"Rank {rank} of {ranks} failed: {message_of(failure.message)}"
+        ) from None
     return [results[rank] for rank in range(ranks)]
 
 
-def _message(found: Any) -> str:
+def message_of(found: Any) -> str:
     """The text of a rank's error file; a rank that was killed has left none, and torchrun says so in a plain text."""
     return str(found["message"]) if isinstance(found, dict) else str(found)
 

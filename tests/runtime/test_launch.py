@@ -70,12 +70,56 @@ sys.exit(int(sys.argv[-1]))
 def test_a_script_runs_with_its_own_arguments_and_its_failure_is_seen(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    result = CliRunner().invoke(main, ["run", str(script), "--ranks", "2", "--steps", "5", "3"])
+    result = CliRunner().invoke(
+        main, ["run", str(script), "--ranks", "2", "--max-restarts", "0", "--steps", "5", "3"]
+    )
     assert result.exit_code == 1 and "train.py FAILED" in result.output
     said = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
     assert said == ["--steps 5 3"] * 2
 
 
+DYING = """
+import os, signal, sys
+from pathlib import Path
+log = Path(__file__).with_name("log")
+before = log.read_text().split() if log.exists() else []
+size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+if rank == size - 1:
+    log.write_text(" ".join([*before, str(size)]))
+    if sys.argv[1] == "error":
+        raise SystemExit("no data")
+    if size > 2 or sys.argv[1] == "once" and not before:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("accident", "options", "sizes", "exit_code"),
+    [
+        ("once", ["--ranks", "2"], [2, 2], 0),
+        ("large", ["--ranks", "4", "--max-restarts", "1", "--min-ranks", "2"], [4, 4, 2], 0),
+        ("large", ["--ranks", "3", "--max-restarts", "0"], [3], 1),
+        ("error", ["--ranks", "2"], [2, 2], 1),
+    ],
+    ids=["again", "fewer", "never", "twice the same error"],
+)
+def test_all_ranks_start_again_when_one_dies(
+    tmp_path: Path, accident: str, options: list[str], sizes: list[int], exit_code: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DYING)
+    result = CliRunner().invoke(main, ["run", *options, str(script), accident])
+    assert result.exit_code == exit_code
+    assert [int(size) for size in (tmp_path / "log").read_text().split()] == sizes
+    again = f"train.py starts again on {sizes[-1]} of {sizes[0]} ranks."
+    assert (again in result.output) == (len(sizes) > 1)
+
+
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["run", str(tmp_path / "absent.py"), "--ranks", "2"])
     assert result.exit_code == 2 and "absent.py" in result.output
+
+
+def test_more_ranks_at_least_than_at_first_are_an_error() -> None:
+    result = CliRunner().invoke(main, ["run", __file__, "--ranks", "2", "--min-ranks", "3"])
+    assert result.exit_code == 1 and "--min-ranks 3 is more than the 2 ranks" in result.output
