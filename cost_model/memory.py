@@ -131,6 +131,28 @@ class Selected(NamedTuple):
         return phase == "forward" and carries != "parameter" and (op, converts) in self.makers
 
 
+class KeptSlice(NamedTuple):
+    """A tensor of which a block keeps this rank's slice for backward, which gathers it again; see `autopar.ir.saved`.
+
+    Attributes:
+        name: name of the tensor in the plan, of a single block, such as `layers.3.input`.
+        memory: the memory that the block would keep otherwise.
+        tensor: name of the tensor in that memory as the block takes it.
+        layout: layout of the whole tensor, R in place of V.
+        slice_layout: layout of the slice.
+        block: number of the block, as `autopar.pipeline.saved_values` counts them.
+        user: name of the first op of the block that takes the tensor.
+    """
+
+    name: str
+    memory: tuple[str, Layout]
+    tensor: str
+    layout: Layout
+    slice_layout: Layout
+    block: int
+    user: str
+
+
 def recomputed_ops(graph: Graph, blocks: Mapping[str, Hashable]) -> frozenset[str]:
     """Ops that the recomputation of their block executes: all up to the block's last saved tensor.
 

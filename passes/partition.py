@@ -46,7 +46,8 @@ def partition(
     mesh axes instead of process groups.
 
     Every call has in `meta["origin"]` the name of the captured op for which it was added, "" for the conversion of an
-    output. A call that belongs to the conversion of a tensor's layout has the tensor's name in `meta["converts"]`.
+    output. A call that belongs to the conversion of a tensor's layout has the tensor's name in `meta["converts"]`. A
+    node that is a tensor of the captured graph in some layout has both in `meta["holds"]`.
     """
     return _Partitioner(captured, analysis, plan).run()
 
@@ -124,12 +125,14 @@ class _Partitioner:
     def _produce(self, tensor: str, layout: Layout, node: fx.Node) -> None:
         self.produced[tensor] = layout
         self.placed[tensor, layout] = node
+        node.meta.setdefault("holds", (tensor, layout))
 
     def convert(self, tensor: str, target: Layout) -> fx.Node:
         """The node that holds `tensor` in layout `target`, made at its first use."""
         found = self.placed.get((tensor, target))
         if found is None:
             found = self.placed[tensor, target] = self._conversion(tensor, target)
+            found.meta.setdefault("holds", (tensor, target))
         return found
 
     def _conversion(self, tensor: str, target: Layout) -> fx.Node:

@@ -13,6 +13,8 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     precision bfloat16 reduce=float32                 where parameters are cast for use, see `MixedPrecision`
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
+    saved layers.*.input: S(1)@tp                     how a tensor that a block keeps for backward lies until
+                                                      then; see below
     input tokens: S(0)@dp
     op linear_1: b j                                  one label per mesh axis
     shape input tokens: 8 64                          whole shapes that the plan was made for
@@ -22,6 +24,10 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
 A parameter lives in its *storage* layout between steps (as a DTensor), is converted once per step to
 its *resident* layout, and from there inside the graph to whatever each op takes. ZeRO's stages
 (Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`.
+
+`saved NAME: LAYOUT` has the states S alone, each with its axis. NAME is the path of a block, in which `*`
+stands for any number and an exact path goes before a pattern, and `input` for the first activation that
+enters the block, `input#2` for the second, in the order of their first use (`autopar.ir.saved`).
 
 With pipeline stages the mesh in the text has the axis `pp`, and layouts and labels speak of the others:
 every stage lies on a mesh of its own, and those are alike.
@@ -54,6 +60,7 @@ from autopar.ir.recompute import (
     parse_recompute,
     recompute_json,
 )
+from autopar.ir.saved import SavedLayout, parse_saved
 
 VERSION = 1
 _SCALAR = "scalar"
@@ -100,6 +107,7 @@ class Plan:
         pipeline: how the model is cut into stages; None for a single stage.
         recompute: the blocks of every stage, or the ops of every block, that backward recomputes; see
             `autopar.ir.recompute`.
+        saved: name of a tensor that a block keeps for backward -> how it lies until then; see `autopar.ir.saved`.
         precision: the policy of the captured graph; None where parameters are used as they are stored.
         shapes: whole shapes of inputs and parameters of the captured graph, by `input tokens` or
             `parameter up.weight`; they say how another model differs. Empty where nobody noted them.
@@ -117,6 +125,7 @@ class Plan:
     recompute: Recompute = "none"
     precision: MixedPrecision | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    saved: Mapping[str, SavedLayout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
@@ -134,6 +143,7 @@ class Plan:
             *self.inputs,
             *self.ops,
             *self.shapes,
+            *self.saved,
         ):
             _check_one_line(text)
         notes = tuple(Note(" ".join(note.splitlines()), kind_of(note)) for note in self.notes)
@@ -183,6 +193,7 @@ class Plan:
             f"parameter {name}: {text(p.storage)} | {text(p.resident)} | {p.reduce}"
             for name, p in self.parameters.items()
         ]
+        lines += [f"saved {name}: {how.text(self.mesh)}" for name, how in self.saved.items()]
         lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
         lines += [f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()]
         lines += [
@@ -238,12 +249,14 @@ class Plan:
         }
 
     def _pipeline_json(self) -> dict[str, Any]:
-        """Fields that only some plans have: stages, recomputation, casts and shapes."""
+        """Fields that only some plans have: stages, recomputation, saved layouts, casts and shapes."""
         fields: dict[str, Any] = {}
         if self.pipeline is not None:
             fields["pipeline"] = [self.pipeline.schedule, " ".join(self.pipeline.cuts)]
         if self.recompute != "none":
             fields["recompute"] = recompute_json(self.recompute)
+        if self.saved:
+            fields["saved"] = {name: how.text(self.mesh) for name, how in self.saved.items()}
         if self.precision is not None:
             fields["precision"] = str(self.precision)
         if self.shapes:
@@ -279,6 +292,7 @@ class Plan:
                 recompute=_recompute(document.get("recompute", "none")),
                 precision=_precision(document.get("precision")),
                 shapes=_shapes(document.get("shapes", {})),
+                saved=parse_saved(document.get("saved", {}), mesh),
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
@@ -460,11 +474,12 @@ def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
         document[word] = [schedule, cuts] if word == "pipeline" else value
         return
     name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
-    if not colon or word not in ("parameter", "input", "op", "shape"):
+    if not colon or word not in ("parameter", "saved", "input", "op", "shape"):
         raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
     if word == "shape":
         document.setdefault("shapes", {})[name] = _sizes(value, number)
         return
-    if name in document[word + "s"]:
+    field_name = word if word == "saved" else word + "s"
+    if name in document.setdefault(field_name, {}):
         raise PlanError(f"Line {number} of the plan gives {word} {name} again: {line!r}.")
-    document[word + "s"][name] = value.split(" | ") if word == "parameter" else value
+    document[field_name][name] = value.split(" | ") if word == "parameter" else value

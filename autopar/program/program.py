@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -36,7 +36,9 @@ from autopar.ir.plan import Reduction
 from autopar.ir.recompute import Selection
 from autopar.ops.nodes import draws
 from autopar.passes import partition, verify_graph
+from autopar.pipeline.saved_values import SavedValues
 from autopar.program.recomputation import check_selection, mark_blocks
+from autopar.program.slices import SavedSlice, note_slices
 
 _MEAN = Objective()
 
@@ -109,6 +111,7 @@ class Program:
         sent: what goes to the stage behind.
         recomputed: numbers of the blocks that run again in backward; every call of the module has that
             of its block in `meta["block"]`.
+        slices: name in the graph's notes -> what a block keeps of a tensor in this rank's slice.
         objective: how the loss of a batch comes from the losses of its micro-batches.
         extras: how each extra result of a step comes from those of its micro-batches.
     """
@@ -134,6 +137,7 @@ class Program:
     recomputed: frozenset[int] = frozenset()
     objective: Objective = _MEAN
     extras: tuple[Extra, ...] = ()
+    slices: Mapping[str, SavedSlice] = field(default_factory=dict)
 
     @cached_property
     def is_random(self) -> bool:
@@ -181,6 +185,7 @@ def build_program(
     replicated = (R,) * len(plan.mesh.axes)
     parameters = captured.parameters.items()
     outputs = _outputs(captured, analysis, layouts)
+    recomputed = mark_blocks(module, analysis.graph, plan)
     return Program(
         module=module,
         plan=plan,
@@ -198,7 +203,8 @@ def build_program(
         frozen=captured.frozen,
         is_step=captured.is_step,
         has_more=captured.has_more,
-        recomputed=mark_blocks(module, analysis.graph, plan),
+        recomputed=recomputed,
+        slices=note_slices(module, analysis.graph, plan),
         objective=objective_of(captured, batch) if plan.micro_batches > 1 else _MEAN,
         extras=extras,
     )
@@ -249,6 +255,8 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
         _check_cuts(plan.pipeline.cuts, analysis)
     if isinstance(plan.recompute, Selection):
         check_selection(plan, plan.recompute, graph)
+    if plan.saved:
+        SavedValues(graph, plan).check()
 
 
 def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:

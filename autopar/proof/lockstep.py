@@ -16,7 +16,9 @@ from torch import Tensor, fx
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
 from autopar.ops.collectives import LOCAL, Collective
 from autopar.ops.nodes import draws
+from autopar.ops.saving import kept
 from autopar.program.program import Program
+from autopar.runtime.saved import SlicedSaves
 
 Ranks = list[Tensor]  # one local tensor per rank
 
@@ -46,7 +48,7 @@ def _define(
     return results
 
 
-def collective(call: CollectiveCall, mesh: Mesh, ranks: Ranks) -> Ranks:
+def collective(call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor]) -> Ranks:
     """Runs one call on all ranks."""
     if call.before is not None:
         ranks = [x.reshape(call.before) for x in ranks]
@@ -56,13 +58,25 @@ def collective(call: CollectiveCall, mesh: Mesh, ranks: Ranks) -> Ranks:
 
 def convert(ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Ranks:
     """Converts the local tensors of all ranks from one layout to another, differentiably."""
-    for call in calls(dims, source, target, mesh):
-        ranks = collective(call, mesh, ranks)
-    return ranks
+    return _converted(ranks, calls(dims, source, target, mesh), mesh)
 
 
 def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
     """Runs a program on all ranks; returns the tensor outputs of the graph, each for all ranks."""
+    mesh = program.plan.mesh
+    saves = SlicedSaves(program.slices, mesh, lambda ranks, steps: _converted(ranks, steps, mesh))
+    with saves.watching():
+        return _run(program, arguments, saves)
+
+
+def _converted(ranks: Sequence[Tensor], steps: Sequence[CollectiveCall], mesh: Mesh) -> Ranks:
+    """The tensors of all ranks after the steps of a conversion."""
+    for call in steps:
+        ranks = collective(call, mesh, ranks)
+    return list(ranks)
+
+
+def _run(program: Program, arguments: Sequence[Ranks], saves: SlicedSaves) -> list[Ranks]:
     mesh = program.plan.mesh
     values: dict[fx.Node, list[Any]] = {}
     remaining = iter(arguments)
@@ -76,6 +90,10 @@ def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
             values[node] = next(remaining)
         elif node.op == "output":
             return [values[argument] for argument in node.args[0]]
+        elif node.target is kept:
+            x, name = node.args
+            values[node] = values[x]
+            saves.note(values[node], str(name))
         else:
             values[node] = _run_node(node, mesh, values)
         for argument in expires.get(node, []):

@@ -26,6 +26,7 @@ from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
 from autopar.runtime.results import StepResults, joined
+from autopar.runtime.saved import SlicedSaves, converter, install_notes
 from autopar.runtime.transfer import Hop, Transfer, finish_sum, start_sum
 from autopar.runtime.world import World
 
@@ -59,7 +60,7 @@ class Runner:
         executor: Executor,
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
-        self.runs_backward_whole = executor.compiles or bool(program.recomputed)
+        self.runs_backward_whole = executor.compiles or bool(program.recomputed or program.slices)
         self._seeds = seeds
         parameters = len(program.parameters)
         # Those without dims may be numbers that Python changes: they are moved before every run.
@@ -71,6 +72,9 @@ class Runner:
         retarget_device(self._graph, self.world.device)
         self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
         self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
+        mesh, groups = self.world.mesh, self.world.group_names
+        self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups))
+        install_notes(self._graph, self._saves)
         bind_groups(self._graph, self.world.group_names)
         self._graph = fold_blocks(
             self._graph, program.recomputed,
@@ -115,7 +119,7 @@ class Runner:
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The forward of one micro-batch in a step; returns outputs and what is sent."""
         self._gathers.in_step = torch.is_grad_enabled()
-        with self._gathers.watching():
+        with self._gathers.watching(), self._saves.watching():
             return self._results(self._run(self._residents.leaves, inputs))
 
     def begin_backward(self, *, last: bool) -> None:
@@ -135,7 +139,7 @@ class Runner:
             self._residents.refresh()
             parameters = self._residents.leaves
         self._gathers.in_step = False
-        with self._gathers.watching():
+        with self._gathers.watching(), self._saves.watching():
             return self._results(self._run(parameters, inputs))
 
     def _run(self, parameters: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

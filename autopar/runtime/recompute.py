@@ -13,8 +13,9 @@ run again, once, in the order of the forward, and give every handle its tensor.
 Whole blocks are the case in which every call is recomputed (Chen et al. 2016). A random call draws the same
 numbers again: the generator's state before it is kept. Collectives are repeated in the order of the graph,
 which is the same on all ranks. New values of buffers are results, which the second run does not make.
-Gathered parameters are never recomputed here: what is kept goes through the hooks around the block, and
-those of `autopar.runtime.gather` keep a gathered parameter by its shard.
+Gathered parameters are never recomputed here: what is kept goes through the hooks around the block:
+those of `autopar.runtime.gather` keep a gathered parameter by its shard, and those of `autopar.runtime.saved` what the
+plan's saved lines name by this rank's slice.
 
 Saved-tensor hooks see one node of autograd's graph at a time, so backward of a stage that recomputes is not
 split in two, as a block would be recomputed for each part: where a zero-bubble schedule has the first half,
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from autopar import _torch
 from autopar.ops.nodes import draws
+from autopar.runtime.saved import View
 
 # A call, and the position among its results or among what it saves of its own.
 Place = tuple[str, int]
@@ -267,7 +269,7 @@ class _FirstRun(_Recording):
         name = self.at if not is_known else place[0] if place else ""
         if not name or not self._calls.is_again(name):
             return _Kept.of(x, self._outer)
-        handle = _Dropped(self, (*place, 1) if place else (*self.next_own(), 0), _View.of(x))
+        handle = _Dropped(self, (*place, 1) if place else (*self.next_own(), 0), View.of(x))
         self._handles.append(weakref.ref(handle))
         return handle
 
@@ -362,33 +364,6 @@ def _never(_: Any) -> Tensor:
 # --- what autograd keeps
 
 
-@dataclass(frozen=True)
-class _View:
-    """How a tensor lies in its storage, and whether it is read conjugated or negated there."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    is_conjugated: bool
-    is_negated: bool
-
-    @classmethod
-    def of(cls, x: Tensor) -> _View:
-        offset = int(x.storage_offset())
-        return cls(x.dtype, tuple(x.shape), x.stride(), offset, x.is_conj(), x.is_neg())
-
-    @torch.no_grad()
-    def on(self, x: Tensor) -> Tensor:
-        """The tensor that lies so in the storage of another."""
-        if _View.of(x) == self:
-            return x
-        view = x.new_empty(0, dtype=self.dtype)
-        view.set_(x.untyped_storage(), self.offset, self.shape, self.stride)
-        view = view.conj() if self.is_conjugated else view
-        return view.neg() if self.is_negated else view
-
-
 class _Dropped:
     """Stands for a saved tensor until it is recomputed; backward takes it once.
 
@@ -397,7 +372,7 @@ class _Dropped:
             own, as `(call, position, kind)`.
     """
 
-    def __init__(self, run: _FirstRun, place: tuple[str, int, int], view: _View) -> None:
+    def __init__(self, run: _FirstRun, place: tuple[str, int, int], view: View) -> None:
         self.run, self.place, self.view = run, place, view
         self.value: Tensor | None = None
 

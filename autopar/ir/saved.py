@@ -1,0 +1,91 @@
+"""How a tensor that a block keeps for backward lies until backward wants it.
+
+Autograd keeps a tensor as its consumer took it. Where it is replicated along an axis (R or V), every rank of the
+axis keeps the same, and a plan can say that each keeps a slice:
+
+    saved layers.*.input: S(1)@tp        the first activation that enters each of these blocks, by its dim 1
+    saved layers.5.input#2: S(0)@dp      the second one that enters a single block
+
+The slice is free, since every rank has all of the tensor; when backward wants the tensor, one all-gather along
+the axis makes it whole. With blocks that are recomputed this is P_a, the partitioned activation checkpoints of
+ZeRO-R (Rajbhandari et al. 2020, section 6.1).
+
+An axis that a line does not name, and one along which the tensor is split already, is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.ir.conversion import steps
+from autopar.ir.layout import Dims, Layout, R, divides, format_layout, parse_layout
+from autopar.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """The value of a `saved` line of a plan.
+
+    Attributes:
+        split: for every axis S of the dim by which the tensor is sliced, or R where the axis is left alone.
+    """
+
+    split: Layout
+
+    def text(self, mesh: Mesh) -> str:
+        """The value as text, such as `S(1)@tp`; the inverse of `parse`."""
+        return format_layout(self.split, mesh)
+
+    @classmethod
+    def parse(cls, text: Any, name: str, mesh: Mesh) -> SavedLayout:
+        """Reads `S(1)@tp`. Raises PlanError for any state but S, and LayoutError or MeshError as layouts do."""
+        if not isinstance(text, str):
+            raise PlanError(
+                f"What is saved of {name} lies in a layout such as S(1)@tp, not {text!r}."
+            )
+        split = parse_layout(text, mesh)
+        other = [(state, axis) for state, axis in zip(split, mesh.names, strict=True) if state != R]
+        wrong = [f"{state}@{axis}" for state, axis in other if state.kind != "S"]
+        if wrong or not other:
+            raise PlanError(
+                f"What is saved of {name} is split, and its line says {' '.join(wrong) or text!r}: write the dim "
+                f"and the axis, such as S(1)@{mesh.names[-1]}, or leave the line out."
+            )
+        return cls(split)
+
+    def of(self, layout: Layout) -> Layout:
+        """The layout of the slice of a tensor that lies in `layout`; an axis that splits it already stays.
+
+        >>> from autopar.ir import R, S, V
+        >>> SavedLayout((R, S(1))).of((S(0), V)) == (S(0), S(1))
+        True
+        """
+        return tuple(
+            new if new.kind == "S" and old.kind in ("R", "V") else R if old.kind == "V" else old
+            for new, old in zip(self.split, layout, strict=True)
+        )
+
+
+def can_slice(dims: Dims, layout: Layout, slice_layout: Layout, mesh: Mesh) -> bool:
+    """Whether a slice is there, and every rank can take it without asking another.
+
+    A split of a factor that a later axis splits already would interleave with it (see [Note: nested splits]).
+    """
+    for old, new in zip(layout, slice_layout, strict=True):
+        if new != old and new.kind == "S" and not (new.dim < len(dims) and dims[new.dim]):
+            return False
+        if new.kind == "S" and new.factor >= len(dims[new.dim]):
+            return False
+    if not divides(dims, slice_layout, mesh):
+        return False
+    return all(step.transition.forward == "shard" for step in steps(layout, slice_layout))
+
+
+def parse_saved(document: object, mesh: Mesh) -> dict[str, SavedLayout]:
+    """Reads the `saved` lines of a plan, as texts by name. Raises PlanError."""
+    if not isinstance(document, Mapping):
+        raise PlanError(f"The saved tensors of a plan are layouts by name, not {document!r}.")
+    return {name: SavedLayout.parse(text, name, mesh) for name, text in document.items()}
