@@ -120,11 +120,11 @@ class Selected(NamedTuple):
     Attributes:
         makers: recomputed ops, each with "", and recomputed conversions, as the op that first needs it and
             the tensor that is converted.
-        kept: memory that stays for backward -> the op that first needs it there.
+        kept: memory that stays for backward -> of every block that keeps it the op that first needs it there.
     """
 
     makers: frozenset[tuple[str, str]]
-    kept: Mapping[tuple[str, Layout], str]
+    kept: Mapping[tuple[str, Layout], tuple[str, ...]]
 
     def repeats(self, op: str, converts: str, phase: str, carries: str) -> bool:
         """Whether an item runs a second time; backward gathers parameters in any case."""

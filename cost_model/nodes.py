@@ -14,6 +14,7 @@ from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, own
 from autopar.cost_model.compute import OpPrice, inner_tensors, local_bytes, memory_seconds
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Phase, Region, TrainingState
+from autopar.cost_model.memory import KeptSlice
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
 from autopar.ir import Graph, Labels, Layout, Op, ParameterPlan, Tensor, steps
@@ -152,6 +153,17 @@ class NodePricer:
                     title, forward, axis, "backward", region, count, before, after, carries, of=user, moves=name,
                     recomputed=-int(spared),
                 )  # fmt: skip
+
+    def restored(self, kept: KeptSlice) -> Iterator[Item]:
+        """The gathers that make a tensor whole for backward, of which a block has kept a slice."""
+        op, tensor = self.graph.by_name[kept.user], self.graph.tensors[kept.tensor]
+        region, count = self.place(op.name, op.module)
+        title = f"of saved {numbers_out(kept.name)}"
+        for axis, name, _, before, after in self._steps(tensor, kept.slice_layout, kept.layout):
+            yield self._item(
+                title, name, axis, "backward", region, count, before, after, "activation", of=op.name,
+                recomputed=0,
+            )  # fmt: skip
 
     def gathered(
         self, name: str, source: Layout, target: Layout, user: str, block: Hashable

@@ -11,7 +11,7 @@ from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
-from autopar.cost_model.memory import Selected, keeps, layers_of_ops, recomputed_ops
+from autopar.cost_model.memory import KeptSlice, Selected, keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.nodes import NodePricer, numbers_out, regions_of, words_of
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Layout, Op, Plan
@@ -32,6 +32,7 @@ class Pricer:
             belong to none and are never recomputed.
         again: names of the ops that are recomputed in backward, whole blocks of them.
         selected: recomputation of single ops, in place of `again`.
+        slices: what blocks keep in slices, by the numbers that `blocks` has.
     """
 
     def __init__(
@@ -50,9 +51,11 @@ class Pricer:
         blocks: Mapping[str, Hashable] | None = None,
         again: Collection[str] = (),
         selected: Selected | None = None,
+        slices: Collection[KeptSlice] = (),
     ) -> None:
         self.graph, self.plan, self.sizes, self.regathers = graph, plan, sizes, regathers
         self.flow, self.again, self.selected = Flow(graph, plan), frozenset(again), selected
+        self.slices = {(each.memory, each.block): each for each in slices}
         self.blocks = layers_of_ops(graph) if blocks is None else blocks
         self._labels = block_labels(graph, self.blocks)
         self.nodes = NodePricer(
@@ -87,6 +90,8 @@ class Pricer:
         for name, targets in self.flow.targets.items():
             for target, user in targets.items():
                 yield from self._conversion(name, target, user)
+        for each in self.slices.values():
+            yield from self.nodes.restored(each)
         for name in self.graph.parameters:
             yield from self.nodes.between_steps(name, self.plan.parameters[name])
 
@@ -115,12 +120,24 @@ class Pricer:
         yield from self._gathered()
         for op in self.graph.ops:
             yield from self.nodes.working(op, self.plan.ops[op.name], self._block(op.name))
-        kept = {at: ops[0].name for at, ops in self._kept(self.again).items()}
-        if self.selected is not None:
-            kept = dict(self.selected.kept)
-        for at, name in kept.items():
-            yield self._saved(at, self.graph.by_name[name])
+        kept = self._staying()
+        for at, op in kept.items():
+            yield self._saved(at, op)
         yield from self._made_again(kept if self.selected is not None else ())
+
+    def _staying(self) -> dict[_Memory, Op]:
+        """Memory that stays for backward, slices in place of what they are of -> the first op that needs it there."""
+        if self.selected is not None:
+            named = self.selected.kept.items()
+            users = {at: [self.graph.by_name[name] for name in names] for at, names in named}
+        else:
+            users = self._kept(self.again)
+        found: dict[_Memory, Op] = {}
+        for at, ops in users.items():
+            for op in ops:
+                own = self.slices.get((at, self._block(op.name)))  # type: ignore[arg-type]
+                found.setdefault(at if own is None else (own.tensor, own.slice_layout), op)
+        return found
 
     def _gathered(self) -> Iterator[Holding]:
         for name in self.graph.parameters.values():
@@ -169,6 +186,10 @@ class Pricer:
                 yield replace(holding, kind="made again", name="made again", block=blocks[0])
             if blocks[0] in later and len({*blocks}) == 1:
                 yield replace(holding, kind="returned", name="returned")
+        for each in self.slices.values():
+            if each.block not in again:  # it is gathered while the block runs backward
+                holding = self._saved(each.memory, self.graph.by_name[each.user])
+                yield replace(holding, kind="made again", name="made again", block=each.block)
 
     def boundary_bytes(self) -> Quantity:
         """Bytes of what crosses from one repeated layer to the next, on one rank."""

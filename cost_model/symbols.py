@@ -15,7 +15,7 @@ from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.evaluation import Formulas
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
-from autopar.cost_model.memory import Selected
+from autopar.cost_model.memory import KeptSlice, Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.ir import Graph, Plan
@@ -148,6 +148,7 @@ class Expressions:
         blocks: Mapping[str, Hashable] | None = None,
         again: Collection[str] = (),
         selected: Selected | None = None,
+        slices: Collection[KeptSlice] = (),
     ) -> Expressions:
         """Prices every op and conversion of the graph, as formulas over symbols.
 
@@ -163,7 +164,7 @@ class Expressions:
             graph, plan, sizes=SymbolicSizes(plan.mesh, names, axes), hardware=machine,
             links=link_symbols(plan.mesh.names), layers=layers, training_state=training_state,
             fused=fused, regathers=regathers, bucket_bytes=bucket_bytes, blocks=blocks, again=again,
-            selected=selected,
+            selected=selected, slices=slices,
         )  # fmt: skip
         for position, axis in enumerate(plan.mesh.names):
             values |= link_values(hardware.link(plan.mesh, position), axis)

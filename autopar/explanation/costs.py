@@ -77,7 +77,7 @@ class PlanCost:
         return self.built or Expressions.of(
             self.graph, self.plan, self.software.on(self.cluster.hardware),
             training_state=self.run.training_state, blocks=blocks.blocks, again=blocks.again,
-            selected=blocks.selected,
+            selected=blocks.selected, slices=blocks.slices,
         )  # fmt: skip
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, TrainingState
-from autopar.cost_model.memory import Selected
+from autopar.cost_model.memory import KeptSlice, Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
@@ -24,6 +24,7 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.executed import ExecutedStep
 from autopar.pipeline.parts import is_whole, ops_again, parts_of_ops
 from autopar.pipeline.recomputable import selected
+from autopar.pipeline.saved_values import SavedValues
 
 
 class Composed(NamedTuple):
@@ -77,7 +78,7 @@ def step_of(
         graph, plan, sizes=Sizes(plan.mesh), hardware=machine,
         links=[machine.link(plan.mesh, axis) for axis in range(len(plan.mesh.axes))],
         training_state=training_state, blocks=blocks.blocks, again=blocks.again,
-        selected=blocks.selected,
+        selected=blocks.selected, slices=blocks.slices,
     )  # fmt: skip
     run = Run(plan.micro_batches, recompute=blocks.left, training_state=training_state)
     return Step(
@@ -172,22 +173,25 @@ class RecomputationPrice(NamedTuple):
         left: recomputation that `autopar.cost_model.step` still has to add, for layers all alike; "none"
             where the items contain all of it.
         selected: recomputed single ops, whose repetition the items contain; None where whole blocks are.
+        slices: what blocks keep in slices, whose gathers the items contain.
     """
 
     blocks: Mapping[str, int] | None
     again: frozenset[str]
     left: Recompute
     selected: Selected | None = None
+    slices: tuple[KeptSlice, ...] = ()
 
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> RecomputationPrice:
         """The blocks of a graph and those that a plan recomputes."""
         if not has_blocks(graph) or not is_whole(graph):
             return cls(None, frozenset(), plan.recompute)
+        slices = SavedValues(graph, plan).slices
         if plan.pipeline is not None:
-            return cls(parts_of_ops(graph, plan), frozenset(), plan.recompute)
+            return cls(parts_of_ops(graph, plan), frozenset(), plan.recompute, slices=slices)
         if isinstance(plan.recompute, Selection):
             chosen = selected(graph, plan, plan.recompute)
-            return cls(parts_of_ops(graph, plan), frozenset(), "none", chosen)
+            return cls(parts_of_ops(graph, plan), frozenset(), "none", chosen, slices)
         again = ops_again(graph, plan) if plan.recompute != "none" else frozenset()
-        return cls(parts_of_ops(graph, plan), again, "none")
+        return cls(parts_of_ops(graph, plan), again, "none", slices=slices)

@@ -21,6 +21,7 @@ from autopar.ir import Graph, Mesh, Plan
 from autopar.pipeline.parts import block_starts, find_parts
 from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.repetition import Places, Repetition
+from autopar.pipeline.saved_values import SavedValues
 
 
 class PricedBlocks:
@@ -37,6 +38,7 @@ class PricedBlocks:
         n: number of parts.
         units: number of captured parts.
         uses: tensor -> the captured parts whose ops take it, ascending.
+        slices: what blocks keep in slices, where the plan is cut as it says itself.
         items: work and communication of the captured ops, priced.
         holdings: memory of parameters and of what belongs to them.
     """
@@ -61,9 +63,10 @@ class PricedBlocks:
         self.unit_repeats = {part.captured: part.may_repeat for part in self.parts}
         self.n, self.units = len(self.parts), len(begins)
         self.uses = self._uses()
+        self.slices = SavedValues(graph, plan).slices
         self.pricer = Pricer(
             graph, plan, sizes=Sizes(plan.mesh), hardware=self.hardware, training_state=training_state,
-            links=[self.link(axis) for axis in plan.mesh.names], blocks=self.unit,
+            links=[self.link(axis) for axis in plan.mesh.names], blocks=self.unit, slices=self.slices,
         )  # fmt: skip
         self.flow, self.sizes = self.pricer.flow, self.pricer.sizes
         self.items = list(self.pricer.items())

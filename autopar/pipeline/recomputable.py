@@ -275,12 +275,12 @@ def selected_in(
 ) -> Selected:  # fmt: skip
     """What a selection recomputes and keeps, given the choices, path and right to repeat of every block."""
     makers: set[Maker] = set()
-    kept: dict[Memory, str] = {}
+    kept: dict[Memory, tuple[str, ...]] = {}
     for block, path, may in zip(choices, paths, may_repeat, strict=True):
         names = selection.names(path) if may else frozenset()
         makers.update(block.running_makers(names))
         for memory in block.kept(names):
-            kept.setdefault(memory, block.first_user[memory])
+            kept[memory] = (*kept.get(memory, ()), block.first_user[memory])
     return Selected(frozenset(makers), kept)
 
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.cost_model import keeps
+from autopar.cost_model.memory import KeptSlice
 from autopar.ir import Op
 from autopar.pipeline.crossings import Crossings
+from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.repetition import Places
@@ -103,7 +105,8 @@ class StageBytes:
     def memories_with(self, entering: Mapping[Memory, Sequence[int]]) -> list[Staying]:
         """The same, where `entering` says which memory stays of recomputed blocks, and for which captured parts."""
         kept, wires = self._staying({}), self._wires
-        found = []
+        entering = dict(entering)
+        found = [self._take_slice(each, kept, entering) for each in self._slices(kept, entering)]
         for at in {**kept, **entering, **wires}:
             size, spans = self.blocks.bytes(at), wires.get(at, [])
             units = {*kept.get(at, ()), *entering.get(at, ())}
@@ -122,6 +125,36 @@ class StageBytes:
                     )
                 )
         return found
+
+    def _slices(
+        self, kept: Mapping[Memory, Sequence[int]], entering: Mapping[Memory, Sequence[int]]
+    ) -> list[KeptSlice]:
+        """The slices of memory that their block would keep otherwise."""
+        return [
+            each
+            for each in self.blocks.slices
+            if each.block in (entering if each.block in self._again else kept).get(each.memory, ())
+        ]
+
+    def _take_slice(
+        self,
+        each: KeptSlice,
+        kept: dict[Memory, list[int]],
+        entering: dict[Memory, Sequence[int]],
+    ) -> Staying:
+        """A slice that its block keeps in place of the memory, which is taken from what it keeps."""
+        size = self.blocks.bytes((each.tensor, each.slice_layout))
+        at = (each.block,)
+        if each.block in self._again:
+            entering[each.memory] = [unit for unit in entering[each.memory] if unit != each.block]
+            return Staying(size, (), at, ())
+        kept[each.memory].remove(each.block)
+        return Staying(size, at, (), ())
+
+    @cached_property
+    def _again(self) -> frozenset[int]:
+        """Blocks that the plan recomputes."""
+        return repeating_parts(self.blocks.graph, self.blocks.plan)[1]
 
     @cached_property
     def _wires(self) -> dict[Memory, list[tuple[int, int]]]:
