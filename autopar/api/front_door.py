@@ -21,7 +21,7 @@ from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.ir.recompute import RecomputeWish
+from autopar.ir.recompute import PARTITIONED, RecomputeWish
 from autopar.planning.planning import (
     make_plan,
     policy_of,
@@ -96,7 +96,8 @@ def compile(
             dualpipev; by default what the search finds best.
         chunks: stages of each pipeline rank, for schedules that take several.
         recompute: "none" keeps everything for backward; "full" keeps only the inputs of every layer, and
-            recomputes the layer in backward; 3 does so with the first three layers of every stage; 0.5
+            recomputes the layer in backward; "partitioned" keeps each rank's slice of these inputs along axes on which
+            they are replicated, and gathers them again; 3 does so with the first three layers of every stage; 0.5
             keeps at most half of what recomputation can save. By default nothing is recomputed if the step
             fits into memory; else blocks or single ops, whichever is faster within the memory, unless
             sharding more is.
@@ -232,10 +233,11 @@ def _refuse_other_choices(plan: Plan | None, choices: Mapping[str, object]) -> N
     if plan is None:
         return
     pipeline = plan.pipeline
+    asks_for_slices = choices.get("recompute") == PARTITIONED and plan.recompute == "full"
     found = {
         "schedule": None if pipeline is None else pipeline.schedule,
         "chunks": None if pipeline is None else pipeline.chunks,
-        "recompute": plan.recompute,
+        "recompute": PARTITIONED if asks_for_slices else plan.recompute,
     }
     for name, asked in choices.items():
         if asked not in (None, found[name]):

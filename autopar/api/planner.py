@@ -31,7 +31,9 @@ from autopar.ir import (
     without_pipeline,
 )
 from autopar.ir.recompute import words_of_recompute
+from autopar.ir.saved import words_of_saved
 from autopar.pipeline.composed import composed
+from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
     Prepared,
@@ -180,15 +182,18 @@ class Planner:
                 "Give example_inputs=... to autopar.compile, so that the plan is carried out at once, or call step "
                 "first."
             )
-        fixed = Fixed(given.parameters, None, given.recompute, {})
+        fixed = Fixed(given.parameters, None, given.recompute, {}, given.saved)
         return self._following(prepared, fixed, 1, is_step=False)
 
     def _for_micro_batch(self, plan: Plan, prepared: Prepared) -> Plan:
         """The plan of the whole batch for the captured micro-batch, searched again if it is not legal there."""
         if why_not_again(plan, prepared):
             return self._search(prepared, plan.micro_batches, captured=plan.micro_batches)
-        shapes = prepared.analysis.graph.edge_shapes
-        return replace(plan, fingerprint=prepared.captured.fingerprint, shapes=shapes)
+        graph = prepared.analysis.graph
+        return replace(
+            plan, fingerprint=prepared.captured.fingerprint, shapes=graph.edge_shapes,
+            saved=possible_lines(graph, plan),
+        )  # fmt: skip
 
     def _programs(self, prepared: Prepared, plan: Plan, batch: Prepared) -> Programs:
         is_step = prepared.captured.is_step
@@ -300,7 +305,8 @@ class Planner:
         if fixed.pipeline is not None:
             cuts = cuts_where_parameters_lie(graph, fixed.users, fixed.pipeline.stages)
             plan = replace(plan, pipeline=replace(fixed.pipeline, cuts=cuts))
-        return replace(plan, recompute=known_recomputation(plan, graph))
+        plan = replace(plan, recompute=known_recomputation(plan, graph), saved=fixed.saved)
+        return replace(plan, saved=possible_lines(graph, plan))
 
     def world(self) -> World:
         """The mesh as it runs; known once the first program is."""
@@ -350,8 +356,8 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
     words.append(counted(plan.micro_batches, "micro-batch"))
-    if again := words_of_recompute(plan.recompute):
-        words.append(again)
+    said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))
+    words += [again for again in said if again]
     seconds, size = predicted
     return (
         f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "

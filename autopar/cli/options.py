@@ -67,12 +67,12 @@ class Pin(click.ParamType):
 
 
 class Recomputation(click.ParamType):
-    """The value of `--recompute`: `none`, `full`, a number of layers such as `3`, or a part such as `0.5`.
+    """The value of `--recompute`: `none`, `full`, `partitioned`, a number of layers, or a part such as `0.5`.
 
     `parse_wish` reads it; a JSON object such as `{"layers.*": ["mlp.act/gelu"]}` selects single ops.
     """
 
-    name = "none|full|N|PART"
+    name = "none|full|partitioned|N|PART"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> RecomputeWish:
         try:
@@ -143,7 +143,7 @@ _INTENTS = (
                  help="In which order pipeline stages run micro-batches; else searched."),
     click.option("--chunks", type=POSITIVE, metavar="V",
                  help="Stages of each pipeline rank, for the schedules that take several; else searched."),
-    click.option("--recompute", type=Recomputation(), metavar="none|full|N|PART",
+    click.option("--recompute", type=Recomputation(), metavar="none|full|partitioned|N|PART",
                  help="How many layers of a stage run again in backward, or, as 0.5, the part of the memory "
                       "for activations that may be kept; else the fewest that fit."),
     click.option("--precision", metavar="POLICY",

@@ -111,6 +111,7 @@ def _headlines(a: Side, b: Side) -> Iterator[Difference]:
             pairs.append((name, str(a.document["run"][name]), str(b.document["run"][name])))
     else:
         pairs.append(("recompute", *(format_recompute(s.plan.recompute) for s in (a, b))))
+    pairs.append(("saved in slices", *(_saved(side.plan) for side in (a, b))))
     for subject, before, after in pairs:
         if before != after:
             yield Difference(subject, "", before, after)
@@ -118,6 +119,11 @@ def _headlines(a: Side, b: Side) -> Iterator[Difference]:
 
 def _schedule(plan: Plan) -> str:
     return plan.pipeline.schedule if plan.pipeline else "none"
+
+
+def _saved(plan: Plan) -> str:
+    lines = (f"{name} {how.text(plan.mesh)}" for name, how in plan.saved.items())
+    return ", ".join(lines) or "nothing"
 
 
 def _cuts(plan: Plan) -> str:

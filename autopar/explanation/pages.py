@@ -19,6 +19,7 @@ from autopar.explanation.launch import asked, launch
 from autopar.explanation.report import collectives, described
 from autopar.ir import Graph, with_pipeline
 from autopar.ir.recompute import words_of_recompute
+from autopar.ir.saved import words_of_saved
 from autopar.search.notes import unruled_lines
 from autopar.units import format_bytes, format_seconds
 from autopar.views import BlockNode, Formula, Page, RooflinePoint
@@ -159,7 +160,8 @@ def _event_document(event: Event) -> dict[str, Any]:
 
 def _subtitle(e: Explanation) -> str:
     stages = _stages_in_words(e)
-    again = f", {words}" if (words := words_of_recompute(e.plan.recompute)) else ""
+    said = (words_of_recompute(e.plan.recompute), words_of_saved(e.plan.saved, e.plan.mesh))
+    again = "".join(f", {words}" for words in said if words)
     count = int(e.run.micro_batches)
     batches = f"{count} micro-batch{'es' * (count > 1)}"
     mesh = e.plan.world_mesh

@@ -17,6 +17,7 @@ from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.step import Step
 from autopar.ir import Graph, Mesh, Op, Plan, format_layout
 from autopar.ir.recompute import words_of_recompute
+from autopar.ir.saved import words_of_saved
 from autopar.units import format_bytes, format_seconds
 
 _T = TypeVar("_T")
@@ -44,7 +45,8 @@ def headline(plan: Plan) -> Text:
     ranks = f"{mesh.size} rank{'s' * (mesh.size > 1)}"
     batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     schedule = f", {plan.pipeline.schedule}" if plan.pipeline else ""
-    again = f", {words}" if (words := words_of_recompute(plan.recompute)) else ""
+    said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))
+    again = "".join(f", {words}" for words in said if words)
     text = Text(f"Plan for {ranks} as {mesh}", style="bold")
     return text.append(
         f"  recipe {plan.recipe}{schedule}{batches}{again}, model {plan.fingerprint}",

@@ -78,7 +78,9 @@ def path_pattern(path: str) -> str:
 
 
 Recompute = Literal["none", "full"] | int | Selection
-RecomputeWish = Recompute | float  # what can be asked of a search
+PARTITIONED: Literal["partitioned"] = "partitioned"
+# What can be asked of a search: also all blocks with their inputs in slices (`autopar.ir.saved`), and a part.
+RecomputeWish = Recompute | Literal["partitioned"] | float
 
 
 def check_recompute(recompute: object) -> None:
@@ -94,14 +96,15 @@ def check_recompute(recompute: object) -> None:
 def check_wish(wish: object) -> None:
     """Raises PlanError unless a search takes `wish` as its recomputation.
 
-    It takes None (the search decides), "none", "full", a whole number of blocks from 1 on, a `Selection`, and a
+    It takes None (the search decides), "none", "full", "partitioned" (all blocks, and what enters them in slices along
+    the axes that replicate it), a whole number of blocks from 1 on, a `Selection`, and a
     float between 0 and 1, both excluded.
 
     A float bounds the memory for activations, as `torch._functorch.config.activation_memory_budget` does. 1.0
     would be what "none" keeps, 0.0 what "full" keeps, and the numbers between are linear. The search takes the
     fastest recomputation within this bound on every pipeline stage.
     """
-    if wish is None or (isinstance(wish, float) and 0 < wish < 1):
+    if wish is None or wish == PARTITIONED or (isinstance(wish, float) and 0 < wish < 1):
         return
     if isinstance(wish, float):
         raise PlanError(
@@ -147,7 +150,9 @@ def _json(text: str) -> Any:
 
 
 def parse_wish(text: str) -> RecomputeWish:
-    """`none`, `full`, a number of blocks such as `3`, or a part such as `0.5`. Raises PlanError."""
+    """`none`, `full`, `partitioned`, a number of blocks such as `3`, or a part such as `0.5`. Raises PlanError."""
+    if text == PARTITIONED:
+        return PARTITIONED
     whole, point, part = text.partition(".")
     if point and (whole + part).isdigit():
         check_wish(float(text))

@@ -84,6 +84,25 @@ def can_slice(dims: Dims, layout: Layout, slice_layout: Layout, mesh: Mesh) -> b
     return all(step.transition.forward == "shard" for step in steps(layout, slice_layout))
 
 
+def words_of_saved(saved: Mapping[str, SavedLayout], mesh: Mesh) -> str:
+    """For people, after a comma: what is kept in slices along which axes; "" for nothing.
+
+    >>> mesh = Mesh.parse("dp=2,tp=4")
+    >>> words_of_saved({"layers.*.input": SavedLayout.parse("S(1)@tp", "it", mesh)}, mesh)
+    'layers.*.input kept in slices along tp until backward'
+    """
+    if not saved:
+        return ""
+    axes = [
+        name
+        for axis, name in enumerate(mesh.names)
+        if any(how.split[axis].kind == "S" for how in saved.values())
+    ]
+    names = list(saved)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} kept in slices along {' and '.join(axes)} until backward"
+
+
 def parse_saved(document: object, mesh: Mesh) -> dict[str, SavedLayout]:
     """Reads the `saved` lines of a plan, as texts by name. Raises PlanError."""
     if not isinstance(document, Mapping):

@@ -136,13 +136,19 @@ class SavedValues:
 
     def _check_line(self, each: BlockInput, line: SavedLayout) -> None:
         dims, mesh = self.graph.tensors[each.tensor].dims, self.plan.mesh
-        if not can_slice(dims, each.layout, line.of(each.layout), mesh):
+        if not self._allows(each, line):
             raise PlanError(
                 f"The plan saves {each.name} as {line.text(mesh)}, which does not slice it: it has the shape "
                 f"{list(self.graph.tensors[each.tensor].shape)} in dims of factors {dims}, and lies as "
                 f"{format_layout(each.layout, mesh)} on the mesh {mesh}. Name a dim that the axis divides, and that "
                 "no later axis splits."
             )
+
+    def holds(self, name: str) -> bool:
+        """Whether the model has the input of a line, and can slice it so wherever the line is for."""
+        meant = [each for each in self.inputs if name in (each.name, each.pattern)]
+        lines = [(each, each.line(self.plan.saved)) for each in meant]
+        return bool(meant) and all(line is None or self._allows(each, line) for each, line in lines)
 
     # --- the word "partitioned"
 
@@ -177,13 +183,15 @@ class SavedValues:
     def sliced(
         self, each: BlockInput, choose: Callable[[list[State]], State]
     ) -> SavedLayout | None:
-        """A line for an input, of which `choose` picks the dim for every axis that replicates it; None for no line."""
+        """A line for an input: `choose` picks the state for every axis that replicates it; None for no line."""
         line = SavedLayout((R,) * len(self.plan.mesh.axes))
-        dims = range(len(self.graph.tensors[each.tensor].dims))
+        dims = self.graph.tensors[each.tensor].dims
+        states = [S(dim) for dim in range(len(dims))]
+        states += [S(dim, i) for dim, sizes in enumerate(dims) for i in range(1, len(sizes))]
         for axis, size in enumerate(self.plan.mesh.sizes):
             lines = [
-                SavedLayout((*line.split[:axis], S(dim), *line.split[axis + 1 :]))
-                for dim in dims
+                SavedLayout((*line.split[:axis], state, *line.split[axis + 1 :]))
+                for state in states
                 if size > 1 and each.layout[axis] == R
             ]
             options = [found.split[axis] for found in lines if self._allows(each, found)]
@@ -290,6 +298,17 @@ class SavedValues:
         for name in self.graph.outputs:
             found.setdefault(self._flow.saved.root(name), set()).add(len(self._cuts))
         return found
+
+
+def possible_lines(graph: Graph, plan: Plan) -> dict[str, SavedLayout]:
+    """The saved lines of a plan that hold for this graph of the same model, which has other ops or sizes.
+
+    Those of an input that is not there, or that cannot be sliced so, are left out.
+    """
+    values = SavedValues(graph, plan) if plan.saved else None
+    return {
+        name: line for name, line in plan.saved.items() if values is not None and values.holds(name)
+    }
 
 
 def _unvaried(layout: Layout) -> Layout:

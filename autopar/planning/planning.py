@@ -35,6 +35,7 @@ from autopar.ir.recompute import RecomputeWish
 from autopar.passes import clean_up
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
+from autopar.pipeline.saved_values import possible_lines
 from autopar.search.notes import undivided_lines
 from autopar.search.outer import Searched, search_plan
 from autopar.search.request import Request
@@ -263,6 +264,7 @@ def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | Non
         plan, fingerprint=prepared.captured.fingerprint, micro_batches=micro_batches,
         notes=("the choices of the plan for other shapes",),
         shapes=prepared.analysis.graph.edge_shapes,
+        saved=possible_lines(prepared.analysis.graph, plan),
     )  # fmt: skip
 
 

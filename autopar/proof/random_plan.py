@@ -1,4 +1,4 @@
-"""Plans drawn at random: every choice of every op, every storage, every residence.
+"""Plans drawn at random: every choice of every op, every storage, every residence, and what is saved in slices.
 
 The parity of such plans with the single-device model is the test the project stands on.
 """
@@ -6,6 +6,7 @@ The parity of such plans with the single-device model is the test the project st
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -29,6 +30,8 @@ from autopar.ir import (
     is_legal,
     without_pipeline,
 )
+from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.saved_values import SavedValues
 from autopar.pipeline.schedules import fewest_micro_batches
 
 
@@ -51,10 +54,21 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
     # drawn apart, so that the size of a micro-batch, which other draws depend on, does not change it
     pipeline = _random_pipeline(graph, whole, random.Random(f"pipeline {seed}"))
     count = max(2, fewest_micro_batches(pipeline)) if pipeline else 1
-    return Plan(
+    plan = Plan(
         mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline,
         precision=graph.precision,
     )  # fmt: skip
+    return _random_slices(graph, plan, random.Random(f"saved {seed}"))
+
+
+def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
+    """Half of all plans recompute their blocks, and keep in slices some of what enters these."""
+    if draw.random() < 0.5 or not has_blocks(graph):
+        return plan
+    values = SavedValues(graph, replace(plan, recompute="full"))
+    lines = {each.name: values.sliced(each, draw.choice) for each in values.inputs}
+    saved = {name: line for name, line in lines.items() if line is not None}
+    return replace(plan, recompute="full", saved=saved)
 
 
 def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import nn
@@ -16,6 +16,7 @@ from autopar.capture.guards import Guards, NumberInput, Place
 from autopar.capture.writes import Write
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute
+from autopar.ir.saved import SavedLayout
 from autopar.program.program import Program
 from autopar.runtime.part import Users
 from autopar.runtime.world import World
@@ -56,12 +57,14 @@ class Fixed:
         pipeline: the stages of the first program; None for a single stage.
         recompute: the recomputation of the first program.
         users: parameter name -> the stages that use it.
+        saved: the first program's saved lines.
     """
 
     parameters: Mapping[str, ParameterPlan]
     pipeline: Pipeline | None
     recompute: Recompute
     users: Users
+    saved: Mapping[str, SavedLayout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Placement:
         self.store.fill(programs.whole, model, values, held)
         place_buffers(model, world)
         plan = programs.whole.plan
-        self.fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users)
+        self.fixed = Fixed(plan.parameters, plan.pipeline, plan.recompute, users, plan.saved)
         if pipe is not None:
             assert self.adoption is not None and programs.pipeline is not None
             self.part = take_part(model, programs.stages, users, world, self.adoption)

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from autopar import _torch
 from autopar.ops.nodes import draws
-from autopar.runtime.saved import View
+from autopar.runtime.saved import SavedView
 
 # A call, and the position among its results or among what it saves of its own.
 Place = tuple[str, int]
@@ -269,7 +269,7 @@ class _FirstRun(_Recording):
         name = self.at if not is_known else place[0] if place else ""
         if not name or not self._calls.is_again(name):
             return _Kept.of(x, self._outer)
-        handle = _Dropped(self, (*place, 1) if place else (*self.next_own(), 0), View.of(x))
+        handle = _Dropped(self, (*place, 1) if place else (*self.next_own(), 0), SavedView.of(x))
         self._handles.append(weakref.ref(handle))
         return handle
 
@@ -372,7 +372,7 @@ class _Dropped:
             own, as `(call, position, kind)`.
     """
 
-    def __init__(self, run: _FirstRun, place: tuple[str, int, int], view: View) -> None:
+    def __init__(self, run: _FirstRun, place: tuple[str, int, int], view: SavedView) -> None:
         self.run, self.place, self.view = run, place, view
         self.value: Tensor | None = None
 

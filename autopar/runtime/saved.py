@@ -33,7 +33,7 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 
 @dataclass(frozen=True)
-class View:
+class SavedView:
     """How a tensor lies in its storage, and whether it is read conjugated or negated there."""
 
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class View:
     is_negated: bool
 
     @classmethod
-    def of(cls, x: Tensor) -> View:
+    def of(cls, x: Tensor) -> SavedView:
         """The view that a tensor is."""
         offset = int(x.storage_offset())
         return cls(x.dtype, tuple(x.shape), x.stride(), offset, x.is_conj(), x.is_neg())
@@ -52,7 +52,7 @@ class View:
     @torch.no_grad()
     def on(self, x: Tensor) -> Tensor:
         """The tensor that lies so in the storage of another."""
-        if View.of(x) == self:
+        if SavedView.of(x) == self:
             return x
         view = x.new_empty(0, dtype=self.dtype)
         view.set_(x.untyped_storage(), self.offset, self.shape, self.stride)
@@ -73,7 +73,7 @@ class SlicedSaves:
         self._slices, self._mesh, self._convert = slices, mesh, convert
         self._hooks: Hooks | None = None
         # Storage -> a reference that keeps its address from being used again, the slice in it, and of which rank.
-        self._known: dict[int, tuple[object, _Slice, int]] = {}
+        self._known: dict[int, tuple[object, _KeptParts, int]] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -99,7 +99,7 @@ class SlicedSaves:
             self._known.pop(key, None)
         if not name or not all(map(_fills_storage, ranks)):
             return
-        made = _Slice(name, self._cut(ranks, self._slices[name]), self._back(name, ranks))
+        made = _KeptParts(name, self._cut(ranks, self._slices[name]), self._back(name, ranks))
         for rank, x in enumerate(ranks):
             reference = _torch.storage_reference(x)
             self._known[reference.cdata] = reference, made, rank
@@ -118,7 +118,7 @@ class SlicedSaves:
     ) -> Callable[[Sequence[object]], list[Tensor]]:
         assert self._hooks is not None, "a tensor is noted in a forward that is watched"
         unpack, steps = self._hooks[1], self._slices[name].back(self._mesh)
-        views = [View.of(x) for x in ranks]
+        views = [SavedView.of(x) for x in ranks]
 
         def back(parts: Sequence[object]) -> list[Tensor]:
             with torch.no_grad():
@@ -130,18 +130,18 @@ class SlicedSaves:
     def _pack(self, x: Tensor) -> object:
         assert self._hooks is not None, "hooks are active in a forward that is watched"
         _, found, rank = self._known.get(_torch.storage_key(x), (None, None, 0))
-        return self._hooks[0](x) if found is None else found.handle(rank, View.of(x))
+        return self._hooks[0](x) if found is None else found.handle(rank, SavedView.of(x))
 
     @staticmethod
     def _unpack(hooks: Hooks) -> Callable[[object], Tensor]:
         @torch.compiler.disable  # [Note: backward inside forward]
         def unpack(saved: object) -> Tensor:
-            return saved.get() if isinstance(saved, _Handle) else hooks[1](saved)
+            return saved.get() if isinstance(saved, _SliceHandle) else hooks[1](saved)
 
         return unpack
 
 
-class _Slice:
+class _KeptParts:
     """What the ranks of this process keep of one tensor for one block.
 
     Attributes:
@@ -152,11 +152,11 @@ class _Slice:
         self, name: str, parts: list[object], back: Callable[[Sequence[object]], list[Tensor]]
     ) -> None:
         self.name, self._parts, self._back = name, parts, back
-        self._handles: list[weakref.ref[_Handle]] = []
+        self._handles: list[weakref.ref[_SliceHandle]] = []
 
-    def handle(self, rank: int, view: View) -> _Handle:
+    def handle(self, rank: int, view: SavedView) -> _SliceHandle:
         """A handle for a saved tensor that lies so in the tensor's memory."""
-        found = _Handle(self, rank, view)
+        found = _SliceHandle(self, rank, view)
         self._handles.append(weakref.ref(found))
         return found
 
@@ -167,10 +167,10 @@ class _Slice:
             handle.whole = whole[handle.rank]
 
 
-class _Handle:
+class _SliceHandle:
     """Stands for a saved tensor until backward wants it, which takes it once."""
 
-    def __init__(self, of: _Slice, rank: int, view: View) -> None:
+    def __init__(self, of: _KeptParts, rank: int, view: SavedView) -> None:
         self.rank = rank
         self.whole: Tensor | None = None
         self._of, self._view = of, view
@@ -189,7 +189,7 @@ def _fills_storage(x: Tensor) -> bool:
     return is_plain and x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
 
-def _lying_as(x: Tensor, view: View) -> Tensor:
+def _lying_as(x: Tensor, view: SavedView) -> Tensor:
     """A tensor of the same values with other strides, from the beginning of its storage."""
     if x.stride() == view.stride:
         return x.contiguous() if x.storage_offset() else x

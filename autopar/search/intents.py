@@ -9,18 +9,21 @@ from autopar.cost_model.compute import is_product
 from autopar.cost_model.hardware import Hardware
 from autopar.errors import RecipeError
 from autopar.ir import Graph
-from autopar.ir.recompute import RecomputeWish
+from autopar.ir.recompute import PARTITIONED, Recompute
 from autopar.search import search
 from autopar.search.recipes import ALIASES
 from autopar.search.request import AXES, Request
 from autopar.search.settings import DATA, TENSOR, ClusterSetting
 
 
-def recomputations(request: Request) -> tuple[RecomputeWish, ...]:
+def recomputations(request: Request) -> tuple[Recompute | float, ...]:
     """What a layer may do; between "none" and "full" any number of layers, where both are here."""
     if "recompute" in request.without:
         return ("none",)
-    return ("none", "full") if request.recompute is None else (request.recompute,)
+    asked = request.recompute
+    if asked is None:
+        return ("none", "full")
+    return ("full",) if asked == PARTITIONED else (asked,)
 
 
 def has_closed_form(request: Request) -> bool:
