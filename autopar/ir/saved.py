@@ -47,11 +47,10 @@ class SavedLayout:
                 f"What is saved of {name} lies in a layout such as S(1)@tp, not {text!r}."
             )
         split = parse_layout(text, mesh)
-        other = [(state, axis) for state, axis in zip(split, mesh.names, strict=True) if state != R]
-        wrong = [f"{state}@{axis}" for state, axis in other if state.kind != "S"]
-        if wrong or not other:
+        kinds = {state.kind for state in split} - {"R"}
+        if kinds != {"S"}:
             raise PlanError(
-                f"What is saved of {name} is split, and its line says {' '.join(wrong) or text!r}: write the dim "
+                f"What is saved of {name} is split, and its line says {text!r}: write the dim "
                 f"and the axis, such as S(1)@{mesh.names[-1]}, or leave the line out."
             )
         return cls(split)

@@ -5,48 +5,63 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from gpt import GPT, GPTConfig, loss_fn
+from torch import Tensor
 
 import autopar
 from autopar.ir import Graph, Plan
+from autopar.ir.recompute import Recompute
 from autopar.ir.saved import SavedLayout
 from autopar.pipeline.composed import step_of
-from autopar.pipeline.saved_values import SavedValues
-from autopar.pipeline.stage_costs import stage_table
 from autopar.runtime.executor import Runner
+from autopar.runtime.saved import SavedView
 from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
 from tests.runtime.models import Batch
 from tests.runtime.ranks import Ranks
-from tests.runtime.test_recompute import HARDWARE, NO_PIPELINE, Layers, mean_square, planned
+from tests.runtime.test_recompute import HARDWARE, NO_PIPELINE, planned, random_selection
 from tests.runtime.training import difference, full_state
 from tests.support.staged import captured_once
 
-LAYERS, ROWS, SEQ, WIDTH = 3, 4, 16, 32
-FLOAT = 4
+LAYERS, ROWS, SEQ, WIDTH, FLOAT = 3, 4, 16, 32, 8
+MICRO_BATCHES = 2
+STREAM = ROWS // MICRO_BATCHES * SEQ * WIDTH * FLOAT  # what enters a block, of one micro-batch
 
 
-def gpt(dtype: torch.dtype = torch.float32) -> tuple[GPT, Batch]:
+def gpt() -> tuple[GPT, Batch]:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(seq_len=SEQ, layers=LAYERS, heads=4, width=WIDTH)).to(dtype)
+    model = GPT(GPTConfig(seq_len=SEQ, layers=LAYERS, heads=4, width=WIDTH)).double()
     return model, (torch.randint(256, (ROWS, SEQ)), torch.randint(256, (ROWS, SEQ)))
 
 
-def checkpointed(
-    mesh: dict[str, int], recipe: str, micro_batches: int, saved: str, recompute: Any = "full"
-) -> tuple[Plan, Graph]:
-    """A plan that recomputes blocks; `saved` is a state such as `S(0)@tp` for all that enters them, or ""."""
-    model, batch = gpt()
-    plan, graph = planned((model, batch, loss_fn), mesh, recipe, micro_batches, NO_PIPELINE)
-    lines = {"blocks.*.input": SavedLayout.parse(saved, "it", plan.mesh)} if saved else {}
-    return replace(plan, recompute=recompute, saved=lines), graph
+class Measured(NamedTuple):
+    """What a forward keeps and what its price is, and the collectives of a step."""
+
+    kept_bytes: int
+    priced_bytes: float
+    collectives: Counter[str]
 
 
-def trained_ten_steps(model: Any, step: Any, batch: Batch) -> dict[str, Any]:
+def measured(model: GPT, batch: Batch, plan: Plan, graph: Graph) -> Measured:
+    compiled = autopar.compile(copy.deepcopy(model), loss_fn=loss_fn, plan=plan)
+    compiled.step(*batch)
+    compiled.zero_grad()
+    with Counted() as counted:
+        compiled.step(*batch)
+    runner: Runner = compiled._kept.ready[True][0].bound._runner  # type: ignore[union-attr]
+    part = [x[: ROWS // MICRO_BATCHES] for x in batch]
+    runner.begin()
+    kept = kept_bytes(lambda: runner.run(part), runner.leaves)
+    priced = step_of(graph, plan, HARDWARE).held("saved activations", "first")
+    return Measured(kept, float(priced), Counter(counted.number))
+
+
+def ten_steps(model: Any, step: Any, batch: Batch) -> dict[str, Any]:
+    """Trains with AdamW; the losses and the full parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     losses = []
     for _ in range(10):
@@ -57,30 +72,48 @@ def trained_ten_steps(model: Any, step: Any, batch: Batch) -> dict[str, Any]:
 
 
 @captured_once()
-def on_two_ranks(micro_batches: int, saved: str) -> dict[str, Any]:
-    """What a rank has after ten steps, and what a step keeps and sends with a saved line and without."""
-    model, batch = gpt(torch.float64)
-    part = tuple(x[: len(x) // micro_batches] for x in batch)
-    prepared_plan, _ = planned((model, batch, loss_fn), {"tp": 2}, "tp", micro_batches, NO_PIPELINE)
-    line = {"blocks.*.input": SavedLayout.parse(saved, "it", prepared_plan.mesh)}
-    found: dict[str, Any] = {}
-    for name, lines in (("whole", {}), ("slices", line)):
-        plan = replace(prepared_plan, recompute="full", saved=lines)
-        compiled = autopar.compile(copy.deepcopy(model), loss_fn=loss_fn, plan=plan)
-        compiled.step(*batch)
-        compiled.zero_grad()
-        with Counted() as counted:
-            compiled.step(*batch)
-        compiled.zero_grad()
-        runner: Runner = compiled._kept.ready[True][0].bound._runner  # type: ignore[union-attr]
-        runner.begin()
-        kept = kept_bytes(lambda: runner.run(part), runner.leaves)  # noqa: B023
-        runner.end()
-        found[name] = (kept, Counter(counted.number), Counter(counted.bytes))
-    compiled = autopar.compile(copy.deepcopy(model), loss_fn=loss_fn, plan=plan)
-    return {**found, "trained": trained_ten_steps(compiled, compiled.step, batch)}
+def on_two_ranks() -> tuple[list[tuple[Measured, Measured]], dict[str, Any]]:
+    """Whole and in slices: figures of several recomputations; and ten steps of the last in slices."""
+    model, batch = gpt()
+    plan, graph = planned((model, batch, loss_fn), {"tp": 2}, "tp", MICRO_BATCHES, NO_PIPELINE)
+    lines = {"blocks.*.input": SavedLayout.parse("S(1)@tp", "it", plan.mesh)}
+    found = []
+    some = random_selection(graph, plan, 1)
+    recomputes: tuple[Recompute, ...] = ("none", 2, some, "full")
+    for recompute in recomputes:
+        whole, sliced = (replace(plan, recompute=recompute, saved=saved) for saved in ({}, lines))
+        found.append(tuple(measured(model, batch, each, graph) for each in (whole, sliced)))
+    compiled = autopar.compile(model, loss_fn=loss_fn, plan=sliced)
+    return found, ten_steps(compiled, compiled.step, batch)  # type: ignore[return-value]
 
 
-def test_try(two_ranks: Ranks) -> None:
-    for r in two_ranks.run(on_two_ranks, 2, "S(1)@tp"):
-        print(r["whole"], r["slices"])
+@pytest.mark.multiprocess
+def test_slices_train_as_one_process_and_are_priced_as_they_are(two_ranks: Ranks) -> None:
+    """The first block gets a partial sum, of which no rank has the whole: two of three keep slices."""
+    model, batch = gpt()
+
+    def step(*batch: Tensor) -> Tensor:
+        losses = [
+            loss_fn(model(x), y)
+            for x, y in zip(*(x.chunk(MICRO_BATCHES) for x in batch), strict=True)
+        ]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss.detach()
+
+    expected = ten_steps(model, step, batch)
+    for figures, trained in two_ranks.run(on_two_ranks):
+        assert difference(trained, expected) < 1e-9
+        for whole, sliced in figures:
+            assert whole.kept_bytes - sliced.kept_bytes == 2 * STREAM // 2
+            assert whole.priced_bytes - sliced.priced_bytes == 2 * STREAM // 2
+            assert sliced.kept_bytes == pytest.approx(sliced.priced_bytes, rel=0.01)
+            more = sliced.collectives - whole.collectives
+            assert more == {"all_gather": 2 * MICRO_BATCHES}  # one a block and micro-batch
+
+
+def test_a_view_lies_as_it_did() -> None:
+    """Transposed, conjugated and negated, on a tensor of other memory."""
+    z = torch.randn(3, 4, dtype=torch.complex128)
+    for view in (z.T, z[1:, ::2], z.conj(), z.T.conj().imag):
+        assert torch.equal(SavedView.of(view).on(z.clone()), view)

@@ -1,0 +1,79 @@
+"""Plans that keep what enters blocks in slices give the loss and every gradient of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.ir import Mesh, ParameterPlan, Plan, R
+from autopar.pipeline.saved_values import SavedValues
+from autopar.planning.planning import unsplit_plan
+from autopar.proof.random_plan import random_plan
+from autopar.proof.subject import Subject
+from autopar.runtime import saved
+from benchmarks.zoo.models import build
+from tests.proof.test_parity import conv, llama
+
+SUBJECTS = {"llama": llama, "conv": conv, "gpt2": lambda: build("gpt2", dtype=torch.float64)}
+
+
+def in_slices(subject: Subject, plan: Plan) -> Plan:
+    """The plan made to recompute its blocks, with slices wherever it can have them."""
+    plan = replace(plan, recompute="full")
+    values = SavedValues(subject.prepared.analysis.graph, plan)
+    return plan if plan.saved else replace(plan, saved=values.partitioned())
+
+
+def replicated(subject: Subject, mesh: str) -> Plan:
+    """Every rank does all, so that all that enters a block can be sliced along every axis."""
+    axes = Mesh.parse(mesh)
+    whole = ParameterPlan((R,) * len(axes.axes), (R,) * len(axes.axes))
+    parameters = dict.fromkeys(subject.prepared.analysis.graph.parameters, whole)
+    return in_slices(subject, unsplit_plan(subject.prepared, axes, parameters, 1))
+
+
+class Gathers:
+    """Counts what backward gathers, and can give the slices in a wrong order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, reverses: bool = False) -> None:
+        self.count = 0
+        gather = saved._KeptParts.gather
+
+        def counted(parts: saved._KeptParts) -> None:
+            self.count += 1
+            if reverses:
+                parts._parts = parts._parts[::-1]
+            gather(parts)
+
+        patch.setattr(saved._KeptParts, "gather", counted)
+
+
+@pytest.mark.parametrize("name", list(SUBJECTS))
+def test_random_plans_with_slices(name: str) -> None:
+    subject = Subject.of(*SUBJECTS[name]())
+    captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
+    for mesh in ("a=2", "a=2,b=2", "pp=2,a=2"):
+        for seed in range(2):
+            drawn = random_plan(
+                graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint
+            )
+            plan = in_slices(subject, drawn)
+            assert Plan.parse(str(plan)) == plan
+            report = subject.compare(plan)
+            assert report.passed, f"{mesh} {seed}\n{report}"
+
+
+@pytest.mark.parametrize("mesh", ["a=2", "a=2,b=2"])
+def test_slices_in_a_wrong_order_are_found(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the comparison says something: every rank has its slice, and backward gathers them."""
+    subject = Subject.of(*llama())
+    plan = replicated(subject, mesh)
+    slices = SavedValues(subject.prepared.analysis.graph, plan).slices
+    assert len(slices) == 2 and all(kept.slice_layout.count(R) == 0 for kept in slices)
+    with monkeypatch.context() as patched:
+        gathers = Gathers(patched)
+        assert subject.compare(plan).passed and gathers.count == len(slices)
+    Gathers(monkeypatch, reverses=True)
+    assert not subject.compare(plan).passed
