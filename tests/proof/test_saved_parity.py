@@ -16,7 +16,12 @@ from autopar.runtime import saved
 from benchmarks.zoo.models import build
 from tests.proof.test_parity import conv, llama
 
-SUBJECTS = {"llama": llama, "conv": conv, "gpt2": lambda: build("gpt2", dtype=torch.float64)}
+SUBJECTS = {
+    "llama": llama,
+    "conv": conv,
+    "gpt2": lambda: build("gpt2", dtype=torch.float64),
+    "t5": lambda: build("t5", dtype=torch.float64),
+}
 
 
 def in_slices(subject: Subject, plan: Plan) -> Plan:
@@ -50,7 +55,10 @@ class Gathers:
         patch.setattr(saved._KeptParts, "gather", counted)
 
 
-@pytest.mark.parametrize("name", list(SUBJECTS))
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "conv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))],
+)
 def test_random_plans_with_slices(name: str) -> None:
     subject = Subject.of(*SUBJECTS[name]())
     captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
