@@ -70,6 +70,7 @@ def compile(
     outputs: Outputs = "local",
     batch: Batch = "global",
     timeout_seconds: float | None = None,
+    skip_nonfinite: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     executor: ExecutorName = "eager",
 ) -> CompiledModule:
@@ -125,6 +126,9 @@ def compile(
             rows of its own, as DistributedSampler hands them out; `example_inputs` is given likewise.
         timeout_seconds: time that a collective may wait for the other ranks before the step ends with an
             error; by default the timeout of the process groups. Gloo notices a dead process at once.
+        skip_nonfinite: whether a step whose loss or gradients hold a NaN or an infinity is skipped on all ranks
+            alike: it leaves no gradients, so that torch's optimizers change nothing, and the buffers as they were
+            (docs/training.md).
         bucket_bytes: about the size of the message of one collective.
         executor: "eager" runs the plan op by op; "inductor" and "aot_eager" compile the ops between
             gathers of parameters, block by block, with these backends of torch.compile.
@@ -163,7 +167,7 @@ def compile(
         micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
         init_fn=init_fn, seed=seed, outputs=outputs, batch=batch,
         bucket_bytes=bucket_bytes, executor=Executor(executor), timeout_seconds=timeout_seconds,
-        returns_loss=loss_fn is None, weights=_weights_of(model, weights),
+        returns_loss=loss_fn is None, skip_nonfinite=skip_nonfinite, weights=_weights_of(model, weights),
         has_stages=request.mesh is not None and PIPELINE_AXIS in request.mesh.names,
     )  # fmt: skip
     return _prepared(CompiledModule(model, planner, settings), example_inputs)

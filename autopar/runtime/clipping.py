@@ -48,15 +48,32 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise StepError(f"norm_type is {norm_type}; a p-norm has p above 0, such as 2.0 or inf.")
     named = list(named_parameters)
-    counted = [p.grad for name, p in named if p.grad is not None and name not in counted_elsewhere]
-    own = _own_norm(counted, norm_type, world)
     try:
-        total = _norm_over([*world.groups, stages], own, norm_type)
+        total = gradient_norm(
+            named, world, norm_type, stages=stages, counted_elsewhere=counted_elsewhere
+        )
     except PeerError as error:
         raise world.explain(error, "Clipping gradients") from error
     norm = total.to(_number_format(p.grad for _, p in named))
     torch.nn.utils.clip_grads_with_norm_([p for _, p in named], max_norm, norm)
     return norm
+
+
+def gradient_norm(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    world: World,
+    norm_type: float,
+    *,
+    stages: dist.ProcessGroup | None,
+    counted_elsewhere: Collection[str],
+) -> Tensor:
+    """The norm of all gradients, in float64 and the same on every rank; see `clip_grad_norm_` for the arguments."""
+    counted = [
+        p.grad
+        for name, p in named_parameters
+        if p.grad is not None and name not in counted_elsewhere
+    ]
+    return _norm_over([*world.groups, stages], _own_norm(counted, norm_type, world), norm_type)
 
 
 def _number_format(grads: Iterable[Tensor | None]) -> torch.dtype:

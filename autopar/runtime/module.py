@@ -24,7 +24,7 @@ from autopar.capture.structure import Structure
 from autopar.errors import AutoparError, CaptureError, NoLossError, PeerError, PlanError, StepError
 from autopar.ir import Plan
 from autopar.runtime.batch_shapes import BatchShapes, micro_batches_near
-from autopar.runtime.clipping import clip_grad_norm_
+from autopar.runtime.clipping import clip_grad_norm_, gradient_norm
 from autopar.runtime.clock import StepClock
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.deferred import LossAlone, with_deferred_gradients
@@ -53,9 +53,11 @@ from autopar.runtime.results import delivered
 from autopar.runtime.seeds import Seeds, draw_alike
 from autopar.runtime.settings import Settings
 from autopar.runtime.shares import step_shares
+from autopar.runtime.skipping import Skipping
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
 from autopar.runtime.weights import PathLike, read_weights, write_weights
+from autopar.runtime.world import World
 
 log = logging.getLogger("autopar")
 
@@ -92,6 +94,7 @@ class CompiledModule(nn.Module):
         self._steps = 0
         self._clock = StepClock()
         self._finite = FiniteLoss()
+        self._skipping = Skipping(model, settings.skip_nonfinite)
         self._unread = ""  # why parameters have no values
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -128,7 +131,10 @@ class CompiledModule(nn.Module):
         """
         arguments = Arguments.of(batch, kwargs)
         ready = self._program(arguments, is_step=True)
-        return loss_first(unflatten_outputs(ready.bound.program, self._step(ready, arguments)))
+        self._skipping.begin(ready.bound.program)
+        results = self._step(ready, arguments)
+        self._skipping.end(results[-1], lambda: self._gradient_norm(torch.inf))
+        return loss_first(unflatten_outputs(ready.bound.program, results))
 
     def _step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
         """Runs a step; returns its results, the loss last."""
@@ -277,11 +283,24 @@ class CompiledModule(nn.Module):
         Raises StepError for a `norm_type` that is none, PeerError if another rank died or hangs.
         """
         world = self._planner.world()
-        stages = None if world.pipe is None else world.pipe.group
         return clip_grad_norm_(
-            self._original.named_parameters(), world, max_norm, norm_type,
-            stages=stages, counted_elsewhere=self._placement.part.counted_elsewhere,
-        )  # fmt: skip
+            self._original.named_parameters(), world, max_norm, norm_type, **self._counted(world)
+        )
+
+    def _gradient_norm(self, norm_type: float) -> Tensor:
+        """The norm of all gradients, the same on every rank."""
+        world = self._planner.world()
+        try:
+            return gradient_norm(
+                self._original.named_parameters(), world, norm_type, **self._counted(world)
+            )
+        except PeerError as error:
+            raise world.explain(error, f"Looking at the gradients of step {self._steps}") from error
+
+    def _counted(self, world: World) -> dict[str, Any]:
+        """Which gradients this rank counts in a norm, and with whom it shares them out."""
+        stages = None if world.pipe is None else world.pipe.group
+        return {"stages": stages, "counted_elsewhere": self._placement.part.counted_elsewhere}
 
     # --- programs
 
@@ -465,6 +484,11 @@ class CompiledModule(nn.Module):
                 "autopar.compile to have it at once."
             )
         return self._plan
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps skipped because their loss or gradients were not finite, with `skip_nonfinite=True`."""
+        return self._skipping.count
 
     @property
     def has_stages(self) -> bool:

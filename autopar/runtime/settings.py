@@ -35,6 +35,7 @@ class Settings:
         has_stages: whether a mesh with pipeline stages was asked for.
         timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
             as the process group does.
+        skip_nonfinite: whether a step whose loss or gradients are not finite leaves no gradients.
         weights: files of the initial values; None for the model's own.
     """
 
@@ -50,4 +51,5 @@ class Settings:
     returns_loss: bool = False
     has_stages: bool = False
     timeout_seconds: float | None = None
+    skip_nonfinite: bool = False
     weights: WeightFiles | None = None
