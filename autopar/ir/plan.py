@@ -26,8 +26,9 @@ its *resident* layout, and from there inside the graph to whatever each op takes
 (Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`.
 
 `saved NAME: LAYOUT` has the states S alone, each with its axis. NAME is the path of a block, in which `*`
-stands for any number and an exact path goes before a pattern, and `input` for the first activation that
-enters the block, `input#2` for the second, in the order of their first use (`autopar.ir.saved`).
+stands for any number and an exact path goes before a pattern, and then `input` for the first activation that
+enters the block, `input#2` for the second in the order of their first use, or the name of an op of the block as
+recomputation has it, such as `mlp.act/gelu`, for its result (`autopar.ir.saved`).
 
 With pipeline stages the mesh in the text has the axis `pp`, and layouts and labels speak of the others:
 every stage lies on a mesh of its own, and those are alike.

@@ -5,10 +5,13 @@ axis keeps the same, and a plan can say that each keeps a slice:
 
     saved layers.*.input: S(1)@tp        the first activation that enters each of these blocks, by its dim 1
     saved layers.5.input#2: S(0)@dp      the second one that enters a single block
+    saved layers.*.norm/layer_norm: S(1)@tp      the result of an op
+    saved layers.*.mlp.up/linear<0: S(1)@tp      an operand of an op, as it was converted for it
 
 The slice is free, since every rank has all of the tensor; when backward wants the tensor, one all-gather along
 the axis makes it whole. With blocks that are recomputed this is P_a, the partitioned activation checkpoints of
-ZeRO-R (Rajbhandari et al. 2020, section 6.1).
+ZeRO-R (Rajbhandari et al. 2020, section 6.1); of operands that sequence parallelism gathers it is Megatron-LM's
+second gather (Korthikanti et al. 2022, section 4.2.2).
 
 An axis that a line does not name, and one along which the tensor is split already, is left alone.
 """

@@ -57,7 +57,7 @@ def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, S
     for node in list(module.graph.nodes) if slices else ():
         memory = saved.memory(*node.meta["holds"]) if "holds" in node.meta else None
         if memory in of:
-            _note(module.graph, node, {block: each.name for block, each in of[memory].items()})
+            _note(module.graph, node, of[memory])
     module.recompile()
     return {
         each.name: SavedSlice(graph.tensors[each.tensor].dims, each.layout, each.slice_layout)
@@ -65,13 +65,18 @@ def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, S
     }
 
 
-def _note(graph: fx.Graph, node: fx.Node, names: Mapping[int, str]) -> None:
-    """Puts a note before the first call of every block that takes the tensor; a block without a name keeps it all."""
+def _note(graph: fx.Graph, node: fx.Node, slices: Mapping[int, KeptSlice]) -> None:
+    """Puts a note before the first call of every block that takes the tensor; a block without a slice keeps it all.
+
+    A block's slice is of the tensor that it takes first; a view of the same memory needs no note.
+    """
+    tensor, _ = node.meta["holds"]
     for block, users in _users_by_block(graph, node).items():
-        if block == node.meta.get("block") and block not in names:
+        found = slices.get(block)
+        if block == node.meta.get("block") if found is None else found.tensor != tensor:
             continue
         with graph.inserting_before(users[0]):
-            note = graph.call_function(kept, (node, names.get(block, "")))
+            note = graph.call_function(kept, (node, found.name if found else ""))
         note.meta |= {"origin": users[0].meta["origin"], "block": block, "again": False}
         for user in users:
             user.replace_input_with(node, note)

@@ -62,13 +62,13 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
 
 
 def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
-    """Half of all plans recompute their blocks, and keep in slices some of what enters these."""
+    """Half of all plans keep some tensors of their blocks in slices, and half of these recompute the blocks."""
     if draw.random() < 0.5 or not has_blocks(graph):
         return plan
-    values = SavedValues(graph, replace(plan, recompute="full"))
-    lines = {each.name: values.sliced(each, draw.choice) for each in values.inputs}
-    saved = {name: line for name, line in lines.items() if line is not None}
-    return replace(plan, recompute="full", saved=saved)
+    plan = replace(plan, recompute=draw.choice(["none", "full"]))
+    values = SavedValues(graph, plan)
+    lines = {each.name: values.sliced(each, draw.choice) for each in values.all}
+    return replace(plan, saved={name: line for name, line in lines.items() if line is not None})
 
 
 def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline | None:

@@ -53,6 +53,27 @@ def test_inputs_have_the_names_of_their_blocks():
     assert values.slices == ()
 
 
+def test_what_a_block_makes_has_the_name_of_its_maker():
+    """A line keeps in slices what another op saves; of the result that its own op saves all stays."""
+    graph, plan = planned()
+    plan = replace(plan, recompute="none")
+    made = [each.name for each in SavedValues(graph, plan).of.made if each.path == "blocks.1"]
+    own = [
+        "attention_norm/layer_norm",
+        "attention.query/linear",
+        "/add",
+        "mlp_norm/layer_norm",
+        "mlp/gelu",
+    ]
+    assert {f"blocks.1.{name}" for name in own} <= {*made}
+    assert not any("attention/" in name for name in made)  # attention saves its result itself
+    name = "blocks.*.mlp_norm/layer_norm"
+    sliced = replace(plan, saved={name: SavedLayout((R, S(2)))})
+    assert held(graph, plan) - held(graph, sliced) == LAYERS * STREAM / 2
+    again = replace(sliced, recompute="full")
+    assert SavedValues(graph, again).slices == ()  # it is made again
+
+
 def test_an_exact_name_goes_before_a_pattern():
     graph, _ = planned()
     plan = with_line("S(1)@tp")
@@ -83,8 +104,9 @@ def test_a_second_input_has_a_number():
     ("state", "name", "says"),
     [
         ("S(1)@tp", "layers.*.input", "saves layers.*.input in a layout of its own, which the model does not "
-         "have. The activations that enter its blocks are blocks.*.input."),
-        ("S(1)@tp", "blocks.*.input#2", "The activations that enter its blocks are blocks.*.input."),
+         "have. The activations that enter its blocks are blocks.*.input;"),
+        ("S(1)@tp", "blocks.*.input#2", "The activations that enter its blocks are blocks.*.input; they make and keep "
+         "blocks.*.attention_norm/layer_norm<0, "),
         ("S(3)@tp", "blocks.*.input", "saves blocks.1.input as S(3)@tp, which does not slice it: it has the shape "
          "[4, 16, 32]"),
     ],

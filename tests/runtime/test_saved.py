@@ -71,45 +71,64 @@ def ten_steps(model: Any, step: Any, batch: Batch) -> dict[str, Any]:
     return {"losses": losses, **full_state(model)}
 
 
+# What each rank has whole between the products of a layer, and the operands that sequence parallelism gathers for
+# them, which Megatron-LM keeps in parts and gathers again (Korthikanti et al. 2022, section 4.2.2).
+BETWEEN = ("attention_norm/layer_norm", "/add", "mlp_norm/layer_norm")
+GATHERED = ("attention.query/linear<0", "mlp.up/linear<0")
+# Recipe, tensors in slices, recomputations, and how many tensors they are in all blocks. The first block gets a
+# partial sum, of which no rank has the whole, so that two of three inputs are sliced.
+CASES: tuple[tuple[str, tuple[str, ...], tuple[str | int, ...], int], ...] = (
+    ("tp", ("input", *BETWEEN), ("none",), 2 + 3 * LAYERS),
+    ("tp+sp", GATHERED, ("none",), 2 * LAYERS),
+    ("tp", ("input",), ("none", 2, "ops", "full"), 2),
+)
+
+
 @captured_once()
-def on_two_ranks() -> tuple[list[tuple[Measured, Measured]], dict[str, Any]]:
-    """Whole and in slices: figures of several recomputations; and ten steps of the last in slices."""
+def on_two_ranks(
+    recipe: str, names: tuple[str, ...], recomputes: tuple[str | int, ...]
+) -> tuple[list[tuple[Measured, Measured]], dict[str, Any]]:
+    """Figures whole and in slices for every recomputation; and ten steps of the last in slices."""
     model, batch = gpt()
-    plan, graph = planned((model, batch, loss_fn), {"tp": 2}, "tp", MICRO_BATCHES, NO_PIPELINE)
-    lines = {"blocks.*.input": SavedLayout.parse("S(1)@tp", "it", plan.mesh)}
-    found = []
-    some = random_selection(graph, plan, 1)
-    recomputes: tuple[Recompute, ...] = ("none", 2, some, "full")
-    for recompute in recomputes:
-        whole, sliced = (replace(plan, recompute=recompute, saved=saved) for saved in ({}, lines))
-        found.append(tuple(measured(model, batch, each, graph) for each in (whole, sliced)))
+    plan, graph = planned((model, batch, loss_fn), {"tp": 2}, recipe, MICRO_BATCHES, NO_PIPELINE)
+    line = SavedLayout.parse("S(1)@tp", "it", plan.mesh)
+    found, sliced = [], plan
+    for word in recomputes:
+        recompute: Recompute = random_selection(graph, plan, 1) if word == "ops" else word  # type: ignore[assignment]
+        whole = replace(plan, recompute=recompute)
+        sliced = replace(whole, saved={f"blocks.*.{name}": line for name in names})
+        both = [measured(model, batch, each, graph) for each in (whole, sliced)]
+        found.append((both[0], both[1]))
     compiled = autopar.compile(model, loss_fn=loss_fn, plan=sliced)
-    return found, ten_steps(compiled, compiled.step, batch)  # type: ignore[return-value]
+    return found, ten_steps(compiled, compiled.step, batch)
 
 
 @pytest.mark.multiprocess
-def test_slices_train_as_one_process_and_are_priced_as_they_are(two_ranks: Ranks) -> None:
-    """The first block gets a partial sum, of which no rank has the whole: two of three keep slices."""
+@pytest.mark.parametrize(("recipe", "names", "recomputes", "tensors"), CASES)
+def test_slices_train_as_one_process_and_are_priced_as_they_are(
+    two_ranks: Ranks,
+    recipe: str,
+    names: tuple[str, ...],
+    recomputes: tuple[str | int, ...],
+    tensors: int,
+) -> None:
     model, batch = gpt()
 
     def step(*batch: Tensor) -> Tensor:
-        losses = [
-            loss_fn(model(x), y)
-            for x, y in zip(*(x.chunk(MICRO_BATCHES) for x in batch), strict=True)
-        ]
-        loss = torch.stack(losses).mean()
+        parts = zip(*(x.chunk(MICRO_BATCHES) for x in batch), strict=True)
+        loss = torch.stack([loss_fn(model(x), y) for x, y in parts]).mean()
         loss.backward()
         return loss.detach()
 
     expected = ten_steps(model, step, batch)
-    for figures, trained in two_ranks.run(on_two_ranks):
+    for figures, trained in two_ranks.run(on_two_ranks, recipe, names, recomputes):
         assert difference(trained, expected) < 1e-9
         for whole, sliced in figures:
-            assert whole.kept_bytes - sliced.kept_bytes == 2 * STREAM // 2
-            assert whole.priced_bytes - sliced.priced_bytes == 2 * STREAM // 2
+            assert whole.kept_bytes - sliced.kept_bytes == tensors * STREAM // 2
+            assert whole.priced_bytes - sliced.priced_bytes == tensors * STREAM // 2
             assert sliced.kept_bytes == pytest.approx(sliced.priced_bytes, rel=0.01)
             more = sliced.collectives - whole.collectives
-            assert more == {"all_gather": 2 * MICRO_BATCHES}  # one a block and micro-batch
+            assert more == {"all_gather": tensors * MICRO_BATCHES}  # one for each, and micro-batch
 
 
 def test_a_view_lies_as_it_did() -> None:

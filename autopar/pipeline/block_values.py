@@ -1,0 +1,216 @@
+"""The tensors of a plan's blocks that a `saved` line can name.
+
+A block's inputs are the activations that enter it: tensors with a gradient, made by an op of another block. They are
+named in the order of their first use, `layers.3.input`, `layers.3.input#2`, each as the memory that it lies in (a
+view of the same memory has no name of its own). What a block makes itself has the name of the op, or of the
+conversion, that makes it, as for recomputation (see [Note: recomputing ops] in `autopar.pipeline.recomputable`):
+`layers.3.mlp.act/gelu` is the first result of an op, `layers.3.mlp.up/linear<0` an operand as it was converted.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost_model.flow import Flow
+from autopar.ir import Graph, Layout, Op, Plan, R
+from autopar.ir.recompute import path_pattern
+from autopar.ir.saved import SavedLayout
+from autopar.pipeline.blocks import find_blocks, has_blocks
+from autopar.pipeline.parts import Part, is_whole, parts_of_ops, repeating_parts
+from autopar.pipeline.recomputable import BlockChoices, Maker, Makers, Memory, block_choices
+
+
+@dataclass(frozen=True)
+class BlockValue:
+    """A tensor that a block may keep for backward.
+
+    Attributes:
+        path: path of the block's module.
+        own: name of the tensor within the block, such as `input#2` or `mlp.act/gelu`.
+        tensor: name of the tensor in the graph, as the block takes it.
+        layout: its layout, R in place of V.
+        memory: the memory that it lies in.
+        block: number of the block, or of the part of it that a stage has.
+        user: name of the first op of the block that takes it.
+    """
+
+    path: str
+    own: str
+    tensor: str
+    layout: Layout
+    memory: Memory
+    block: int
+    user: str
+
+    @property
+    def name(self) -> str:
+        """`layers.3.input#2`."""
+        return f"{self.path}.{self.own}" if self.path else self.own
+
+    @property
+    def pattern(self) -> str:
+        """The same with `*` for numbers in the path of the block."""
+        return f"{path_pattern(self.path)}.{self.own}" if self.path else self.own
+
+    def line(self, saved: Mapping[str, SavedLayout]) -> SavedLayout | None:
+        """The line for this tensor: that of its own name, or else of the pattern."""
+        return saved.get(self.name, saved.get(self.pattern))
+
+
+@dataclass(frozen=True)
+class BlockValues:
+    """The tensors of all blocks that may be recomputed; none of a model that has no blocks, or not all layers.
+
+    Args:
+        graph: the captured model.
+        plan: its plan.
+    """
+
+    graph: Graph
+    plan: Plan
+
+    @cached_property
+    def inputs(self) -> tuple[BlockValue, ...]:
+        """What enters the blocks, in order."""
+        if not has_blocks(self.graph) or not is_whole(self.graph):
+            return ()
+        counts: Counter[str] = Counter()
+        found: dict[tuple[int, Memory], BlockValue] = {}
+        for op in self.graph.ops:
+            block = self.blocks[op.name]
+            if not self.parts[block].may_repeat:
+                continue
+            path = self._paths[self.parts[block].block]
+            for name, layout in self._entering(op):
+                memory = self.flow.saved.memory(name, layout)
+                if (block, memory) not in found:
+                    counts[path] += 1
+                    own = "input" if counts[path] == 1 else f"input#{counts[path]}"
+                    found[block, memory] = BlockValue(
+                        path, own, name, _unvaried(layout), memory, block, op.name
+                    )
+        return tuple(found.values())
+
+    @cached_property
+    def made(self) -> tuple[BlockValue, ...]:
+        """What the blocks make themselves, and an op other than the maker saves for backward, in order."""
+        if not has_blocks(self.graph) or not is_whole(self.graph):
+            return ()
+        return tuple(
+            value
+            for block, choices in enumerate(self.choices)
+            if self.parts[block].may_repeat
+            for value in self._made(block, choices)
+        )
+
+    def _made(self, block: int, choices: BlockChoices[Memory]) -> Iterator[BlockValue]:
+        makers = {name: maker for maker, name in choices.name_of.items()}
+        for memory, kept in choices.tensors.items():
+            if kept.maker is None or not kept.is_saved:
+                continue
+            tensor, layout = self._result(makers[kept.maker])
+            op = self.graph.by_name[makers[kept.maker][0]]
+            # Autograd keeps an op's own result before any note on it.
+            saves_itself = tensor in op.saved and tensor in op.results
+            if self.flow.saved.memory(tensor, layout) == memory and not saves_itself:
+                path, user = self._paths[self.parts[block].block], choices.first_user[memory]
+                yield BlockValue(path, kept.maker, tensor, _unvaried(layout), memory, block, user)
+
+    def _result(self, maker: Maker) -> tuple[str, Layout]:
+        """The tensor that an op or a conversion makes, and its layout."""
+        op, converted = maker
+        if not converted:
+            return self.graph.by_name[op].results[0], self.flow.results[op][0]
+        position = self.graph.by_name[op].operands.index(converted)
+        return converted, self.flow.operands[op][position]
+
+    # --- what enters a block
+
+    def _entering(self, op: Op) -> Iterator[tuple[str, Layout]]:
+        """Operands of an op that other blocks made, in the layout in which they enter."""
+        for name, layout in zip(op.operands, self.flow.operands[op.name], strict=True):
+            entering = layout
+            if self._is_inside(op, name, layout):  # converted here
+                entering = self.flow.produced[name]
+            root = self.flow.saved.root(name)
+            has_maker = self.graph.tensors[name].needs_grad and root in self.graph.producer
+            if has_maker and not self._is_inside(op, name, entering):
+                yield name, entering
+
+    def _is_inside(self, op: Op, name: str, layout: Layout) -> bool:
+        maker = self._makers.of.get(self.flow.saved.memory(name, layout))
+        return maker is not None and self.blocks[maker[0]] == self.blocks[op.name]
+
+    def is_apart(self, value: BlockValue) -> bool:
+        """Whether a tensor's memory shows nothing but the tensor, and does not cross between stages."""
+        name = value.tensor
+        while name != value.memory[0]:
+            view = self.flow.saved.view(name)
+            assert view is not None, f"{value.tensor} is a view of {value.memory[0]}"
+            if not view.is_whole:
+                return False
+            name = view.operand
+        return len(self._stages[self.flow.saved.root(value.memory[0])]) == 1
+
+    # --- what the plan says of all blocks
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The layouts of the plan's tensors."""
+        return Flow(self.graph, self.plan)
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Name of every op -> number of its block."""
+        return parts_of_ops(self.graph, self.plan)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The blocks, those that a stage cuts as two."""
+        return self._repeating[0]
+
+    @property
+    def again(self) -> frozenset[int]:
+        """Numbers of the blocks that are recomputed, whole or in part."""
+        return self._repeating[1]
+
+    @cached_property
+    def choices(self) -> list[BlockChoices[Memory]]:
+        """What every block may recompute and keep."""
+        return block_choices(
+            self.graph, self.plan, self.flow, unit=self.blocks, seconds={}, size=lambda _: 0.0
+        )
+
+    @cached_property
+    def _repeating(self) -> tuple[tuple[Part, ...], frozenset[int]]:
+        return repeating_parts(self.graph, self.plan)
+
+    @cached_property
+    def _makers(self) -> Makers:
+        return Makers.find(self.graph, self.flow)
+
+    @cached_property
+    def _paths(self) -> tuple[str, ...]:
+        return tuple(block.module for block in find_blocks(self.graph))
+
+    @cached_property
+    def _stages(self) -> dict[str, set[int]]:
+        """Root of a memory -> the stages that make it, or take it or a view of it."""
+        places = {op.name: i for i, op in enumerate(self.graph.ops)}
+        cuts = [places[name] for name in (self.plan.pipeline.cuts if self.plan.pipeline else ())]
+        found: dict[str, set[int]] = {}
+        for op in self.graph.ops:
+            stage = bisect.bisect_right(cuts, places[op.name])
+            for name in (*op.operands, *op.results):
+                found.setdefault(self.flow.saved.root(name), set()).add(stage)
+        for name in self.graph.outputs:
+            found.setdefault(self.flow.saved.root(name), set()).add(len(cuts))
+        return found
+
+
+def _unvaried(layout: Layout) -> Layout:
+    return tuple(R if state.kind == "V" else state for state in layout)
