@@ -14,7 +14,7 @@ import random
 import sys
 import types
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,16 @@ def place_of(frame: types.FrameType | None) -> str:
 
 def is_count(frame: types.FrameType, name: str) -> bool:
     """Whether an attribute is read only to be stored again, a constant added: `self.calls += 1`."""
-    code = list(dis.get_instructions(frame.f_code))
-    at = next((i for i, op in enumerate(code) if op.offset == frame.f_lasti), None)
-    if at is None or code[at].argval != name:
+    return _counts(frame.f_code, frame.f_lasti, name)
+
+
+@lru_cache(maxsize=10_000)  # a model's layers ask the same places of the same code
+def _counts(code: types.CodeType, offset: int, name: str) -> bool:
+    ops = list(dis.get_instructions(code))
+    at = next((i for i, op in enumerate(ops) if op.offset == offset), None)
+    if at is None or ops[at].argval != name:
         return False
-    after = [op for op in code[at + 1 : at + 8] if op.opname != "CACHE"]
+    after = [op for op in ops[at + 1 : at + 8] if op.opname != "CACHE"]
     if len(after) < 2:  # `return self.calls`
         return False
     constant, add, *rest = after

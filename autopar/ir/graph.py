@@ -209,7 +209,11 @@ class Op:
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists."""
-        return next(choice for choice in self.choices if choice.label == label)
+        return self._by_label[label]
+
+    @cached_property
+    def _by_label(self) -> Mapping[str, Choice]:
+        return {choice.label: choice for choice in self.choices}
 
 
 @dataclass(frozen=True)

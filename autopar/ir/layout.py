@@ -125,11 +125,8 @@ def _canonical(state: State) -> State:
 
 def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
     """The number of parts that the layout cuts one factor into."""
-    return math.prod(
-        size
-        for state, size in zip(layout, mesh.sizes, strict=True)
-        if state == State("S", dim, factor)
-    )
+    cut = S(dim, factor)
+    return math.prod(size for state, size in zip(layout, mesh.sizes, strict=True) if state == cut)
 
 
 def local_factors(dims: Dims, layout: Layout, mesh: Mesh) -> Dims:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.errors import MeshError
 
@@ -72,11 +73,11 @@ class Mesh:
             axes.append((name, int(size)))
         return cls(tuple(axes))
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(size for _, size in self.axes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,8 +127,12 @@ class KeptPrograms:
 
 
 def release(kept: KeptPrograms) -> None:
-    """Lets go of bound programs before the interpreter ends, and of what they hold of process groups:
-    groups that outlive Python abort the process when their threads are torn down.
-    """
+    """Lets go of bound programs, see [Note: groups end before Python]."""
     kept.clear()
-    gc.collect()
+
+
+# [Note: groups end before Python] Process groups that outlive Python abort the process when their threads are
+# torn down, so that bound programs go before the interpreter ends, with what they hold of process groups. What
+# was released lies in cycles, which one collection at the end frees: finalizers run in the reverse order of their
+# making, and this one is made before those of all compiled modules.
+weakref.finalize(KeptPrograms, gc.collect)

@@ -4,6 +4,8 @@ A first capture imports parts of torch and sympy and fills their tables, which t
 Nothing here starts a thread: a fork would leave it behind.
 """
 
+import contextlib
+
 import hypothesis  # noqa: F401
 import networkx  # noqa: F401
 import pytest  # noqa: F401
@@ -19,6 +21,9 @@ import autopar.proof.verify  # noqa: F401
 from autopar.cost_model import find_hardware
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.search.request import Request
+
+with contextlib.suppress(ImportError):  # an extra, in seconds that six ranks would spend each
+    from transformers import LlamaForCausalLM  # noqa: F401
 
 # No thread that watches the progress bars of `torch.fx`.
 tqdm.monitor_interval = 0
