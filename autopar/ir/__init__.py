@@ -41,13 +41,14 @@ from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.pipeline import SCHEDULES, Pipeline, with_pipeline, without_pipeline
 from autopar.ir.plan import ParameterPlan, Plan
 from autopar.ir.precision import MixedPrecision
+from autopar.ir.tier import TIERS, Tier, format_place, parse_place
 
 __all__ = [
-    "PARTIAL", "PIPELINE_AXIS", "SCHEDULES", "UNSPLIT", "VARIED", "WHOLE",
+    "PARTIAL", "PIPELINE_AXIS", "SCHEDULES", "TIERS", "UNSPLIT", "VARIED", "WHOLE",
     "Choice", "OwnCollective", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh",
     "MixedPrecision", "Op", "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "LayoutStep",
-    "Tensor", "V", "Work",
-    "calls", "divides", "find_stacks", "format_layout", "is_legal", "local_elements", "local_factors",
-    "local_shape", "operand_layouts", "parse_layout", "result_layouts", "shape_of", "steps",
+    "Tensor", "Tier", "V", "Work",
+    "calls", "divides", "find_stacks", "format_layout", "format_place", "is_legal", "local_elements", "local_factors",
+    "local_shape", "operand_layouts", "parse_layout", "parse_place", "result_layouts", "shape_of", "steps",
     "walk", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -15,6 +15,8 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
                                                       storage | resident | when gradients are reduced
     saved layers.*.input: S(1)@tp                     how a tensor that a block keeps for backward lies until
                                                       then; see below
+    parameter mlp.down.weight: S(0)@dp host | S(0)@dp | step
+                                                      a storage in another tier, see `autopar.ir.tier`
     input tokens: S(0)@dp
     op linear_1: b j                                  one label per mesh axis
     shape input tokens: 8 64                          whole shapes that the plan was made for
@@ -23,7 +25,9 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
 
 A parameter lives in its *storage* layout between steps (as a DTensor), is converted once per step to
 its *resident* layout, and from there inside the graph to whatever each op takes. ZeRO's stages
-(Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`.
+(Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`. The optimizer runs where the
+storage lies: with a storage in the host's memory so do the optimizer's states and its update, and a
+parameter is brought to the device at the start of a step (ZeRO-Offload, Ren et al. 2021).
 
 `saved NAME: LAYOUT` has the states S alone, each with its axis. NAME is the path of a block, in which `*`
 stands for any number and an exact path goes before a pattern, and then `input` for the first activation that
@@ -62,6 +66,7 @@ from autopar.ir.recompute import (
     recompute_json,
 )
 from autopar.ir.saved import SavedLayout, parse_saved
+from autopar.ir.tier import Tier, format_place, parse_place
 
 VERSION = 1
 _SCALAR = "scalar"
@@ -77,11 +82,13 @@ class ParameterPlan:
         resident: layout from the start of a step to its end.
         reduce: whether the gradient of the resident copy goes back to the storage layout once per
             step or after every micro-batch.
+        tier: memory of the storage, and with it of gradients and optimizer states between steps.
     """
 
     storage: Layout
     resident: Layout
     reduce: Reduction = "step"
+    tier: Tier = "device"
 
     def zero_stage(self, axis: int) -> int:
         """The ZeRO stage along one axis: 0 (replicated), 1, 2 or 3 (gathered around each use)."""
@@ -191,7 +198,7 @@ class Plan:
         if self.precision is not None:
             lines.append(f"precision {self.precision}")
         lines += [
-            f"parameter {name}: {text(p.storage)} | {text(p.resident)} | {p.reduce}"
+            f"parameter {name}: {format_place(p.storage, p.tier, self.mesh)} | {text(p.resident)} | {p.reduce}"
             for name, p in self.parameters.items()
         ]
         lines += [f"saved {name}: {how.text(self.mesh)}" for name, how in self.saved.items()]
@@ -239,7 +246,7 @@ class Plan:
             "micro_batches": self.micro_batches,
             **self._pipeline_json(),
             "parameters": {
-                name: [text(p.storage), text(p.resident), p.reduce]
+                name: [format_place(p.storage, p.tier, self.mesh), text(p.resident), p.reduce]
                 for name, p in self.parameters.items()
             },
             "inputs": {name: text(layout) for name, layout in self.inputs.items()},
@@ -413,7 +420,8 @@ def _parameter_plan(fields: object, name: str, mesh: Mesh) -> ParameterPlan:
     storage, resident, reduce = fields
     if reduce not in get_args(Reduction):
         raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
-    return ParameterPlan(parse_layout(storage, mesh), parse_layout(resident, mesh), reduce)
+    layout, tier = parse_place(storage, mesh)
+    return ParameterPlan(layout, parse_layout(resident, mesh), reduce, tier)
 
 
 def _recompute(value: Any) -> Recompute:

@@ -25,6 +25,7 @@ from autopar.ir import (
     S,
     State,
     Tensor,
+    Tier,
     V,
     divides,
     is_legal,
@@ -42,8 +43,11 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
     """
     draw = random.Random(seed)
     whole, mesh = mesh, without_pipeline(mesh)
+    tiers = random.Random(
+        f"tiers {seed}"
+    )  # drawn apart: the other choices of a seed stay as they were
     parameters = {
-        name: _random_parameter(graph.tensors[tensor], mesh, draw)
+        name: _random_parameter(graph.tensors[tensor], mesh, draw, tiers.choice(("device", "host")))
         for name, tensor in graph.parameters.items()
     }
     inputs = {
@@ -112,7 +116,7 @@ def _fits(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
     return exists and divides(tensor.dims, layout, mesh)
 
 
-def _random_parameter(tensor: Tensor, mesh: Mesh, draw: random.Random) -> ParameterPlan:
+def _random_parameter(tensor: Tensor, mesh: Mesh, draw: random.Random, tier: Tier) -> ParameterPlan:
     storage = _random_layout(tensor, mesh, draw, chunks=True)
     resident = tuple(draw.choice([state, R, V]) for state in storage)
-    return ParameterPlan(storage, resident, draw.choice(["step", "micro_batch"]))
+    return ParameterPlan(storage, resident, draw.choice(["step", "micro_batch"]), tier)

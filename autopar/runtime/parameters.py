@@ -8,7 +8,8 @@ mixed-precision policy, in the policy's element type:
     storage -> all-gathers    a full buffer lives between steps; the stored shard is a view of it, so that
                               the optimizer updates its part in place (ZeRO-1 and 2)
     anything else             converted into a temporary at the start of every step; so is what is cast,
-                              before it is gathered
+                              before it is gathered, and what is stored in another tier, which is moved to
+                              the device after it was cast and before it is gathered
 
 Gradients accumulate in a leaf in the element type that they are reduced in, and land in `.grad` of the
 parameter in its own.
@@ -25,10 +26,19 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar import _torch
 from autopar.errors import CaptureError
-from autopar.ir import Layout, R, V, local_shape
+from autopar.ir import Layout, ParameterPlan, R, Tier, V, local_shape
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
-from autopar.runtime.transfer import Route, Transfer, cast, route, signature, transposed, travel
+from autopar.runtime.transfer import (
+    Route,
+    Transfer,
+    arrival,
+    cast,
+    route,
+    signature,
+    transposed,
+    travel,
+)
 from autopar.runtime.world import World
 
 _FEWEST_BUCKETS = 4
@@ -49,6 +59,7 @@ class ParameterAtRest:
         spec: name, global shape and dims.
         parameter: the user's object; a DTensor unless the world is a single rank.
         storage: its layout.
+        tier: memory of the stored shard.
         gathered: the layout of `full`, with R for V.
         full: the buffer that the stored shard is a view of, if one is kept.
         part: the stored shard as a view of `full`.
@@ -57,6 +68,7 @@ class ParameterAtRest:
     spec: TensorSpec
     parameter: nn.Parameter
     storage: Layout
+    tier: Tier
     gathered: Layout
     full: Tensor | None
     part: Tensor | None
@@ -92,8 +104,8 @@ class ParameterStore:
             if name not in held:
                 continue
             spec = specs.get(name) or _unused(name, value, replicated)
-            storage = program.storage(name).storage if name in specs else replicated
-            self._keep(spec, storage, parameters[name], value)
+            how = program.storage(name) if name in specs else ParameterPlan(replicated, replicated)
+            self._keep(spec, how, parameters[name], value)
 
     def replaced(self, model: nn.Module) -> list[str]:
         """The names of the model's parameters that are other objects than those at rest under their names."""
@@ -104,21 +116,25 @@ class ParameterStore:
         ]
 
     def _keep(
-        self, spec: TensorSpec, storage: Layout, parameter: nn.Parameter, value: Tensor
+        self, spec: TensorSpec, how: ParameterPlan, parameter: nn.Parameter, value: Tensor
     ) -> None:
-        mesh, rank = self.world.mesh, self.world.rank
+        mesh, rank, storage = self.world.mesh, self.world.rank, how.storage
         gathered = without_v(spec.layout)
         full = part = None
-        is_cast = value.dtype != spec.dtype
-        if not is_cast and _gathers(route(spec.dims, storage, gathered, mesh)):
+        keeps_full = value.dtype == spec.dtype and how.tier == "device"
+        if keeps_full and _gathers(route(spec.dims, storage, gathered, mesh)):
             full = shard(value, spec.dims, gathered, mesh, rank).clone(
                 memory_format=torch.contiguous_format
             )
             part = cut(full, route(spec.dims, storage, gathered, mesh), self.world)
         own = shard(value, spec.dims, storage, mesh, rank)
         local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
+        if how.tier != "device":
+            local = self.world.tiers.keep(own, how.tier)
         self._swap(parameter, local, spec, storage)
-        self.kept[spec.name] = ParameterAtRest(spec, parameter, storage, gathered, full, part)
+        self.kept[spec.name] = ParameterAtRest(
+            spec, parameter, storage, how.tier, gathered, full, part
+        )
 
     def _swap(
         self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, storage: Layout
@@ -185,13 +201,18 @@ class Residents:
         self._sources = [0] * len(self.kept)  # where the shard that a leaf was made of lies
 
     def _route(self, i: int) -> Route:
-        """From the stored shard to the leaf; casts come before what is gathered, and before what is reduced."""
+        """From the stored shard to the leaf: a cast, a move to the device, and what gathers it.
+
+        The gradient is cast to the type that it is reduced in first, and to that of the stored shard last.
+        """
         kept, spec = self.kept[i], self.specs[i]
         hops = route(kept.spec.dims, kept.storage, spec.layout, self.world.mesh)
-        stored = kept.local.dtype
+        shape, stored = tuple(kept.local.shape), kept.local.dtype
+        if kept.tier != "device":
+            hops = (arrival(shape, kept.tier), *hops)
         if stored == spec.dtype == spec.gradient_dtype:
             return hops
-        first = cast(tuple(kept.local.shape), stored, spec.dtype)
+        first = cast(shape, stored, spec.dtype)
         return (first, *hops, cast(self.shape(i), spec.gradient_dtype, spec.dtype))
 
     def shape(self, i: int) -> tuple[int, ...]:

@@ -1,10 +1,9 @@
 """Transfers: several local tensors converted at once, one flat collective per hop.
 
-A `Hop` is a `CollectiveCall` with the local shapes around it, or a cast to another element type; the hops
-from one layout to another are a route, and the transposed hops in reverse order take the gradient back.
-`Transfer` runs tensors whose
-routes name the same ops and axes together: a collective moves them in one buffer, and starts before
-it is waited for, so that what is computed meanwhile overlaps with it.
+A `Hop` is a `CollectiveCall` with the local shapes around it, a cast to another element type, or a move to
+another tier; the hops from one layout to another are a route, and the transposed hops in reverse order take
+the gradient back. `Transfer` runs tensors whose routes name the same ops and axes together: a collective moves
+them in one buffer, and starts before it is waited for, so that what is computed meanwhile overlaps with it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _torch
-from autopar.ir import Dims, Layout, Mesh, calls, local_shape
+from autopar.ir import Dims, Layout, Mesh, Tier, calls, local_shape
+from autopar.ir.tier import FROM_DEVICE, TO_DEVICE
 from autopar.ops.collectives import KERNELS, group_name, naming_failures, result_shape
+from autopar.runtime.tiers import Tiers
 from autopar.runtime.world import World
 
 Shape = tuple[int, ...]
@@ -27,12 +28,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Hop:
-    """One collective on a local tensor, or a cast.
+    """One collective on a local tensor, a cast, or a move between the device and another tier.
 
     Attributes:
-        name, backward: the op and its transpose; that of a cast is a cast back.
+        name, backward: the op and its transpose; that of a cast is a cast back, and of a move a move back.
         dims: dims of the viewed tensor.
-        axis: position of the mesh axis, which has at least two ranks; -1 of a cast.
+        axis: position of the mesh axis, which has at least two ranks; -1 of a cast or a move.
         size: ranks of the axis.
         before: shape of the local tensor.
         viewed: shape it is viewed in for the op.
@@ -41,6 +42,7 @@ class Hop:
         formats: the two element types of a cast, that of the gradient on its way back and that which the
             tensor takes. A cast to the type that the tensor already has changes only the gradient: that is
             how gradients are reduced in another type than tensors are gathered in.
+        tier: the other memory of a move; "device" of all else.
     """
 
     name: str
@@ -53,12 +55,13 @@ class Hop:
     result: Shape
     after: Shape
     formats: tuple[torch.dtype, ...] = ()
+    tier: Tier = "device"
 
     def transposed(self) -> Hop:
         """The hop that takes the gradient back."""
         return Hop(
             self.backward, self.name, self.dims[::-1], self.axis, self.size,
-            self.after, self.result, self.viewed, self.before, self.formats[::-1],
+            self.after, self.result, self.viewed, self.before, self.formats[::-1], self.tier,
         )  # fmt: skip
 
 
@@ -95,6 +98,11 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Route:
 def cast(shape: Shape, before: torch.dtype, after: torch.dtype) -> Hop:
     """The hop that casts a tensor of this shape to `after`, and its gradient to `before`."""
     return Hop("cast", "cast", (), -1, 1, shape, shape, shape, shape, (before, after))
+
+
+def arrival(shape: Shape, tier: Tier) -> Hop:
+    """The hop that brings a tensor of this shape from a tier to the device, and its gradient back to the tier."""
+    return Hop(TO_DEVICE, FROM_DEVICE, (), -1, 1, shape, shape, shape, shape, tier=tier)
 
 
 def transposed(hops: Route) -> Route:
@@ -179,6 +187,8 @@ def _run(hop: Hop, x: Tensor, world: World) -> Tensor:
     """One hop of a tensor that is viewed in its shape already."""
     if hop.formats:
         return x.to(hop.formats[1])
+    if hop.name in _MOVES:
+        return _MOVES[hop.name](world.tiers, x, hop.tier)
     return KERNELS[hop.name](x, list(hop.dims), hop.size, group_name(_group(hop, world)))
 
 
@@ -291,6 +301,10 @@ def finish_sum(started: tuple[Tensor, dist.Work, dist.ProcessGroup]) -> Tensor:
     return total
 
 
+_MOVES: dict[str, Callable[[Tiers, Tensor, Tier], Tensor]] = {
+    TO_DEVICE: Tiers.to_device,
+    FROM_DEVICE: Tiers.from_device,
+}
 _STARTS: dict[str, Callable[[list[Hop], list[Tensor], World], _Started]] = {
     "all_reduce": _start_all_reduce,
     "all_gather": _start_all_gather,

@@ -16,6 +16,7 @@ from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import PIPELINE_AXIS, Mesh, without_pipeline
 from autopar.ops.collectives import group_name
+from autopar.runtime.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class World:
         for position, size in zip(place or [0] * len(self.mesh.axes), self.mesh.sizes, strict=True):
             rank = rank * size + position
         return rank
+
+    @cached_property
+    def tiers(self) -> Tiers:
+        """This rank's memories besides the device's."""
+        return Tiers(self.device)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
