@@ -14,9 +14,9 @@ from typing import Literal
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.links import Link, axis_link
 from autopar.errors import AutoparError
-from autopar.ir import Mesh
+from autopar.ir import Mesh, Tier
 
-__all__ = ["DTYPE_BYTES", "KINDS", "Hardware", "Kind", "Link", "Source"]
+__all__ = ["DTYPE_BYTES", "KINDS", "Hardware", "Host", "Kind", "Link", "Source"]
 
 Kind = Literal["datasheet", "measured", "fitted", "guess"]
 KINDS: tuple[Kind, ...] = ("datasheet", "measured", "fitted", "guess")
@@ -39,6 +39,24 @@ class Source:
 
 
 UNSTATED = Source("guess", "not stated")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One rank's share of the machine around its device.
+
+    Attributes:
+        memory_bytes: memory of the host that a rank may use: of a node of n devices, an n-th; 0 where the device is
+            the processor, whose memory this is.
+        bandwidth_bytes_per_second: bandwidth between host and device, in one direction.
+        latency_seconds: duration of a copy of nothing.
+        update_bytes_per_second: rate at which the processor reads and writes what an optimizer updates.
+    """
+
+    memory_bytes: int
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    update_bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -66,6 +84,7 @@ class Hardware:
         wired_ranks: devices of which every pair has a wire of its own, all of which together are
             `inside_node`; 0 where a switch gives every group the whole bandwidth.
         reduce_gain_ranks: smallest group that `inside_node.reduce_gain` holds for.
+        host: the machine around the device; None where nobody said what it is, and nothing can be stored there.
         sources: pairs (figure, its source), such as `inside_node.latency_seconds`.
     """
 
@@ -86,6 +105,7 @@ class Hardware:
     dtype_flops: tuple[tuple[str, float], ...] = ()
     wired_ranks: int = 0
     reduce_gain_ranks: int = 2
+    host: Host | None = None
     sources: tuple[tuple[str, Source], ...] = ()
 
     def flops_per_second(self, itemsize_bytes: int) -> float:
@@ -125,6 +145,21 @@ class Hardware:
     def source(self, figure: str) -> Source:
         """Where a figure comes from; a guess where nobody said."""
         return dict(self.sources).get(figure, UNSTATED)
+
+    def updates_per_second(self, tier: Tier) -> Quantity:
+        """Bytes per second that an optimizer reads and writes of what lies in a tier."""
+        if tier == "device":
+            return self.memory_bytes_per_second * self.memory_efficiency
+        return self.storing(tier).update_bytes_per_second
+
+    def storing(self, tier: Tier) -> Host:
+        """The memory of a tier besides the device's. Raises AutoparError where the machine has none."""
+        if tier != "host" or self.host is None:
+            raise AutoparError(
+                f"{self.name} has no figures of the tier {tier}: give its hardware file a table [host], or store "
+                "the parameters on the device."
+            )
+        return self.host
 
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The link that collectives along one axis of the mesh run at, see `links.axis_link`.

@@ -11,6 +11,9 @@
     [inside_node]                      # and [across_nodes]: the fields of `Link`
     bandwidth_bytes_per_second = {value = 350e9, kind = "measured", source = "nccl-tests"}
 
+    [host]                             # optional: the machine around a device, a rank's share; see `Host`
+    memory_bytes = {value = 250_000_000_000, kind = "guess", source = "2 TB for 8 devices"}
+
     [[matmul]]                         # optional rows of what was measured, also [[collective]]
     rows = 1024
 
@@ -34,7 +37,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from autopar.cost_model.hardware import DTYPE_BYTES, KINDS, Hardware, Link, Source
+from autopar.cost_model.hardware import DTYPE_BYTES, KINDS, Hardware, Host, Link, Source
 from autopar.errors import AutoparError
 
 Rows: TypeAlias = tuple[Mapping[str, str | float], ...]
@@ -81,10 +84,17 @@ _LINK_OPTIONAL = {
     "exchange_gain": _POSITIVE,
     "send_gain": _POSITIVE,
 }
+_HOST = {
+    "memory_bytes": _WHOLE,
+    "bandwidth_bytes_per_second": _POSITIVE,
+    "latency_seconds": _DURATION,
+    "update_bytes_per_second": _POSITIVE,
+}
 _TABLES: Mapping[str, Mapping[str, _FigureRule]] = {
     "": _REQUIRED | _OPTIONAL | {"nodes": _COUNT},
     "peak_flops": dict.fromkeys(DTYPE_BYTES, _POSITIVE),
     **{link: _LINK_REQUIRED | _LINK_OPTIONAL for link in LINKS},
+    "host": _HOST,
 }
 
 
@@ -236,6 +246,10 @@ class _File:
             for key in _LINK_REQUIRED:
                 if f"{link}.{key}" not in figures:
                     self._fail(f"{key} of [{link}] is missing.", (link,))
+        if any(key.startswith("host.") for key in figures):
+            for key in _HOST:
+                if f"host.{key}" not in figures:
+                    self._fail(f"{key} of [host] is missing.", ("host",))
         if not any(key.startswith("peak_flops.") for key in figures):
             self._fail(f"[peak_flops] is missing; give one of {', '.join(DTYPE_BYTES)}.", 1)
 
@@ -292,6 +306,7 @@ def _hardware(name: str, figures: Mapping[str, tuple[float, Source]]) -> Hardwar
         peak_flops=_by_itemsize(flops),
         inside_node=_link("inside_node", values),
         across_nodes=_link("across_nodes", values),
+        host=Host(**_table("host", values)) if "host.memory_bytes" in values else None,
         dtype_flops=tuple(flops.items()),
         sources=tuple((key, figures[key][1]) for key in order if key in figures and key != "nodes"),
         **whole,
@@ -308,8 +323,13 @@ def _by_itemsize(flops: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _link(table: str, values: Mapping[str, float]) -> Link:
+    return Link(**_table(table, values))
+
+
+def _table(table: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a table, by their names in it."""
     prefix = f"{table}."
-    return Link(**{k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)})
+    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
 
 def save_hardware(
@@ -346,6 +366,8 @@ def format_hardware(
     lines += ["", "[peak_flops]", *_entries(hardware, "peak_flops", _flops(hardware))]
     for link in LINKS:
         lines += ["", f"[{link}]", *_entries(hardware, link, vars(getattr(hardware, link)))]
+    if hardware.host is not None:
+        lines += ["", "[host]", *_entries(hardware, "host", vars(hardware.host))]
     for name, rows in curves.items():
         assert name in CURVES, f"a curve is one of {CURVES}, not {name!r}"
         for row in rows:

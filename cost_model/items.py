@@ -7,15 +7,16 @@ numbers the prices are numbers; with symbols they are expressions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.optimizers import ADAMW, OptimizerFormat, optimizer_format
 from autopar.cost_model.sizes import Sizes
 from autopar.errors import AutoparError
-from autopar.ir import Layout, Tensor
+from autopar.ir import Layout, Tensor, Tier
 
 Region = Literal["before", "layers", "after"]
 Phase = Literal["forward", "backward", "gather", "reduce"]
@@ -29,7 +30,7 @@ class Item:
     Attributes:
         name: kind of the op, or the collective and the tensor that it moves, without layer numbers.
         kind: kind of the op, or name of the collective.
-        resource: "compute", or the mesh axis along which a collective runs.
+        resource: "compute", the mesh axis along which a collective runs, or the tier whose link a move takes.
         phase: part of the step. Forward and backward run once a micro-batch; gather runs once a
             step; reduce runs once a step, or once a micro-batch where `every_micro_batch` is set.
         region: position relative to the repeated layers: before, in or after them.
@@ -89,6 +90,7 @@ class Holding:
         of: name of the parameter, of a buffer's tensor, or of an op: the first that keeps the memory, or that uses the
             gathered copy.
         block: block during which the memory exists; "" for the kinds that last and for "returned".
+        tier: memory that it lies in.
     """
 
     name: str
@@ -97,6 +99,12 @@ class Holding:
     bytes: Quantity
     of: str = ""
     block: Hashable = ""
+    tier: Tier = "device"
+
+
+# How often an optimizer's update touches a byte: it reads and writes its states and the parameters; the gradient
+# is read for its norm, read, and set to zero.
+TOUCHED: Mapping[str, int] = MappingProxyType({"optimizer": 2, "gradients": 3, "parameters": 2})
 
 
 @dataclass(frozen=True)

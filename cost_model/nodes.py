@@ -17,7 +17,8 @@ from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Phase, Region
 from autopar.cost_model.memory import KeptSlice
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
-from autopar.ir import Graph, Labels, Layout, Op, ParameterPlan, Tensor, steps
+from autopar.ir import Graph, Labels, Layout, Op, ParameterPlan, Tensor, Tier, steps
+from autopar.ir.tier import FROM_DEVICE, TO_DEVICE
 
 LOSS = "aten.cross_entropy_loss"  # its operands have gradients as large, and nothing keeps either
 
@@ -185,7 +186,9 @@ class NodePricer:
         if tensor.needs_grad:
             yield self._accumulation(name, tensor, how.resident, region, count)
         if tensor.is_cast:
-            yield self._cast(name, tensor, how.storage, region, count)
+            yield self._cast(name, tensor, how, region, count)
+        if how.tier != "device":
+            yield from self._moves(name, tensor, how, region, count)
         for axis, forward, backward, before, after in self._steps(
             tensor, how.storage, how.resident
         ):
@@ -206,22 +209,41 @@ class NodePricer:
         region, count = self.place(name, name)
         stored = count * self.sizes.bytes(tensor.at_rest, how.storage)
         resident = count * self.sizes.bytes(tensor, how.resident)
-        title = numbers_out(name)
+        title, tier = numbers_out(name), how.tier
         held = resident if _grows(how.storage, how.resident) else stored
         held = stored + resident if tensor.is_cast else held
+        if tier != "device":
+            held = resident
+            yield Holding(title, "parameters", region, stored, name, tier=tier)
         yield Holding(title, "parameters", region, held, name)
         if not tensor.needs_grad:
             return
-        size, state = tensor.at_rest.itemsize_bytes, self.training_state
-        accumulated = how.storage if how.reduce == "micro_batch" else how.resident
-        fresh = state.fresh_gradient_bytes / tensor.itemsize_bytes
-        gradient = self._gradient_scale(tensor) + fresh
-        summed = gradient * count * self.sizes.bytes(tensor, accumulated)
-        if state.gradient_bytes is None and tensor.gradient_scale * tensor.itemsize_bytes < size:
-            summed = larger(summed, stored)  # `.grad` has the parameter's own format
-        yield Holding(title, "gradients", region, summed, name)
+        for at, size in self._gradient_bytes(tensor, how):
+            yield Holding(title, "gradients", region, count * size, name, tier=at)
+        state = self.training_state
         updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
-        yield Holding(title, "optimizer", region, updated, name)
+        yield Holding(title, "optimizer", region, updated, name, tier=tier)
+
+    def _gradient_bytes(
+        self, tensor: Tensor, how: ParameterPlan
+    ) -> Iterator[tuple[Tier, Quantity]]:
+        """Bytes of a gradient by tier: of the sum over micro-batches, and of `.grad`, which takes its place.
+
+        `.grad` lies where the parameter is stored, and has its format. What every micro-batch reduces is added up in
+        it.
+        """
+        state, per_step = self.training_state, how.reduce == "step"
+        scale = self._gradient_scale(tensor) + state.fresh_gradient_bytes / tensor.itemsize_bytes
+        summed = scale * self.sizes.bytes(tensor, how.resident if per_step else how.storage)
+        own_bytes = tensor.gradient_scale * tensor.itemsize_bytes
+        widens = state.gradient_bytes is None and own_bytes < tensor.at_rest.itemsize_bytes
+        arrived = self.sizes.bytes(tensor.at_rest, how.storage)
+        if how.tier == "device":
+            yield "device", larger(summed, arrived) if widens else summed
+            return
+        yield how.tier, arrived if widens else scale * self.sizes.bytes(tensor, how.storage)
+        if per_step:
+            yield "device", summed
 
     def _gradient_scale(self, tensor: Tensor) -> float:
         """Bytes of a parameter's gradient for each byte of the parameter."""
@@ -229,14 +251,32 @@ class NodePricer:
         return tensor.gradient_scale if given is None else given / tensor.itemsize_bytes
 
     def _cast(
-        self, name: str, tensor: Tensor, storage: Layout, region: Region, count: Quantity
+        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
     ) -> Item:
         """Once a step the stored shard is read, and written in the format of its use."""
-        moved = self.sizes.bytes(tensor.at_rest, storage) + self.sizes.bytes(tensor, storage)
+        moved = self.sizes.bytes(tensor.at_rest, how.storage)
+        moved = moved + self.sizes.bytes(tensor, how.storage)
         return Item(
             "casting parameters", "cast", COMPUTE, "gather", region, count,
-            memory_seconds(moved, self.hardware), moved, every_micro_batch=False, of=name,
+            moved / self.hardware.updates_per_second(how.tier), moved, every_micro_batch=False, of=name,
         )  # fmt: skip
+
+    def _moves(
+        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
+    ) -> Iterator[Item]:
+        """A stored shard's way to the device, and its gradient's way back, each in the format of its use."""
+        host, moved = self.hardware.storing(how.tier), self.sizes.bytes(tensor, how.storage)
+        sent: list[tuple[str, Phase, str, Quantity]] = [(TO_DEVICE, "gather", "parameter", moved)]
+        if tensor.needs_grad:
+            scale = self._gradient_scale(tensor)
+            sent.append((FROM_DEVICE, "reduce", "gradient", scale * moved))
+        for kind, phase, carries, size in sent:
+            seconds = host.latency_seconds + size / host.bandwidth_bytes_per_second
+            often = phase == "reduce" and how.reduce == "micro_batch"
+            yield Item(
+                f"{kind} {numbers_out(name)}", kind, how.tier, phase, region, count, seconds, size,
+                carries=carries, every_micro_batch=often, of=name,
+            )  # fmt: skip
 
     def _accumulation(
         self, name: str, tensor: Tensor, resident: Layout, region: Region, count: Quantity

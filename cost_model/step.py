@@ -27,11 +27,19 @@ import numpy as np
 
 from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import collective_seconds
-from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Region, TrainingState
+from autopar.cost_model.items import (
+    COMPUTE,
+    FULL,
+    TOUCHED,
+    Holding,
+    Item,
+    Region,
+    TrainingState,
+)
 from autopar.cost_model.software import Software
+from autopar.ir import Tier
 from autopar.ir.recompute import Recompute
 
 Stage = Literal["first", "middle", "last"]
@@ -309,14 +317,20 @@ class Step:
         return one + self.software.send_seconds * self.boundary_crosses
 
     def _optimizer_seconds(self) -> Quantity:
-        """Adam reads and writes its states and parameters; the gradient is read for its norm, read,
-        and set to zero.
-        """
-        touched = (
-            2 * self.held("optimizer", "first") + 3 * self.held("gradients", "first")
-            + 2 * self.held("parameters", "first")
-        )  # fmt: skip
-        return memory_seconds(touched, self.hardware)
+        """An update of what the first stage holds, in every tier at the rate of its memory."""
+        return sum(
+            (
+                sum(times * self.held(kind, "first", tier) for kind, times in TOUCHED.items())
+                / self.hardware.updates_per_second(tier)
+                for tier in self.tiers
+            ),
+            start=0,
+        )
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers in which something lies, the device first."""
+        return tuple(dict.fromkeys(("device", *(h.tier for h in self.holdings))))
 
     # --- memory
 
@@ -326,7 +340,7 @@ class Step:
         return larger(first, larger(middle, last))
 
     def memory(self, stage: Stage = "first") -> tuple[Term, ...]:
-        """The parts of a rank's peak on a stage of the pipeline; "middle" is the largest after the first."""
+        """The parts of a device's peak on a stage of the pipeline; "middle" is the largest after the first."""
         kinds = ("parameters", "gradients", "optimizer", "buffers")
         saved = self._saved(stage)
         return (
@@ -336,14 +350,25 @@ class Step:
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
 
-    def held(self, kind: str, stage: Stage) -> Quantity:
+    def held(self, kind: str, stage: Stage, tier: Tier = "device") -> Quantity:
         """Bytes of one kind on a stage, for one micro-batch."""
         return self._once(
-            ("held", kind, stage),
+            ("held", kind, stage, tier),
             lambda: sum(
-                (self._share(h.region, stage) * h.bytes for h in self.holdings if h.kind == kind),
+                (
+                    self._share(h.region, stage) * h.bytes
+                    for h in self.holdings
+                    if h.kind == kind and h.tier == tier
+                ),
                 start=0,
             ),
+        )
+
+    def stored(self, tier: Tier, stage: Stage = "first") -> tuple[Term, ...]:
+        """The parts of what a rank keeps in a tier besides the device."""
+        return tuple(
+            Term(kind, self.held(kind, stage, tier), self._held_parts(kind, stage, tier))
+            for kind in TOUCHED
         )
 
     def _transient(self, stage: Stage) -> Quantity:
@@ -386,10 +411,10 @@ class Step:
             return 0
         return 1 if (region, stage) in (("before", "first"), ("after", "last")) else self._alone
 
-    def _held_parts(self, kind: str, stage: Stage) -> tuple[Term, ...]:
+    def _held_parts(self, kind: str, stage: Stage, tier: Tier = "device") -> tuple[Term, ...]:
         sums: dict[str, Quantity] = {}
         for h in self.holdings:
-            if h.kind == kind:
+            if h.kind == kind and h.tier == tier:
                 sums[h.name] = sums.get(h.name, 0) + self._share(h.region, stage) * h.bytes
         return tuple(Term(name, value) for name, value in sums.items())
 

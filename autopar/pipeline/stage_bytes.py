@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.cost_model import keeps
 from autopar.cost_model.memory import KeptSlice
-from autopar.ir import Op
+from autopar.ir import Op, Tier
 from autopar.pipeline.crossings import Crossings
 from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.priced_blocks import PricedBlocks
@@ -51,15 +51,16 @@ class StageBytes:
     def __init__(self, blocks: PricedBlocks, crossings: Crossings) -> None:
         self.blocks, self.crossings = blocks, crossings
 
-    def held(self, weights: Mapping[str, float]) -> np.ndarray:
+    def held(self, weights: Mapping[str, float], tier: Tier = "device") -> np.ndarray:
         """Bytes of parameters and their gradients and states, counted once in every stage that uses them.
 
         Args:
             weights: kind of a holding -> number of times that it counts.
+            tier: memory in which the counted holdings lie.
         """
         held: dict[str, float] = {}
         for h in self.blocks.holdings:
-            if h.kind in weights:
+            if h.kind in weights and h.tier == tier:
                 name = self.blocks.graph.parameters.get(h.of, h.of)
                 held[name] = held.get(name, 0) + weights[h.kind] * h.bytes
         return self._covered(

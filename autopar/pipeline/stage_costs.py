@@ -24,8 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cost_model import Hardware
-from autopar.cost_model.compute import memory_seconds
-from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.recompute import Recompute, Selection
@@ -171,6 +170,7 @@ class StageTables:
 
     @cached_property
     def _optimizer_seconds(self) -> np.ndarray:
-        """Seconds in which Adam reads and writes its states and parameters; see `autopar.cost_model.step`."""
-        touched = self.memory.held({"optimizer": 2, "gradients": 3, "parameters": 2})
-        return np.asarray(memory_seconds(touched, self.blocks.hardware))
+        """Seconds of an update in every tier; see `autopar.cost_model.step`."""
+        rate = self.blocks.hardware.updates_per_second
+        tiers = dict.fromkeys(("device", *(h.tier for h in self.blocks.holdings)))
+        return np.asarray(sum(self.memory.held(TOUCHED, tier) / rate(tier) for tier in tiers))

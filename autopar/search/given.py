@@ -93,7 +93,7 @@ class GivenMesh:
             pins=request.pins, memory_bytes=request.search_bound_bytes,
             micro_batches=request.micro_batches or 1, fingerprint=self.fingerprint,
             fixed_storage=self.fixed_storage, software=request.software,
-            training_state=request.training_state,
+            training_state=request.training_state, offloads=bool(request.offload),
         )  # fmt: skip
 
     def _priced(self, plan: Plan) -> Planned:

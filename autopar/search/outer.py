@@ -127,9 +127,20 @@ def search_plan(
         fingerprint: hash of the captured graph, which the plan notes.
         fixed_storage: layouts of parameters that are placed already, by name.
 
+    Where no plan fits, parameters may be stored in the host's memory, unless the request rules it out.
+
     Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
     """
-    return _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
+    try:
+        return _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
+    except SearchError as error:
+        if not request.may_offload or fixed_storage is not None:
+            raise
+        asked = request.but(offload=True)
+        try:
+            return _Outer(graph, asked, captured_micro_batches, fingerprint, None).run()
+        except SearchError as other:
+            raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ Along one axis these are the stages of ZeRO (Rajbhandari et al. 2020), see `auto
     stage 1, 2   storage S(d)   the same; gradients reduced per step (1) or per micro-batch (2)
     stage 3      storage S(d)   resident S(d): gathered around each use, or used as it is
 
+and each of them with its storage in the device's memory or in the host's (`autopar.ir.tier`).
+
 S(d) splits the major factor of dim d, as DTensor does; where the axis does not divide that but
 divides the whole dim, it is S(d.*). The same dim is never split by S(d.*) and by something else.
 """
@@ -15,10 +17,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import RecipeError
-from autopar.ir import WHOLE, Layout, Mesh, ParameterPlan, R, S, State, Tensor, V, divides
+from autopar.ir import WHOLE, Layout, Mesh, ParameterPlan, R, S, State, Tensor, Tier, V, divides
 from autopar.ir.plan import Reduction
 from autopar.search.pins import AxisStates
 from autopar.search.recipes import Recipe
@@ -30,7 +33,7 @@ class Strategy(NamedTuple):
     Attributes:
         plan: layouts of the parameter and reduction of its gradient.
         seconds: what one parameter adds to a step.
-        bytes: memory of one parameter, its gradient and its optimizer states on a rank.
+        bytes: memory of one parameter, its gradient and its optimizer states on a rank's device.
     """
 
     plan: ParameterPlan
@@ -52,13 +55,21 @@ def strategies(
     pinned: AxisStates,
     mesh: Mesh,
     price: Callable[[ParameterPlan], Strategy],
+    *,
+    offloads: bool = False,
 ) -> tuple[Strategy, ...]:
     """The strategies that the recipes and pins leave and that are the best of some kind.
 
     Of those with the same resident layout, which serve the same uses, only the fastest is kept, and
-    what saves bytes for more seconds. Raises RecipeError where recipes and pins leave nothing.
+    what saves bytes for more seconds. With `offloads` a parameter may be stored in the host's memory where no recipe
+    says that it is. Raises RecipeError where recipes and pins leave nothing.
     """
-    plans = list(_plans(tensor, recipes, dict(pinned), mesh))
+    tiers = tiers_of(recipes, offloads)
+    plans = [
+        replace(plan, tier=tier)
+        for plan in _plans(tensor, recipes, dict(pinned), mesh)
+        for tier in tiers
+    ]
     if not plans:
         asked = ", ".join(f"{state}@{mesh.names[axis]}" for axis, state in pinned)
         names = ", ".join(
@@ -73,6 +84,12 @@ def strategies(
         by_resident.setdefault(plan.resident, []).append(price(plan))
     best = [each for alike in by_resident.values() for each in (*fastest(alike), *pareto(alike))]
     return tuple(dict.fromkeys(best))
+
+
+def tiers_of(recipes: Sequence[Recipe], offloads: bool) -> tuple[Tier, ...]:
+    """The tiers that a parameter may be stored in."""
+    asked = [row.tier for row in recipes if row.tier != "device"]
+    return (asked[0],) if asked else ("device", "host") if offloads else ("device",)
 
 
 def _plans(

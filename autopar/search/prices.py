@@ -16,21 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_model import Hardware, Sizes
-from autopar.cost_model.compute import memory_seconds
-from autopar.cost_model.items import COMPUTE, Holding, Item, Region, TrainingState
+from autopar.cost_model.items import COMPUTE, TOUCHED, Holding, Item, Region, TrainingState
 from autopar.cost_model.memory import layers_of_ops
 from autopar.cost_model.nodes import NodePricer
 from autopar.cost_model.pricer import block_labels
 from autopar.cost_model.software import Software
 from autopar.cost_model.step import REGIONS, Run, Step
-from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, R
+from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, R, Tier
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import blocks_of_ops, is_whole
 from autopar.search.fold import Fold
-
-# An optimizer step reads and writes its states and the parameters; the gradient is read for its
-# norm, read, and set to zero, see `Step._optimizer_seconds`.
-_TOUCHED = {"optimizer": 2, "gradients": 3, "parameters": 2}
 
 
 @dataclass(frozen=True)
@@ -195,8 +190,11 @@ class Prices:
 
     def optimizer_seconds(self, holdings: Iterable[Holding]) -> float:
         """Seconds that the optimizer takes for what a parameter holds."""
-        touched = sum(_TOUCHED.get(h.kind, 0) * h.bytes for h in holdings)
-        return float(memory_seconds(touched, self.step.hardware))
+        touched: dict[Tier, float] = {}
+        for h in holdings:
+            touched[h.tier] = touched.get(h.tier, 0.0) + TOUCHED.get(h.kind, 0) * h.bytes
+        rate = self.step.hardware.updates_per_second
+        return float(sum(size / rate(tier) for tier, size in touched.items()))
 
     # --- what is there for a moment
 

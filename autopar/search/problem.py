@@ -98,6 +98,7 @@ class Problem:
         strategies: entry of a parameter -> its strategies.
         fixed: entries whose parameter the caller fixed.
         constant_bytes: memory of every plan alike: buffers, and what no tensor can have.
+        offloads: whether any parameter may be stored in the host's memory.
         exposure: the slopes of a step that the programs charge work at.
         solved: what the programs of single axes gave, by all they depend on; see `autopar.search.axis`.
         priced_entries: all entries but those inside a producer with its collapsed views.
@@ -116,8 +117,9 @@ class Problem:
         repeats: bool = True,
         software: Software = AUTOPAR,
         training_state: TrainingState = FULL,
+        offloads: bool = False,
     ) -> None:
-        self.graph, self.mesh = graph, mesh
+        self.graph, self.mesh, self.offloads = graph, mesh, offloads
         self.pins, self.micro_batches, self.fixed_storage = pins, micro_batches, fixed_storage
         self.sizes = Sizes(mesh)
         self.saved = SavedTensors(graph)
@@ -381,8 +383,9 @@ class Problem:
             key = (tensor.dims, tensor.formats, tensor.needs_grad, pinned, self._region(name))
             if key not in known:
                 known[key] = strategies(
-                    tensor, name, self.recipes, pinned, self.mesh, partial(self._strategy, index)
-                )
+                    tensor, name, self.recipes, pinned, self.mesh, partial(self._strategy, index),
+                    offloads=self.offloads,
+                )  # fmt: skip
             found[index] = known[key]
         return found
 
@@ -390,7 +393,8 @@ class Problem:
         """A way to keep one parameter of an entry, with what it adds to a step outside the graph."""
         items, holdings = self.prices.parameter(index, how)
         seconds = self._seconds(items) + self.prices.optimizer_seconds(holdings)
-        return Strategy(how, seconds, float(sum(h.bytes for h in holdings)))
+        near = sum(h.bytes for h in holdings if h.tier == "device")
+        return Strategy(how, seconds, float(near))
 
     def _collapse(self) -> tuple[dict[int, Made], dict[int, Made]]:
         """See [Note: collapse]. Returns (collapsed class -> its operand, entry -> its maker)."""

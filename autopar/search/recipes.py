@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.errors import RecipeError
-from autopar.ir import PIPELINE_AXIS, SCHEDULES, Choice, Graph, Mesh, Op
+from autopar.ir import PIPELINE_AXIS, SCHEDULES, Choice, Graph, Mesh, Op, Tier
 
 Roles = frozenset[str]
 Which = Callable[[Roles], bool]
@@ -57,7 +57,8 @@ class Recipe:
         for contractions with a parameter alone, and before `must`. stacks_must: the same for ops that
         stack parameters along a factor of `products_must` which none of them has. stages: ZeRO stages that a
         parameter may have; 3 includes parameters stored as they are used. gathers: whether a
-        parameter stored split may be used in another layout. meaning: for people.
+        parameter stored split may be used in another layout. tier: memory that parameters are stored in, and
+        with them gradients and optimizer states. meaning: for people.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Recipe:
     stacks_must: tuple[Which, ...] = ()
     stages: tuple[int, ...] = (0, 1, 2, 3)
     gathers: bool = True
+    tier: Tier = "device"
 
 
 _ROWS = (
@@ -76,6 +78,14 @@ _ROWS = (
     Recipe("zero1", "ddp with optimizer states sharded", (), (is_batch,), stages=(1,)),
     Recipe("zero2", "zero1 with gradients sharded", (), (is_batch,), stages=(2,)),
     Recipe("zero3", "zero2 with parameters sharded", (), (is_batch,), stages=(3,)),
+    Recipe(
+        "zero-offload", "zero2 with parameters stored and updated in the host's memory",
+        (), (is_batch,), stages=(2,), tier="host",
+    ),
+    Recipe(
+        "zero3-offload", "zero3 with parameters stored and updated in the host's memory",
+        (), (is_batch,), stages=(3,), tier="host",
+    ),
     Recipe(
         "tp", "Megatron: columns, then rows, of the matrices",
         (is_model,), (), (is_model,), stages=(0, 3), gathers=False,

@@ -33,7 +33,7 @@ from autopar.search.recipes import (
 
 HEADROOM = 0.05
 AXES = ("dp", "tp")
-REFUSALS = ("recompute", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
+REFUSALS = ("recompute", "offload", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Request:
         training_state: bytes of gradients, master weights and optimizer states, also as text such as
             "adamw8bit" (`autopar.cost_model.items.TrainingState`).
         software: what the runtime adds to a step and what it hides.
+        offload: whether parameters may be stored in the host's memory and updated there; None allows it where no
+            plan fits otherwise.
         without: names among `REFUSALS` that must not be used.
         inside_node: axes whose groups must not leave a node.
         cuts_batch: whether the search may cut the batch of a step without stages into micro-batches: the
@@ -93,6 +95,7 @@ class Request:
     precision: MixedPrecision | None = None
     training_state: TrainingState = FULL
     software: Software = AUTOPAR
+    offload: bool | None = None
     without: frozenset[str] = frozenset()
     inside_node: tuple[str, ...] = ()
     cuts_batch: bool = False
@@ -132,6 +135,13 @@ class Request:
     def search_bound_bytes(self) -> int | None:
         """The bound that the search has to keep; None where any memory is allowed."""
         return self.bound_bytes if self.must_fit else None
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether parameters may be stored in the host's memory where no plan fits otherwise."""
+        is_open = self.offload is None and "offload" not in self.without
+        host = self.hardware.host
+        return is_open and self.must_fit and host is not None and host.memory_bytes > 0
 
     @property
     def cluster(self) -> Cluster:

@@ -42,6 +42,8 @@ class Choices(TypedDict, total=False):
         repeats: whether repeated blocks are folded into one; by default they are.
         software: figures of the runtime; by default autopar's own.
         training_state: bytes that training keeps in addition to parameters; by default `FULL`.
+        offloads: whether any parameter may be stored in the host's memory; by default those alone that a recipe
+            stores there.
     """
 
     recipe: RecipeLike
@@ -52,6 +54,7 @@ class Choices(TypedDict, total=False):
     repeats: bool
     software: Software
     training_state: TrainingState
+    offloads: bool
 
 
 def search(
@@ -144,6 +147,7 @@ class MeshSearch:
         repeats: bool = True,
         software: Software = AUTOPAR,
         training_state: TrainingState = FULL,
+        offloads: bool = False,
     ) -> MeshSearch:
         """The search that `search` makes, before a bound is known.
 
@@ -157,7 +161,7 @@ class MeshSearch:
         problem = Problem(
             graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
             micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
-            software=software, training_state=training_state,
+            software=software, training_state=training_state, offloads=offloads,
         )  # fmt: skip
         return cls(problem, recipe, fingerprint, hardware, software, training_state)
 
