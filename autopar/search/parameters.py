@@ -6,7 +6,8 @@ Along one axis these are the stages of ZeRO (Rajbhandari et al. 2020), see `auto
     stage 1, 2   storage S(d)   the same; gradients reduced per step (1) or per micro-batch (2)
     stage 3      storage S(d)   resident S(d): gathered around each use, or used as it is
 
-and each of them with its storage in the device's memory or in the host's (`autopar.ir.tier`).
+and each of them with its storage in the device's memory or in the host's (`autopar.ir.tier`), where gradients
+may leave the device after every micro-batch in any of them.
 
 S(d) splits the major factor of dim d, as DTensor does; where the axis does not divide that but
 divides the whole dim, it is S(d.*). The same dim is never split by S(d.*) and by something else.
@@ -64,11 +65,11 @@ def strategies(
     what saves bytes for more seconds. With `offloads` a parameter may be stored in the host's memory where no recipe
     says that it is. Raises RecipeError where recipes and pins leave nothing.
     """
-    tiers = tiers_of(recipes, offloads)
     plans = [
-        replace(plan, tier=tier)
+        each
         for plan in _plans(tensor, recipes, dict(pinned), mesh)
-        for tier in tiers
+        for tier in tiers_of(recipes, offloads)
+        for each in _stored_in(tier, plan)
     ]
     if not plans:
         asked = ", ".join(f"{state}@{mesh.names[axis]}" for axis, state in pinned)
@@ -90,6 +91,13 @@ def tiers_of(recipes: Sequence[Recipe], offloads: bool) -> tuple[Tier, ...]:
     """The tiers that a parameter may be stored in."""
     asked = [row.tier for row in recipes if row.tier != "device"]
     return (asked[0],) if asked else ("device", "host") if offloads else ("device",)
+
+
+def _stored_in(tier: Tier, plan: ParameterPlan) -> Iterator[ParameterPlan]:
+    """The plan in a tier; a gradient may leave the device after every micro-batch, also where nothing is sharded."""
+    yield replace(plan, tier=tier)
+    if tier != "device" and plan.reduce == "step":
+        yield replace(plan, tier=tier, reduce="micro_batch")
 
 
 def _plans(

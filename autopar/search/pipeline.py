@@ -114,6 +114,9 @@ class _Search:
         self._search_shares()
         if self.found:
             self._search_again()
+        elif self.request.offload:  # nothing fits unless all that may lies on the host
+            inside = self._inside(self.asked_micro_batches or self.captured)
+            self._price_plan(_Inner(inside.smallest().plan, 0.0))
         self._search_recipes()
         if not self.found:
             raise self._nothing()

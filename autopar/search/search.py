@@ -173,6 +173,16 @@ class MeshSearch:
         if not fits(best, memory_bytes):
             assert memory_bytes is not None, "without a bound everything fits"
             raise _does_not_fit(best, memory_bytes, problem, recipe)
+        return self._found(best, found, memory_bytes)
+
+    def smallest(self) -> Found:
+        """The plan that takes least memory, of those that no bound leads to."""
+        found = descents(self.problem, 0)
+        return self._found(best_of(found, 0), found, None)
+
+    def _found(self, best: Descent, found: Sequence[Descent], memory_bytes: int | None) -> Found:
+        """A plan with its notes."""
+        problem, recipe = self.problem, format_recipe(self.recipe)
         plan = expand(problem, best.assignment, recipe, self.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
         cost = cost_of(
