@@ -397,7 +397,7 @@ class Question:
         run = run_of(plan, self._state_of(graph))
         plan = replace(
             plan,
-            notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_second(plan)),
+            notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_kept_notes(plan)),
         )
         return Advice(
             graph, plan, self.cluster, run, self.request.software, self.bound_bytes,
@@ -496,9 +496,9 @@ def _change(
     return Change(what, same, then.setting.name, scale * then.seconds)
 
 
-def _second(plan: Plan) -> Iterator[str]:
+def _kept_notes(plan: Plan) -> Iterator[str]:
     """What the search of a pipeline says of the next best; the rest the simulation says."""
-    return (note for note in plan.notes if kind_of(note) == "runner-up")
+    return (note for note in plan.notes if kind_of(note) in ("runner-up", "tiers"))
 
 
 def name_of(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
 from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
-from autopar.ir import Graph, Mesh, Plan
+from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
 from autopar.pipeline.composed import RecomputationPrice
 from autopar.pipeline.simulation import Simulation
 from autopar.search.request import Request
@@ -188,6 +188,18 @@ class PlanCost:
         if self.simulated is not None:
             return self.simulated.memory_bytes
         return max(float(total(self.step.memory(stage))) for stage in STAGES)
+
+    @cached_property
+    def stored_bytes(self) -> Mapping[Tier, float]:
+        """What the fullest rank keeps in each tier besides the device; empty where nothing lies there."""
+        if self.simulated is not None:
+            found = {tier: self.simulated.stored_bytes(tier) for tier in TIERS[1:]}
+        else:
+            found = {
+                tier: max(float(total(self.step.stored(tier, stage))) for stage in STAGES)
+                for tier in TIERS[1:]
+            }
+        return {tier: size for tier, size in found.items() if size}
 
     @property
     def bound_bytes(self) -> int:

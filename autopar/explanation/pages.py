@@ -17,7 +17,7 @@ from autopar.explanation.block import block_of
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked, launch
 from autopar.explanation.report import collectives, described
-from autopar.ir import Graph, with_pipeline
+from autopar.ir import Graph, Tier, with_pipeline
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.search.notes import unruled_lines
@@ -184,9 +184,16 @@ def _figures(e: Explanation) -> Iterator[tuple[str, str]]:
         yield "tokens per second", f"{e.tokens_per_second:,.0f}"
     yield "model FLOPs utilization", f"{100 * e.mfu:.1f} %"
     yield "memory of a rank", f"{format_bytes(e.memory_bytes)} of {format_bytes(e.bound_bytes)}"
+    for tier, size in e.stored_bytes.items():
+        yield f"kept on the {tier}", f"{format_bytes(size)} of {_room(e, tier)}"
     yield "sent by a rank", f"{format_bytes(e.traffic.value)} a step"
     if e.simulation is not None:
         yield "pipeline bubble", f"{100 * e.simulation.bubble_fraction:.1f} %"
+
+
+def _room(e: Explanation, tier: Tier) -> str:
+    room = e.cluster.hardware.storing(tier).memory_bytes
+    return format_bytes(room) if room else "the same memory"
 
 
 def _formulas(e: Explanation) -> Iterator[Formula]:

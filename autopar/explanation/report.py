@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.step import Step
-from autopar.ir import Graph, Mesh, Op, Plan, format_layout
+from autopar.ir import Graph, Mesh, Op, Plan, format_place
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.units import format_bytes, format_seconds
@@ -78,7 +78,7 @@ def parameter_table(plan: Plan, graph: Graph) -> Table:
 def _parameter_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, ...], int]]:
     for name, how in plan.parameters.items():
         shape = "x".join(str(n) for n in graph.tensors[graph.parameters[name]].shape) or "scalar"
-        stored = format_layout(how.storage, plan.mesh)
+        stored = format_place(how.storage, how.tier, plan.mesh)
         in_graph = any(how.zero_stage(i) == 3 for i in range(len(plan.mesh.axes)))
         reduced = "micro-batch" if in_graph else how.reduce.replace("_", "-")
         row = (shape, stored, _zero(plan, graph, name), reduced)

@@ -17,8 +17,8 @@ from autopar.cost_model.memory import KeptSlice, Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Run, Step
-from autopar.ir import Graph, Plan
+from autopar.cost_model.step import Run, Step, total
+from autopar.ir import Graph, Plan, Tier
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.executed import ExecutedStep
@@ -61,6 +61,22 @@ def composed(
         return Composed(executed.seconds, executed.memory_bytes)
     step = step_of(graph, plan, hardware, software=software, training_state=training_state)
     return Composed(float(step.seconds()), float(step.peak_bytes()))
+
+
+def stored_bytes(
+    graph: Graph,
+    plan: Plan,
+    hardware: Hardware,
+    tier: Tier,
+    *,
+    software: Software = AUTOPAR,
+    training_state: TrainingState = FULL,
+) -> float:
+    """What the fullest rank keeps in a tier besides the device; arguments as in `composed`."""
+    if plan.pipeline is not None:
+        return ExecutedStep(graph, plan, hardware, training_state, software).stored_bytes(tier)
+    step = step_of(graph, plan, hardware, software=software, training_state=training_state)
+    return float(total(step.stored(tier)))
 
 
 def step_of(

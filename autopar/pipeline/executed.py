@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.ir import Graph, Pipeline, Plan
+from autopar.ir import Graph, Pipeline, Plan, Tier
 from autopar.pipeline.parts import block_starts
 from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
@@ -102,3 +102,9 @@ class ExecutedStep:
     def memory_bytes(self) -> float:
         """Peak of the fullest rank, with the memory that no tensor can have."""
         return max(self.simulation.peak_bytes) + self.hardware.reserved_bytes
+
+    def stored_bytes(self, tier: Tier) -> float:
+        """What the fullest rank keeps in a tier besides the device."""
+        held = self.tables.memory.held(dict.fromkeys(TOUCHED, 1), tier)
+        of_stage = [float(held[edge]) for edge in self._edges]
+        return max(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)

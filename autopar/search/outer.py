@@ -36,6 +36,7 @@ from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
 from autopar.search.staged import SlowerError
+from autopar.search.stored import with_stores
 
 _EXACT = 4  # settings with a plan, or with none that is faster than a known one
 _SAME_MESH = 2  # numbers of micro-batches on one mesh, and then on the best mesh once more
@@ -267,6 +268,7 @@ class _Outer:
             ).search()
 
         found = searched_in_slices(asked, search) if is_partitioned(asked) else search(asked)
+        found = with_stores(found, request=asked)
         if known is None:
             return found
         others = sorted((*found.others, *known.others), key=lambda each: each.key)
