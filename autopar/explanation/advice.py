@@ -497,7 +497,7 @@ def _change(
 
 
 def _kept_notes(plan: Plan) -> Iterator[str]:
-    """What the search of a pipeline says of the next best; the rest the simulation says."""
+    """What the search says of the next best plan, and of what lies outside the devices; the rest is said anew."""
     return (note for note in plan.notes if kind_of(note) in ("runner-up", "tiers"))
 
 

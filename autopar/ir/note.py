@@ -17,8 +17,8 @@ class Note(str):
 
     Attributes:
         kind: "price" for time and memory as the search inside a stage adds them up, "stages" for cuts and
-            time of a pipeline, "runner-up" for the next best plan, "tiers" for what lies outside the devices, and "" for everything
-            else.
+            time of a pipeline, "runner-up" for the next best plan, "tiers" for what lies outside the devices,
+            and "" for everything else.
     """
 
     kind: str

@@ -212,7 +212,7 @@ class Residents:
             hops = (arrival(shape, kept.tier), *hops)
         if stored == spec.dtype == spec.gradient_dtype:
             return hops
-        first = cast(shape, stored, spec.dtype)
+        first = cast(shape, stored, spec.dtype, kept.tier)
         return (first, *hops, cast(self.shape(i), spec.gradient_dtype, spec.dtype))
 
     def shape(self, i: int) -> tuple[int, ...]:

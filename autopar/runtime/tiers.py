@@ -37,13 +37,16 @@ class Tiers:
         self.moved_bytes: Counter[tuple[Tier, str]] = Counter()
 
     def keep(self, x: Tensor, tier: Tier) -> Tensor:
-        """A copy of a tensor in a tier; its bytes are counted for as long as the copy lives."""
+        """A copy of a tensor in a tier."""
         if tier == "nvme":
             raise PlanError("Parameters on nvme cannot be run yet; store them in the tier host.")
-        copy = _torch.host_copy(x)
-        self.live_bytes[tier] += copy.nbytes
-        weakref.finalize(copy.untyped_storage(), self._gone, tier, copy.nbytes)
-        return copy
+        return self.counted(_torch.host_copy(x), tier)
+
+    def counted(self, x: Tensor, tier: Tier) -> Tensor:
+        """A tensor that was made in a tier; its bytes are counted from now on, for as long as its memory is held."""
+        self.live_bytes[tier] += x.nbytes
+        weakref.finalize(x.untyped_storage(), self._gone, tier, x.nbytes)
+        return x
 
     def _gone(self, tier: Tier, size_bytes: int) -> None:
         self.live_bytes[tier] -= size_bytes

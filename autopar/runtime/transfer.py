@@ -42,7 +42,7 @@ class Hop:
         formats: the two element types of a cast, that of the gradient on its way back and that which the
             tensor takes. A cast to the type that the tensor already has changes only the gradient: that is
             how gradients are reduced in another type than tensors are gathered in.
-        tier: the other memory of a move; "device" of all else.
+        tier: the other memory of a move, or the memory that a cast is done in.
     """
 
     name: str
@@ -95,9 +95,9 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Route:
     return tuple(hops)
 
 
-def cast(shape: Shape, before: torch.dtype, after: torch.dtype) -> Hop:
+def cast(shape: Shape, before: torch.dtype, after: torch.dtype, tier: Tier = "device") -> Hop:
     """The hop that casts a tensor of this shape to `after`, and its gradient to `before`."""
-    return Hop("cast", "cast", (), -1, 1, shape, shape, shape, shape, (before, after))
+    return Hop("cast", "cast", (), -1, 1, shape, shape, shape, shape, (before, after), tier)
 
 
 def arrival(shape: Shape, tier: Tier) -> Hop:
@@ -186,7 +186,9 @@ def _run_locally(hops: list[Hop], tensors: list[Tensor], world: World) -> list[T
 def _run(hop: Hop, x: Tensor, world: World) -> Tensor:
     """One hop of a tensor that is viewed in its shape already."""
     if hop.formats:
-        return x.to(hop.formats[1])
+        result = x.to(hop.formats[1])
+        is_far = hop.tier != "device" and result is not x
+        return world.tiers.counted(result, hop.tier) if is_far else result
     if hop.name in _MOVES:
         return _MOVES[hop.name](world.tiers, x, hop.tier)
     return KERNELS[hop.name](x, list(hop.dims), hop.size, group_name(_group(hop, world)))

@@ -79,14 +79,14 @@ def single(
 @captured_once()
 def compiled(
     name: str, mesh: dict[str, int], recipe: str | dict[str, str] = "auto", micro_batches: int = 1,
-    *, device: str = "cpu", **options: Any,
+    *, device: str = "cpu", steps: int = 3, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What autopar gets on this rank; `options` are further ones of `compile`."""
     model, batch, loss_fn = make_on(device, name)
     made = autopar.compile(
         model, loss_fn=loss_fn, mesh=mesh, recipe=recipe, micro_batches=micro_batches, **options
     )  # type: ignore[arg-type]
-    return train(made, made.step, batch)
+    return train(made, made.step, batch, steps=steps)
 
 
 @captured_once()
