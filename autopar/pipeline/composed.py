@@ -8,11 +8,11 @@ running its schedule (`autopar.pipeline.executed`), both over the items and hold
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost_model.hardware import Hardware
-from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.memory import KeptSlice, Selected
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
@@ -77,6 +77,16 @@ def stored_bytes(
         return ExecutedStep(graph, plan, hardware, training_state, software).stored_bytes(tier)
     step = step_of(graph, plan, hardware, software=software, training_state=training_state)
     return float(total(step.stored(tier)))
+
+
+def state_bytes(
+    graph: Graph, plan: Plan, hardware: Hardware, training_state: TrainingState = FULL
+) -> float:
+    """Parameters on the device of an average stage, with their gradients and optimizer states."""
+    whole = replace(plan, pipeline=None)
+    step = step_of(graph, whole, hardware, training_state=training_state)
+    stages = plan.pipeline.ranks if plan.pipeline else 1
+    return sum(float(step.held(kind, "first")) for kind in TOUCHED) / stages
 
 
 def step_of(

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, Sear
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.pipeline.blocks import has_blocks
+from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import block_starts
 from autopar.search.candidates import Space
 from autopar.search.given import GivenMesh, Planned
@@ -39,6 +40,7 @@ from autopar.search.staged import SlowerError
 from autopar.search.stored import with_stores
 
 _EXACT = 4  # settings with a plan, or with none that is faster than a known one
+_WORTH_MOVING = 0.25  # of the bound on memory
 _SAME_MESH = 2  # numbers of micro-batches on one mesh, and then on the best mesh once more
 # Of the best step so far: plans of other settings are found up to there, to be shown beside it.
 _SHOWN = 1.1
@@ -128,20 +130,20 @@ def search_plan(
         fingerprint: hash of the captured graph, which the plan notes.
         fixed_storage: layouts of parameters that are placed already, by name.
 
-    Where no plan fits, parameters may be stored in the host's memory, unless the request rules it out.
+    Parameters may be stored in the host's memory where no plan fits otherwise, and where that is faster than what
+    fits otherwise (it may spare recomputation); a request may rule both out.
 
     Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
     """
+    outer = _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage)
+    if not request.may_offload or fixed_storage is not None:
+        return outer.run()
+    far = replace(outer, request=request.but(offload=True))
     try:
-        return _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage).run()
+        found = outer.run()
     except SearchError as error:
-        if not request.may_offload or fixed_storage is not None:
-            raise
-        asked = request.but(offload=True)
-        try:
-            return _Outer(graph, asked, captured_micro_batches, fingerprint, None).run()
-        except SearchError as other:
-            raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
+        return far.instead_of(error)
+    return far.if_faster(found)
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,34 @@ class _Outer:
         (trial, best), *rest = tried.ranked
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(best, trial, others, explored)
+
+    def instead_of(self, error: SearchError) -> Searched:
+        """The plan where another search found none; its error with that of this search where neither does."""
+        try:
+            return self.run()
+        except SearchError as other:
+            raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
+
+    def if_faster(self, found: Searched) -> Searched:
+        """The faster one of a known plan and this search's on the same mesh.
+
+        This search is skipped where parameters and what training keeps of them take less than a part of the bound,
+        `_WORTH_MOVING`: to store them elsewhere makes room for little.
+        """
+        request, best = self.request, found.best
+        held = state_bytes(best.graph, best.plan, request.hardware, request.training_state)
+        if held < _WORTH_MOVING * request.bound_bytes:
+            return found
+        try:
+            other = self.run() if request.mesh is not None else self._on_trial(found)
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return found
+        return other if other.best.key < best.key else found
+
+    def _on_trial(self, found: Searched) -> Searched:
+        """This search on the mesh and with the micro-batches of a known plan alone."""
+        trial = found.trial._replace(known=None)
+        return found._replace(best=self._exact(trial), trial=trial)
 
     def _recounted(self, tried: _Tried, explored: Explored | None) -> list[Trial]:
         """The best mesh with numbers of micro-batches that were not tried on it, the most promising ones."""

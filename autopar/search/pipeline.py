@@ -39,6 +39,9 @@ from autopar.search.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
+# The same where the host may store parameters: how much the device keeps of them, and recomputation makes room for
+# it, is then a choice of its own. Laws over a ladder of bounds asked for steps no wider than these.
+_FAR_SHARES = (math.inf, 3.0, 2.5, 2.0, 1.75, 1.5, 1.375, 1.25, 1.125, 1.0, 0.75, 0.5, 0.25)
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
 _EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
@@ -112,11 +115,11 @@ class _Search:
 
     def run(self) -> PipelineFound:
         self._search_shares()
-        if self.found:
-            self._search_again()
-        elif self.request.offload:  # nothing fits unless all that may lies on the host
+        if self.request.offload:
             inside = self._inside(self.asked_micro_batches or self.captured)
             self._price_plan(_Inner(inside.smallest().plan, 0.0))
+        if self.found:
+            self._search_again()
         self._search_recipes()
         if not self.found:
             raise self._nothing()
@@ -137,7 +140,11 @@ class _Search:
         """Prices plans for less and less memory; see [Note: memory of a stage]."""
         seen = 0
         for share in self._shares():
-            if self.found and self._promised_seconds(seen) >= _WORTH * self.found.best_seconds:
+            if (
+                self.found
+                and not self.request.offload
+                and self._promised_seconds(seen) >= _WORTH * self.found.best_seconds
+            ):
                 break
             seen = len(self.found.overfull)
             inside = self._inside(self.asked_micro_batches or self.captured)
@@ -172,6 +179,8 @@ class _Search:
 
         On one rank the fastest plan comes first: recomputation may make room for it.
         """
+        if self.request.offload:
+            return _FAR_SHARES
         if not self._may_hold_state(self._inside(self.asked_micro_batches or self.captured)):
             return _SHARES[:1]
         may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)

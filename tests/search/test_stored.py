@@ -1,0 +1,111 @@
+"""Storage on the host: when the search takes it, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from autopar.cost_model.hardware import Host
+from autopar.errors import SearchError
+from autopar.ir.note import kind_of
+from autopar.pipeline.composed import composed, stored_bytes
+from autopar.search.given import Planned
+from autopar.search.outer import search_plan
+from autopar.search.request import Request
+from tests.search.stacked import Sizes, residual
+from tests.search.toy import TOY
+
+GRAPH = residual(6, Sizes(batch=4, width=64, hidden=128, vocab=64))
+HOST = Host(
+    10**9, bandwidth_bytes_per_second=1e9, latency_seconds=1e-6, update_bytes_per_second=1e9
+)
+WITH_HOST = dataclasses.replace(TOY, host=HOST)
+
+
+@functools.cache
+def planned(memory_bytes: int, ranks: int = 1, **options: object) -> Planned:
+    request = Request(WITH_HOST, ranks=ranks, memory_bytes=memory_bytes, **options)  # type: ignore[arg-type]
+    return search_plan(GRAPH, request).best
+
+
+def is_far(found: Planned) -> bool:
+    return any(how.tier == "host" for how in found.plan.parameters.values())
+
+
+def least_near() -> int:
+    """The least memory that a plan takes without the host, to a hundredth."""
+    low, high = 1, 10**8
+    while high - low > low // 100 + 1:
+        middle = (low + high) // 2
+        try:
+            planned(middle, offload=False)
+            high = middle
+        except SearchError:
+            low = middle
+    return high
+
+
+def test_the_host_is_dropped_as_memory_grows_and_memory_never_makes_a_plan_slower() -> None:
+    """Where a plan barely fits without the host, it recomputes more than the moves take, and the host stays."""
+    ladder = [planned(int(least_near() * share)) for share in (0.5, 0.8, 0.98, 1.0, 1.2, 2.0, 10.0)]
+    far, seconds = [is_far(each) for each in ladder], [e.price.step_seconds for e in ladder]
+    assert far[:3] == [True] * 3 and not far[-1] and far == sorted(far, reverse=True)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_plan_says_what_the_host_keeps() -> None:
+    found = planned(int(least_near() * 0.6))
+    (note,) = [note for note in found.plan.notes if kind_of(note) == "tiers"]
+    kept = stored_bytes(found.graph, found.plan, WITH_HOST, "host")
+    assert kept > 0 and "optimizer runs on the host" in note
+    price = composed(found.graph, found.plan, WITH_HOST)
+    assert price.peak_bytes <= 0.6 * least_near() and price == found.price
+
+
+@pytest.mark.parametrize(
+    "refused", [{"offload": False}, {"without": frozenset({"offload"})}], ids=str
+)
+def test_a_request_may_rule_the_host_out(refused: dict[str, object]) -> None:
+    with pytest.raises(SearchError, match="fits"):
+        planned(int(least_near() * 0.8), **refused)
+
+
+def test_a_host_that_is_too_small_is_refused_with_both_numbers() -> None:
+    small = dataclasses.replace(WITH_HOST, host=dataclasses.replace(HOST, memory_bytes=1000))
+    with pytest.raises(SearchError, match=r"keep .* of its host, and its share of that is 1.*kB"):
+        search_plan(GRAPH, Request(small, mesh={"dp": 2}, recipe="zero-offload"))
+
+
+def test_a_machine_without_figures_of_its_host_is_told_what_to_give() -> None:
+    with pytest.raises(Exception, match=r"no figures of the tier host: .* table \[host\]"):
+        search_plan(GRAPH, Request(TOY, mesh={"dp": 2}, recipe="zero-offload"))
+
+
+@pytest.mark.parametrize("recipe", ["zero-offload", "zero3-offload"])
+def test_a_recipe_stores_every_parameter_on_the_host(recipe: str) -> None:
+    found = search_plan(GRAPH, Request(WITH_HOST, mesh={"dp": 2}, recipe=recipe)).best
+    assert {how.tier for how in found.plan.parameters.values()} == {"host"}
+    near = search_plan(
+        GRAPH,
+        Request(
+            WITH_HOST,
+            mesh={"dp": 2},
+            recipe=recipe.removesuffix("-offload") + "2" * (recipe == "zero-offload"),
+        ),
+    ).best
+    assert near.price.step_seconds < found.price.step_seconds
+    assert near.price.peak_bytes > found.price.peak_bytes
+
+
+def test_moves_and_memory_are_written_products() -> None:
+    """Four matrices, by hand: a storage of n bytes moves n up and n down, and 16 bytes a parameter lie on the host."""
+    found = search_plan(GRAPH, Request(WITH_HOST, mesh={"dp": 2}, recipe="zero-offload")).best
+    sizes = {name: GRAPH.tensors[t] for name, t in GRAPH.parameters.items()}
+    whole = sum(t.itemsize_bytes * _elements(t.shape) for t in sizes.values())
+    assert stored_bytes(found.graph, found.plan, WITH_HOST, "host") == 4 * whole / 2
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return functools.reduce(int.__mul__, shape, 1)
