@@ -131,6 +131,9 @@ _INTENTS = (
                  help="An axis whose ranks must share a node; may be repeated."),
     click.option("--no", "without", multiple=True, type=click.Choice(REFUSALS),
                  help="What must not be used; may be repeated."),
+    click.option("--offload", is_flag=True,
+                 help="Consider storing parameters in the host's memory and updating them there, also where a plan "
+                      "fits without; the recipes zero-offload and zero3-offload store all of them there."),
     click.option("--pin", "pins", multiple=True, type=Pin(),
                  help="Fix a choice: 'layers.*.mlp.*=tp' splits those matrices over tp; "
                       "'layers.*.mlp.up.weight=S(0)@tp' says how. May be repeated. Without --mesh only "
@@ -176,7 +179,7 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
         headroom=given["headroom"], micro_batches=given["micro_batches"],
         stages=_depths(given["stages"], mesh), schedule=given["schedule"], chunks=given["chunks"],
         recompute=given["recompute"], precision=MixedPrecision.of(given["precision"]),
-        without=frozenset(given["without"]), inside_node=given["inside_node"],
+        offload=given["offload"] or None, without=frozenset(given["without"]), inside_node=given["inside_node"],
     )  # fmt: skip
     _check_pins(request)
     TrainingState.parse(given["training_state"])  # refuses unknown words before a model is captured

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.cluster import Cluster
-from autopar.explanation.advice import Advice, Question
+from autopar.explanation.advice import Advice, Question, name_of
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, remedies
 from autopar.search.comparison import best_that_fits, smallest
@@ -99,9 +99,8 @@ def _remedy(found: Found, asked: Advice, prices: Prices) -> Remedy:
     what, options, then = found
     work = _tokens(then) / _tokens(asked)
     money = _money(then, prices)
-    assert then.setting is not None, "a setting was explained"
     return Remedy(
-        what, options, then.setting.name, then.memory_bytes, then.step_seconds,
+        what, options, then.setting.name if then.setting else name_of(then.plan), then.memory_bytes, then.step_seconds,
         then.step_seconds / work / asked.step_seconds - 1, None if money is None else money / work,
     )  # fmt: skip
 

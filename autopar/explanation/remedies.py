@@ -1,6 +1,7 @@
 """What one could change so that a step fits, each change a question of its own, searched and priced as `explain` does.
 
 another recipe, recomputation, micro-batches, tensor parallelism    settings of the question's own cluster
+parameters stored and updated on the host                           the same question, which allows it
 other optimizer states, pure 16-bit training, fewer tokens          the same question with other words
 more nodes, larger devices                                          the same question on another cluster
 """
@@ -43,6 +44,7 @@ def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iter
         setting: the smallest setting that the question allows.
     """
     yield from _settings(question, setting)
+    yield from _offloaded(question)
     yield from _states(question, asked)
     yield from _fewer_tokens(question, asked)
     yield from _clusters(question)
@@ -161,7 +163,18 @@ def _freed(request: Request) -> Request:
     )
 
 
-# --- the same with other states, or fewer tokens
+# --- the same on the host, with other states, or fewer tokens
+
+
+def _offloaded(question: Question) -> Iterator[Found]:
+    """Parameters, gradients and optimizer states in the host's memory, as far as that is enough."""
+    if not question.request.may_offload:
+        return
+    try:
+        advice = question.on(question.request.but(offload=True)).answer()
+    except AutoparError:  # nothing fits with the host either
+        return
+    yield "parameters stored and updated on the host", "--offload", advice
 
 
 def _states(question: Question, asked: Advice) -> Iterator[Found]:

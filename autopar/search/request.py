@@ -192,6 +192,7 @@ class Request:
             yield f"--recipe {format_recipe(self.recipe)}"
         yield from (f"--pin {name}={choice}" for name, choice in self.pins.items())
         yield from (f"--keep-inside-node {axis}" for axis in self.inside_node)
+        yield from ["--offload"] * bool(self.offload)
         yield from (f"--no {what}" for what in sorted(self.without))
 
     # --- checks
@@ -307,6 +308,8 @@ class Request:
 
     def _check_refusals(self) -> None:
         """A thing cannot be both asked for and ruled out."""
+        if self.offload and "offload" in self.without:
+            raise AutoparError("--offload and --no offload cannot both hold; drop one.")
         if "recompute" in self.without and self.recompute not in (None, "none"):
             raise AutoparError(
                 f"--recompute {self.recompute} and --no recompute cannot both hold; drop one."
