@@ -33,6 +33,7 @@ from autopar.backend.sharding import (
     hardware_of,
     mesh_of,
     refuse_stages,
+    refuse_tiers,
     whole_parameter,
     world_of,
 )
@@ -157,8 +158,10 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
             f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "
             "autopar.compile and its `step`, or another recipe."
         )
+    refuse_tiers(recipe, mesh)
     check_world(mesh)
-    return Request(hardware_of(options.get("hardware"), device), mesh=mesh, recipe=recipe)
+    hardware = hardware_of(options.get("hardware"), device)
+    return Request(hardware, mesh=mesh, recipe=recipe, offload=False)
 
 
 def _refuse_distributed(

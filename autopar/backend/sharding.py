@@ -109,6 +109,7 @@ def _axes(plan_or_recipe: Plan | RecipeLike, mesh: Mesh | Mapping[str, int] | No
     if is_plan and axes != planned:
         raise MeshError(f"The plan is for the mesh {planned}, and the mesh given is {axes}.")
     refuse_stages(axes)
+    refuse_tiers(plan_or_recipe, axes)
     check_world(axes)
     return axes
 
@@ -119,6 +120,21 @@ def refuse_stages(mesh: Mesh) -> None:
         raise MeshError(
             f"The mesh {mesh} has the axis {PIPELINE_AXIS!r}, and pipeline stages need the whole "
             "step: use autopar.compile and its `step`, or split over other axes."
+        )
+
+
+def refuse_tiers(plan_or_recipe: Plan | RecipeLike, mesh: Mesh) -> None:
+    """Raises RecipeError for a plan or recipe that stores parameters outside the devices."""
+    if isinstance(plan_or_recipe, Plan):
+        found = [how.tier for how in plan_or_recipe.parameters.values()]
+    else:
+        found = [row.tier for row in resolve(plan_or_recipe, mesh)]
+    far = next((tier for tier in found if tier != "device"), None)
+    if far is not None:
+        asked = "The plan" if isinstance(plan_or_recipe, Plan) else format_recipe(plan_or_recipe)
+        raise RecipeError(
+            f"{asked} stores parameters on the {far}, and under torch.compile they stay on the device: use "
+            "autopar.compile and its `step`, or another recipe."
         )
 
 
@@ -168,7 +184,7 @@ def _planned(
             "give shard_ example_inputs=..., or a plan; zero3 and ddp need neither."
         )
     args, kwargs = split_example(example_inputs)
-    request = Request(hardware, mesh=mesh, recipe=recipe)
+    request = Request(hardware, mesh=mesh, recipe=recipe, offload=False)
     return agreed(lambda: make_plan(prepare_forward(model, args, kwargs), request))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import SearchError
@@ -18,8 +19,8 @@ def with_stores(found: Planned, request: Request) -> Planned:
 
     Raises SearchError where a rank's share of that memory is too small.
     """
-    count = sum(how.tier != "device" for how in found.plan.parameters.values())
-    if not count:
+    far = [name for name, how in found.plan.parameters.items() if how.tier != "device"]
+    if not far:
         return found
     size = stored_bytes(
         found.graph, found.plan, request.hardware, "host", software=request.software,
@@ -32,15 +33,14 @@ def with_stores(found: Planned, request: Request) -> Planned:
             f"and its share of that is {format_bytes(room)} ([host] of the hardware). What would help: more ranks "
             "along dp under ZeRO, or a host with more memory for each device."
         )
-    return found._replace(plan=_noted(found.plan, count, size))
+    return found._replace(plan=_noted(found, far, size))
 
 
-def _noted(plan: Plan, count: int, size_bytes: float) -> Plan:
-    every = (
-        "all parameters"
-        if count == len(plan.parameters)
-        else f"{count} of {len(plan.parameters)} parameters"
-    )
+def _noted(found: Planned, far: Sequence[str], size_bytes: float) -> Plan:
+    """The plan with the note; parameters of layers that were not captured are counted too."""
+    plan, times = found.plan, found.graph.stands_for
+    count, whole = (sum(times.get(name, 1) for name in names) for names in (far, plan.parameters))
+    every = "all parameters" if count == whole else f"{count} of {whole} parameters"
     line = (
         f"The host's memory stores {every} with their gradients and optimizer states, {format_bytes(size_bytes)} of a "
         "rank: every step brings them to the device and their gradients back, and the optimizer runs on the host."
