@@ -28,8 +28,8 @@ def trained(recipe: Any, mesh: dict[str, int], bad: tuple[int, ...]) -> tuple[in
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8))
     made = autopar.compile(
-        model.double(), loss_fn=mean_square, mesh=mesh, recipe=recipe, skip_nonfinite=True, micro_batches=mesh.get("pp", 1),
-        example_inputs=batches(())[0],
+        model.double(), loss_fn=mean_square, mesh=mesh, recipe=recipe, skip_nonfinite=True,
+        micro_batches=mesh.get("pp", 1), example_inputs=batches(())[0],
     )  # fmt: skip
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-6)
     for number, batch in enumerate(batches(bad)):
