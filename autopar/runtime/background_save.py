@@ -42,6 +42,11 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="autopar-save")
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
     def finish(self) -> None:
         """Waits for the save; every rank calls it. Raises AutoparError on every rank if it failed on any."""
         self._thread.join()

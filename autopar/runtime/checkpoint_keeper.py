@@ -190,6 +190,11 @@ class Checkpoints:
         if pending is not None:
             pending.finish()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank still has a save to write; another rank may be done sooner."""
+        return self._pending is not None and self._pending.is_alive
+
     def __enter__(self) -> Checkpoints:
         return self
 

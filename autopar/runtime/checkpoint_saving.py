@@ -28,6 +28,7 @@ from autopar.runtime.block_states import cuts_of, entries
 from autopar.runtime.checkpoint_folder import VERSION, beside, clear, commit
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import read_state, ties
+from autopar.runtime.shard_file import ShardPart, write_shard
 from autopar.runtime.together import Together
 from autopar.runtime.weights import apart
 
@@ -76,16 +77,16 @@ class Save:
 
     Attributes:
         folder: the folder of the checkpoint.
+        file: this rank's file.
         planner: values of the parts.
         plan: parts that this rank writes.
-        writer: what writes them.
         whole: all parts of all ranks and the merged notes, on the first rank; None on the others.
     """
 
     folder: Path
+    file: Path
     planner: StagedPlanner
     plan: dcp.SavePlan
-    writer: dcp.HuggingFaceStorageWriter
     whole: tuple[Metadata, dict[str, Any]] | None
 
     @classmethod
@@ -102,13 +103,12 @@ class Save:
         """
         partial = beside(folder, "partial")
         ranks.first_alone(lambda: clear(folder, partial))
-        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         planner = StagedPlanner()
 
         def own_plan() -> dcp.SavePlan:
-            planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=ranks.first)
-            writer.set_up_storage_writer(ranks.first)
-            return writer.prepare_local_plan(planner.create_local_plan())
+            partial.mkdir(parents=True, exist_ok=True)
+            planner.set_up_planner(tensors, is_coordinator=ranks.first)
+            return planner.create_local_plan()
 
         every = ranks.at_first((ranks.each(own_plan), notes))
 
@@ -116,12 +116,12 @@ class Save:
             if not ranks.first:
                 return [], None
             plans, metadata = planner.create_global_plan([plan for plan, _ in every])
-            merged = _merged([own for _, own in every])
-            return writer.prepare_global_plan(plans), (metadata, merged)
+            return plans, (metadata, _merged([own for _, own in every]))
 
         plans, whole = ranks.each(shared_out)
         plan = planner.finish_plan(ranks.from_first(plans))
-        return cls(folder, planner, plan, writer, whole)
+        file = partial / f"shard-{ranks.rank + 1:05d}.safetensors"
+        return cls(folder, file, planner, plan, whole)
 
     def stage(self, host: Host) -> None:
         """Copies what this rank writes to the host, so that training may go on while it is written."""
@@ -129,7 +129,14 @@ class Save:
 
     def write(self) -> None:
         """Writes this rank's file; no rank waits for another."""
-        self.writer.write_data(self.plan, self.planner).wait()
+        parts = {
+            item.index.fqn: ShardPart(
+                self.planner.lookup_object(item.index), item.index.offset or ()
+            )
+            for item in self.plan.items
+        }
+        if parts:
+            write_shard(self.file, parts)
 
     def commit(self) -> None:
         """Gives the checkpoint its name; the first rank calls it, after all ranks have written."""

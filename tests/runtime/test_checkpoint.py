@@ -293,7 +293,7 @@ def test_damage_is_named(saved: Path, accident: Callable[[Path], None]) -> None:
     if accident is shorten:
         assert "bytes, of" in str(raised.value)
     if accident is lose:
-        assert "model-00001-of-00001.safetensors is missing" in str(raised.value)
+        assert "shard-00001.safetensors is missing" in str(raised.value)
 
 
 class Trap:
