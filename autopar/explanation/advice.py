@@ -15,12 +15,12 @@ import torch
 from autopar._torch import pytree
 from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
 from autopar.cost_model.step import Step, Term, total
 from autopar.cost_model.symbols import factor_symbols
 from autopar.errors import AutoparError, CaptureError, SearchError
 from autopar.explanation.costs import run_of
+from autopar.explanation.elsewhere import Change, change_of, memories, near, variants
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
@@ -37,7 +37,7 @@ from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, prepare_step, search_step
 from autopar.search.candidates import Space
 from autopar.search.causes import where_time_goes
-from autopar.search.comparison import best_that_fits, compared, smallest
+from autopar.search.comparison import compared, smallest
 from autopar.search.given import Planned
 from autopar.search.intents import expand_pins, has_closed_form
 from autopar.search.notes import head_factors
@@ -56,23 +56,6 @@ Progress = Callable[[str], None]
 
 def silent(message: str) -> None:
     """Shows nothing."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """What another cluster would do.
-
-    Attributes:
-        what: such as "twice the bandwidth between nodes".
-        same_seconds: a step of the chosen setting then; None if it cannot run.
-        best: the setting that would be chosen then, in words.
-        best_seconds: a step of that.
-    """
-
-    what: str
-    same_seconds: float | None
-    best: str
-    best_seconds: float
 
 
 @dataclass(frozen=True)
@@ -415,18 +398,18 @@ class Question:
             best: closed form of the chosen setting.
             scale: step of the chosen plan, as a multiple of its closed form.
         """
-        near = _near(explored.settings, best)
+        nearest = near(explored.settings, best)
         self.progress("asking what would change the choice")
         found = []
-        for what, hardware in _variants(self.cluster):
+        for what, hardware in variants(self.cluster):
             space = explored.space.on(Cluster(hardware, self.cluster.nodes))
-            priced = sorted(space.price_of(near), key=lambda each: each.seconds)
-            found.append(_change(what, priced, best, self.bound_bytes, scale))
-        for size_bytes in _memories(self.bound_bytes):
+            priced = sorted(space.price_of(nearest), key=lambda each: each.seconds)
+            found.append(change_of(what, priced, best, self.bound_bytes, scale))
+        for size_bytes in memories(self.bound_bytes):
             what = f"{size_bytes / 1e9:.0f} GB of memory"
             hardware = replace(self.cluster.hardware, memory_bytes=size_bytes)
             bound = self.request.but(hardware=hardware, memory_bytes=None).bound_bytes
-            change = _change(what, explored.settings, best, bound, scale)
+            change = change_of(what, explored.settings, best, bound, scale)
             found.append(change if change and change.best != best.setting.name else None)
         return tuple(each for each in found if each is not None)
 
@@ -445,55 +428,6 @@ class Question:
 
 
 # --- parts of an answer
-
-
-def _near(
-    settings: Sequence[PricedCandidate], best: PricedCandidate, count: int = 24
-) -> list[ClusterSetting]:
-    """The settings whose turn it could be on another cluster: the fastest of those that fit as well."""
-    fitting = [each for each in settings if each.memory_bytes <= max(best.memory_bytes, 1) * 1.5]
-    return list(dict.fromkeys([best.setting, *(each.setting for each in fitting[:count])]))
-
-
-def _variants(cluster: Cluster) -> list[tuple[str, Hardware]]:
-    """The cluster with one figure doubled."""
-    hardware = cluster.hardware
-
-    def faster(name: str) -> Hardware:
-        link = getattr(hardware, name)
-        doubled = replace(link, bandwidth_bytes_per_second=2 * link.bandwidth_bytes_per_second)
-        return replace(hardware, **{name: doubled})
-
-    peaks = tuple((size, 2 * flops) for size, flops in hardware.peak_flops)
-    memory = 2 * hardware.memory_bytes_per_second
-    found = [
-        ("twice the arithmetic", replace(hardware, peak_flops=peaks)),
-        ("twice the memory bandwidth", replace(hardware, memory_bytes_per_second=memory)),
-    ]
-    if cluster.devices_per_node > 1:
-        found.append(("twice the bandwidth inside a node", faster("inside_node")))
-    if cluster.nodes > 1:
-        found.append(("twice the bandwidth between nodes", faster("across_nodes")))
-    return found
-
-
-_MEMORIES = (24, 40, 80, 141, 192)  # GB of devices one can rent
-
-
-def _memories(bound_bytes: int) -> list[int]:
-    """The next larger memories."""
-    return [int(size * 1e9) for size in _MEMORIES if size * 1e9 > 1.01 * bound_bytes][:2]
-
-
-def _change(
-    what: str, priced: Sequence[PricedCandidate], best: PricedCandidate, bound_bytes: float,
-    scale: float,
-) -> Change | None:  # fmt: skip
-    then = best_that_fits(priced, bound_bytes)
-    if then is None:
-        return None
-    same = next((scale * p.seconds for p in priced if p.setting == best.setting), None)
-    return Change(what, same, then.setting.name, scale * then.seconds)
 
 
 def _kept_notes(plan: Plan) -> Iterator[str]:

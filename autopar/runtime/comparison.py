@@ -40,15 +40,19 @@ class Comparison:
         self._name = ""
         self._times = 0
 
-    def gather(self, text: str, why: str, remedy: str = SAME_SHAPES) -> list[str]:
+    def gather(
+        self, text: str, why: str, remedy: str = SAME_SHAPES, kind: str = "shapes"
+    ) -> list[str]:
         """The texts of all ranks, by rank.
 
-        Raises StepError, naming the ranks that are missing, when the time is over.
+        Raises StepError, naming the ranks that are missing, when the time is over, and where another rank compares
+        something else, because it is at another place of the program.
 
         Args:
             text: the text of this rank.
             why: what is compared, in words for people.
             remedy: what to do where a rank does not come.
+            kind: kind of the text, which all ranks share.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1 or _is_alone():
             return [text]
@@ -59,12 +63,18 @@ class Comparison:
         keys = self._keys(self._times)
         own = dist.get_rank()
         store.set(keys[own] + _WHY, f"{why} {remedy}")
-        store.set(keys[own], text)
+        store.set(keys[own], f"{kind}\n{text}")
         self._wait(store, keys, why, remedy)
         # Whoever is here has been given all texts of the time before.
         for ending in ("", _WHY):
             store.delete_key(self._keys(self._times - 1)[own] + ending)
-        return [store.get(key).decode() for key in keys]
+        said = [store.get(key).decode().partition("\n") for key in keys]
+        if len({found for found, _, _ in said}) > 1:
+            whys = "; ".join(
+                f"rank {rank}: {store.get(key + _WHY).decode()}" for rank, key in enumerate(keys)
+            )
+            raise StepError(f"The ranks are at different places of the program. {whys}")
+        return [found for _, _, found in said]
 
     def waiting(self) -> dict[int, str]:
         """The ranks that wait for this one to compare, or have waited in vain, each with why and what to do.

@@ -57,7 +57,7 @@ class Recaptures:
         """Waits for the other ranks. Raises StepError where they have other numbers at the same places."""
         own = ", ".join(f"{place.words} = {place.get()!r}" for place in places)
         remedy = "Set the same Python values on every rank, before the same step."
-        found = self._comparison.gather(own, f"{why} {own}".strip(), remedy)
+        found = self._comparison.gather(own, f"{why} {own}".strip(), remedy, "numbers")
         if len(set(found)) > 1:
             raise StepError(
                 f"The ranks have different numbers in one step: {'; '.join(dict.fromkeys(found))}. Set the same "

@@ -35,7 +35,7 @@ FILE_BYTES = 5 * 10**9  # as transformers' save_pretrained cuts
 _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 _JOINED = "model-*-of-*.safetensors"
-_OPEN_FILES = 256  # of those of the ranks, at a time: a process may often open 1,024
+_OPEN_FILES = 256  # shards that are open at a time; the usual limit of a process is 1,024 files
 # The words of the safetensors format for torch's formats.
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -54,7 +54,7 @@ class Trial(NamedTuple):
         micro_batches: number of micro-batches; None where the search on the mesh decides it.
         recipe: recipe inside a stage to search under.
         promise_seconds: an optimistic step, by closed forms; 0 where there are none.
-        priced: the closed form behind the promise, or of the setting that the known plan is of.
+        priced: the closed form of the setting; of a trial that has a known plan, that of the plan's setting.
         known: a plan of the mesh under another recipe; only a faster one is searched for.
     """
 

@@ -246,7 +246,10 @@ class StagedPlan:
         return (fewer,) if fewer else ()
 
     def _counts(self, shape: Shape) -> range:
-        """Numbers of recomputed blocks that differ: fewer than all, and no more than a stage may have."""
+        """The numbers of recomputed blocks that are worth a price of their own.
+
+        All blocks are the word "full", and a stage cannot recompute more blocks than it can have.
+        """
         largest = len(self.tables.parts) - (shape.stages - 1)
         return range(1, min(self.tables.repeating_blocks, largest + 1))
 

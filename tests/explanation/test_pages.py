@@ -8,7 +8,8 @@ import torch
 
 from autopar.cli.output import write_files
 from autopar.cost_model.cluster import find_cluster
-from autopar.explanation.advice import Change, Question
+from autopar.explanation.advice import Question
+from autopar.explanation.elsewhere import Change
 from autopar.explanation.pages import change_line, page_of, word_of
 from autopar.explanation.report import as_text, collectives
 from autopar.explanation.sheet import Sheet

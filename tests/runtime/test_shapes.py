@@ -205,6 +205,8 @@ def disagreeing() -> tuple[str, str]:
         made.step(*tokens((5 + rank, 8)))
     alone = Comparison(timeout_seconds=1.0)
     assert alone.gather(str(rank), "Why.") == ["0", "1"]
+    with pytest.raises(autopar.StepError, match=r"rank 0: Batch 0\. Do\.; rank 1: Batch 1\. Do\."):
+        alone.gather("{}", f"Batch {rank}.", "Do.", kind=("shapes", "numbers")[rank])
     begin = time.monotonic()
     if rank == 0:
         with pytest.raises(autopar.StepError) as missing:
