@@ -99,12 +99,12 @@ class SavedValues:
     # --- the word "partitioned"
 
     def partitioned(self) -> dict[str, SavedLayout]:
-        """Lines that slice every input along every axis on which it is replicated, by the first dim that can be.
+        """Lines that slice all that blocks keep along every axis that replicates it, by the first dim that can be.
 
         One line for all blocks of a pattern where it is the same for them.
         """
         wanted: dict[str, dict[str, SavedLayout | None]] = {}
-        for each in self.inputs:
+        for each in self.all:
             found = self._best(each) if self.is_kept(each) else None
             wanted.setdefault(each.pattern, {})[each.name] = found
         lines: dict[str, SavedLayout] = {}
@@ -112,7 +112,7 @@ class SavedValues:
             some = {name: line for name, line in names.items() if line is not None}
             is_one = len({*some.values()}) == 1 and all(
                 self._allows(each, next(iter(some.values())))
-                for each in self.inputs
+                for each in self.all
                 if each.pattern == pattern
             )
             lines |= {pattern: next(iter(some.values()))} if is_one else some

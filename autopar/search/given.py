@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from autopar.errors import PlanError, SearchError
+from autopar.errors import PlanError, SearchError, StateError
 from autopar.ir import Graph, ParameterPlan, Plan, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.ir.recompute import RecomputeWish
+from autopar.ir.recompute import PARTITIONED, Recompute, RecomputeWish
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
+from autopar.pipeline.parts import is_whole
+from autopar.search.partitioned import in_slices
 from autopar.search.pipeline import search_pipeline
 from autopar.search.pipeline_settings import Priced
 from autopar.search.request import Request
@@ -67,6 +69,8 @@ class GivenMesh:
     def search(self) -> Planned:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
         request = self.request
+        if request.recompute == PARTITIONED:
+            return self._partitioned()
         if request.has_stages:
             return self._staged(self._issuing())
         if self.fixed_storage is None:
@@ -129,27 +133,63 @@ class GivenMesh:
         )  # fmt: skip
         return self._priced(replace(self._staged(whole).plan, pipeline=None))
 
-    def _that_fits(self) -> Planned:
-        """The faster one of the plan that recomputes nothing and the plan that may recompute blocks.
+    def _but(self, **changes: Any) -> GivenMesh:
+        """The same search with some of the request changed."""
+        return replace(self, request=self.request.but(**changes))
 
-        Recomputation is searched only where memory keeps the search from its fastest plan.
-        """
+    def _partitioned(self) -> Planned:
+        """The plan that recomputes all blocks, with what enters them in slices; also one that fits so alone."""
         try:
-            found = self._flat()
-        except SearchError as error:
-            try:
-                return self._recomputing()
-            except SearchError as other:
-                if str(other) == str(error):
-                    raise error from None
-                raise type(error)(f"{error} Nor does it with blocks run again: {other}") from None
-        kept = self._priced(found.plan)
-        if not found.is_tight:
-            return kept
-        try:
-            return min(kept, self._recomputing(), key=lambda each: each.price.step_seconds)
+            return self._sliced(self._but(recompute="full").search())
         except SearchError:
-            return kept
+            found = self._sliced(self._but(recompute="full", must_fit=False).search())
+            if self.request.must_fit and found.price.peak_bytes > self.request.bound_bytes:
+                raise
+            return found
+
+    def _sliced(self, found: Planned) -> Planned:
+        plan, price = in_slices(found.graph, found.plan, self.request)
+        return found._replace(plan=plan, price=price)
+
+    def _that_fit_in_slices(self) -> list[Planned]:
+        """The plan of any memory with slices, where these make it fit: nothing or all recomputed."""
+        if not is_whole(self.graph):
+            return []
+        plan = self._but(must_fit=False)._flat().plan
+        words: tuple[Recompute, ...] = ("none", "full")
+        found = [self._sliced(self._priced(replace(plan, recompute=word))) for word in words]
+        bound = self.request.bound_bytes
+        return [each for each in found if each.plan.saved and each.price.peak_bytes <= bound]
+
+    def _that_fits(self) -> Planned:
+        """The fastest of the plans that recompute nothing, that may recompute blocks, and that keep slices.
+
+        Recomputation and slices are searched only where memory keeps the search from its fastest plan.
+        """
+        found, errors = list[Planned](), list[SearchError]()
+        try:
+            flat = self._flat()
+            if not flat.is_tight:
+                return self._priced(flat.plan)
+            found.append(self._priced(flat.plan))
+        except SearchError as error:
+            errors.append(error)
+        try:
+            found.append(self._recomputing())
+        except SearchError as error:
+            errors.append(error)
+        if not any(isinstance(error, StateError) for error in errors):
+            found += self._that_fit_in_slices()
+        if not found:
+            raise _neither(*errors)
+        return min(found, key=lambda each: each.price.step_seconds)
+
+
+def _neither(kept: SearchError, again: SearchError) -> SearchError:
+    """The error of a search that nothing fits, whether blocks are recomputed or not."""
+    if str(again) == str(kept):
+        return kept
+    return type(kept)(f"{kept} Nor does it with blocks run again: {again}")
 
 
 def _refuse_no_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:

@@ -30,7 +30,6 @@ from autopar.pipeline.parts import block_starts
 from autopar.search.candidates import Space
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
-from autopar.search.partitioned import is_partitioned, searched_in_slices
 from autopar.search.pipeline_settings import divisors, searched_chunks
 from autopar.search.recipes import RecipeLike, is_open, recipe_axes
 from autopar.search.request import Request
@@ -291,13 +290,9 @@ class _Outer:
         known = trial.known
         if known is not None:
             faster_than_seconds = known.price.step_seconds
-
-        def search(request: Request) -> Planned:
-            return GivenMesh(
-                graph, request, self.fingerprint, count, self.fixed_storage, faster_than_seconds
-            ).search()
-
-        found = searched_in_slices(asked, search) if is_partitioned(asked) else search(asked)
+        found = GivenMesh(
+            graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
+        ).search()
         found = with_stores(found, request=asked)
         if known is None:
             return found

@@ -31,7 +31,7 @@ def prepared() -> Prepared:
 
 
 @functools.cache
-def searched(recompute: str, memory_bytes: int | None = None, **others: Any) -> Planned:
+def searched(recompute: str | None, memory_bytes: int | None = None, **others: Any) -> Planned:
     fields: dict[str, Any] = {"recipe": "tp", "mesh": {"tp": 2}} | others
     request = Request(HARDWARE, recompute=recompute, memory_bytes=memory_bytes, **fields)  # type: ignore[arg-type]
     return search_step(prepared(), request).best
@@ -56,6 +56,19 @@ def test_it_fits_where_full_does_not() -> None:
     for recompute, bound in (("full", between), ("partitioned", int(sliced) - 1000)):
         with pytest.raises(SearchError):
             searched(recompute, bound)
+
+
+def test_the_search_finds_slices_where_nothing_else_fits() -> None:
+    """Nobody asks for them; with more memory than that they are gone, and the step is never slower."""
+    least = searched("partitioned").price.peak_bytes
+    whole = searched("full").price.peak_bytes
+    found = [searched(None, int(least + part * (whole - least))) for part in (0.01, 1.01, 2)]
+    assert found[0].plan.saved and not found[-1].plan.saved
+    assert any("kept in slices along tp" in note for note in found[0].plan.notes)
+    seconds = [each.price.step_seconds for each in found]
+    assert seconds == sorted(seconds, reverse=True)
+    with pytest.raises(SearchError):
+        searched(None, int(least * 0.95))
 
 
 def test_nothing_is_sliced_that_no_axis_replicates() -> None:
