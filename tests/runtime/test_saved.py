@@ -23,7 +23,7 @@ from benchmarks.accuracy.saved_activations import kept_bytes
 from tests.proof.test_communication import Counted
 from tests.runtime.models import Batch
 from tests.runtime.ranks import Ranks
-from tests.runtime.test_recompute import HARDWARE, NO_PIPELINE, planned, random_selection
+from tests.runtime.test_recompute import HARDWARE, NO_PIPELINE, joined, planned, random_selection
 from tests.runtime.training import difference, full_state
 from tests.support.staged import captured_once
 
@@ -103,6 +103,19 @@ def on_two_ranks(
     return found, ten_steps(compiled, compiled.step, batch)
 
 
+def _alone() -> dict[str, Any]:
+    """Ten steps of one process without autopar."""
+    model, batch = gpt()
+
+    def step(*batch: Tensor) -> Tensor:
+        parts = zip(*(x.chunk(MICRO_BATCHES) for x in batch), strict=True)
+        loss = torch.stack([loss_fn(model(x), y) for x, y in parts]).mean()
+        loss.backward()
+        return loss.detach()
+
+    return ten_steps(model, step, batch)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("recipe", "names", "recomputes", "tensors"), CASES)
 def test_slices_train_as_one_process_and_are_priced_as_they_are(
@@ -112,15 +125,7 @@ def test_slices_train_as_one_process_and_are_priced_as_they_are(
     recomputes: tuple[str | int, ...],
     tensors: int,
 ) -> None:
-    model, batch = gpt()
-
-    def step(*batch: Tensor) -> Tensor:
-        parts = zip(*(x.chunk(MICRO_BATCHES) for x in batch), strict=True)
-        loss = torch.stack([loss_fn(model(x), y) for x, y in parts]).mean()
-        loss.backward()
-        return loss.detach()
-
-    expected = ten_steps(model, step, batch)
+    expected = _alone()
     for figures, trained in two_ranks.run(on_two_ranks, recipe, names, recomputes):
         assert difference(trained, expected) < 1e-9
         for whole, sliced in figures:
@@ -129,6 +134,35 @@ def test_slices_train_as_one_process_and_are_priced_as_they_are(
             assert sliced.kept_bytes == pytest.approx(sliced.priced_bytes, rel=0.01)
             more = sliced.collectives - whole.collectives
             assert more == {"all_gather": tensors * MICRO_BATCHES}  # one for each, and micro-batch
+
+
+@captured_once()
+def trained_otherwise(schedule: str, executor: str) -> dict[str, Any]:
+    """Ten steps with checkpoints in slices, through pipeline stages (`schedule` is "" for none) or by an executor."""
+    model, batch = gpt()
+    pipeline = (schedule, 2) if schedule else NO_PIPELINE
+    plan, _ = planned((model, batch, loss_fn), {"tp": 2}, "tp", MICRO_BATCHES, pipeline)
+    names = ("input", *BETWEEN)
+    line = SavedLayout.parse("S(1)@tp", "it", plan.mesh)
+    plan = replace(plan, recompute=2, saved={f"blocks.*.{name}": line for name in names})
+    compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan, executor=executor)
+    return ten_steps(compiled, compiled.step, batch)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_stages_keep_slices(four_ranks: Ranks, schedule: str) -> None:
+    expected, parts = _alone(), four_ranks.run(trained_otherwise, schedule, "eager")
+    assert difference(joined(parts, list(expected)), expected) < 1e-9
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_compiled_regions_keep_slices(two_ranks: Ranks) -> None:
+    expected = _alone()
+    for found in two_ranks.run(trained_otherwise, "", "aot_eager"):
+        assert difference(found, expected) < 1e-9
 
 
 def test_a_view_lies_as_it_did() -> None:
