@@ -32,7 +32,7 @@ def prepared() -> Prepared:
 
 @functools.cache
 def searched(recompute: str | None, memory_bytes: int | None = None, **others: Any) -> Planned:
-    fields: dict[str, Any] = {"recipe": "tp", "mesh": {"tp": 2}} | others
+    fields: dict[str, Any] = {"recipe": "tp", "mesh": {"tp": 2}, "offload": False} | others
     request = Request(HARDWARE, recompute=recompute, memory_bytes=memory_bytes, **fields)  # type: ignore[arg-type]
     return search_step(prepared(), request).best
 
