@@ -140,7 +140,11 @@ class Runner:
             parameters = self._residents.leaves
         self._gathers.in_step = False
         with self._gathers.watching(), self._saves.watching():
-            return self._results(self._run(parameters, inputs))
+            results = self._results(self._run(parameters, inputs))
+        self._residents.release()
+        if not torch.is_grad_enabled():  # no backward will ask for what was gathered
+            self._gathers.forget()
+        return results
 
     def _run(self, parameters: list[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         arguments = (*parameters, *self._state(), *inputs)

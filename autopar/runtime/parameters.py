@@ -248,7 +248,7 @@ class Residents:
         return not all(self._keeps(i) for i in batch)
 
     def release(self) -> None:
-        """Frees the leaves that are temporaries of one step."""
+        """Frees the leaves that are temporaries of one step, or of one forward."""
         for i in self._moving:
             if not self._keeps(i):
                 self.leaves[i] = torch.empty(0)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import autopar
+from autopar import _torch
 from autopar.cost_model import CPU_GLOO
 from autopar.pipeline.composed import step_of, stored_bytes
 from autopar.planning.planning import policy_of, prepare_step
@@ -143,6 +144,29 @@ def _resumed(folder: str, first: str, then: str) -> list[float]:
             optimizer.zero_grad()
         autopar.checkpoint.save_checkpoint(folder, made, optimizer)
     return losses
+
+
+def test_an_evaluation_leaves_no_parameters_on_the_device(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_left_after_evaluation) == [0, 0]
+
+
+@captured_once()
+def _left_after_evaluation() -> int:
+    """Bytes of the copies of parameters on the device after a step and a forward without autograd."""
+    model, batch, _ = make("mlp")
+    made = autopar.compile(
+        model, loss_fn=mean_square, mesh={"dp": 2}, recipe="zero3-offload", example_inputs=batch
+    )
+    near, copied = Tiers(torch.device("cpu")), _torch.device_copy
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch, "device_copy", lambda *x: near.counted(copied(*x), "device"))
+        made.step(*batch)
+        made.zero_grad()
+        with torch.no_grad():
+            made(batch[0])
+    gc.collect()
+    assert near.live_bytes.keys() == {"device"}, "something was copied"
+    return near.live_bytes["device"]
 
 
 def test_what_is_kept_is_counted_for_as_long_as_it_lives() -> None:
