@@ -110,6 +110,9 @@ def test_memory(four_ranks: Ranks, recipe: str, multiple: float) -> None:
         ),  # bfloat16: the gathered copy and the sum of gradients
         ("zero2", (2 + (4 + 4 + 8) / 4) / 4),
         ("zero3", (4 + 2 + 4 + 8) / 4 / 4),
+        # 2 bytes on the device, and 16 on the host over the ranks; here both are the processor's memory
+        ("zero-offload", (2 + (4 + 4 + 8) / 4) / 4),
+        ("zero3-offload", (2 + 4 + 4 + 8) / 4 / 4),
     ],
 )
 def test_memory_where_gradients_are_reduced_in_bfloat16(
