@@ -68,6 +68,9 @@ ABSENT: Mapping[str, Mapping[str, tuple[Link, str]]] = MappingProxyType(
     }
 )
 
+# Machines of the catalogue whose hosts stand for those around a device, which nothing measures.
+LIKE: Mapping[str, str] = MappingProxyType({"cpu": "cpu-gloo", "cuda": "h100-pcie"})
+
 
 @dataclass(frozen=True)
 class Effort:

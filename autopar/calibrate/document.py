@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.calibrate.devices import ABSENT, FORMATS, MAIN_FORMAT, NOTES
+from autopar.calibrate.devices import ABSENT, FORMATS, LIKE, MAIN_FORMAT, NOTES
 from autopar.calibrate.fit import (
     RINGS,
     LinkFit,
@@ -24,7 +25,8 @@ from autopar.calibrate.fit import (
     product_seconds,
 )
 from autopar.calibrate.measure import LINKS, Measurements, Product
-from autopar.cost_model import Hardware, Link, Source
+from autopar.cost_model import Hardware, Link, Source, find_hardware
+from autopar.cost_model.hardware import Host
 from autopar.cost_model.hardware_toml import format_hardware
 from autopar.errors import AutoparError
 
@@ -120,6 +122,7 @@ def to_hardware(found: Measurements, name: str) -> Hardware:
         host_seconds=_rounded(found.host_seconds),
         reserved_bytes=found.reserved_bytes,
         dtype_flops=tuple(flops.items()),
+        host=find_hardware(LIKE[found.kind]).host,
         sources=tuple(_Sources(fits).all()),
     )
 
@@ -164,6 +167,12 @@ class _Sources:
             yield f"peak_flops.{name}", self._peak(name)
         for link in LINKS:
             yield from self._link(link)
+        like = LIKE[self.found.kind]
+        for each in dataclasses.fields(Host):
+            yield (
+                f"host.{each.name}",
+                Source("guess", f"not measured; as {like} of the catalogue"),
+            )
 
     def _measured(self, text: str) -> Source:
         return Source("measured", f"{text}; {self.where}")

@@ -270,3 +270,36 @@ def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(AutoparError, match=r"Cannot read the hardware of .*binary.toml"):
         read_hardware(tmp_path / "binary.toml")
+
+
+# The host
+
+
+HOST = """
+[host]
+memory_bytes = {value = 250e9, kind = "datasheet", source = "the order"}
+bandwidth_bytes_per_second = {value = 50e9, kind = "measured", source = "a copy"}
+latency_seconds = {value = 1e-5, kind = "guess", source = "a small copy"}
+"""
+UPDATE = 'update_bytes_per_second = {value = 60e9, kind = "guess", source = "half of the memory"}\n'
+
+
+def test_a_host_is_read_and_written() -> None:
+    mine = parse_hardware(MINE + HOST + UPDATE, "mine.toml").hardware
+    assert mine.host is not None and mine.host.memory_bytes == 250_000_000_000
+    assert mine.source("host.latency_seconds").kind == "guess"
+    assert parse_hardware(format_hardware(mine), "again").hardware == mine
+    assert parse_hardware(MINE, "mine.toml").hardware.host is None
+
+
+def test_half_a_host_is_refused_by_its_line() -> None:
+    with pytest.raises(
+        AutoparError, match=r"line \d+: update_bytes_per_second of \[host\] is missing"
+    ):
+        parse_hardware(MINE + HOST, "mine.toml")
+
+
+def test_every_machine_of_the_catalogue_says_what_its_host_has() -> None:
+    assert all(hardware.host is not None for hardware in HARDWARE.values())
+    with pytest.raises(AutoparError, match="no figures of the tier nvme"):
+        H100.storing("nvme")
