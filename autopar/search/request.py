@@ -25,6 +25,7 @@ from autopar.ir.recompute import RecomputeWish, check_wish
 from autopar.search.recipes import (
     ALIASES,
     NAIVE,
+    RECIPES,
     RecipeLike,
     format_recipe,
     resolve,
@@ -327,8 +328,9 @@ class Request:
             )
 
     def _named_recipes(self) -> set[str]:
-        """The recipes of the axes inside a stage; `tp+sp` is also the refusal `sp`."""
+        """The recipes of the axes inside a stage; `tp+sp` is also the refusal `sp`, and one of the host `offload`."""
         inside = self.inside
         given = [inside] if isinstance(inside, str) else inside.values()
         named = {ALIASES.get(name, name) for name in given}
-        return named | ({"sp"} if "tp+sp" in named else set())
+        is_far = any(name in RECIPES and RECIPES[name].tier != "device" for name in named)
+        return named | ({"sp"} if "tp+sp" in named else set()) | ({"offload"} if is_far else set())

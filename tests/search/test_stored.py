@@ -8,7 +8,7 @@ import functools
 import pytest
 
 from autopar.cost_model.hardware import Host
-from autopar.errors import SearchError
+from autopar.errors import RecipeError, SearchError
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import composed, stored_bytes
 from autopar.search.given import Planned
@@ -70,6 +70,13 @@ def test_the_plan_says_what_the_host_keeps() -> None:
 def test_a_request_may_rule_the_host_out(refused: dict[str, object]) -> None:
     with pytest.raises(SearchError, match="fits"):
         planned(int(least_near() * 0.8), **refused)
+
+
+def test_a_recipe_of_the_host_contradicts_a_request_that_rules_it_out() -> None:
+    with pytest.raises(RecipeError, match="'dp:zero-offload' and --no offload cannot both hold"):
+        Request(
+            WITH_HOST, mesh={"dp": 2}, recipe={"dp": "zero-offload"}, without=frozenset({"offload"})
+        )
 
 
 def test_a_host_that_is_too_small_is_refused_with_both_numbers() -> None:
