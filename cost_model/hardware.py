@@ -155,9 +155,9 @@ class Hardware:
     def storing(self, tier: Tier) -> Host:
         """The memory of a tier besides the device's. Raises AutoparError where the machine has none."""
         if tier != "host" or self.host is None:
+            remedy = "give its hardware file a table [host], or " if tier == "host" else ""
             raise AutoparError(
-                f"{self.name} has no figures of the tier {tier}: give its hardware file a table [host], or store "
-                "the parameters on the device."
+                f"{self.name} has no figures of the tier {tier}: {remedy}store the parameters on the device."
             )
         return self.host
 

@@ -91,6 +91,8 @@ class Holding:
             gathered copy.
         block: block during which the memory exists; "" for the kinds that last and for "returned".
         tier: memory that it lies in.
+        is_stored: whether the optimizer finds it there; a copy for use and the sum of its gradients on the device are
+            not, where the parameter itself is stored in another tier.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Holding:
     of: str = ""
     block: Hashable = ""
     tier: Tier = "device"
+    is_stored: bool = True
 
 
 # How often an optimizer's update touches a byte: it reads and writes its states and the parameters; the gradient

@@ -215,11 +215,14 @@ class NodePricer:
         if tier != "device":
             held = resident
             yield Holding(title, "parameters", region, stored, name, tier=tier)
-        yield Holding(title, "parameters", region, held, name)
+        is_near = tier == "device"
+        yield Holding(title, "parameters", region, held, name, is_stored=is_near)
         if not tensor.needs_grad:
             return
         for at, size in self._gradient_bytes(tensor, how):
-            yield Holding(title, "gradients", region, count * size, name, tier=at)
+            yield Holding(
+                title, "gradients", region, count * size, name, tier=at, is_stored=at == tier
+            )
         state = self.training_state
         updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
         yield Holding(title, "optimizer", region, updated, name, tier=tier)
@@ -230,7 +233,7 @@ class NodePricer:
         """Bytes of a gradient by tier: of the sum over micro-batches, and of `.grad`, which takes its place.
 
         `.grad` lies where the parameter is stored, and has its format. What every micro-batch reduces is added up in
-        it.
+        it; of a parameter whose uses gather it, the reduced shard stays on the device until backward ends.
         """
         state, per_step = self.training_state, how.reduce == "step"
         scale = self._gradient_scale(tensor) + state.fresh_gradient_bytes / tensor.itemsize_bytes
@@ -242,7 +245,7 @@ class NodePricer:
             yield "device", larger(summed, arrived) if widens else summed
             return
         yield how.tier, arrived if widens else scale * self.sizes.bytes(tensor, how.storage)
-        if per_step:
+        if per_step or any(state.kind == "S" for state in how.resident):
             yield "device", summed
 
     def _gradient_scale(self, tensor: Tensor) -> float:

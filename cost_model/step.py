@@ -320,9 +320,20 @@ class Step:
         """An update of what the first stage holds, in every tier at the rate of its memory."""
         return sum(
             (
-                sum(times * self.held(kind, "first", tier) for kind, times in TOUCHED.items())
-                / self.hardware.updates_per_second(tier)
+                self._touched_bytes(tier) / self.hardware.updates_per_second(tier)
                 for tier in self.tiers
+            ),
+            start=0,
+        )
+
+    def _touched_bytes(self, tier: Tier) -> Quantity:
+        """Bytes that an update reads and writes in a tier, on the first stage."""
+        return sum(
+            (
+                times * self._share(h.region, "first") * h.bytes
+                for kind, times in TOUCHED.items()
+                for h in self.holdings
+                if h.kind == kind and h.tier == tier and h.is_stored
             ),
             start=0,
         )

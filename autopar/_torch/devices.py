@@ -125,10 +125,10 @@ def host_copy(x: Tensor) -> Tensor:
 
 
 def device_copy(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device of a tensor in the host's memory; work that is issued later finds the values there.
+    """A copy on the device of a tensor in the host's memory, which may be written to when this returns.
 
     >>> x = torch.ones(2)
     >>> device_copy(x, CPU).data_ptr() == x.data_ptr()
     False
     """
-    return x.detach().to(device, non_blocking=True, copy=True)
+    return x.detach().to(device, copy=True)

@@ -51,16 +51,19 @@ class StageBytes:
     def __init__(self, blocks: PricedBlocks, crossings: Crossings) -> None:
         self.blocks, self.crossings = blocks, crossings
 
-    def held(self, weights: Mapping[str, float], tier: Tier = "device") -> np.ndarray:
+    def held(
+        self, weights: Mapping[str, float], tier: Tier = "device", *, stored_alone: bool = False
+    ) -> np.ndarray:
         """Bytes of parameters and their gradients and states, counted once in every stage that uses them.
 
         Args:
             weights: kind of a holding -> number of times that it counts.
             tier: memory in which the counted holdings lie.
+            stored_alone: whether only holdings count that the optimizer finds there.
         """
         held: dict[str, float] = {}
         for h in self.blocks.holdings:
-            if h.kind in weights and h.tier == tier:
+            if h.kind in weights and h.tier == tier and (h.is_stored or not stored_alone):
                 name = self.blocks.graph.parameters.get(h.of, h.of)
                 held[name] = held.get(name, 0) + weights[h.kind] * h.bytes
         return self._covered(

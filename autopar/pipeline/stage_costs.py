@@ -173,4 +173,5 @@ class StageTables:
         """Seconds of an update in every tier; see `autopar.cost_model.step`."""
         rate = self.blocks.hardware.updates_per_second
         tiers = dict.fromkeys(("device", *(h.tier for h in self.blocks.holdings)))
-        return np.asarray(sum(self.memory.held(TOUCHED, tier) / rate(tier) for tier in tiers))
+        touched = {tier: self.memory.held(TOUCHED, tier, stored_alone=True) for tier in tiers}
+        return np.asarray(sum(size / rate(tier) for tier, size in touched.items()))

@@ -31,7 +31,7 @@ class SharedParameters:
     """
 
     def __init__(self, users: Users, pipeline: Pipeline, store: ParameterStore) -> None:
-        self._pipe = store.world.pipe
+        self._pipe, self._device = store.world.pipe, store.world.device
         assert self._pipe is not None
         holders = {name: _ranks(own, pipeline) for name, own in users.items()}
         several = dict.fromkeys(ranks for ranks in holders.values() if len(ranks) > 1)
@@ -65,7 +65,7 @@ class SharedParameters:
             yield
             for parameter, group in shared:
                 if parameter.requires_grad:
-                    self._sum(parameter, group)
+                    self._sum(parameter, group, self._device)
         finally:
             for (parameter, _), gradient in zip(shared, before, strict=True):
                 if gradient is not None:
@@ -75,11 +75,14 @@ class SharedParameters:
 
     @staticmethod
     @torch.no_grad()
-    def _sum(parameter: nn.Parameter, group: str) -> None:
+    def _sum(parameter: nn.Parameter, group: str, device: torch.device) -> None:
         if parameter.grad is None:
             _torch.accumulate_gradient(parameter, torch.zeros_like(_torch.local_tensor(parameter)))
         gradient: Tensor = _torch.local_gradient(parameter)
-        dist.all_reduce(gradient, group=_torch.resolve_group(group))
+        near = gradient.to(device)  # itself, unless the parameter is stored on the host
+        dist.all_reduce(near, group=_torch.resolve_group(group))
+        if near is not gradient:
+            gradient.copy_(near)
 
 
 def _ranks(stages: Sequence[int], pipeline: Pipeline) -> tuple[int, ...]:

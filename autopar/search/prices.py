@@ -192,7 +192,8 @@ class Prices:
         """Seconds that the optimizer takes for what a parameter holds."""
         touched: dict[Tier, float] = {}
         for h in holdings:
-            touched[h.tier] = touched.get(h.tier, 0.0) + TOUCHED.get(h.kind, 0) * h.bytes
+            times = TOUCHED.get(h.kind, 0) * h.is_stored
+            touched[h.tier] = touched.get(h.tier, 0.0) + times * h.bytes
         rate = self.step.hardware.updates_per_second
         return float(sum(size / rate(tier) for tier, size in touched.items()))
 

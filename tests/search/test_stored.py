@@ -10,7 +10,7 @@ import pytest
 from autopar.cost_model.hardware import Host
 from autopar.errors import RecipeError, SearchError
 from autopar.ir.note import kind_of
-from autopar.pipeline.composed import composed, stored_bytes
+from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.search.given import Planned
 from autopar.search.outer import search_plan
 from autopar.search.request import Request
@@ -116,3 +116,13 @@ def test_moves_and_memory_are_written_products() -> None:
 
 def _elements(shape: tuple[int, ...]) -> int:
     return functools.reduce(int.__mul__, shape, 1)
+
+
+def test_an_update_on_the_host_touches_nothing_on_the_device() -> None:
+    """Of a parameter that the host stores the device holds copies, which no optimizer reads."""
+    found = search_plan(GRAPH, Request(WITH_HOST, mesh={"dp": 2}, recipe="zero3-offload")).best
+    step = step_of(found.graph, found.plan, WITH_HOST)
+    kept = stored_bytes(found.graph, found.plan, WITH_HOST, "host")
+    seconds = next(term.value for term in step.time() if term.name == "optimizer")
+    # of 4 parts, parameter, gradient and two moments: 2, 3, 2 and 2 times
+    assert seconds == pytest.approx(kept * (2 + 3 + 2 + 2) / 4 / HOST.update_bytes_per_second)
