@@ -208,17 +208,24 @@ class _Outer:
         return found._replace(best=self._exact(trial), trial=trial)
 
     def _recounted(self, tried: _Tried, explored: Explored | None) -> list[Trial]:
-        """The best mesh with numbers of micro-batches that were not tried on it, the most promising ones."""
+        """The best mesh with numbers of micro-batches that were not tried on it.
+
+        Half and twice the best number come first, then the most promising ones: promises of one mesh are so near to
+        each other that their order says little.
+        """
         if explored is None:
             return []
-        mesh = tried.ranked[0][0].mesh
+        mesh, best = tried.ranked[0][0].mesh, tried.ranked[0][0].micro_batches or 1
         others = [
             each
             for each in explored.settings
             if each.setting.world_mesh == mesh
             and (mesh, each.setting.micro_batches) not in tried.searched
         ]
-        return list(_promising(others, self.request.bound_bytes, _blocks(self.graph)))
+        near = [each for each in others if each.setting.micro_batches in (best // 2, 2 * best)]
+        far = [each for each in others if each not in near]
+        bound, blocks = self.request.bound_bytes, _blocks(self.graph)
+        return [*_promising(near, bound, blocks), *_promising(far, bound, blocks)]
 
     def _try(self, trials: Iterable[Trial], tried: _Tried) -> None:
         """Plans of settings, in order, as long as they promise to be better than what was found."""
