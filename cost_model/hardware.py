@@ -47,7 +47,7 @@ class Host:
 
     Attributes:
         memory_bytes: memory of the host that a rank may use: of a node of n devices, an n-th; 0 where the device is
-            the processor, whose memory this is.
+            the processor, whose memory is `Hardware.memory_bytes` already.
         bandwidth_bytes_per_second: bandwidth between host and device, in one direction.
         latency_seconds: duration of a copy of nothing.
         update_bytes_per_second: rate at which the processor reads and writes what an optimizer updates.
@@ -78,7 +78,7 @@ class Hardware:
         memory_efficiency: fraction of `memory_bytes_per_second` that element-wise kernels reach.
         attention_efficiency: fraction of `peak_flops` that fused attention reaches, all of the square
             of scores counted, masked or not.
-        host_seconds: time of the CPU to issue one op; the device waits if that is longer than its work.
+        host_seconds: time of the processor to issue one op; the device waits if that is longer than its work.
         reserved_bytes: device memory that no tensor can have: context, buffers of NCCL.
         dtype_flops: pairs (number format, FLOP/s), as in `DTYPE_BYTES`.
         wired_ranks: devices of which every pair has a wire of its own, all of which together are

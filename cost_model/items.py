@@ -39,7 +39,7 @@ class Item:
         traffic_bytes: bytes that one execution moves in the device's memory, or sends over the link.
         flops: floating-point operations of one execution.
         kernels: kernels that the host issues for one execution.
-        carries: "activation", "parameter" or "gradient" for a collective, "" for compute.
+        carries: "activation", "parameter" or "gradient" for a collective or a move between memories, "" for compute.
         every_micro_batch: whether the item runs once a micro-batch.
         ranks: number of participating ranks.
         of: op that the item is, or the first op that needs it; the parameter's name for the sums,
@@ -91,8 +91,8 @@ class Holding:
             gathered copy.
         block: block during which the memory exists; "" for the kinds that last and for "returned".
         tier: memory that it lies in.
-        is_stored: whether the optimizer finds it there; a copy for use and the sum of its gradients on the device are
-            not, where the parameter itself is stored in another tier.
+        is_stored: whether the optimizer reads or updates this memory. It is False of what the device holds for a step
+            only: the copy of a parameter that the host stores, and the sum of its gradients.
     """
 
     name: str

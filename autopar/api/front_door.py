@@ -112,7 +112,8 @@ def compile(
         hardware: machine to price for: a catalogue name, the path of a TOML file such as `autopar
             calibrate` writes, or figures; by default a guess from the kind of the device.
         memory_bytes: bound on the memory of a rank, in bytes; by default the memory of the hardware less
-            the headroom.
+            the headroom. Where nothing fits on the devices, or where that is faster, parameters are stored in the
+            host's memory (docs/tiers.md).
         headroom: fraction of the hardware's memory that the plan leaves free.
         device: where this rank computes; by default the model's own device, or the mesh's kind for a
             model on the meta device.

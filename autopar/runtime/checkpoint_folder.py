@@ -83,6 +83,10 @@ def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
 
 
+class OtherVersionError(AutoparError):
+    """A checkpoint that another autopar wrote, and this one cannot read."""
+
+
 def located(folder: Path) -> Path:
     """The folder, or where the checkpoint is that it had before a save was cut short."""
     for place in (folder, beside(folder, "previous")):
@@ -101,7 +105,7 @@ def opened(folder: Path) -> tuple[dict[str, Any], dict[str, TensorStorageMetadat
         notes = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         version, files = notes["version"], notes.get("files", {})
         if version != VERSION:
-            raise AutoparError(
+            raise OtherVersionError(
                 f"{folder} is of version {version}, and this autopar reads version {VERSION}."
             )
         for name, wanted_bytes in files.items():

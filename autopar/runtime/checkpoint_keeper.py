@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.background_save import BackgroundSave
-from autopar.runtime.checkpoint_folder import beside, located, opened
+from autopar.runtime.checkpoint_folder import OtherVersionError, beside, located, opened
 from autopar.runtime.checkpoint_loading import load
 from autopar.runtime.checkpoint_saving import Host, Save, collect
 from autopar.runtime.random_states import random_states, set_random_states
@@ -210,25 +210,25 @@ class Checkpoints:
     # --- the folder
 
     def _newest_whole(self, ranks: Together) -> Path | None:
-        """The newest checkpoint in which no rank finds damage; those before it are set aside."""
+        """The newest checkpoint in which no rank finds damage; newer ones, which are damaged, are set aside.
+
+        Where all are damaged nothing is set aside, so that every later start says so too.
+        """
         candidates = ranks.each(lambda: _found(self._folder) if ranks.first else [])
         candidates = ranks.everyones(candidates)[0]
-        damages = []
+        damages: dict[Path, str] = {}
         for folder in candidates:
-            problems = [x for x in ranks.everyones(_damage(folder)) if x]
+            own = ranks.each(partial(_damage, folder))
+            problems = [x for x in ranks.everyones(own) if x]
             if not problems:
+                _set_all_aside(damages, ranks)
                 return folder
-            damages.append(problems[0])
-            ranks.first_alone(partial(_set_aside, folder))
-            warn_together(
-                f"{problems[0]} It is set aside as {beside(folder, 'damaged').name}, and the checkpoint before it is "
-                "looked for.",
-                stacklevel=3,
-            )
+            damages[folder] = problems[0]
         if damages:
+            newest = next(iter(damages.values()))
             raise AutoparError(
-                f"Every checkpoint in {self._folder} is damaged, the newest so: {damages[0]} Copy one from elsewhere, "
-                "or give another folder to begin anew."
+                f"Every checkpoint in {self._folder} is damaged, the newest so: {newest} Copy one from elsewhere, or "
+                "give another folder to begin anew."
             )
         return None
 
@@ -250,10 +250,25 @@ def _found(folder: Path) -> list[Path]:
     return [folder / f"step-{step:08d}" for step in steps]
 
 
+def _set_all_aside(damages: Mapping[Path, str], ranks: Together) -> None:
+    for folder, problem in damages.items():
+        ranks.first_alone(partial(_set_aside, folder))
+        warn_together(
+            f"{problem} It is set aside as {beside(folder, 'damaged').name}, and the checkpoint before it is looked "
+            "for.",
+            stacklevel=4,
+        )
+
+
 def _damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, as this rank sees it; "" if nothing is."""
+    """What is wrong with a checkpoint, as this rank sees it; "" if nothing is.
+
+    Raises OtherVersionError for one of another version, which is not damaged.
+    """
     try:
         opened(located(folder))
+    except OtherVersionError:
+        raise
     except AutoparError as error:
         return str(error)
     return ""

@@ -47,27 +47,38 @@ class FiniteLoss:
 
 
 def about_loss(
-    step: int, inputs: Iterable[tuple[str, Tensor]], parameters: Iterable[tuple[str, Tensor]]
+    step: int,
+    inputs: Iterable[tuple[str, Tensor]] | None,
+    parameters: Iterable[tuple[str, Tensor]],
 ) -> str:
     """What to say of a loss that is not finite: the first input or parameter that is not, and what to do.
 
     Args:
         step: number of the step.
-        inputs: names and values of the batch on this rank.
+        inputs: names and values of the batch on this rank; None where a later step has taken their place.
         parameters: names and values of the parameters; of a DTensor, the part of this rank.
     """
-    cause = _described("input", inputs) or _described("parameter", parameters)
+    cause = _described("input", inputs or ()) or _described("parameter", parameters)
     remedy = (
         "Mend the data, or leave such batches out."
         if cause.startswith("input")
         else "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."
         if cause
-        else "Inputs and parameters are finite, so that the forward makes it: look for a division by zero, the "
+        else f"{_finite_words(step, inputs is not None)}: look for a division by zero, the "
         "logarithm or root of zero, or an overflow in half precision (run the model alone under "
         "torch.autograd.set_detect_anomaly(True))."
     )
     said = f"{cause[:1].upper()}{cause[1:]}{remedy}"
     return f"The loss of step {step} is NaN or infinite, and so are its gradients. {said}"
+
+
+def _finite_words(step: int, are_known: bool) -> str:
+    if are_known:
+        return "Inputs and parameters are finite, so that the forward makes it"
+    return (
+        f"Parameters are finite. The inputs of step {step} were not looked at, because its loss arrived during a later "
+        "step: look at that batch, and if it is finite, at the forward"
+    )
 
 
 def _described(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> str:

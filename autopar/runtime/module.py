@@ -170,7 +170,7 @@ class CompiledModule(nn.Module):
         if step is None:
             return
         names = [spec.name for spec in bound.program.inputs]
-        inputs = zip(names, arguments.tensors, strict=True) if step == self._steps else ()
+        inputs = zip(names, arguments.tensors, strict=True) if step == self._steps else None
         message = about_loss(step, inputs, self._original.named_parameters())
         if self._settings.batch == "local":
             warnings.warn(message, stacklevel=4)

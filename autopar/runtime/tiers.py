@@ -1,9 +1,9 @@
 """The memories of a rank besides its device's, and the moves between them and the device.
 
-On an accelerator the host's memory is pinned, so that a copy need not wait for the processor. On a rank that
-computes on the processor the device *is* the host; there the tier is an account: what is put into it is a copy of
-its own, and both directions copy and are counted, so that tests on processors see the moves that accelerators
-make.
+On an accelerator the host's memory is pinned, so that the accelerator reads it directly; every copy blocks until
+it has ended. A rank that computes on the processor has only one memory. What is put into a tier is then a second
+copy in that memory, and moves in both directions are real copies and are counted, so that tests on processors can
+check the moves.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Along one axis these are the stages of ZeRO (Rajbhandari et al. 2020), see `auto
     stage 1, 2   storage S(d)   the same; gradients reduced per step (1) or per micro-batch (2)
     stage 3      storage S(d)   resident S(d): gathered around each use, or used as it is
 
-and each of them with its storage in the device's memory or in the host's (`autopar.ir.tier`), where gradients
-may leave the device after every micro-batch in any of them.
+Each may be stored on the device or on the host (`autopar.ir.tier`). On the host gradients of every ZeRO stage may
+also leave the device after each micro-batch.
 
 S(d) splits the major factor of dim d, as DTensor does; where the axis does not divide that but
 divides the whole dim, it is S(d.*). The same dim is never split by S(d.*) and by something else.

@@ -29,7 +29,8 @@ def in_slices(graph: Graph, plan: Plan, request: Request) -> tuple[Plan, Compose
     if not is_whole(graph):
         raise PlanError(
             "recompute='partitioned' names the inputs of every layer, and only few layers of this model were "
-            "captured. Capture it with all of them, or ask for recompute='full'."
+            "captured, as of every preset and config.json. Give the model itself (on the command line a function that "
+            "returns it, package.module:function), or ask for recompute='full'."
         )
     sliced = replace(plan, saved=SavedValues(graph, plan).partitioned())
     whole, price = (_price(graph, each, request) for each in (plan, sliced))

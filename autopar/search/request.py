@@ -68,7 +68,7 @@ class Request:
             "adamw8bit" (`autopar.cost_model.items.TrainingState`).
         software: what the runtime adds to a step and what it hides.
         offload: whether parameters may be stored in the host's memory and updated there; None allows it where no
-            plan fits otherwise.
+            plan fits otherwise, or where it is faster than what fits.
         without: names among `REFUSALS` that must not be used.
         inside_node: axes whose groups must not leave a node.
         cuts_batch: whether the search may cut the batch of a step without stages into micro-batches: the
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def may_offload(self) -> bool:
-        """Whether parameters may be stored in the host's memory where no plan fits otherwise."""
+        """Whether parameters may be stored in the host's memory although nobody asks for it."""
         is_open = self.offload is None and "offload" not in self.without
         host = self.hardware.host
         return is_open and self.must_fit and host is not None and host.memory_bytes > 0

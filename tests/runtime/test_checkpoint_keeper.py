@@ -142,8 +142,23 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert saved_steps(tmp_path) == ["step-00000001", "step-00000002.damaged"]
     accident(tmp_path / "step-00000001")
     expected = r"Every checkpoint in .* is damaged.*step-00000001 is damaged"
-    with pytest.warns(UserWarning), pytest.raises(autopar.AutoparError, match=expected):
+    for _ in range(2):  # a second start does not begin anew over what is there
+        with pytest.raises(autopar.AutoparError, match=expected):
+            checkpoints.load_last(model, optimizer)
+    assert saved_steps(tmp_path) == ["step-00000001", "step-00000002.damaged"]
+
+
+def test_a_checkpoint_of_another_version_is_not_damaged(tmp_path: Path) -> None:
+    model, optimizer, _ = parts()
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, model, optimizer)
+    checkpoints.finish()
+    notes = torch.load(tmp_path / "step-00000002" / "state.pt", weights_only=True)
+    torch.save(notes | {"version": 99}, tmp_path / "step-00000002" / "state.pt")
+    with pytest.raises(autopar.AutoparError, match="is of version 99, and this autopar reads"):
         checkpoints.load_last(model, optimizer)
+    assert saved_steps(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def full(*_: Any) -> None:

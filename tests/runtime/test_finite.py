@@ -54,3 +54,10 @@ def test_a_step_warns_at_the_line_of_the_script() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made.step(-torch.ones(4, 3))
+
+
+def test_inputs_that_were_not_looked_at_are_not_called_finite() -> None:
+    """On an accelerator a loss arrives during a later step, whose batch is another."""
+    said = about_loss(3, None, [("weight", torch.ones(2))])
+    assert "The inputs of step 3 were not looked at" in said and "Inputs and parameters" not in said
+    assert "Inputs and parameters are finite" in about_loss(3, [], [("weight", torch.ones(2))])
