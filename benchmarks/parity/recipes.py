@@ -26,8 +26,12 @@ import autopar
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
 
-ONE_AXIS = ("ddp", "zero1", "zero2", "zero3", "tp", "tp+sp", "auto")
-TWO_AXES = ("dp:ddp,tp:tp", "dp:zero1,tp:tp", "dp:zero2,tp:tp+sp", "dp:zero3,tp:tp+sp", "auto")
+ONE_AXIS = (
+    "ddp", "zero1", "zero2", "zero3", "zero-offload", "zero3-offload", "tp", "tp+sp", "auto",
+)  # fmt: skip
+TWO_AXES = (
+    "dp:ddp,tp:tp", "dp:zero1,tp:tp", "dp:zero2,tp:tp+sp", "dp:zero3,tp:tp+sp", "dp:zero3-offload,tp:tp", "auto",
+)  # fmt: skip
 STEPS = 10
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
