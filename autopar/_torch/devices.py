@@ -113,15 +113,16 @@ def copy_to_host(x: Tensor) -> tuple[Tensor, torch.Event | None]:
 def host_copy(x: Tensor) -> Tensor:
     """A contiguous copy of a tensor in the host's memory, which holds the values when this returns.
 
-    It is pinned where a copy to an accelerator gains by that.
+    Where the tensor is on an accelerator the copy is pinned.
 
     >>> x = torch.ones(2)
     >>> host_copy(x).data_ptr() == x.data_ptr()
     False
     """
-    pinned = accelerator_kind() is not None
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned)
-    return copy.copy_(x.detach())
+    copy, arrived = copy_to_host(x.contiguous())
+    if arrived is not None:
+        arrived.synchronize()
+    return copy
 
 
 def device_copy(x: Tensor, device: torch.device) -> Tensor:

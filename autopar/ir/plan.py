@@ -13,8 +13,8 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     precision bfloat16 reduce=float32                 where parameters are cast for use, see `MixedPrecision`
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
-    saved layers.*.input: S(1)@tp                     how a tensor that a block keeps for backward lies until
-                                                      then; see below
+    saved layers.*.input: S(1)@tp                     layout in which a block keeps a tensor from forward to
+                                                      backward; see below
     parameter mlp.down.weight: S(0)@dp host | S(0)@dp | step
                                                       a storage in another tier, see `autopar.ir.tier`
     input tokens: S(0)@dp
@@ -32,7 +32,8 @@ parameter is brought to the device at the start of a step (ZeRO-Offload, Ren et 
 `saved NAME: LAYOUT` has the states S alone, each with its axis. NAME is the path of a block, in which `*`
 stands for any number and an exact path goes before a pattern, and then `input` for the first activation that
 enters the block, `input#2` for the second in the order of their first use, or the name of an op of the block as
-recomputation has it, such as `mlp.act/gelu`, for its result (`autopar.ir.saved`).
+recomputation has it, such as `mlp.act/gelu`, for its result, or `mlp.up/linear<0` for its first operand as it was
+converted for the op (`autopar.ir.saved`).
 
 With pipeline stages the mesh in the text has the axis `pp`, and layouts and labels speak of the others:
 every stage lies on a mesh of its own, and those are alike.
@@ -115,7 +116,7 @@ class Plan:
         pipeline: how the model is cut into stages; None for a single stage.
         recompute: the blocks of every stage, or the ops of every block, that backward recomputes; see
             `autopar.ir.recompute`.
-        saved: name of a tensor that a block keeps for backward -> how it lies until then; see `autopar.ir.saved`.
+        saved: name of a tensor that a block keeps for backward -> its layout until then; see `autopar.ir.saved`.
         precision: the policy of the captured graph; None where parameters are used as they are stored.
         shapes: whole shapes of inputs and parameters of the captured graph, by `input tokens` or
             `parameter up.weight`; they say how another model differs. Empty where nobody noted them.

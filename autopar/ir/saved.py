@@ -1,7 +1,7 @@
-"""How a tensor that a block keeps for backward lies until backward wants it.
+"""The layout in which a block keeps a tensor between forward and backward.
 
-Autograd keeps a tensor as its consumer took it. Where it is replicated along an axis (R or V), every rank of the
-axis keeps the same, and a plan can say that each keeps a slice:
+Autograd keeps a tensor as its consumer took it. Along an axis that replicates the tensor (states R and V of
+`autopar.ir.layout`) every rank keeps the same, and a plan can say that each rank keeps a slice:
 
     saved layers.*.input: S(1)@tp        the first activation that enters each of these blocks, by its dim 1
     saved layers.5.input#2: S(0)@dp      the second one that enters a single block
@@ -53,8 +53,8 @@ class SavedLayout:
         kinds = {state.kind for state in split} - {"R"}
         if kinds != {"S"}:
             raise PlanError(
-                f"What is saved of {name} is split, and its line says {text!r}: write the dim "
-                f"and the axis, such as S(1)@{mesh.names[-1]}, or leave the line out."
+                f"The plan's line saved {name}: {text} slices nothing; write a dim and an axis, such as "
+                f"S(1)@{mesh.names[-1]}, or leave the line out."
             )
         return cls(split)
 

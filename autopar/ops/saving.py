@@ -8,8 +8,8 @@ from torch import Tensor
 def kept(x: Tensor, name: str) -> Tensor:
     """Returns the tensor itself.
 
-    Whoever runs the graph learns that autograd saves it from here on, until the next note on it, for the block
-    that the name is of.
+    The call changes nothing. It tells the runtime that from here to the next `kept` of this tensor autograd saves it
+    for one block, and which slice of it this rank keeps for that block.
 
     Args:
         x: a tensor that a block takes.

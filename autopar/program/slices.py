@@ -1,9 +1,9 @@
-"""Which tensors of a program blocks keep in slices for backward.
+"""Marks in a program's graph the tensors of which blocks keep only a slice for backward.
 
     b = f(w1, a)   ->   a_1 = kept(a, "layers.1.input"); b = f(w1, a_1)
 
 A note stands where a block first takes the tensor, in the graph and not in a table, so that it goes with the
-block when the program is cut into stages. What a name means, `Program.slices` says.
+block when the program is cut into stages. `Program.slices` maps each name to its slice.
 """
 
 from __future__ import annotations

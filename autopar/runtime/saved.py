@@ -2,14 +2,15 @@
 
 A program notes where a block takes such a tensor (`autopar.program.slices`). From there on saved-tensor hooks
 replace every saved tensor that lies in its memory (itself, or a view) by a handle on the slice, and the tensor is
-freed with its last use in forward. At the first handle that backward asks for, one gather makes the tensor whole
-for all handles of the block, each of which gives it away once.
+freed with its last use in forward. When backward unpacks the first handle, one all-gather makes the whole tensor
+for all handles of the block. Each handle returns the tensor once and drops its reference.
 
     forward    x -> slice of x kept, handles in place of x       the slice is free: every rank has all of x
     backward   x = gather(slices); every handle gives x, or a view of it
 
-The ranks of an axis run the same graph, so that they gather in the same order. What a hook around these would make
-of the slice is asked, so that a gathered parameter is kept by its shard and a slice can be counted.
+The ranks of an axis run the same graph, so that they gather in the same order. The slice is passed on to the
+saved-tensor hooks that were active outside, because they may replace it too: those of `autopar.runtime.gather` keep
+a gathered parameter as its shard, and a test's count bytes.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ class Tiers:
     def keep(self, x: Tensor, tier: Tier) -> Tensor:
         """A copy of a tensor in a tier."""
         if tier == "nvme":
-            raise PlanError("Parameters on nvme cannot be run yet; store them in the tier host.")
+            raise PlanError(
+                "Parameters on nvme cannot be run yet; store them in the tier host or device."
+            )
         return self.counted(_torch.host_copy(x), tier)
 
     def counted(self, x: Tensor, tier: Tier) -> Tensor:

@@ -25,8 +25,8 @@ def test_a_plan_with_saved_lines_is_read_back():
 @pytest.mark.parametrize(
     ("value", "error", "says"),
     [
-        ("V@tp", PlanError, "is split, and its line says 'V@tp': write the dim and the axis, such as S(1)@tp"),
-        ("R", PlanError, "its line says 'R'"),
+        ("V@tp", PlanError, ": V@tp slices nothing; write a dim and an axis, such as S(1)@tp"),
+        ("R", PlanError, ": R slices nothing"),
         ("S(1)@pp", MeshError, "pp"),
         (3, PlanError, "lies in a layout such as S(1)@tp, not 3"),
     ],
