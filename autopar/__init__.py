@@ -32,16 +32,20 @@ if TYPE_CHECKING:
     from autopar.rules.registered import register_rule
     from autopar.runtime import checkpoint
     from autopar.runtime.launch import launch
+    from autopar.runtime.loss_scale import LossScaling
     from autopar.runtime.module import CompiledModule
+    from autopar.runtime.nonfinite import find_nan
 
 # [Note: lazy names] `import autopar` costs no more than the plain data above. What needs torch, a solver or
 # the symbolic formulas is imported at its first use, from the module that stands here.
 _HOMES = {
     "CompiledModule": "autopar.runtime.module",
+    "LossScaling": "autopar.runtime.loss_scale",
     "VerifyReport": "autopar.proof.verdict",
     "checkpoint": "autopar.runtime.checkpoint",
     "compile": "autopar.api",
     "explain": "autopar.api",
+    "find_nan": "autopar.runtime.nonfinite",
     "launch": "autopar.runtime.launch",
     "register_form": "autopar.capture.forms",
     "register_rule": "autopar.rules.registered",
@@ -50,9 +54,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError", "MixedPrecision",
-    "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-    "VerifyReport", "checkpoint", "compile", "explain", "launch", "register_form",
+    "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "LossScaling", "Mesh", "MeshError",
+    "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
+    "VerifyReport", "checkpoint", "compile", "explain", "find_nan", "launch", "register_form",
     "register_rule", "shard_", "verify",
 ]  # fmt: skip
 

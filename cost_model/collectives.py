@@ -8,9 +8,18 @@ step, and t = (n - 1) / n  B / bandwidth:
     reduce_scatter  the same                                                 B before the step
     all_reduce      both, with bandwidth * reduce_gain, and reduce_rounds (n - 1) latency
     all_to_all      as all_gather, with bandwidth * exchange_gain and B the bytes that a rank holds
+    broadcast       launch + start + (n - 1) latency + B / bandwidth         B after the step
+    reduce          the same                                                 B before the step
+    scatter, gather as all_gather                                            B of the whole
     send            launch + start + latency + B / (bandwidth * send_gain)   B bytes to one other rank
+    fill            written in the rank's own memory
     shard, pad, partial   read and written in the rank's own memory
-    vary            nothing
+    vary, keep      nothing
+
+A broadcast of a long tensor is a pipeline along the ring: every rank hands on what it has received, while more
+arrives. A reduce is a broadcast backwards. A scatter or gather is bound by the link of the one rank that has
+everything, over which (n - 1) / n of it goes (Chan, Heimlich, Purkayastha and van de Geijn, Collective communication:
+theory, practice, and experience, 2007, sections 3 and 4).
 
 A short message, which is over before the pipeline is full, takes its transfer time twice. The figures
 of `Link` that make a plain ring (its defaults) leave latency and bandwidth. Because reduce_gain is at
@@ -70,6 +79,16 @@ def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:
     return start + transfer + _fill(transfer, link.fill_seconds)
 
 
+def _chain(whole_bytes: Quantity, m: _Message) -> Quantity:
+    """Once along the ring from the owner to the last rank, or back, cut so that all links work at once."""
+    link, hops = m.link, m.ranks - 1
+    transfer = whole_bytes / link.bandwidth_bytes_per_second
+    start = _begin(m) + hops * link.latency_seconds
+    if m.bucketed:
+        return _share(whole_bytes, m) * (start + link.fill_seconds) + transfer
+    return start + transfer + _fill(transfer, link.fill_seconds)
+
+
 def _begin(m: _Message) -> Quantity:
     return m.hardware.launch_seconds + m.link.start_seconds
 
@@ -109,14 +128,25 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
     "reduce_scatter": lambda m: _ring(m.before_bytes, m),
     "all_reduce": _all_reduce,
     "all_to_all": lambda m: _ring(m.before_bytes, m, m.link.exchange_gain),
+    "broadcast": lambda m: _chain(m.after_bytes, m),
+    "reduce": lambda m: _chain(m.before_bytes, m),
+    "scatter": lambda m: _ring(m.before_bytes, m),
+    "gather": lambda m: _ring(m.after_bytes, m),
     "send": _send,
+    "fill": lambda m: _copy(0, m.after_bytes, m),
+    "keep": lambda m: 0.0,
     "shard": lambda m: _copy(m.after_bytes, m.after_bytes, m),
     "pad": lambda m: _copy(m.before_bytes, m.after_bytes, m),
     "partial": lambda m: _copy(m.before_bytes, m.after_bytes, m),
     "vary": lambda m: 0.0,
 }
 
-_TRAFFIC = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+_TRAFFIC = frozenset(
+    {
+        "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "scatter",
+        "gather", "send",
+    }
+)  # fmt: skip
 
 
 def communicates(step: LayoutStep) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.cost_model.memory import SavedTensors, keeps
-from autopar.ir import Graph, Layout, Plan, R, operand_layouts, result_layouts
+from autopar.ir import Graph, Layout, Plan, R, Tier, TieredLayout, operand_layouts, result_layouts
 
 
 class Flow:
@@ -14,6 +14,7 @@ class Flow:
     Attributes:
         operands, results: op name -> the layouts it takes and gives.
         produced: tensor name -> the layout it is made, held or fed in.
+        tiers: tensor name -> tier, of the parameters that are not on the device in a step.
         targets: tensor name -> the distinct layouts its consumers need, each with the op that first does,
             "" for the end of the graph; in order of first use.
         saved: the memory that saved tensors lie in.
@@ -25,6 +26,11 @@ class Flow:
         self.results = {op.name: result_layouts(op, plan.ops[op.name]) for op in graph.ops}
         self.whole: Layout = (R,) * len(plan.mesh.axes)
         self.produced: Mapping[str, Layout] = self._produced(graph, plan)
+        self.tiers: Mapping[str, Tier] = {
+            tensor: plan.parameters[name].resident_tier
+            for name, tensor in graph.parameters.items()
+            if plan.parameters[name].resident_tier != "device"
+        }
         self.targets = self._targets(graph)
         self.saved = SavedTensors(graph)
         self.saved_roots = {
@@ -33,6 +39,10 @@ class Flow:
             if keeps(op, graph.tensors)
             for name in op.saved
         }
+
+    def place(self, name: str) -> TieredLayout:
+        """Where a tensor lies before its uses."""
+        return TieredLayout(self.produced[name], self.tiers.get(name, "device"))
 
     def _produced(self, graph: Graph, plan: Plan) -> dict[str, Layout]:
         produced = {name: self.whole for name in graph.buffers.values()}

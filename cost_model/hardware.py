@@ -15,8 +15,9 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.links import Link, axis_link
 from autopar.errors import AutoparError
 from autopar.ir import Mesh, Tier
+from autopar.ir.tier import TO_HOST, Move
 
-__all__ = ["DTYPE_BYTES", "KINDS", "Hardware", "Host", "Kind", "Link", "Source"]
+__all__ = ["DTYPE_BYTES", "KINDS", "Disk", "Hardware", "Host", "Kind", "Link", "Source"]
 
 Kind = Literal["datasheet", "measured", "fitted", "guess"]
 KINDS: tuple[Kind, ...] = ("datasheet", "measured", "fitted", "guess")
@@ -60,6 +61,28 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """One rank's share of the disks of its machine.
+
+    Attributes:
+        memory_bytes: room for files of a rank: of a node of n devices, an n-th.
+        read_bytes_per_second: bandwidth from the disk to the host's memory.
+        write_bytes_per_second: bandwidth from the host's memory to the disk.
+        latency_seconds: duration of a read of nothing.
+    """
+
+    memory_bytes: int
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    latency_seconds: float
+
+    @property
+    def update_bytes_per_second(self) -> float:
+        """Rate at which an optimizer reads and writes what lies in files: as many bytes one way as the other."""
+        return 2 / (1 / self.read_bytes_per_second + 1 / self.write_bytes_per_second)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One kind of cluster: equal devices in equal nodes.
 
@@ -85,6 +108,7 @@ class Hardware:
             `inside_node`; 0 where a switch gives every group the whole bandwidth.
         reduce_gain_ranks: smallest group that `inside_node.reduce_gain` holds for.
         host: the machine around the device; None where nobody said what it is, and nothing can be stored there.
+        nvme: the disks of that machine; None where nobody said what they are, and nothing can be stored there.
         sources: pairs (figure, its source), such as `inside_node.latency_seconds`.
     """
 
@@ -106,6 +130,7 @@ class Hardware:
     wired_ranks: int = 0
     reduce_gain_ranks: int = 2
     host: Host | None = None
+    nvme: Disk | None = None
     sources: tuple[tuple[str, Source], ...] = ()
 
     def flops_per_second(self, itemsize_bytes: int) -> float:
@@ -152,14 +177,26 @@ class Hardware:
             return self.memory_bytes_per_second * self.memory_efficiency
         return self.storing(tier).update_bytes_per_second
 
-    def storing(self, tier: Tier) -> Host:
+    def storing(self, tier: Tier) -> Host | Disk:
         """The memory of a tier besides the device's. Raises AutoparError where the machine has none."""
-        if tier != "host" or self.host is None:
-            remedy = "give its hardware file a table [host], or " if tier == "host" else ""
-            raise AutoparError(
-                f"{self.name} has no figures of the tier {tier}: {remedy}store the parameters on the device."
-            )
-        return self.host
+        tiers: dict[str, Host | Disk | None] = {"host": self.host, "nvme": self.nvme}
+        if found := tiers.get(tier):
+            return found
+        there = ["device", *(name for name, memory in tiers.items() if memory is not None)]
+        raise AutoparError(
+            f"{self.name} has no figures of the tier {tier}: give its hardware file a table [{tier}], or store the "
+            f"parameters in one of its tiers: {', '.join(there)}."
+        )
+
+    def move_seconds(self, move: Move, size_bytes: Quantity) -> Quantity:
+        """Duration of a move between two tiers."""
+        memory = self.storing(move.tier)
+        if isinstance(memory, Disk):
+            reads = move.name == TO_HOST
+            rate = memory.read_bytes_per_second if reads else memory.write_bytes_per_second
+        else:
+            rate = memory.bandwidth_bytes_per_second
+        return memory.latency_seconds + size_bytes / rate
 
     def link(self, mesh: Mesh, axis: int) -> Link:
         """The link that collectives along one axis of the mesh run at, see `links.axis_link`.

@@ -14,6 +14,9 @@
     [host]                             # optional: the machine around a device, a rank's share; see `Host`
     memory_bytes = {value = 250_000_000_000, kind = "guess", source = "2 TB for 8 devices"}
 
+    [nvme]                             # optional: its disks, a rank's share; see `Disk`
+    memory_bytes = {value = 3_840_000_000_000, kind = "guess", source = "a disk for each device"}
+
     [[matmul]]                         # optional rows of what was measured, also [[collective]]
     rows = 1024
 
@@ -37,7 +40,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from autopar.cost_model.hardware import DTYPE_BYTES, KINDS, Hardware, Host, Link, Source
+from autopar.cost_model.hardware import DTYPE_BYTES, KINDS, Disk, Hardware, Host, Link, Source
 from autopar.errors import AutoparError
 
 Rows: TypeAlias = tuple[Mapping[str, str | float], ...]
@@ -90,11 +93,19 @@ _HOST = {
     "latency_seconds": _DURATION,
     "update_bytes_per_second": _POSITIVE,
 }
+_NVME = {
+    "memory_bytes": _COUNT,
+    "read_bytes_per_second": _POSITIVE,
+    "write_bytes_per_second": _POSITIVE,
+    "latency_seconds": _DURATION,
+}
+# Tables of the memories besides the device's, each whole or not there.
+_MEMORIES: Mapping[str, Mapping[str, _FigureRule]] = {"host": _HOST, "nvme": _NVME}
 _TABLES: Mapping[str, Mapping[str, _FigureRule]] = {
     "": _REQUIRED | _OPTIONAL | {"nodes": _COUNT},
     "peak_flops": dict.fromkeys(DTYPE_BYTES, _POSITIVE),
     **{link: _LINK_REQUIRED | _LINK_OPTIONAL for link in LINKS},
-    "host": _HOST,
+    **_MEMORIES,
 }
 
 
@@ -246,10 +257,10 @@ class _File:
             for key in _LINK_REQUIRED:
                 if f"{link}.{key}" not in figures:
                     self._fail(f"{key} of [{link}] is missing.", (link,))
-        if any(key.startswith("host.") for key in figures):
-            for key in _HOST:
-                if f"host.{key}" not in figures:
-                    self._fail(f"{key} of [host] is missing.", ("host",))
+        for table, keys in _MEMORIES.items():
+            missing = [key for key in keys if f"{table}.{key}" not in figures]
+            if missing and len(missing) < len(keys):
+                self._fail(f"{missing[0]} of [{table}] is missing.", (table,))
         if not any(key.startswith("peak_flops.") for key in figures):
             self._fail(f"[peak_flops] is missing; give one of {', '.join(DTYPE_BYTES)}.", 1)
 
@@ -307,6 +318,7 @@ def _hardware(name: str, figures: Mapping[str, tuple[float, Source]]) -> Hardwar
         inside_node=_link("inside_node", values),
         across_nodes=_link("across_nodes", values),
         host=Host(**_table("host", values)) if "host.memory_bytes" in values else None,
+        nvme=Disk(**_table("nvme", values)) if "nvme.memory_bytes" in values else None,
         dtype_flops=tuple(flops.items()),
         sources=tuple((key, figures[key][1]) for key in order if key in figures and key != "nodes"),
         **whole,
@@ -366,8 +378,9 @@ def format_hardware(
     lines += ["", "[peak_flops]", *_entries(hardware, "peak_flops", _flops(hardware))]
     for link in LINKS:
         lines += ["", f"[{link}]", *_entries(hardware, link, vars(getattr(hardware, link)))]
-    if hardware.host is not None:
-        lines += ["", "[host]", *_entries(hardware, "host", vars(hardware.host))]
+    for table, memory in (("host", hardware.host), ("nvme", hardware.nvme)):
+        if memory is not None:
+            lines += ["", f"[{table}]", *_entries(hardware, table, vars(memory))]
     for name, rows in curves.items():
         assert name in CURVES, f"a curve is one of {CURVES}, not {name!r}"
         for row in rows:

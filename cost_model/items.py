@@ -19,7 +19,7 @@ from autopar.errors import AutoparError
 from autopar.ir import Layout, Tensor, Tier
 
 Region = Literal["before", "layers", "after"]
-Phase = Literal["forward", "backward", "gather", "reduce"]
+Phase = Literal["forward", "backward", "gather", "reduce", "meet"]
 COMPUTE = "compute"
 
 
@@ -32,7 +32,8 @@ class Item:
         kind: kind of the op, or name of the collective.
         resource: "compute", the mesh axis along which a collective runs, or the tier whose link a move takes.
         phase: part of the step. Forward and backward run once a micro-batch; gather runs once a
-            step; reduce runs once a step, or once a micro-batch where `every_micro_batch` is set.
+            step; reduce runs once a step, or once a micro-batch where `every_micro_batch` is set; meet runs every K
+            steps, and its `count` is the mean of a step.
         region: position relative to the repeated layers: before, in or after them.
         count: number of such executions in one phase.
         seconds: duration of one execution.
@@ -92,7 +93,8 @@ class Holding:
         block: block during which the memory exists; "" for the kinds that last and for "returned".
         tier: memory that it lies in.
         is_stored: whether the optimizer reads or updates this memory. It is False of what the device holds for a step
-            only: the copy of a parameter that the host stores, and the sum of its gradients.
+            only (the copy of a parameter that the host stores, and the sum of its gradients), and of what replicas keep
+            from one meeting to the next.
     """
 
     name: str
@@ -127,12 +129,15 @@ class TrainingState:
             0 for none.
         optimizer: tensors that the optimizer keeps for a parameter.
         fresh_gradient_bytes: bytes of one element of a micro-batch's gradient that stays next to the sum.
+        meeting_copies: number of tensors of a parameter's size and format that a replica keeps from one meeting to
+            the next (`autopar.ir.meeting`).
     """
 
     gradient_bytes: int | None = None
     master_bytes: int = 0
     optimizer: OptimizerFormat = ADAMW
     fresh_gradient_bytes: int = 0
+    meeting_copies: int = 0
 
     def __str__(self) -> str:
         """`adamw8bit gradients=4 masters=4`, as `parse` reads it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 
 from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, own_collectives
@@ -15,10 +16,24 @@ from autopar.cost_model.compute import OpPrice, inner_tensors, local_bytes, memo
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Phase, Region, TrainingState
 from autopar.cost_model.memory import KeptSlice
+from autopar.cost_model.owners import Position, is_own_copy, owned_share
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
-from autopar.ir import Graph, Labels, Layout, Op, ParameterPlan, Tensor, Tier, steps
-from autopar.ir.tier import FROM_DEVICE, TO_DEVICE
+from autopar.cost_model.ways import move_item, way_back, way_to_resident
+from autopar.ir import (
+    Graph,
+    Labels,
+    Layout,
+    Meeting,
+    Op,
+    ParameterPlan,
+    Tensor,
+    Tier,
+    TieredLayout,
+    has_owner,
+    steps,
+)
+from autopar.ir.tier import moves
 
 LOSS = "aten.cross_entropy_loss"  # its operands have gradients as large, and nothing keeps either
 
@@ -36,6 +51,8 @@ class NodePricer:
         fused: whether chains of element-wise ops are one kernel, as a compiler makes them.
         bucket_bytes: size of the collectives that parameters and gradients share.
         recomputed: ops that the recomputation of their block executes, see `Item.recomputed`.
+        position: coordinates of the rank whose memory is priced, which some parameters are owned by; see
+            `autopar.cost_model.owners`.
     """
 
     def __init__(
@@ -50,7 +67,9 @@ class NodePricer:
         fused: bool = False,
         bucket_bytes: float = BUCKET_BYTES,
         recomputed: Collection[str] = (),
+        position: Position | None = None,
     ) -> None:
+        self.position = position or [0] * len(sizes.mesh.axes)
         self.graph, self.sizes, self.bucket_bytes = graph, sizes, bucket_bytes
         self.hardware, self.links, self.training_state = hardware, tuple(links), training_state
         self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
@@ -115,32 +134,26 @@ class NodePricer:
     # --- conversions
 
     def conversion(
-        self, name: str, source: Layout, target: Layout, user: str, *, again: bool
+        self, name: str, source: TieredLayout, target: Layout, user: str, *, again: bool
     ) -> Iterator[Item]:
-        """A conversion inside the graph.
+        """A conversion inside the graph, to a layout on the device.
 
         Args:
+            name: the tensor; one that is in another tier is a parameter.
+            source: where the tensor lies.
+            target: the layout that is needed.
             user: the first op that needs the result, "" for the end of the graph.
-            again: whether backward gathers once more what forward gathers.
+            again: whether backward gathers, or brings to the device, once more what forward does.
         """
         tensor = self.graph.tensors[name]
         carries = "parameter" if name in self._parameters else "activation"
         region, count = self.place(name, self.modules.get(name, ""))
         title = self._title(name)
-        for axis, forward, backward, before, after in self._steps(tensor, source, target):
+        yield from self._brought(name, source, user, again)
+        for axis, forward, backward, before, after in self._steps(tensor, source.layout, target):
             yield self._item(
-                title,
-                forward,
-                axis,
-                "forward",
-                region,
-                count,
-                before,
-                after,
-                carries,
-                of=user,
-                moves=name,
-            )
+                title, forward, axis, "forward", region, count, before, after, carries, of=user, moves=name,
+            )  # fmt: skip
             if tensor.needs_grad:
                 back = "gradient" if carries == "parameter" else carries
                 scale = self._gradient_scale(tensor) if carries == "parameter" else 1
@@ -166,12 +179,34 @@ class NodePricer:
                 recomputed=0,
             )  # fmt: skip
 
+    def _brought(self, name: str, source: TieredLayout, user: str, again: bool) -> Iterator[Item]:
+        """The moves of a parameter to the device for a use, and those of its gradient back."""
+        tensor, title = self.graph.tensors[name], self._title(name)
+        region, count = self.place(name, self.modules.get(name, ""))
+        size, way = self.sizes.bytes(tensor, source.layout), moves(source.tier, "device")
+        item = partial(
+            move_item, title, hardware=self.hardware, region=region, count=count, of=user, every_micro_batch=True,
+            moves=name,
+        )  # fmt: skip
+        spared = self._recomputed(user, "forward")
+        for move in way:
+            yield item(move, size, phase="forward", carries="parameter", recomputed=spared)
+            if again:
+                yield item(move, size, phase="backward", carries="parameter", recomputed=-spared)
+        for move in way_back(way) if tensor.needs_grad else ():
+            back = self._gradient_scale(tensor) * size
+            yield item(move, back, phase="backward", carries="gradient")
+
     def gathered(
-        self, name: str, source: Layout, target: Layout, user: str, block: Hashable
+        self, name: str, source: TieredLayout, target: Layout, user: str, block: Hashable
     ) -> Iterator[Holding]:
-        """Copies of a parameter that its use in a block gathers; nothing for an axis of one rank."""
+        """Copies of a parameter that its use in a block gathers or brings to the device."""
         region, _ = self.place(name, self.modules[name])
-        for axis, forward, _, _, after in self._steps(self.graph.tensors[name], source, target):
+        tensor = self.graph.tensors[name]
+        if source.tier != "device":
+            brought = self.sizes.bytes(tensor, source.layout)
+            yield Holding("gathered", "gathered", region, brought, user, block)
+        for axis, forward, _, _, after in self._steps(tensor, source.layout, target):
             if sends(forward):
                 held = after * smaller(1, self.sizes.axis(axis) - 1)
                 yield Holding("gathered", "gathered", region, held, user, block)
@@ -184,11 +219,10 @@ class NodePricer:
         region, count = self.place(name, name)
         title = numbers_out(name)
         if tensor.needs_grad:
-            yield self._accumulation(name, tensor, how.resident, region, count)
+            yield self._accumulation(name, tensor, how, region, count)
         if tensor.is_cast:
             yield self._cast(name, tensor, how, region, count)
-        if how.tier != "device":
-            yield from self._moves(name, tensor, how, region, count)
+        yield from self._moves(name, tensor, how, region, count)
         for axis, forward, backward, before, after in self._steps(
             tensor, how.storage, how.resident
         ):
@@ -205,18 +239,24 @@ class NodePricer:
 
     def parameter(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
         """A parameter with its gradient and its optimizer states."""
+        if has_owner(how.storage):
+            yield from self._owned(name, how)
+            return
         tensor = self.graph.tensors[self.graph.parameters[name]]
         region, count = self.place(name, name)
         stored = count * self.sizes.bytes(tensor.at_rest, how.storage)
         resident = count * self.sizes.bytes(tensor, how.resident)
-        title, tier = numbers_out(name), how.tier
+        title, tier, used = numbers_out(name), how.tier, how.resident_tier
         held = resident if _grows(how.storage, how.resident) else stored
         held = stored + resident if tensor.is_cast else held
-        if tier != "device":
-            held = resident
+        if tier == "device":
+            yield Holding(title, "parameters", region, held, name)
+        else:
             yield Holding(title, "parameters", region, stored, name, tier=tier)
-        is_near = tier == "device"
-        yield Holding(title, "parameters", region, held, name, is_stored=is_near)
+            if used != tier or tensor.is_cast or self._converts(how):
+                yield Holding(
+                    title, "parameters", region, resident, name, tier=used, is_stored=False
+                )
         if not tensor.needs_grad:
             return
         for at, size in self._gradient_bytes(tensor, how):
@@ -226,6 +266,76 @@ class NodePricer:
         state = self.training_state
         updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
         yield Holding(title, "optimizer", region, updated, name, tier=tier)
+        if state.meeting_copies:
+            kept = state.meeting_copies * stored
+            yield Holding(
+                f"{title}, kept for meetings", "optimizer", region, kept, name, is_stored=False
+            )
+
+    def meeting(
+        self, name: str, how: ParameterPlan, meeting: Meeting, link: Link
+    ) -> Iterator[Item]:
+        """A parameter's part in a meeting of replicas: the mean over them, and what is made of it.
+
+        The shard is copied into a message and back; every copy that is kept is read and written.
+        """
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        if not tensor.needs_grad:
+            return
+        region, count = self.place(name, name)
+        stored = self.sizes.bytes(tensor.at_rest, how.storage)
+        count = count / meeting.steps
+        seconds = collective_seconds(
+            "all_reduce", before_bytes=stored, after_bytes=stored, ranks=meeting.replicas,
+            link=link, hardware=self.hardware, bucketed=True, bucket_bytes=self.bucket_bytes,
+        )  # fmt: skip
+        sent = traffic_bytes(
+            "all_reduce", before_bytes=stored, after_bytes=stored, ranks=meeting.replicas
+        )
+        yield Item(
+            f"all_reduce {numbers_out(name)}", "all_reduce", meeting.axis, "meet", region, count, seconds,
+            sent, kernels=0, carries="parameter", every_micro_batch=False, ranks=meeting.replicas, of=name,
+        )  # fmt: skip
+        moved = (4 + 2 * meeting.copies) * stored
+        yield Item(
+            "parameters of a meeting", "update", COMPUTE, "meet", region, count,
+            memory_seconds(moved, self.hardware), moved, every_micro_batch=False, of=name,
+        )  # fmt: skip
+
+    def _owned(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
+        """The same of a parameter that one rank owns, on the rank that owns most; see `autopar.cost_model.owners`."""
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        region, count = self.place(name, name)
+        for kind, size, is_stored in self._owned_bytes(tensor, how, count):
+            if not (isinstance(size, int | float) and size == 0):
+                yield Holding(numbers_out(name), kind, region, size, name, is_stored=is_stored)
+
+    def _owned_bytes(
+        self, tensor: Tensor, how: ParameterPlan, count: Quantity
+    ) -> Iterator[tuple[str, Quantity, bool]]:
+        """Kind, bytes of `count` parameters, and whether the optimizer reads or updates them."""
+        share = count * owned_share(how.storage, self.position, self.sizes)
+        stored = share * self.sizes.bytes(tensor.at_rest, how.storage)
+        copied = count * self.sizes.bytes(tensor, how.resident)
+        if is_own_copy(how.storage, how.resident) and not tensor.is_cast:
+            copied = copied - stored
+        yield "parameters", stored, True
+        yield "parameters", copied, False
+        if not tensor.needs_grad:
+            return
+        ((_, summed),) = self._gradient_bytes(tensor, how)
+        if how.reduce == "micro_batch":
+            yield "gradients", share * summed, True
+        else:  # on the owner `.grad` takes the place of the sum
+            arrived = smaller(stored, count * summed)
+            yield "gradients", arrived, True
+            yield "gradients", count * summed - arrived, False
+        state = self.training_state
+        yield (
+            "optimizer",
+            share * state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes),
+            True,
+        )
 
     def _gradient_bytes(
         self, tensor: Tensor, how: ParameterPlan
@@ -233,7 +343,8 @@ class NodePricer:
         """Bytes of a gradient by tier: of the sum over micro-batches, and of `.grad`, which takes its place.
 
         `.grad` lies where the parameter is stored, and has its format. What every micro-batch reduces is added up in
-        it; of a parameter whose uses gather it, the reduced shard stays on the device until backward ends.
+        it; of a parameter whose uses gather it, the reduced shard stays where the parameter is used until backward
+        ends.
         """
         state, per_step = self.training_state, how.reduce == "step"
         scale = self._gradient_scale(tensor) + state.fresh_gradient_bytes / tensor.itemsize_bytes
@@ -241,12 +352,13 @@ class NodePricer:
         own_bytes = tensor.gradient_scale * tensor.itemsize_bytes
         widens = state.gradient_bytes is None and own_bytes < tensor.at_rest.itemsize_bytes
         arrived = self.sizes.bytes(tensor.at_rest, how.storage)
-        if how.tier == "device":
-            yield "device", larger(summed, arrived) if widens else summed
+        used = how.resident_tier
+        if how.tier == "device" or (how.tier == used and per_step and not self._converts(how)):
+            yield how.tier, larger(summed, arrived) if widens else summed
             return
         yield how.tier, arrived if widens else scale * self.sizes.bytes(tensor, how.storage)
-        if per_step or any(state.kind == "S" for state in how.resident):
-            yield "device", summed
+        if per_step or used != "device" or any(state.kind == "S" for state in how.resident):
+            yield used, summed
 
     def _gradient_scale(self, tensor: Tensor) -> float:
         """Bytes of a parameter's gradient for each byte of the parameter."""
@@ -267,29 +379,47 @@ class NodePricer:
     def _moves(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
     ) -> Iterator[Item]:
-        """A stored shard's way to the device, and its gradient's way back, each in the format of its use."""
-        host, moved = self.hardware.storing(how.tier), self.sizes.bytes(tensor, how.storage)
-        sent: list[tuple[str, Phase, str, Quantity]] = [(TO_DEVICE, "gather", "parameter", moved)]
-        if tensor.needs_grad:
-            scale = self._gradient_scale(tensor)
-            sent.append((FROM_DEVICE, "reduce", "gradient", scale * moved))
-        for kind, phase, carries, size in sent:
-            seconds = host.latency_seconds + size / host.bandwidth_bytes_per_second
-            often = phase == "reduce" and how.reduce == "micro_batch"
-            yield Item(
-                f"{kind} {numbers_out(name)}", kind, how.tier, phase, region, count, seconds, size,
-                carries=carries, every_micro_batch=often, of=name,
-            )  # fmt: skip
+        """The moves of a stored shard to where it is resident, and those of its gradient back."""
+        item = partial(
+            move_item, numbers_out(name), hardware=self.hardware, region=region, count=count, of=name,
+        )  # fmt: skip
+        sizes = {
+            "stored": self.sizes.bytes(tensor.at_rest, how.storage),
+            "cast": self.sizes.bytes(tensor, how.storage),
+            "resident": self.sizes.bytes(tensor, how.resident),
+        }
+        often = how.reduce == "micro_batch"
+        for move, form in way_to_resident(how, casts=tensor.is_cast, converts=self._converts(how)):
+            size = sizes[form]
+            yield item(move, size, phase="gather", carries="parameter", every_micro_batch=False)
+            if tensor.needs_grad:
+                is_wide = tensor.is_cast and form == "stored"
+                (back,), scale = way_back([move]), 1 if is_wide else self._gradient_scale(tensor)
+                yield item(
+                    back, scale * size, phase="reduce", carries="gradient", every_micro_batch=often
+                )
+
+    def _converts(self, how: ParameterPlan) -> bool:
+        """Whether a parameter's resident layout is another than that of its storage, along an axis of several ranks.
+
+        An axis whose size is a symbol, or that stands for several sizes, counts as one of several ranks.
+        """
+        sizes = (self.sizes.axis(axis) for axis in range(len(how.storage)))
+        is_single = [isinstance(size, int) and size == 1 for size in sizes]
+        states = zip(how.storage, how.resident, is_single, strict=True)
+        return any(a != b and not single for a, b, single in states)
 
     def _accumulation(
-        self, name: str, tensor: Tensor, resident: Layout, region: Region, count: Quantity
+        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
     ) -> Item:
         """Adding a micro-batch's gradient to the sum: both are read, the sum is written."""
-        held = self.sizes.bytes(tensor, resident)
+        held = self.sizes.bytes(tensor, how.resident)
         moved = held * (1 + 2 * self._gradient_scale(tensor))
+        seconds = memory_seconds(moved, self.hardware)
+        if how.resident_tier != "device":
+            seconds = moved / self.hardware.updates_per_second(how.resident_tier)
         return Item(
-            "accumulating gradients", "accumulate", COMPUTE, "backward", region, count,
-            memory_seconds(moved, self.hardware), moved, of=name,
+            "accumulating gradients", "accumulate", COMPUTE, "backward", region, count, seconds, moved, of=name,
         )  # fmt: skip
 
     # --- collectives

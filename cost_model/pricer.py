@@ -13,6 +13,7 @@ from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.items import FULL, Holding, Item, TrainingState
 from autopar.cost_model.memory import KeptSlice, Selected, keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.nodes import NodePricer, numbers_out, regions_of, words_of
+from autopar.cost_model.owners import busiest_owner
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Layout, Op, Plan
 
@@ -33,6 +34,7 @@ class Pricer:
         again: names of the ops that are recomputed in backward, whole blocks of them.
         selected: recomputation of single ops, in place of `again`.
         slices: what blocks keep in slices, by the numbers that `blocks` has.
+        meeting_link: link between replicas, of a plan that has some.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class Pricer:
         again: Collection[str] = (),
         selected: Selected | None = None,
         slices: Collection[KeptSlice] = (),
+        meeting_link: Link | None = None,
     ) -> None:
         self.graph, self.plan, self.sizes, self.regathers = graph, plan, sizes, regathers
         self.flow, self.again, self.selected = Flow(graph, plan), frozenset(again), selected
+        self.meeting_link = meeting_link
         self.slices = {(each.memory, each.block): each for each in slices}
         self.blocks = layers_of_ops(graph) if blocks is None else blocks
         self._labels = block_labels(graph, self.blocks)
@@ -62,6 +66,7 @@ class Pricer:
             graph, sizes=sizes, hardware=hardware, links=links, layers=layers,
             training_state=training_state, fused=fused, bucket_bytes=bucket_bytes,
             recomputed=recomputed_ops(graph, self.blocks),
+            position=busiest_owner(graph, plan.parameters, plan.mesh),
         )  # fmt: skip
 
     def _block(self, op: str) -> Hashable:
@@ -94,11 +99,21 @@ class Pricer:
             yield from self.nodes.restored(each)
         for name in self.graph.parameters:
             yield from self.nodes.between_steps(name, self.plan.parameters[name])
+        yield from self._meetings()
+
+    def _meetings(self) -> Iterator[Item]:
+        """What replicas do every so many steps."""
+        meeting, link = self.plan.meeting, self.meeting_link
+        if meeting is None:
+            return
+        assert link is not None, "the price of a meeting needs the link between replicas"
+        for name in self.graph.parameters:
+            yield from self.nodes.meeting(name, self.plan.parameters[name], meeting, link)
 
     def _conversion(self, name: str, target: Layout, user: str) -> Iterator[Item]:
         stays_split = name in self._parameters or self.regathers
         again = stays_split and name in self.flow.saved_roots
-        return self.nodes.conversion(name, self.flow.produced[name], target, user, again=again)
+        return self.nodes.conversion(name, self.flow.place(name), target, user, again=again)
 
     def into(self, op: Op, position: int) -> Iterator[Item]:
         """The forward of the conversion that an operand of `op` goes through."""
@@ -142,7 +157,7 @@ class Pricer:
     def _gathered(self) -> Iterator[Holding]:
         for name in self.graph.parameters.values():
             for target, user in self.flow.targets.get(name, {}).items():
-                source, block = self.flow.produced[name], self._block(user)
+                source, block = self.flow.place(name), self._block(user)
                 yield from self.nodes.gathered(name, source, target, user, block)
 
     def _saved(self, at: _Memory, op: Op) -> Holding:

@@ -11,6 +11,7 @@ the model (before, in and after the repeated layers) the seconds of one micro-ba
     step   = m * stage + (before + layers + after - stage) / v   fill and drain of the pipeline
              + (m * v + p - 1) * 2 sends                         a chunk's activations and gradients
              + reductions that backward does not hide + optimizer + fixed
+             + meetings of replicas / the steps from one to the next
 
 With equal stages the fourth line is the (p - 1) / (v m) of GPipe and interleaved 1F1B (Huang et al.
 2019, section 2.3; Narayanan et al. 2021, section 2.2). Micro-batches in flight are those of 1F1B.
@@ -137,6 +138,7 @@ class Step:
             Term("pipeline bubble", (everything - slowest) / self.run.chunks),
             Term("stage boundaries", self._boundary_seconds()),
             *self._once_a_step(),
+            self._per_step("meet", {"layers": 1 / self.run.stages}),
             Term("optimizer", self._optimizer_seconds()),
             Term("fixed", self.software.step_seconds),
         )
@@ -295,7 +297,9 @@ class Step:
                 sums[i.kind + " along " + i.resource] = (
                     sums.get(i.kind + " along " + i.resource, 0) + cost
                 )
-        names = {"gather": "gathering parameters", "reduce": "reducing gradients"}
+        names = {
+            "gather": "gathering parameters", "reduce": "reducing gradients", "meet": "replicas meeting",
+        }  # fmt: skip
         parts = tuple(Term(name, value) for name, value in sums.items())
         return Term(names[phase], total(parts), parts)
 
@@ -486,7 +490,7 @@ class Step:
         for i in self.items:
             if i.resource == COMPUTE:
                 continue
-            once = i.phase in ("gather", "reduce") and not i.every_micro_batch
+            once = i.phase in ("gather", "reduce", "meet") and not i.every_micro_batch
             times = 1 if once else self.run.micro_batches
             times = self.times(i) * times
             share = 1 / self.run.stages if i.region == "layers" else 1

@@ -165,7 +165,10 @@ class Expressions:
             links=link_symbols(plan.mesh.names), layers=layers, training_state=training_state,
             fused=fused, regathers=regathers, bucket_bytes=bucket_bytes, blocks=blocks, again=again,
             selected=selected, slices=slices,
+            meeting_link=link_symbols([plan.meeting.axis])[0] if plan.meeting else None,
         )  # fmt: skip
+        if plan.meeting is not None:
+            values |= link_values(hardware.link(plan.world_mesh, 0), plan.meeting.axis)
         for position, axis in enumerate(plan.mesh.names):
             values |= link_values(hardware.link(plan.mesh, position), axis)
         values |= dict(zip(map(str, axes), map(float, plan.mesh.sizes), strict=True))

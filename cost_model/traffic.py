@@ -1,7 +1,8 @@
 """Bytes that one rank sends in a collective, by the ring that attains the lower bound.
 
 Patarasuk and Yuan 2009: an all-gather or reduce-scatter of B bytes over n ranks sends (n - 1) / n B
-from each, an all-reduce twice that.
+from each, an all-reduce twice that. A broadcast or reduce of B bytes sends B from all ranks but one, which is as
+much on average; a scatter or gather moves (n - 1) / n B from or to the owner, and a send B.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from autopar.cost_model.arith import Quantity
 
 _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyType(
     {
+        "broadcast": lambda before, after: after,
+        "reduce": lambda before, after: before,
+        "scatter": lambda before, after: before,
+        "gather": lambda before, after: after,
+        "keep": lambda before, after: 0,
+        "fill": lambda before, after: 0,
         "all_gather": lambda before, after: after,
         "reduce_scatter": lambda before, after: before,
         "all_reduce": lambda before, after: before + after,
@@ -27,6 +34,8 @@ _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyTyp
 
 def sends(name: str) -> bool:
     """Whether a collective, named as in `autopar.ir.conversion`, sends anything to other ranks."""
+    if name == "send":
+        return True
     assert name in _RINGS, f"no formula for the collective {name!r}"
     return _RINGS[name](1, 1) != 0
 
@@ -35,5 +44,7 @@ def traffic_bytes(
     name: str, *, before_bytes: Quantity, after_bytes: Quantity, ranks: Quantity
 ) -> Quantity:
     """Bytes that a rank sends; `before_bytes` and `after_bytes` are what it holds on either side."""
+    if name == "send":
+        return before_bytes
     assert name in _RINGS, f"no formula for the collective {name!r}"
     return _RINGS[name](before_bytes, after_bytes) * (ranks - 1) / ranks

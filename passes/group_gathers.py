@@ -1,9 +1,10 @@
 """all_gather(p0), all_gather(p1), ... -> gather_0(p0, p1, ...): parameters that are moved together.
 
-A parameter that is stored split and used whole (ZeRO-3) is converted inside the graph. Such chains of
-collectives are found here and replaced, several at a time, by one submodule, which moves them in one
-buffer and can gather them again in backward instead of keeping them. The same is done to parameters whose
-gradients alone move (`find_entries`), as those of replicated ones that every rank uses for its part.
+A parameter that is stored split and used whole (ZeRO-3) is converted inside the graph, and one that is in the host's
+memory during a step is brought to the device there. Such chains of collectives are found here and replaced, several at
+a time, by one submodule, which moves them in one buffer and can gather them again in backward instead of keeping them.
+The same is done to parameters whose gradients alone move (`find_entries`), as those of replicated ones that every rank
+uses for its part.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from autopar.ops.collectives import Collective, is_collective
+from autopar.ops.moves import is_move
 
 _RESHAPE = torch.ops.aten.reshape.default
 MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -23,7 +25,7 @@ MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Chain:
-    """Collectives (and reshapes around them) between a parameter and its users.
+    """Collectives (and reshapes around them) between a parameter and its users, after its move to the device, if any.
 
     Attributes:
         parameter: position of the parameter among the placeholders.
@@ -41,7 +43,7 @@ class Chain:
 def find_gathers(
     module: fx.GraphModule, parameters: int, reduced: Container[int] = ()
 ) -> list[Chain]:
-    """The chains from the first `parameters` placeholders that hold an all_gather, by first use.
+    """The chains from the first `parameters` placeholders that hold an all_gather or a move, by first use.
 
     Of the placeholders `reduced`, whose gradients travel in an element type of their own, also those that
     hold any collective.
@@ -49,7 +51,11 @@ def find_gathers(
     return _by_first_use(
         module,
         parameters,
-        lambda chain: chain.parameter in reduced or "all_gather" in map(_name, chain.nodes),
+        lambda chain: (
+            chain.parameter in reduced
+            or "all_gather" in map(_name, chain.nodes)
+            or any(map(is_move, chain.nodes))
+        ),
     )
 
 
@@ -78,7 +84,7 @@ def _chains(parameter: int, leaf: fx.Node) -> Iterator[Chain]:
         path = [user]
         while _converts(path[-1]) and len(path[-1].users) == 1:
             path.append(next(iter(path[-1].users)))
-        while path and not is_collective(path[-1]):
+        while path and not (is_collective(path[-1]) or is_move(path[-1])):
             path.pop()
         if path and all(map(_converts, path)):
             follower = next(iter(path[-1].users), None)
@@ -88,7 +94,7 @@ def _chains(parameter: int, leaf: fx.Node) -> Iterator[Chain]:
 
 
 def _converts(node: fx.Node) -> bool:
-    return is_collective(node) or node.target is _RESHAPE
+    return is_collective(node) or is_move(node) or node.target is _RESHAPE
 
 
 def _name(node: fx.Node) -> str:

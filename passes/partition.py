@@ -22,6 +22,7 @@ from autopar.ir import (
     Mesh,
     Plan,
     R,
+    Tier,
     calls,
     local_shape,
     operand_layouts,
@@ -29,6 +30,7 @@ from autopar.ir import (
 )
 from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 from autopar.ops.collectives import Collective
+from autopar.ops.moves import to_device
 from autopar.ops.nodes import tensor_operands
 from autopar.passes.group_gathers import MOVING
 
@@ -41,7 +43,8 @@ def partition(
     """Builds the graph that each rank runs on its local tensors; returns it with the layouts of its outputs.
 
     Its placeholders are the tensor placeholders of the captured graph, in the same order: parameters in their resident
-    layouts, buffers and constants replicated, inputs in the layouts of the plan. Its outputs are those of the captured
+    layouts, buffers and constants replicated, inputs in the layouts of the plan. A parameter that is not on the device
+    in a step goes through a `to_device` for every layout that it is used in. Its outputs are those of the captured
     graph: the loss and the new values of buffers replicated, the others without partial sums (P). Collectives name
     mesh axes instead of process groups.
 
@@ -59,6 +62,7 @@ class _Partitioner:
         self.graph = fx.Graph()
         self.placed: dict[tuple[str, Layout], fx.Node] = {}  # one node per (tensor, layout)
         self.produced: dict[str, Layout] = {}
+        self.far: dict[str, tuple[fx.Node, Tier]] = {}  # parameters outside the device in a step
         self.replicated: Layout = (R,) * len(self.mesh.axes)
         self.origin = ""  # the captured op that is being placed
 
@@ -75,10 +79,14 @@ class _Partitioner:
     # --- nodes
 
     def _place_leaf(self, node: fx.Node) -> None:
-        if isinstance(node.meta.get("val"), torch.Tensor):  # another value is built into the graph
-            self._produce(
-                node.name, self._leaf_layout(node.name), self.graph.placeholder(node.name)
-            )
+        if not isinstance(node.meta.get("val"), torch.Tensor):  # that is built into the graph
+            return
+        leaf, layout = self.graph.placeholder(node.name), self._leaf_layout(node.name)
+        self._produce(node.name, layout, leaf)
+        parameter = self.captured.parameters.get(node.name)
+        if parameter and (tier := self.plan.parameters[parameter].resident_tier) != "device":
+            self.far[node.name] = leaf, tier
+            del self.placed[node.name, layout]  # each use brings it to the device anew
 
     def _leaf_layout(self, name: str) -> Layout:
         if name in self.captured.parameters:
@@ -138,7 +146,11 @@ class _Partitioner:
     def _conversion(self, tensor: str, target: Layout) -> fx.Node:
         spec = self.analysis.graph.tensors[tensor]
         source = self.produced[tensor]
-        node = self.placed[tensor, source]
+        if tensor in self.far:
+            node = self.call(to_device, self.far[tensor])
+            node.meta["converts"] = tensor
+        else:
+            node = self.placed[tensor, source]
         for call in calls(spec.dims, source, target, self.mesh):
             if call.name != "vary" or spec.needs_grad:
                 for target_op, arguments in self._calls(call):

@@ -148,3 +148,19 @@ def traced_ops(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.G
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function)(*examples).graph
+
+
+@contextmanager
+def noting_forward() -> Iterator[None]:
+    """Inside, every node of autograd's graph notes where its forward ran, for `forward_of_running_node`."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        yield
+
+
+def forward_of_running_node() -> list[str] | None:
+    """The lines of the traceback of the forward whose backward autograd runs now; None where it runs none.
+
+    The list is empty for a node that was made outside of `noting_forward`.
+    """
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else list(node.metadata.get("traceback_", ()))

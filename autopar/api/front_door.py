@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import _torch
 from autopar.api.planner import MeshLike, Planner, axes_of, hardware_of
 from autopar.capture.export import LossFunction
+from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.software import as_eager_runs
@@ -30,7 +32,9 @@ from autopar.planning.planning import (
 )
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.failures import show_failures
+from autopar.runtime.files import Files
 from autopar.runtime.initialise import InitFunction
+from autopar.runtime.loss_scale import LossScaling
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.processes import (
     BUCKET_BYTES,
@@ -39,7 +43,6 @@ from autopar.runtime.processes import (
     world_size,
 )
 from autopar.runtime.settings import Batch, Outputs, Settings
-from autopar.runtime.together import warn_together
 from autopar.runtime.weights import WeightFiles
 from autopar.search import RecipeLike
 from autopar.search.request import HEADROOM, Request
@@ -66,11 +69,13 @@ def compile(
     device: torch.device | str | None = None,
     init_fn: InitFunction | None = None,
     weights: str | os.PathLike[str] | None = None,
+    nvme: str | os.PathLike[str] | None = None,
     seed: int = 0,
     outputs: Outputs = "local",
     batch: Batch = "global",
     timeout_seconds: float | None = None,
     skip_nonfinite: bool = False,
+    loss_scale: LossScaling | float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     executor: ExecutorName = "eager",
 ) -> CompiledModule:
@@ -89,7 +94,9 @@ def compile(
         mesh: the axes and their sizes; without it they are searched too. The axis `pp` has the pipeline stages.
         plan: an earlier plan, or the file it was saved in; nothing is searched then.
         recipe: constraints on the search, for all axes or by axis:
-            `{"pp": "1f1b", "dp": "zero1", "tp": "tp"}`.
+            `{"pp": "1f1b", "dp": "zero1", "tp": "tp"}`. With `local:K`, `geo:K` or `diloco:K` for its first axis the
+            ranks along it are replicas that meet every K steps, which is no longer the result of one device
+            (docs/local_steps.md).
         pins: single choices, such as `{"layers.*.mlp.up.weight": "S(0)@tp"}`.
         micro_batches: number of micro-batches that `step` cuts the batch into, along dim 0 of every input;
             by default 1, and with pipeline stages what the search finds best.
@@ -121,6 +128,8 @@ def compile(
             `reset_parameters()`.
         weights: folder or file of safetensors with initial values under the names of `state_dict()`, such
             as `save_pretrained` of transformers writes; each rank reads its own shards alone.
+        nvme: folder on a disk of this machine, for a plan or recipe that keeps parameters in the tier nvme; files there
+            have no names, and their space is free again when the process ends (docs/tiers.md).
         seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
         batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",
@@ -130,6 +139,9 @@ def compile(
         skip_nonfinite: whether a step whose loss or gradients hold a NaN or an infinity is skipped on all ranks
             alike: it leaves no gradients, so that torch's optimizers change nothing, and the buffers as they were
             (docs/training.md).
+        loss_scale: number that the backward of `step` begins with, so that small gradients of float16 are not zero: an
+            `autopar.LossScaling`, by which it changes, or a number that stays. By default the scaling of
+            `torch.amp.GradScaler` where `precision` has float16, and none elsewhere (docs/precision.md).
         bucket_bytes: about the size of the message of one collective.
         executor: "eager" runs the plan op by op; "inductor" and "aot_eager" compile the ops between
             gathers of parameters, block by block, with these backends of torch.compile.
@@ -158,18 +170,21 @@ def compile(
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
         recompute=recompute, precision=policy,
         training_state=TrainingState.of(training_state),
-    )  # fmt: skip
+    ).of_replica(loaded)  # fmt: skip
     planner = Planner(
         request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=timeout_seconds,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None, assumed=assumed,
+        files=None if nvme is None else Files(Path(nvme)),
     )  # fmt: skip
-    _warn_of_scaling(policy)  # once there are ranks, of which one says it
+    device_mesh = planner.device_mesh()
     settings = Settings(
-        micro_batches=request.micro_batches, device=device, device_mesh=planner.device_mesh(),
+        micro_batches=request.micro_batches, device=device, device_mesh=device_mesh,
+        replicas=None if request.meeting is None else planner.world().replicas,
         init_fn=init_fn, seed=seed, outputs=outputs, batch=batch,
         bucket_bytes=bucket_bytes, executor=Executor(executor), timeout_seconds=timeout_seconds,
         returns_loss=loss_fn is None, skip_nonfinite=skip_nonfinite, weights=_weights_of(model, weights),
         has_stages=request.mesh is not None and PIPELINE_AXIS in request.mesh.names,
+        loss_scaling=LossScaling.of(loss_scale, policy),
     )  # fmt: skip
     return _prepared(CompiledModule(model, planner, settings), example_inputs)
 
@@ -214,16 +229,6 @@ def _micro_batches(asked: int | None, plan: Plan | None) -> int | None:
         f"The plan was made for {plan.micro_batches} micro-batches, and compile was given "
         f"micro_batches={asked}; leave it out, or make another plan."
     )
-
-
-def _warn_of_scaling(precision: MixedPrecision | None) -> None:
-    if precision and "float16" in (precision.param_dtype, precision.reduce_dtype):
-        warn_together(
-            f"precision={str(precision)!r}: gradients below 6e-8 are zero in float16, and `step` does not scale "
-            "the loss. Let loss_fn multiply it by a scale of torch.amp.GradScaler, as docs/precision.md "
-            "shows, or take bf16.",
-            stacklevel=3,
-        )
 
 
 def _checked(mesh: Mesh | None) -> Mesh | None:
@@ -318,6 +323,9 @@ def explain(
         training_state=TrainingState.of(training_state),
     )  # fmt: skip
     args, kwargs = split_example(example_inputs)
+    request = request.of_replica()
+    if request.meeting is not None:
+        args, kwargs = arguments_of_replica(args, kwargs, 0, request.meeting.replicas)
     prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=request.precision)
     plan = make_plan(prepared, request)
     graph = prepared.analysis.graph

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from autopar.ir import (
 )
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
-from autopar.pipeline.composed import composed
+from autopar.pipeline.composed import composed, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
@@ -44,19 +45,22 @@ from autopar.planning.planning import (
     prepare_forward,
     prepare_step,
     prepare_whole,
+    refuse_sum,
     unsplit_plan,
     why_not_again,
 )
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie
+from autopar.runtime.files import Files
 from autopar.runtime.maker import Fixed, ProgramRequest, Programs, StandIns
 from autopar.runtime.processes import (
     agreed,
     make_world,
     world_size,
 )
-from autopar.runtime.together import warn_together
+from autopar.runtime.tiers import Tiers
+from autopar.runtime.together import Together, warn_together
 from autopar.runtime.world import World, set_timeout
 from autopar.search.notes import axis_lines
 from autopar.search.request import Request
@@ -80,22 +84,25 @@ class Planner:
         device_mesh: DeviceMesh | None,
         timeout_seconds: float | None,
         assumed: Sequence[str] = (),
+        files: Files | None = None,
     ) -> None:
         """Takes what was asked; the process group exists by now.
 
         Args:
-            request: what is asked of a plan.
+            request: what is asked of a plan; with replicas, of one of them.
             loss_fn: the loss function of a step; None where the model returns its loss.
             plan: the plan that was given; None to search one.
             device: where this rank computes.
             device_mesh: the mesh that was given as processes, if it was.
             timeout_seconds: how long a collective waits for the other ranks; None for the group's time.
             assumed: notes on what was assumed, for the plan.
+            files: where this rank keeps tensors of the tier nvme; None where no folder was named.
         """
+        self._files = files
         self.device, self._request, self._assumed = device, request, tuple(assumed)
         self._loss_fn, self._plan = loss_fn, plan
         self._timeout_seconds, self._device_mesh = timeout_seconds, device_mesh
-        self._mesh = request.mesh
+        self._mesh = request.mesh  # of the ranks that train one model in step
         self._world: World | None = None
         self._first: Prepared | None = None
         self._made: dict[bool, list[Plan]] = {True: [], False: []}  # of steps, of forwards
@@ -122,6 +129,8 @@ class Planner:
             micro_batches = self._best_count(captured)
         count = micro_batches or 1
         prepared = captured(count)
+        if self._request.meeting is not None and is_step and self._first is None:
+            refuse_sum(prepared, self._request.meeting, lambda: captured(2 * count))
         batch = prepared
         if count > 1:
             batch = prepare_whole(
@@ -204,12 +213,31 @@ class Planner:
             warn_of_loss(program.objective.obstacle, plan.micro_batches)
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
-            self._first, self._mesh = prepared, plan.world_mesh
+            self._check_files(prepared, plan)
+            self._first, self._mesh = prepared, plan.replica_mesh
             self._announce(plan)
         if all(plan.ops != made.ops for made in self._made[is_step]):
             self._made[is_step].append(plan)
         captured = prepared.captured
         return Programs(program, stages, captured.guards, batch.captured.writes, captured.numbers)
+
+    def _check_files(self, prepared: Prepared, plan: Plan) -> None:
+        """Raises AutoparError on all ranks where one has no room for what the plan keeps in files."""
+        if all(how.tier != "nvme" for how in plan.parameters.values()):
+            return
+        request = self._request
+        needed_bytes = stored_bytes(
+            prepared.analysis.graph, plan, request.hardware, "nvme", software=request.software,
+            training_state=request.training_state,
+        )  # fmt: skip
+        together = Together("Keeping parameters in files")
+
+        def check(files: Files, disks: Sequence[tuple[str, int]]) -> None:
+            files.check(needed_bytes, disks.count(disks[together.rank]))
+
+        files = together.each(lambda: Tiers(self.device, self._files).files)
+        disks = together.everyones((platform.node(), files.disk))
+        together.each(lambda: check(files, disks))
 
     def _announce(self, plan: Plan) -> None:
         """One line on the first rank: what was chosen, and what it is predicted to take."""
@@ -301,6 +329,7 @@ class Planner:
                 plan = search(request.but(recipe="auto"))
             except MeshError:  # an axis divides nothing any more
                 plan = unsplit_plan(prepared, mesh, parameters, micro_batches)
+                plan = replace(plan, meeting=request.meeting)
         plan = replace(plan, recompute=fixed.recompute)
         if fixed.pipeline is not None:
             cuts = cuts_where_parameters_lie(graph, fixed.users, fixed.pipeline.stages)
@@ -312,9 +341,14 @@ class Planner:
         """The mesh as it runs; known once the first program is."""
         if self._world is None:
             assert self._mesh is not None, "the mesh is known once there is a program"
-            self._world = make_world(
-                self._mesh, self.device, self._device_mesh, self._timeout_seconds
+            made = make_world(
+                self._mesh,
+                self.device,
+                self._device_mesh,
+                self._timeout_seconds,
+                self._request.meeting,
             )
+            self._world = replace(made, files=self._files)
             if self._timeout_seconds is not None:
                 set_timeout(self._world, self._timeout_seconds)
         return self._world
@@ -353,6 +387,8 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
             f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists"
         )
     words.append("as the given plan has it" if is_given else f"recipe {plan.recipe}")
+    if plan.meeting is not None:
+        words.append(f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}")
     if plan.pipeline is not None:
         words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
     words.append(counted(plan.micro_batches, "micro-batch"))
@@ -371,7 +407,7 @@ def idle_axes(plan: Plan) -> list[str]:
         name
         for axis, (name, size) in enumerate(plan.mesh.axes)
         if size > 1
-        and all(p.storage[axis].kind != "S" for p in plan.parameters.values())
+        and all(p.storage[axis].kind not in "SO" for p in plan.parameters.values())
         and all(labels[axis] in "-~" for labels in plan.ops.values())
     ]
 

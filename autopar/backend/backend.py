@@ -32,8 +32,8 @@ from autopar.backend.sharding import (
     device_of,
     hardware_of,
     mesh_of,
+    refuse_places,
     refuse_stages,
-    refuse_tiers,
     whole_parameter,
     world_of,
 )
@@ -158,7 +158,7 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
             f"The recipe {recipe!r} is one of pipeline stages, and those need the whole step: use "
             "autopar.compile and its `step`, or another recipe."
         )
-    refuse_tiers(recipe, mesh)
+    refuse_places(recipe, mesh)
     check_world(mesh)
     hardware = hardware_of(options.get("hardware"), device)
     return Request(hardware, mesh=mesh, recipe=recipe, offload=False)

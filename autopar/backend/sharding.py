@@ -26,11 +26,12 @@ from autopar.backend.comparing import check_alike
 from autopar.capture.remedies import changed_in_place
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import CaptureError, MeshError, RecipeError
-from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S
+from autopar.ir import PIPELINE_AXIS, WHOLE, Dims, Layout, Mesh, Plan, R, S, has_owner
 from autopar.ir.layout import split_count
 from autopar.ops.sharding import shard
 from autopar.planning.planning import make_plan, prepare_forward, split_example
 from autopar.runtime.adoption import Adoption
+from autopar.runtime.hops import route
 from autopar.runtime.parameters import placements
 from autopar.runtime.processes import (
     agreed,
@@ -39,7 +40,7 @@ from autopar.runtime.processes import (
     make_world,
     world_size,
 )
-from autopar.runtime.transfer import route, travel
+from autopar.runtime.transfer import travel
 from autopar.runtime.world import World
 from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve
@@ -109,7 +110,12 @@ def _axes(plan_or_recipe: Plan | RecipeLike, mesh: Mesh | Mapping[str, int] | No
     if is_plan and axes != planned:
         raise MeshError(f"The plan is for the mesh {planned}, and the mesh given is {axes}.")
     refuse_stages(axes)
-    refuse_tiers(plan_or_recipe, axes)
+    refuse_places(plan_or_recipe, axes)
+    if is_plan and plan_or_recipe.meeting is not None:  # type: ignore[union-attr]
+        raise RecipeError(
+            "The plan has replicas that meet every so many steps, and torch.compile knows no steps: use "
+            "autopar.compile and its `step`, or another plan."
+        )
     check_world(axes)
     return axes
 
@@ -123,18 +129,25 @@ def refuse_stages(mesh: Mesh) -> None:
         )
 
 
-def refuse_tiers(plan_or_recipe: Plan | RecipeLike, mesh: Mesh) -> None:
-    """Raises RecipeError for a plan or recipe that stores parameters outside the devices."""
+def refuse_places(plan_or_recipe: Plan | RecipeLike, mesh: Mesh) -> None:
+    """Raises RecipeError for a plan or recipe that stores parameters outside the devices, or on one rank."""
     if isinstance(plan_or_recipe, Plan):
-        found = [how.tier for how in plan_or_recipe.parameters.values()]
+        plans = plan_or_recipe.parameters.values()
+        tiers, owned = [how.tier for how in plans], any(has_owner(how.storage) for how in plans)
     else:
-        found = [row.tier for row in resolve(plan_or_recipe, mesh)]
-    far = next((tier for tier in found if tier != "device"), None)
+        rows = resolve(plan_or_recipe, mesh)
+        tiers, owned = [row.tier for row in rows], any(row.owner is not None for row in rows)
+    asked = "The plan" if isinstance(plan_or_recipe, Plan) else format_recipe(plan_or_recipe)
+    far = next((tier for tier in tiers if tier != "device"), None)
     if far is not None:
-        asked = "The plan" if isinstance(plan_or_recipe, Plan) else format_recipe(plan_or_recipe)
         raise RecipeError(
             f"{asked} stores parameters on the {far}, and under torch.compile they stay on the device: use "
             "autopar.compile and its `step`, or another recipe."
+        )
+    if owned:
+        raise RecipeError(
+            f"{asked} stores parameters on one rank each, and under torch.compile every rank has all or a part of "
+            "each: use autopar.compile and its `step`, or another recipe such as ddp or zero1."
         )
 
 

@@ -18,7 +18,7 @@ from autopar.explanation.advice import Progress, Question
 from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
-from autopar.search.recipes import PIPELINE_RECIPES, RECIPES
+from autopar.search.recipes import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
 from autopar.search.request import AXES, HEADROOM, REFUSALS, Request
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,7 +100,10 @@ class Price(click.ParamType):
 
 
 # as help texts have them
-RECIPE_NAMES = f"{', '.join(RECIPES)} (with an axis pp also {', '.join(PIPELINE_RECIPES)})"
+RECIPE_NAMES = (
+    f"{', '.join(RECIPES)} (with an axis pp also {', '.join(PIPELINE_RECIPES)}; for the first axis also "
+    f"{', '.join(MEETING_RECIPES)}, where replicas meet every K steps)"
+)
 
 POSITIVE = click.IntRange(min=1)
 

@@ -11,6 +11,7 @@ import click
 from torch import nn
 
 from autopar.capture.export import LossFunction
+from autopar.capture.rows import arguments_of_replica
 from autopar.cli.options import POSITIVE, RECIPE_NAMES
 from autopar.cli.output import console
 from autopar.errors import AutoparError
@@ -96,8 +97,10 @@ def _micro_batch(
     """What a plan is of: the example, or a part of it where the plan cuts that into micro-batches."""
     if plan.micro_batches == 1:
         return args, kwargs
-    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=plan.precision)
+    replicas = plan.meeting.replicas if plan.meeting else 1
+    own = arguments_of_replica(args, kwargs, 0, replicas)
+    prepared = prepare_step(model, *own, loss_fn=loss_fn, precision=plan.precision)
     if prepared.captured.fingerprint == plan.fingerprint:
         return args, kwargs
-    rows = captured_batch(prepared.analysis.graph)
+    rows = captured_batch(prepared.analysis.graph) * replicas
     return first_rows((args, kwargs), rows, max(1, rows // plan.micro_batches))

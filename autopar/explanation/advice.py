@@ -40,7 +40,7 @@ from autopar.search.causes import where_time_goes
 from autopar.search.comparison import compared, smallest
 from autopar.search.given import Planned
 from autopar.search.intents import expand_pins, has_closed_form
-from autopar.search.notes import head_factors
+from autopar.search.notes import head_factors, undivided_lines
 from autopar.search.outer import Explored, Searched, closed_forms, space_of
 from autopar.search.pipeline_settings import Priced as PricedPipeline
 from autopar.search.request import Request
@@ -235,13 +235,14 @@ class Question:
         request = self._asked(graph)
         if not own:
             rows = request.batch or (request.ranks or 1) * (request.micro_batches or 1)
-            return _with_graph(prepared, graph), request.but(batch=rows, cuts_batch=True)
+            asked = request.but(batch=rows, cuts_batch=True)
+            return _with_graph(prepared, graph), asked.of_replica()
         size, count = captured_batch(graph), request.micro_batches
         if request.batch is not None:
             count = self._own_batches(size)
         return _with_graph(prepared, graph), request.but(
             batch=size * (count or 1), micro_batches=count
-        )
+        ).of_replica()
 
     def _own_batches(self, own: int) -> int:
         """Number of micro-batches of a step in which each is the target's own example of so many rows."""
@@ -380,7 +381,11 @@ class Question:
         run = run_of(plan, self._state_of(graph))
         plan = replace(
             plan,
-            notes=(*axis_lines(plan, graph, _words(graph, self.model.words)), *_kept_notes(plan)),
+            notes=(
+                *axis_lines(plan, graph, _words(graph, self.model.words)),
+                *undivided_lines(graph, plan),
+                *_kept_notes(plan),
+            ),
         )
         return Advice(
             graph, plan, self.cluster, run, self.request.software, self.bound_bytes,
@@ -430,9 +435,12 @@ class Question:
 # --- parts of an answer
 
 
+_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas")
+
+
 def _kept_notes(plan: Plan) -> Iterator[str]:
-    """What the search says of the next best plan, and of what lies outside the devices; the rest is said anew."""
-    return (note for note in plan.notes if kind_of(note) in ("runner-up", "tiers"))
+    """Notes on the next best plan, on where parameters lie, and on replicas; the others are made anew."""
+    return (note for note in plan.notes if kind_of(note) in _KEPT_NOTES)
 
 
 def name_of(plan: Plan) -> str:

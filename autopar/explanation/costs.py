@@ -32,6 +32,8 @@ def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
     """The micro-batches, stages, chunks and recomputation of a plan, as a `Run`."""
     stages = plan.pipeline.ranks if plan.pipeline else 1
     chunks = plan.pipeline.chunks if plan.pipeline else 1
+    copies = plan.meeting.copies if plan.meeting else 0
+    training_state = replace(training_state, meeting_copies=copies)
     return Run(
         plan.micro_batches, stages, chunks, recompute=plan.recompute, training_state=training_state
     )
@@ -45,13 +47,13 @@ class PlanCost:
     closed form, in which all stages are alike (`closed_form`).
 
     Attributes:
-        graph: the captured model, at the size of one micro-batch of all ranks.
+        graph: the captured model, at the size of one micro-batch of all ranks, or of those of a replica.
         plan: its choices on the axes of the mesh.
         cluster: the machines; their ranks are the ranks of the mesh times the stages.
         run: micro-batches, stages and recomputation of a step.
         software: figures of the runtime: time that it adds, communication that it hides.
         memory_bound_bytes: memory that a rank may use; by default the memory of the hardware.
-        tokens: number of tokens in a micro-batch; None where the model has no tokens.
+        tokens: number of tokens in a micro-batch of the graph; None where the model has no tokens.
         candidates: other ways that were considered.
         overrides: values of symbols that differ from the cluster's or the graph's.
         built: the expressions, where another explanation of the same plan has made them.
@@ -213,7 +215,12 @@ class PlanCost:
 
     @property
     def ranks(self) -> int:
-        return self.plan.mesh.size * int(self.run.stages)
+        return self.plan.mesh.size * int(self.run.stages) * self._replicas
+
+    @property
+    def _replicas(self) -> int:
+        """Number of replicas, each of which runs the graph; 1 where all ranks run one model in step."""
+        return self.plan.meeting.replicas if self.plan.meeting else 1
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -222,7 +229,8 @@ class PlanCost:
             return None
         own = self.expressions.values
         grown = math.prod(self.values[name] / own[name] for name in ("batch", "seq") if name in own)
-        return self.tokens * grown * self.values["micro_batches"] / self.step_seconds
+        tokens = self.tokens * self._replicas
+        return tokens * grown * self.values["micro_batches"] / self.step_seconds
 
     @property
     def mfu(self) -> float:
@@ -230,6 +238,7 @@ class PlanCost:
         sizes = [t.itemsize_bytes for t in self.graph.tensors.values() if t.needs_grad]
         peak = self.step.hardware.flops_per_second(min(sizes, default=4))
         useful = sum(_whole_flops(self.graph)) * self.values["micro_batches"] * self._growth
+        useful *= self._replicas
         return useful / (self.step_seconds * float(peak) * self.ranks)
 
     @property

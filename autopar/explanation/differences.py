@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.explanation.report import ZERO_NAMES, used_axes
-from autopar.ir import Plan, format_place
+from autopar.ir import Plan
 from autopar.ir.plan import read_document
 from autopar.ir.recompute import format_recompute
 from autopar.units import format_as, format_bytes, format_seconds
@@ -151,7 +151,7 @@ def _storage(plan: Plan) -> dict[str, str]:
             for i, axis in enumerate(plan.mesh.names)
             if (stage := how.zero_stage(i)) in (1, 2)
         ]
-        found[name] = ", ".join([format_place(how.storage, how.tier, plan.mesh), *stages])
+        found[name] = ", ".join([how.stored_text(plan.mesh), *stages])
     return found
 
 

@@ -132,7 +132,7 @@ class Explanation(PlanCost, JupyterMixin):
         count = self.plan.micro_batches
         recipe = self.plan.recipe if self.plan.pipeline else split_recipe(self.plan.recipe)[1]
         request = Request(
-            hardware, mesh=self.plan.world_mesh, recipe=recipe, micro_batches=count,
+            hardware, mesh=self.plan.replica_mesh, recipe=recipe, micro_batches=count,
             memory_bytes=changed.bound_bytes, training_state=self.run.training_state,
             software=self.software,
         )  # fmt: skip
@@ -142,6 +142,7 @@ class Explanation(PlanCost, JupyterMixin):
                 memory_bytes=request.bound_bytes, micro_batches=count,
                 fingerprint=self.plan.fingerprint, training_state=self.run.training_state,
             )  # fmt: skip
+            plan = replace(plan, meeting=self.plan.meeting)
         else:
             plan = search_pipeline(
                 self.graph, request.but(recompute=self.plan.recompute),

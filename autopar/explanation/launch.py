@@ -9,7 +9,7 @@ from pathlib import Path
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.explanation.explanation import Explanation
-from autopar.ir import Graph
+from autopar.ir import Graph, Meeting
 from autopar.ir.batches import captured_batch
 from autopar.units import counted, format_bytes
 
@@ -33,7 +33,7 @@ def asked(e: Explanation, model: str) -> tuple[tuple[str, str], ...]:
 
 def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
     yield "model", model
-    yield "batch", _batch(e.graph, int(e.run.micro_batches))
+    yield "batch", _batch(e.graph, int(e.run.micro_batches), e.plan.meeting)
     if "seq" in e.graph.factors:
         yield "sequence", f"{e.graph.factors['seq'].size:,} tokens"
     yield "cluster", f"{e.cluster}, {counted(e.ranks, 'rank')}"
@@ -43,11 +43,13 @@ def _asked(e: Explanation, model: str) -> Iterator[tuple[str, str]]:
         yield "constraints", e.request.text
 
 
-def _batch(graph: Graph, micro_batches: int) -> str:
+def _batch(graph: Graph, micro_batches: int, meeting: Meeting | None) -> str:
     if "batch" not in graph.factors:
         return counted(micro_batches, "example")
     size = captured_batch(graph)
     whole = f"{size * micro_batches:,} samples"
+    if meeting is not None:
+        whole = f"{size * micro_batches * meeting.replicas:,} samples, {size * micro_batches:,} of each replica"
     return whole if micro_batches == 1 else f"{whole}, {micro_batches} micro-batches of {size:,}"
 
 

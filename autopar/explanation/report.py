@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.step import Step
-from autopar.ir import Graph, Mesh, Op, Plan, format_place
+from autopar.ir import Graph, Mesh, Op, Plan
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.units import format_bytes, format_seconds
@@ -78,7 +78,7 @@ def parameter_table(plan: Plan, graph: Graph) -> Table:
 def _parameter_rows(plan: Plan, graph: Graph) -> Iterable[tuple[str, tuple[str, ...], int]]:
     for name, how in plan.parameters.items():
         shape = "x".join(str(n) for n in graph.tensors[graph.parameters[name]].shape) or "scalar"
-        stored = format_place(how.storage, how.tier, plan.mesh)
+        stored = how.stored_text(plan.mesh)
         in_graph = any(how.zero_stage(i) == 3 for i in range(len(plan.mesh.axes)))
         reduced = "micro-batch" if in_graph else how.reduce.replace("_", "-")
         row = (shape, stored, _zero(plan, graph, name), reduced)
@@ -134,6 +134,8 @@ def _axis_line(plan: Plan, graph: Graph, axis: int, words: Words) -> str:
 
 def _kept(plan: Plan, graph: Graph, name: str, axis: int) -> str:
     """How a parameter lies along an axis, in the words of ZeRO and Megatron."""
+    if plan.parameters[name].storage[axis].kind == "O":
+        return "stored on one rank"
     stage = plan.parameters[name].zero_stage(axis)
     if stage == 3 and plan.mesh.names[axis] not in _gathered_axes(
         plan, graph, graph.parameters[name]
@@ -221,8 +223,9 @@ def collectives(step: Step) -> tuple[CollectiveTotal, ...]:
     found: dict[tuple[str, str, str, str], list[Item]] = {}
     for item in step.items:
         if item.resource != COMPUTE and float(item.traffic_bytes) > 0:
-            once = item.phase in ("gather", "reduce") and not item.every_micro_batch
-            phase = "once" if once else "backward" if item.phase == "reduce" else item.phase
+            once = item.phase in ("gather", "reduce", "meet") and not item.every_micro_batch
+            when = "backward" if item.phase == "reduce" else item.phase
+            phase = "once" if once and item.phase != "meet" else when
             found.setdefault((item.resource, item.kind, item.carries, phase), []).append(item)
     made = [_collective(*key, items, step) for key, items in found.items()]
     return tuple(sorted(made, key=lambda c: (-c.seconds, c.axis, c.name, c.phase)))
@@ -243,9 +246,12 @@ def _collective(
 
 def _times_a_step(item: Item, phase: str, step: Step) -> float:
     run = step.run
-    batches = 1.0 if phase == "once" else float(run.micro_batches)
+    batches = 1.0 if phase in ("once", "meet") else float(run.micro_batches)
     share = float(run.stages) if item.region == "layers" else 1.0
     return float(item.count) * batches * float(step.times(item)) / share
+
+
+_WHEN = {"once": "once a step", "meet": "at meetings, a step's share"}
 
 
 def collective_table(step: Step) -> Table:
@@ -256,9 +262,10 @@ def collective_table(step: Step) -> Table:
         right = column in ("count", "sent", "time")
         table.add_column(column, justify="right" if right else "left", overflow="fold")
     for each in collectives(step):
-        when = "once a step" if each.phase == "once" else each.phase
+        when = _WHEN.get(each.phase, each.phase)
+        count = f"{each.count:,.0f}" if each.phase != "meet" else f"{each.count:,.3g}"
         table.add_row(
-            each.axis, each.name, _moved(each), when, f"{each.count:,.0f}",
+            each.axis, each.name, _moved(each), when, count,
             format_bytes(each.traffic_bytes), format_seconds(each.seconds),
         )  # fmt: skip
     return table

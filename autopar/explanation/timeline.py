@@ -42,6 +42,7 @@ def timeline(step: Step) -> tuple[Event, ...]:
     if count > shown:
         clock.run(COMPUTE, f"{count - shown} more micro-batches", each * (count - shown))
     _once(clock, step, "reduce")
+    _once(clock, step, "meet")
     for term in step.time():
         if term.name in ("pipeline bubble", "stage boundaries", "optimizer", "fixed"):
             clock.run(COMPUTE, term.name, float(term.value))

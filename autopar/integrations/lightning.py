@@ -20,11 +20,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from autopar import _torch
 from autopar._torch import pytree
 from autopar.backend import autopar as backend
 from autopar.backend.sharding import shard_
@@ -210,9 +211,7 @@ def _cut_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict
         is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
         if not (is_whole and isinstance(parameter, DTensor)):
             return value
-        return distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        return _torch.cut_like(value, parameter)
 
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     found = {

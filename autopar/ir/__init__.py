@@ -21,9 +21,11 @@ from autopar.ir.graph import (
     result_layouts,
 )
 from autopar.ir.layout import (
+    ANY,
     WHOLE,
     Dims,
     Layout,
+    O,
     P,
     R,
     S,
@@ -31,24 +33,27 @@ from autopar.ir.layout import (
     V,
     divides,
     format_layout,
+    has_owner,
+    lies_in_chunks,
     local_elements,
     local_factors,
     local_shape,
     parse_layout,
     shape_of,
 )
+from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.pipeline import SCHEDULES, Pipeline, with_pipeline, without_pipeline
 from autopar.ir.plan import ParameterPlan, Plan
 from autopar.ir.precision import MixedPrecision
-from autopar.ir.tier import TIERS, Tier, format_place, parse_place
+from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
 
 __all__ = [
-    "PARTIAL", "PIPELINE_AXIS", "SCHEDULES", "TIERS", "UNSPLIT", "VARIED", "WHOLE",
-    "Choice", "OwnCollective", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "Leaf", "Mesh",
-    "MixedPrecision", "Op", "P", "ParameterPlan", "Pipeline", "Plan", "R", "S", "Stack", "State", "LayoutStep",
-    "Tensor", "Tier", "V", "Work",
-    "calls", "divides", "find_stacks", "format_layout", "format_place", "is_legal", "local_elements", "local_factors",
-    "local_shape", "operand_layouts", "parse_layout", "parse_place", "result_layouts", "shape_of", "steps",
-    "walk", "with_pipeline", "without_pipeline",
+    "ANY", "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "LayoutStep", "Leaf", "Meeting",
+    "Mesh", "MixedPrecision", "O", "Op", "OwnCollective", "P", "PARTIAL", "PIPELINE_AXIS", "ParameterPlan",
+    "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State", "TIERS", "Tensor", "Tier", "TieredLayout",
+    "UNSPLIT", "V", "VARIED", "WHOLE", "Work", "calls", "divides", "find_stacks", "format_layout",
+    "format_place", "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape",
+    "mesh_of_all", "mesh_of_replica", "operand_layouts", "parse_layout", "parse_place", "result_layouts",
+    "shape_of", "steps", "walk", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

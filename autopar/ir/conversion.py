@@ -10,6 +10,13 @@ Each step changes the state along one mesh axis, and has the transposed step as 
     R -> S      local slice        all-gather
     V -> S      local slice        zero-pad
     S -> S'     all-to-all         all-to-all
+    O -> R      broadcast          keep                 R -> O      keep        broadcast
+    O -> V      broadcast          reduce               P -> O      reduce      broadcast
+    O -> S      scatter            gather               S -> O      gather      scatter
+    O -> P      fill               keep                 V -> O      keep        fill
+    O(i) -> O(j)  send             send
+
+The owner keeps its copy and the others let go of theirs (`keep`); the others make zeros (`fill`).
 
 [Note: nested splits] When axes a < t split the same factor, a is the major one: rank (i, j) holds the
 j-th part of the i-th part. While t holds its part, a can neither leave the factor nor arrive at it,
@@ -58,17 +65,33 @@ TRANSITIONS = {
     "VR": Transition("vary", "partial"),
     "SP": Transition("pad", "shard"),
     "VP": Transition("partial", "partial"),
+    "OR": Transition("broadcast", "keep"),
+    "RO": Transition("keep", "broadcast"),
+    "OV": Transition("broadcast", "reduce"),
+    "PO": Transition("reduce", "broadcast"),
+    "OS": Transition("scatter", "gather"),
+    "SO": Transition("gather", "scatter"),
+    "OP": Transition("fill", "keep"),
+    "VO": Transition("keep", "fill"),
+    "OO": Transition("send", "send"),
 }
 
 # Steps that shrink the tensor come first and steps that grow it last, so that the others move little.
 _ORDER = (
+    "keep",
     "shard",
+    "scatter",
     "reduce_scatter",
+    "reduce",
     "vary",
     "partial",
+    "send",
     "all_to_all",
     "all_reduce",
+    "broadcast",
+    "fill",
     "all_gather",
+    "gather",
     "pad",
 )
 
@@ -158,7 +181,9 @@ class CollectiveCall:
 
     Attributes:
         name, backward: the op and its transpose, of `TRANSITIONS`.
-        dims: the dims of the (reshaped) local tensor it works on.
+        dims: the dims of the (reshaped) local tensor it works on, in the order of the states that it leads from
+            and to. In place of a state O stands the position of the owner along the axis: (owner,) of a broadcast,
+            (owner, dim) of a scatter, (dim, owner) of a gather, (owner, next owner) of a send.
         axis: position of the mesh axis.
         before: the shape the local tensor is viewed in first, so that a minor factor is a dim of its
             own; None where no view is needed.
@@ -188,15 +213,20 @@ def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[Colle
 def _call(
     dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh
 ) -> CollectiveCall:
-    splits = [state for state in (step.source, step.target) if state.kind == "S"]
+    placed = [state for state in (step.source, step.target) if state.kind in "SO"]
+    splits = [state for state in placed if state.kind == "S"]
     name, backward = step.transition
     if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(
         splits
     ):
-        return CollectiveCall(name, backward, tuple(s.dim for s in splits), step.axis)
+        dims_or_owners = tuple(s.dim if s.kind == "S" else s.owner for s in placed)
+        return CollectiveCall(name, backward, dims_or_owners, step.axis)
     # A dim without factors (of size 1) keeps its place as a factor of 1.
     factors = [sizes or (1,) for sizes in local_factors(dims, before, mesh)]
-    positions = [sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0) for s in splits]
+    positions = [
+        s.owner if s.kind == "O" else sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0)
+        for s in placed
+    ]
     return CollectiveCall(
         name, backward, tuple(positions), step.axis,
         before=tuple(size for sizes in factors for size in sizes),

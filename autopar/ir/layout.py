@@ -1,18 +1,22 @@
 """Layouts: how one tensor lies on the mesh.
 
-For each mesh axis a tensor is in one of four states (docs/design.md, "Layouts and conversions"):
+For each mesh axis a tensor is in one of five states (docs/layouts.md):
 
     R        replicated, and every rank does the same with it       gradient: R
     V        replicated, but each rank does different work with it   gradient: P
     S(d.f)   split along factor f of dim d                           gradient: S(d.f)
     P        partial: the value is the sum over the axis             gradient: R
+    O(i)     rank i of the axis has all of it, the others nothing    gradient: O(i)
 
 A dim is an ordered list of factors, most significant first: after `view(4096 -> 32, 128)` the dim of
 size 4096 has the factors (32, 128) everywhere it flows, and S(0.1) splits the 128. When two axes
 split the same factor, the earlier axis is the major one, as in DTensor. S(d.*) cuts the whole dim
-into contiguous chunks whatever its factors are; only parameters at rest are kept so.
+into contiguous chunks whatever its factors are; only parameters at rest are kept so. So far O(i) is a
+storage of parameters, too. Local shapes here are those of a rank that has something: a rank that has nothing
+holds the same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
 
 Grammar of the text:  state = "R" | "V" | "P" | "S(" dim ["." (factor | "*")] ")"
+                              | "O(" (rank | "*") ")"
                       layout = "R" | state "@" axis {" " state "@" axis}       (axes in R are left out)
 """
 
@@ -30,19 +34,23 @@ Dims = tuple[
     tuple[int, ...], ...
 ]  # factor sizes of every dim of a tensor; a dim of size 1 is (1,) or ()
 WHOLE = -1  # the factor of S(d.*)
+ANY = -1  # in O(*): which rank has the tensor is not decided yet, see `autopar.search.owners`
 
 
 class State(NamedTuple):
-    """State of a tensor along one mesh axis; `dim` and `factor` are those of S alone.
+    """State of a tensor along one mesh axis; `dim` and `factor` are those of S alone, and `owner` that of O.
 
     A named tuple, because searches hash states by the million.
     """
 
-    kind: Literal["P", "R", "S", "V"]
+    kind: Literal["O", "P", "R", "S", "V"]
     dim: int = -1
     factor: int = 0
+    owner: int = ANY
 
     def __str__(self) -> str:
+        if self.kind == "O":
+            return f"O({'*' if self.owner == ANY else self.owner})"
         if self.kind != "S":
             return self.kind
         suffix = {0: "", WHOLE: ".*"}.get(self.factor, f".{self.factor}")
@@ -50,13 +58,15 @@ class State(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> State:
-        """Reads `R`, `V`, `P`, `S(1)`, `S(1.2)` or `S(1.*)`, the inverse of `str`."""
+        """Reads `R`, `V`, `P`, `S(1)`, `S(1.2)`, `S(1.*)`, `O(1)` or `O(*)`, the inverse of `str`."""
         if text in ("R", "V", "P"):
             return cls(text)  # type: ignore[arg-type]
+        if owner := re.fullmatch(r"O\((\d+|\*)\)", text):
+            return O(ANY if owner[1] == "*" else int(owner[1]))
         match = re.fullmatch(r"S\((\d+)(?:\.(\d+|\*))?\)", text)
         if not match:
             raise LayoutError(
-                f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1) or S(0.*)."
+                f"Cannot read the state {text!r}; write R, V, P, S(0), S(0.1), S(0.*) or O(0)."
             )
         factor = match[2] or "0"
         return cls("S", int(match[1]), WHOLE if factor == "*" else int(factor))
@@ -71,6 +81,12 @@ P = State("P")
 def S(dim: int, factor: int = 0) -> State:
     """Split along `factor` of `dim`; `factor=WHOLE` cuts the dim into contiguous chunks."""
     return State("S", dim, factor)
+
+
+@functools.cache
+def O(owner: int) -> State:  # noqa: E743
+    """All of it on rank `owner` of the axis, counted from 0, and nothing on the others."""
+    return State("O", owner=owner)
 
 
 Layout = tuple[State, ...]  # one state per mesh axis, in the order of the axes
@@ -94,8 +110,8 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
 
     The states are those of `State`. An axis that is not named is replicated (`R`).
 
-    Raises LayoutError for an unknown state or two states for one axis, and MeshError for an axis that
-    is not in the mesh.
+    Raises LayoutError for an unknown state, two states for one axis or an owner that the axis does not have, and
+    MeshError for an axis that is not in the mesh.
 
     >>> from autopar.ir import Mesh
     >>> parse_layout("S(1)@tp", Mesh.parse("dp=2,tp=4")) == (R, S(1))
@@ -115,12 +131,22 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
                 "write one."
             )
         layout[axis] = _canonical(State.parse(state))
+        if layout[axis].owner >= mesh.sizes[axis]:
+            raise LayoutError(
+                f"The layout {text!r} gives the tensor to rank {layout[axis].owner} of the axis {name}, which has "
+                f"{mesh.sizes[axis]} ranks, counted from 0; write O(0) to O({mesh.sizes[axis] - 1})."
+            )
     return tuple(layout.get(axis, R) for axis in range(len(mesh.axes)))
 
 
 def _canonical(state: State) -> State:
     """The one object of an R, so that `is R` holds after parsing."""
     return {"R": R, "V": V, "P": P}.get(state.kind, state)
+
+
+def has_owner(layout: Layout) -> bool:
+    """Whether along some axis one rank has all of the tensor."""
+    return any(state.kind == "O" for state in layout)
 
 
 def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
@@ -130,7 +156,7 @@ def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
 
 
 def local_factors(dims: Dims, layout: Layout, mesh: Mesh) -> Dims:
-    """Factor sizes of the part of a tensor that one rank holds.
+    """Factor sizes of the part of a tensor that one rank holds, if it holds something.
 
     A dim in S(d.*) has one factor, its chunk. Raises LayoutError where a factor does not divide.
     """
@@ -171,6 +197,29 @@ def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
     return True
 
 
+def lies_in_chunks(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
+    """Whether each rank's part of every dim is one run of its entries, which is what DTensor calls `Shard(dim)`.
+
+    S(d) and S(d.*) lie so. An inner factor does where earlier axes split all factors before it to the end: of 4
+    key-value heads with 2 query heads each, S(0)@tp and S(0.1)@tq give a rank of tp=4,tq=2 the one head of eight that
+    two nested `Shard(0)` give it.
+
+    >>> from autopar.ir import Mesh
+    >>> lies_in_chunks(((4, 2, 16),), (S(0), S(0, 1)), Mesh.parse("tp=4,tq=2"))
+    True
+    >>> lies_in_chunks(((4, 2, 16),), (S(0), S(0, 1)), Mesh.parse("tp=2,tq=2"))
+    False
+    """
+    for axis, state in enumerate(layout):
+        earlier = (*layout[:axis], *(R for _ in layout[axis:]))
+        before = range(state.factor) if state.kind == "S" else ()
+        if any(
+            split_count(earlier, mesh, state.dim, each) != dims[state.dim][each] for each in before
+        ):
+            return False
+    return True
+
+
 def shape_of(dims: Dims) -> tuple[int, ...]:
     """Shape of a tensor whose dims have these factors.
 
@@ -181,7 +230,7 @@ def shape_of(dims: Dims) -> tuple[int, ...]:
 
 
 def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the part of a tensor that one rank holds.
+    """Shape of the part of a tensor that one rank holds, if it holds something.
 
     Args:
         dims: for every dim of the tensor, the sizes of the factors whose product is the size of the dim: `(8,)`
@@ -199,7 +248,7 @@ def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
 
 
 def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
-    """Number of elements of a tensor that one rank holds.
+    """Number of elements of a tensor that one rank holds, if it holds something.
 
     >>> from autopar.ir import Mesh
     >>> local_elements(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))

@@ -7,6 +7,9 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     model 5be0c1...                                   fingerprint of the captured graph
     recipe dp:zero3,tp:tp
     micro-batches 1
+    replicas far: every 10 steps diloco momentum=0.9 rate=0.7
+                                                      the axis along which replicas lie that meet every so many
+                                                      steps, and how; see `autopar.ir.meeting`
     pipeline 1f1b: linear_4 linear_8                  the schedule, and the op each further stage begins with
     recompute 3 blocks                                the blocks that backward recomputes, `full` for all; or
                                                       ops by block, {"layers.*": ["mlp.act/gelu"]}
@@ -16,7 +19,9 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     saved layers.*.input: S(1)@tp                     layout in which a block keeps a tensor from forward to
                                                       backward; see below
     parameter mlp.down.weight: S(0)@dp host | S(0)@dp | step
-                                                      a storage in another tier, see `autopar.ir.tier`
+                                                      a storage in another tier, see `autopar.ir.tier`; a resident
+                                                      layout may have one, too
+    parameter mlp.down.bias: O(1)@dp | V@dp | step    a storage on one rank of an axis, which updates it
     input tokens: S(0)@dp
     op linear_1: b j                                  one label per mesh axis
     shape input tokens: 8 64                          whole shapes that the plan was made for
@@ -27,7 +32,9 @@ A parameter lives in its *storage* layout between steps (as a DTensor), is conve
 its *resident* layout, and from there inside the graph to whatever each op takes. ZeRO's stages
 (Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`. The optimizer runs where the
 storage lies: with a storage in the host's memory so do the optimizer's states and its update, and a
-parameter is brought to the device at the start of a step (ZeRO-Offload, Ren et al. 2021).
+parameter is brought to the device at the start of a step (ZeRO-Offload, Ren et al. 2021). With a resident layout in
+the host's memory, too, it is brought to the device for each use, in forward and again in backward (ZeRO-Infinity,
+Rajbhandari et al. 2021).
 
 `saved NAME: LAYOUT` has the states S alone, each with its axis. NAME is the path of a block, in which `*`
 stands for any number and an exact path goes before a pattern, and then `input` for the first activation that
@@ -36,7 +43,7 @@ recomputation has it, such as `mlp.act/gelu`, for its result, or `mlp.up/linear<
 converted for the op (`autopar.ir.saved`).
 
 With pipeline stages the mesh in the text has the axis `pp`, and layouts and labels speak of the others:
-every stage lies on a mesh of its own, and those are alike.
+every stage lies on a mesh of its own, and those are alike. The same holds of the axis of replicas.
 """
 
 from __future__ import annotations
@@ -54,6 +61,7 @@ from typing import Any, Literal, get_args
 from autopar.errors import AutoparError, LayoutError, MeshError, PlanError
 from autopar.ir.graph import Labels
 from autopar.ir.layout import Layout, format_layout, parse_layout
+from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.note import NOTE_KINDS, Note, kind_of
 from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
@@ -67,7 +75,7 @@ from autopar.ir.recompute import (
     recompute_json,
 )
 from autopar.ir.saved import SavedLayout, parse_saved
-from autopar.ir.tier import Tier, format_place, parse_place
+from autopar.ir.tier import Tier, TieredLayout, format_place, is_farther, parse_place
 
 VERSION = 1
 _SCALAR = "scalar"
@@ -79,20 +87,41 @@ class ParameterPlan:
     """The layouts of one parameter on the mesh.
 
     Attributes:
-        storage: layout between steps; R or S of every axis, so that DTensor can name it.
+        storage: layout between steps; R, S or O of every axis.
         resident: layout from the start of a step to its end.
         reduce: whether the gradient of the resident copy goes back to the storage layout once per
             step or after every micro-batch.
         tier: memory of the storage, and with it of gradients and optimizer states between steps.
+        resident_tier: memory of the resident layout, no farther from the device than the storage.
+
+    Raises PlanError for a parameter that would be farther away in a step than between steps.
     """
 
     storage: Layout
     resident: Layout
     reduce: Reduction = "step"
     tier: Tier = "device"
+    resident_tier: Tier = "device"
+
+    def __post_init__(self) -> None:
+        if is_farther(self.resident_tier, self.tier):
+            raise PlanError(
+                f"A parameter that is stored in the tier {self.tier} cannot be on {self.resident_tier} during a step; "
+                f"store it on {self.resident_tier}, or use it from {self.tier}."
+            )
+
+    @property
+    def in_use(self) -> TieredLayout:
+        """Where the parameter is from the start of a step to its end."""
+        return TieredLayout(self.resident, self.resident_tier)
+
+    def stored_text(self, mesh: Mesh) -> str:
+        """Where the parameter is stored, for people: `S(0)@dp host, used from host`."""
+        text = format_place(self.storage, self.tier, mesh)
+        return text if self.resident_tier == "device" else f"{text}, used from {self.resident_tier}"
 
     def zero_stage(self, axis: int) -> int:
-        """The ZeRO stage along one axis: 0 (replicated), 1, 2 or 3 (gathered around each use)."""
+        """The ZeRO stage along one axis: 0 (not split), 1, 2 or 3 (gathered around each use)."""
         if self.storage[axis].kind != "S":
             return 0
         if self.resident[axis] == self.storage[axis]:
@@ -105,7 +134,7 @@ class Plan:
     """All choices for one captured model on one mesh.
 
     Attributes:
-        mesh: the axes, major first, on which each stage of the pipeline lies.
+        mesh: the axes, major first, on which each stage of the pipeline, or each replica, lies.
         fingerprint: fingerprint of the captured graph that the plan was made for.
         recipe: the recipe it was searched under, as text.
         micro_batches: number of micro-batches that `step` cuts its batch into.
@@ -120,6 +149,7 @@ class Plan:
         precision: the policy of the captured graph; None where parameters are used as they are stored.
         shapes: whole shapes of inputs and parameters of the captured graph, by `input tokens` or
             `parameter up.weight`; they say how another model differs. Empty where nobody noted them.
+        meeting: replicas that meet every so many steps; None where all ranks train one model in step.
     """
 
     mesh: Mesh
@@ -135,9 +165,11 @@ class Plan:
     precision: MixedPrecision | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     saved: Mapping[str, SavedLayout] = field(default_factory=dict)
+    meeting: Meeting | None = None
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
+        self._check_meeting()
         if type(self.micro_batches) is not int:  # a bool is an int to isinstance
             raise PlanError(
                 "The number of micro-batches of a plan is a whole number such as 1, not "
@@ -158,12 +190,35 @@ class Plan:
         notes = tuple(Note(" ".join(note.splitlines()), kind_of(note)) for note in self.notes)
         object.__setattr__(self, "notes", notes)  # a note is a line of the text
 
+    def _check_meeting(self) -> None:
+        """Raises PlanError for what replicas cannot have yet."""
+        if self.meeting is None:
+            return
+        if self.pipeline is not None:
+            raise PlanError(
+                f"The plan has {self.meeting.replicas} replicas along {self.meeting.axis}, and a pipeline of "
+                f"{self.pipeline.stages} stages: replicas in stages cannot be run yet. Leave out one of the two."
+            )
+        far = [name for name, how in self.parameters.items() if how.tier != "device"]
+        if far:
+            raise PlanError(
+                f"The plan has replicas along {self.meeting.axis}, and stores {len(far)} parameters outside the "
+                f"device, such as {far[0]}: replicas whose parameters lie on the host cannot meet yet. Leave out "
+                "one of the two."
+            )
+
     def __hash__(self) -> int:
         return hash(str(self))
 
     @property
     def world_mesh(self) -> Mesh:
-        """The mesh of all ranks: with the pipeline's axis, if there is one."""
+        """The mesh of all ranks: with the axes of the pipeline and of replicas, if there are any."""
+        mesh = self.replica_mesh
+        return mesh if self.meeting is None else mesh_of_all(mesh, self.meeting)
+
+    @property
+    def replica_mesh(self) -> Mesh:
+        """The mesh of the ranks that train one model in step: with the pipeline's axis, if there is one."""
         if self.pipeline is None:
             return self.mesh
         return with_pipeline(self.mesh, self.pipeline.ranks, self.pipeline.position)
@@ -192,6 +247,8 @@ class Plan:
             f"recipe {self.recipe}",
             f"micro-batches {self.micro_batches}",
         ]
+        if self.meeting is not None:
+            lines.append(f"replicas {self.meeting.axis}: {self.meeting}")
         if self.pipeline is not None:
             lines.append(f"pipeline {self.pipeline.schedule}: {' '.join(self.pipeline.cuts)}")
         if self.recompute != "none":
@@ -199,7 +256,7 @@ class Plan:
         if self.precision is not None:
             lines.append(f"precision {self.precision}")
         lines += [
-            f"parameter {name}: {format_place(p.storage, p.tier, self.mesh)} | {text(p.resident)} | {p.reduce}"
+            f"parameter {name}: {' | '.join(self._parameter_fields(p))}"
             for name, p in self.parameters.items()
         ]
         lines += [f"saved {name}: {how.text(self.mesh)}" for name, how in self.saved.items()]
@@ -246,10 +303,7 @@ class Plan:
             "recipe": self.recipe,
             "micro_batches": self.micro_batches,
             **self._pipeline_json(),
-            "parameters": {
-                name: [format_place(p.storage, p.tier, self.mesh), text(p.resident), p.reduce]
-                for name, p in self.parameters.items()
-            },
+            "parameters": {name: self._parameter_fields(p) for name, p in self.parameters.items()},
             "inputs": {name: text(layout) for name, layout in self.inputs.items()},
             "ops": {name: " ".join(labels) for name, labels in self.ops.items()},
             "notes": [
@@ -257,9 +311,16 @@ class Plan:
             ],
         }
 
+    def _parameter_fields(self, how: ParameterPlan) -> list[str]:
+        """The three parts of a parameter's line."""
+        stored = format_place(how.storage, how.tier, self.mesh)
+        return [stored, format_place(how.resident, how.resident_tier, self.mesh), how.reduce]
+
     def _pipeline_json(self) -> dict[str, Any]:
-        """Fields that only some plans have: stages, recomputation, saved layouts, casts and shapes."""
+        """Fields that only some plans have: replicas, stages, recomputation, saved layouts, casts and shapes."""
         fields: dict[str, Any] = {}
+        if self.meeting is not None:
+            fields["replicas"] = [self.meeting.axis, str(self.meeting)]
         if self.pipeline is not None:
             fields["pipeline"] = [self.pipeline.schedule, " ".join(self.pipeline.cuts)]
         if self.recompute != "none":
@@ -283,7 +344,9 @@ class Plan:
         if document["version"] != VERSION:
             raise _wrong_version(document["version"])
         try:
-            whole = Mesh.parse(document["mesh"])
+            everyone = Mesh.parse(document["mesh"])
+            meeting = _meeting(document.get("replicas"), everyone)
+            whole = mesh_of_replica(everyone, meeting.axis) if meeting else everyone
             mesh = without_pipeline(whole)
             return cls(
                 mesh=mesh,
@@ -291,7 +354,7 @@ class Plan:
                 recipe=document["recipe"],
                 micro_batches=document["micro_batches"],
                 parameters={
-                    name: _parameter_plan(fields, name, mesh)
+                    name: _parameter_plan(fields, name, mesh, meeting)
                     for name, fields in document["parameters"].items()
                 },
                 inputs={k: parse_layout(v, mesh) for k, v in document["inputs"].items()},
@@ -302,6 +365,7 @@ class Plan:
                 precision=_precision(document.get("precision")),
                 shapes=_shapes(document.get("shapes", {})),
                 saved=parse_saved(document.get("saved", {}), mesh),
+                meeting=meeting,
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
@@ -399,6 +463,25 @@ def _note_word(note: str) -> str:
     return f"note({kind})" if (kind := kind_of(note)) else "note"
 
 
+def _meeting(fields: object, mesh: Mesh) -> Meeting | None:
+    if fields is None:
+        return None
+    if (
+        not isinstance(fields, list)
+        or len(fields) != 2
+        or not all(isinstance(x, str) for x in fields)
+    ):
+        raise PlanError(
+            f"The replicas of a plan are an axis and a text such as 'every 4 steps local', not {fields!r}."
+        )
+    axis, text = fields
+    if axis != mesh.names[0]:
+        raise PlanError(
+            f"The plan has replicas along {axis!r}, and its mesh {mesh}: replicas lie along the first axis of the mesh."
+        )
+    return Meeting.parse(axis, mesh.sizes[0], text)
+
+
 def _pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
     if fields is None and PIPELINE_AXIS not in mesh.names:
         return None
@@ -412,17 +495,25 @@ def _pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
     return Pipeline(mesh.sizes[position], schedule, tuple(cuts.split()), position)
 
 
-def _parameter_plan(fields: object, name: str, mesh: Mesh) -> ParameterPlan:
+def _parameter_plan(
+    fields: object, name: str, mesh: Mesh, meeting: Meeting | None
+) -> ParameterPlan:
     if not isinstance(fields, list) or len(fields) != 3:
         raise PlanError(
             f"Parameter {name} has {fields!r}, and takes three parts: its storage layout, its "
             "resident layout, and step or micro_batch."
         )
     storage, resident, reduce = fields
+    if meeting is not None and f"@{meeting.axis}" in f"{storage} {resident}":
+        raise PlanError(
+            f"Parameter {name} lies {storage} | {resident}, and along {meeting.axis} lie {meeting.replicas} replicas, "
+            f"whose values differ for {meeting.steps} steps: none of them can hold a part for another. Leave "
+            f"@{meeting.axis} out, or split along another axis."
+        )
     if reduce not in get_args(Reduction):
         raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
-    layout, tier = parse_place(storage, mesh)
-    return ParameterPlan(layout, parse_layout(resident, mesh), reduce, tier)
+    (stored, tier), (used, nearer) = parse_place(storage, mesh), parse_place(resident, mesh)
+    return ParameterPlan(stored, used, reduce, tier, nearer)
 
 
 def _recompute(value: Any) -> Recompute:
@@ -484,10 +575,14 @@ def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
         document[word] = [schedule, cuts] if word == "pipeline" else value
         return
     name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
-    if not colon or word not in ("parameter", "saved", "input", "op", "shape"):
+    if not colon or word not in ("parameter", "saved", "input", "op", "shape", "replicas"):
         raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
     if word == "shape":
         document.setdefault("shapes", {})[name] = _sizes(value, number)
+        return
+    if word == "replicas":
+        _once(word, number, document)
+        document[word] = [name, value]
         return
     field_name = word if word == "saved" else word + "s"
     if name in document.setdefault(field_name, {}):

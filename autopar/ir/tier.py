@@ -6,19 +6,65 @@
 
 A layout says which part of a tensor a rank has; its tier says in which memory the rank keeps the part. The text
 of both is the layout with the tier behind it, `S(0)@dp host`; the device is left out.
+
+Every tier has a link to the one before it, and a move takes one link: a tensor goes from a file to the host first, and
+from there to the device. The transpose of a move takes a gradient the other way.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from autopar.ir.layout import Layout, format_layout, parse_layout
 from autopar.ir.mesh import Mesh
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-# The op that brings a tensor from a tier to the device, and its transpose, which takes a gradient the other way.
-TO_DEVICE, FROM_DEVICE = "to_device", "from_device"
+TO_DEVICE, FROM_DEVICE = "to_device", "from_device"  # the link between device and host
+TO_HOST, FROM_HOST = "to_host", "from_host"  # the link between host and files
+_LINKS: dict[Tier, tuple[str, str]] = {
+    "host": (TO_DEVICE, FROM_DEVICE),
+    "nvme": (TO_HOST, FROM_HOST),
+}
+
+
+class TieredLayout(NamedTuple):
+    """Where a tensor lies: the part that a rank has, and the memory of that part."""
+
+    layout: Layout
+    tier: Tier = "device"
+
+
+class Move(NamedTuple):
+    """A copy over the link between two neighbouring tiers.
+
+    Attributes:
+        name: name of the move.
+        backward: name of its transpose.
+        tier: the farther tier of the two, whose link it takes.
+    """
+
+    name: str
+    backward: str
+    tier: Tier
+
+
+def moves(source: Tier, target: Tier) -> tuple[Move, ...]:
+    """The moves that bring a tensor from one tier to another.
+
+    >>> [move.name for move in moves("nvme", "device")], [move.name for move in moves("device", "host")]
+    (['to_host', 'to_device'], ['from_device'])
+    """
+    far, near = TIERS.index(source), TIERS.index(target)
+    if far < near:
+        there = reversed(moves(target, source))
+        return tuple(Move(move.backward, move.name, move.tier) for move in there)
+    return tuple(Move(*_LINKS[tier], tier) for tier in reversed(TIERS[near + 1 : far + 1]))
+
+
+def is_farther(tier: Tier, other: Tier) -> bool:
+    """Whether a tier is farther from the device than another."""
+    return TIERS.index(tier) > TIERS.index(other)
 
 
 def format_place(layout: Layout, tier: Tier, mesh: Mesh) -> str:

@@ -4,13 +4,15 @@ All ops share one signature,
 
     torch.ops.autopar.NAME(x, dims, size, group, backward) -> Tensor
 
-where `dims` are dimensions of `x` (none, one, or for all-to-all the dim to gather and the dim to cut),
+where `dims` are dimensions of `x` (none, one, or for all-to-all the dim to gather and the dim to cut; see
+`CollectiveCall` for the position of an owner among them),
 `size` is the number of ranks of the group, `group` is the name of a mesh axis until the graph is
 bound to process groups and a c10d group name afterwards, and `backward` names the transposed op of
 autopar/ir/conversion.py, which autograd runs on the gradient with the dims reversed.
 
 `LOCAL` states what every op means for the tensors of all ranks at once. It is the definition; the
-process-group kernels in `KERNELS`, built on `torch.ops._c10d_functional`, must agree with it.
+process-group kernels in `KERNELS`, built on `torch.ops._c10d_functional`, must agree with it. The ops of a tensor
+that one rank owns are no ops of a graph yet: parameters alone are stored so, and `autopar.runtime.transfer` runs them.
 """
 
 from __future__ import annotations
@@ -62,6 +64,22 @@ def _exchange(shards: Sequence[Tensor], position: int, gathered: int, cut: int) 
     return torch.cat([_cut(x, cut, len(shards), position) for x in shards], gathered)
 
 
+def nothing(x: Tensor) -> Tensor:
+    """What a rank holds of a tensor like `x` that another rank owns: a first dim of 0, and no memory."""
+    return x.new_empty((0, *x.shape[1:]))
+
+
+def seen(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor in another shape; what holds nothing of such a tensor still does."""
+    if x.numel() == 0 and all(shape):
+        return x.reshape((0, *shape[1:]))
+    return x.reshape(tuple(shape))
+
+
+def _at_owner(x: Tensor, is_owner: bool) -> Tensor:
+    return x if is_owner else nothing(x)
+
+
 LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[int]], Tensor]] = {
     "vary": lambda xs, i, dims: xs[i],
     "partial": lambda xs, i, dims: _keep_first(xs, i),
@@ -71,15 +89,22 @@ LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[int]], Tensor]] = {
     "shard": lambda xs, i, dims: _cut(xs[i], dims[0], len(xs), i).contiguous(),
     "pad": lambda xs, i, dims: _widen(xs[i], dims[0], len(xs), i),
     "all_to_all": lambda xs, i, dims: _exchange(xs, i, *dims),
+    # of a tensor that one rank owns
+    "broadcast": lambda xs, i, owner: xs[owner[0]],
+    "reduce": lambda xs, i, owner: _at_owner(_sum(xs), i == owner[0]),
+    "keep": lambda xs, i, owner: _at_owner(xs[i], i == owner[0]),
+    "fill": lambda xs, i, owner: xs[i] if i == owner[0] else torch.zeros_like(xs[owner[0]]),
+    "scatter": lambda xs, i, at: _cut(xs[at[0]], at[1], len(xs), i).contiguous(),
+    "gather": lambda xs, i, at: _at_owner(torch.cat(list(xs), at[0]), i == at[1]),
+    "send": lambda xs, i, owners: _at_owner(xs[owners[0]], i == owners[1]),
 }
-NAMES = tuple(LOCAL)
 
 
 class Collective(NamedTuple):
     """A collective of a rewritten graph, read from its node.
 
     Attributes:
-        name: operator in `torch.ops.autopar`, one of `NAMES`.
+        name: operator in `torch.ops.autopar`, one of `KERNELS`.
         x: node of the local tensor that a rank puts in.
         dims: dimensions of `x`, as the operator takes them.
         size: number of ranks of the group.
@@ -118,7 +143,7 @@ def is_collective(node: fx.Node) -> bool:
     """Whether a node is a collective of torch.ops.autopar."""
     target = node.target
     ours = isinstance(target, OpOverload) and target.namespace == "autopar"
-    return ours and schema(node).name.removeprefix("autopar::") in NAMES
+    return ours and schema(node).name.removeprefix("autopar::") in KERNELS
 
 
 # --- the kernels on process groups
@@ -216,10 +241,13 @@ FUNCTIONAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_al
 
 
 def result_shape(name: str, shape: Sequence[int], dims: Sequence[int], size: int) -> list[int]:
-    """Shape of the result of op `name` for one rank's `x` of the given shape."""
+    """Shape of the result of op `name` for one rank's `x` of the given shape, on a rank that holds something."""
     result = list(shape)
-    grows = {"all_gather": dims, "pad": dims, "all_to_all": dims[:1]}.get(name, ())
-    shrinks = {"reduce_scatter": dims, "shard": dims, "all_to_all": dims[1:]}.get(name, ())
+    grows = {"all_gather": dims, "pad": dims, "all_to_all": dims[:1], "gather": dims[:1]}.get(
+        name, ()
+    )
+    cuts = {"reduce_scatter": dims, "shard": dims, "all_to_all": dims[1:], "scatter": dims[1:]}
+    shrinks = cuts.get(name, ())
     for dim in grows:
         result[dim] *= size
     for dim in shrinks:
@@ -278,7 +306,7 @@ def register() -> torch.library.Library:
     Called once, below: importing this module is what makes the ops exist.
     """
     library = torch.library.Library("autopar", "DEF")
-    for name in NAMES:
+    for name in KERNELS:
         _register(library, name)
     return library
 

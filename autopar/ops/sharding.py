@@ -7,11 +7,16 @@ import math
 from torch import Tensor
 
 from autopar.ir import WHOLE, Dims, Layout, Mesh, R, local_factors
+from autopar.ops.collectives import nothing
 
 
 def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
-    """The part of a full tensor of shape `shape_of(dims)` that `rank` holds; R and V hold all of it."""
+    """The part of a full tensor of shape `shape_of(dims)` that `rank` holds; R, V and the owner hold all of it.
+
+    A rank that is not the owner holds a tensor with a first dim of 0.
+    """
     position = mesh.coordinates(rank)
+    owners = [(axis, state.owner) for axis, state in enumerate(layout) if state.kind == "O"]
     for axis, (state, (_, size)) in enumerate(zip(layout, mesh.axes, strict=True)):
         if state.kind != "S":
             continue
@@ -26,4 +31,4 @@ def shard(full: Tensor, dims: Dims, layout: Layout, mesh: Mesh, rank: int) -> Te
         part = expanded.narrow(index, position[axis] * width, width)
         after = (*before[:axis], state, *before[axis + 1 :])
         full = part.reshape([math.prod(f) for f in local_factors(dims, after, mesh)])
-    return full
+    return full if all(position[axis] == owner for axis, owner in owners) else nothing(full)

@@ -105,6 +105,7 @@ def step_of(
         links=[machine.link(plan.mesh, axis) for axis in range(len(plan.mesh.axes))],
         training_state=training_state, blocks=blocks.blocks, again=blocks.again,
         selected=blocks.selected, slices=blocks.slices,
+        meeting_link=machine.link(plan.world_mesh, 0) if plan.meeting else None,
     )  # fmt: skip
     run = Run(plan.micro_batches, recompute=blocks.left, training_state=training_state)
     return Step(

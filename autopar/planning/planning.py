@@ -15,11 +15,12 @@ from autopar.analysis.objective import BatchCapture, objective_of
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.guards import Place
-from autopar.errors import AutoparError, PlanError, StepError
+from autopar.errors import AutoparError, PlanError, RecipeError, StepError
 from autopar.ir import (
     UNSPLIT,
     Graph,
     Labels,
+    Meeting,
     Mesh,
     MixedPrecision,
     Op,
@@ -202,6 +203,8 @@ def _refuse_more_blocks(graph: Graph, recompute: RecomputeWish | None) -> None:
 def _finished(plan: Plan, graph: Graph, prepared: Prepared) -> Plan:
     if plan.micro_batches > 1:
         _check_batch_first(graph, plan.micro_batches)
+    elif plan.meeting is not None:
+        _check_batch_first(graph, 1)
     plan = take_parts(plan, graph)
     said = (*plan.notes, *undivided_lines(graph, plan), *prepared.captured.forms)
     return replace(plan, notes=said, shapes=graph.edge_shapes)
@@ -213,8 +216,11 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
     if elsewhere:
         name, dim = elsewhere
         shape = list(graph.tensors[graph.inputs[name]].shape)
+        parts = (
+            counted(micro_batches, "micro-batch") if micro_batches > 1 else "Batches of replicas"
+        )
         raise PlanError(
-            f"{counted(micro_batches, 'micro-batch')} are parts of dim 0 of every input, and the batch "
+            f"{parts} are parts of dim 0 of every input, and the batch "
             f"of {name} of shape {shape} is dim {dim}: take one (micro_batches=1), or put the "
             "samples into dim 0 (batch_first=True in torch.nn; the states of a recurrent layer have them in dim 1)."
         )
@@ -242,6 +248,32 @@ def are_given_by_micro_batches(prepared: Prepared, batch: Prepared) -> bool:
     captured, whole = prepared.captured, batch.whole
     extras = extras_of(captured, prepared.analysis.graph, whole)
     return objective_of(captured, whole).is_known and not any(each.obstacle for each in extras)
+
+
+def refuse_sum(prepared: Prepared, meeting: Meeting, half: Callable[[], Prepared]) -> None:
+    """Raises RecipeError for a loss of replicas that is a sum over rows.
+
+    Every replica takes its steps on the loss of its own rows, and their mean is that of the batch where the loss is a
+    mean. Of a sum it would be a fraction.
+
+    Args:
+        prepared: the captured step of a replica.
+        meeting: the replicas.
+        half: function that captures the step for half as many rows, which shows the numbers that count rows. It is
+            called where the loss may be a sum.
+    """
+    if objective_of(prepared.captured, prepared.whole).kind != "sum":
+        return
+    try:
+        kind = objective_of(half().captured, prepared.whole).kind
+    except Exception:  # one row has no half, and the model's own code may not take it
+        kind = "sum"
+    if kind == "sum":
+        raise RecipeError(
+            f"The loss is a sum over rows. The {meeting.replicas} replicas along {meeting.axis} take their steps on "
+            f"rows of their own, whose sum is 1/{meeting.replicas} of the batch's: let the loss be a mean, such as "
+            "loss / rows."
+        )
 
 
 def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:

@@ -27,9 +27,12 @@ from autopar.ir import (
     Plan,
     R,
     State,
+    Tier,
     divides,
     format_layout,
+    has_owner,
     is_legal,
+    lies_in_chunks,
 )
 from autopar.ir.layout import WHOLE
 from autopar.ir.plan import Reduction
@@ -52,6 +55,7 @@ class TensorSpec:
         dims: factors of its dims, globally.
         dtype: its element type; of a parameter, that in which the program takes it.
         layout: layout of the local part that the program takes or returns.
+        tier: memory in which the program takes a parameter.
         reduced: element type in which a parameter's gradient is added up; None for `dtype`.
     """
 
@@ -61,6 +65,7 @@ class TensorSpec:
     dtype: torch.dtype
     layout: Layout
     reduced: torch.dtype | None = None
+    tier: Tier = "device"
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -176,8 +181,9 @@ def build_program(
         return TensorSpec(name, tensor.dims, tuple(value.shape), value.dtype, layout)
 
     def parameter(node: str, name: str) -> TensorSpec:
-        found = spec(node, name, plan.parameters[name].resident)
-        return replace(found, reduced=captured.gradient_dtype(name, found.dtype))
+        found, how = spec(node, name, plan.parameters[name].resident), plan.parameters[name]
+        reduced = captured.gradient_dtype(name, found.dtype)
+        return replace(found, reduced=reduced, tier=how.resident_tier)
 
     batch = batch or BatchCapture(captured, analysis.graph)
     extras = extras_of(captured, analysis.graph, batch)
@@ -251,7 +257,10 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
         _check_layout(f"input {name}", layout, dims, plan.mesh, "RSV")
     for op in graph.ops:
         _check_op(op, analysis, plan)
+    if plan.meeting is not None:
+        _refuse_owners(plan, "replicas that meet")
     if plan.pipeline is not None:
+        _refuse_owners(plan, f"{plan.pipeline.stages} pipeline stages")
         _check_cuts(plan.pipeline.cuts, analysis)
     if isinstance(plan.recompute, Selection):
         check_selection(plan, plan.recompute, graph)
@@ -277,13 +286,49 @@ def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
-    _check_layout(f"storage of parameter {name}", parameter.storage, dims, mesh, "RS")
+    _check_layout(f"storage of parameter {name}", parameter.storage, dims, mesh, "RSO")
+    _check_owners(name, parameter, dims, mesh)
+    if not lies_in_chunks(tuple(sizes or (1,) for sizes in dims), parameter.storage, mesh):
+        raise PlanError(
+            f"The storage of parameter {name} is {format_layout(parameter.storage, mesh)}, which gives a rank several "
+            f"pieces of a dim, of factors {dims}. At rest a rank has one run of each dim: split its first factor, or "
+            "the next one where earlier axes split those before it to the end."
+        )
     _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSV")
     if parameter.reduce not in get_args(Reduction):
         raise PlanError(
             f"The plan is damaged: the gradient of parameter {name} is reduced per "
             f"{parameter.reduce!r}, and it can be per {' or '.join(get_args(Reduction))}."
         )
+
+
+def _refuse_owners(plan: Plan, what: str) -> None:
+    """Raises PlanError for a plan with pipeline stages or replicas in which one rank owns a parameter."""
+    owned = [name for name, how in plan.parameters.items() if has_owner(how.storage)]
+    if owned:
+        raise PlanError(
+            f"The plan stores {len(owned)} of {len(plan.parameters)} parameters on one rank of an axis, such as "
+            f"{owned[0]}, and has {what}; with those parameters are stored in R or S so far."
+        )
+
+
+def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
+    """Raises PlanError for a storage on one rank of an axis that cannot be run."""
+    if not has_owner(parameter.storage):
+        return
+    for state, (axis, size) in zip(parameter.storage, mesh.axes, strict=True):
+        if state.kind == "O" and not 0 <= state.owner < size:
+            raise PlanError(
+                f"The plan gives parameter {name} to {state}@{axis}, and the axis {axis} has {size} ranks, counted "
+                f"from 0; write O(0) to O({size - 1})."
+            )
+    where = (
+        f"The plan stores parameter {name} on one rank ({format_layout(parameter.storage, mesh)})"
+    )
+    if not dims:
+        raise PlanError(f"{where}, and it is a single number, of shape []; store it in R.")
+    if parameter.tier != "device":
+        raise PlanError(f"{where} and in the tier {parameter.tier}; one of both can be had so far.")
 
 
 def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str) -> None:

@@ -52,7 +52,7 @@ def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
         layout = plan.program.plan.parameters[spec.name].storage
         errors["gradient", spec.name] = max(
             (
-                _difference(_held_gradient(x), shard(expected, spec.dims, layout, mesh, rank))
+                _difference(held_gradient(x), shard(expected, spec.dims, layout, mesh, rank))
                 for rank, x in enumerate(plan.stored[spec.name])
             ),
             key=nan_last,
@@ -162,7 +162,8 @@ def _gradient(results: Results, name: str, like: Tensor, shape: tuple[int, ...])
     return like.new_zeros(shape) if found is None else found
 
 
-def _held_gradient(x: Tensor) -> Tensor:
+def held_gradient(x: Tensor) -> Tensor:
+    """The gradient that a shard holds; zeros where it holds none."""
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 

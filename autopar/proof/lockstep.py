@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
-from autopar.ops.collectives import LOCAL, Collective
+from autopar.ops.collectives import LOCAL, Collective, seen
 from autopar.ops.nodes import draws
 from autopar.ops.saving import kept
 from autopar.program.program import Program
@@ -51,9 +51,9 @@ def _define(
 def collective(call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor]) -> Ranks:
     """Runs one call on all ranks."""
     if call.before is not None:
-        ranks = [x.reshape(call.before) for x in ranks]
+        ranks = [seen(x, call.before) for x in ranks]
     ranks = list(_Collective.apply(call, mesh, *ranks))
-    return ranks if call.after is None else [x.reshape(call.after) for x in ranks]
+    return ranks if call.after is None else [seen(x, call.after) for x in ranks]
 
 
 def convert(ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> Ranks:

@@ -1,4 +1,4 @@
-"""Plans drawn at random: every choice of every op, every storage, every residence, and what is saved in slices.
+"""Plans drawn at random: every choice of every op, every storage, owner and residence, and what is saved in slices.
 
 The parity of such plans with the single-device model is the test the project stands on.
 """
@@ -17,6 +17,7 @@ from autopar.ir import (
     Labels,
     Layout,
     Mesh,
+    O,
     Op,
     ParameterPlan,
     Pipeline,
@@ -29,6 +30,7 @@ from autopar.ir import (
     V,
     divides,
     is_legal,
+    lies_in_chunks,
     without_pipeline,
 )
 from autopar.pipeline.blocks import has_blocks
@@ -50,6 +52,12 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
         name: _random_parameter(graph.tensors[tensor], mesh, draw, tiers.choice(("device", "host")))
         for name, tensor in graph.parameters.items()
     }
+    if whole == mesh:  # with stages no parameter has an owner yet
+        owners = random.Random(f"owners {seed}")
+        parameters = {
+            name: _with_owners(graph.tensors[graph.parameters[name]], how, mesh, owners)
+            for name, how in parameters.items()
+        }
     inputs = {
         name: _random_layout(graph.tensors[tensor], mesh, draw, chunks=False)
         for name, tensor in graph.inputs.items()
@@ -62,7 +70,19 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
         mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline,
         precision=graph.precision,
     )  # fmt: skip
+    plan = _random_residents(plan, random.Random(f"residents {seed}"))
     return _random_slices(graph, plan, random.Random(f"saved {seed}"))
+
+
+def _random_residents(plan: Plan, draw: random.Random) -> Plan:
+    """Half of all plans leave half of the parameters that are stored on the host there during a step."""
+    if draw.random() < 0.5:
+        return plan
+    parameters = {
+        name: replace(how, resident_tier=draw.choice(("device", how.tier)))
+        for name, how in plan.parameters.items()
+    }
+    return replace(plan, parameters=parameters)
 
 
 def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
@@ -103,7 +123,8 @@ def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: b
     for axis in range(len(layout)):
         options = [R]
         for dim in range(len(tensor.dims)):
-            options += [S(dim), S(dim, WHOLE)] if chunks else [S(dim)]
+            inner = [S(dim, factor) for factor in range(1, len(tensor.dims[dim]))]
+            options += [S(dim), S(dim, WHOLE), *inner] if chunks else [S(dim)]
         legal = [
             s for s in options if _fits(tensor, (*layout[:axis], s, *layout[axis + 1 :]), mesh)
         ]
@@ -113,7 +134,22 @@ def _random_layout(tensor: Tensor, mesh: Mesh, draw: random.Random, *, chunks: b
 
 def _fits(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
     exists = all(s.kind != "S" or tensor.dims[s.dim] for s in layout)
-    return exists and divides(tensor.dims, layout, mesh)
+    return (
+        exists and divides(tensor.dims, layout, mesh) and lies_in_chunks(tensor.dims, layout, mesh)
+    )
+
+
+def _with_owners(
+    tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random
+) -> ParameterPlan:
+    """The parameter; of four stored on the device about one has an owner along some axis."""
+    owners = [draw.randrange(size) if draw.random() < 0.25 else None for size in mesh.sizes]
+    if how.tier != "device" or not tensor.dims or owners == [None] * len(owners):
+        return how
+    storage = tuple(
+        s if owner is None else O(owner) for s, owner in zip(how.storage, owners, strict=True)
+    )
+    return replace(how, storage=storage) if lies_in_chunks(tensor.dims, storage, mesh) else how
 
 
 def _random_parameter(tensor: Tensor, mesh: Mesh, draw: random.Random, tier: Tier) -> ParameterPlan:

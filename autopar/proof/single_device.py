@@ -64,7 +64,7 @@ class SingleDevice:
         for batches in steps:
             if results and between is not None:
                 between(model)
-            results.append(self._step(model, loss_fn, batches))
+            results.append(self.step_of(model, loss_fn, batches))
         return results
 
     def repeats(self, batches: Sequence[Batch]) -> bool:
@@ -91,9 +91,10 @@ class SingleDevice:
                 x.data = x.data.to(_torch.widened_dtype(x.dtype))
         return SingleDevice(model, loss_fn, self.captured)
 
-    def _step(
+    def step_of(
         self, model: nn.Module, loss_fn: LossFunction | None, batches: Sequence[Batch]
     ) -> Results:
+        """Runs a step of a copy of the model, with its copy of the loss function; the weights stay."""
         before = {name: x.clone() for name, x in model.named_buffers()}
         model.zero_grad()
         losses = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from autopar._torch import RandomLastBits, pytree
 from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
-from autopar.ir import MixedPrecision, Plan
+from autopar.capture.rows import arguments_of_replica
+from autopar.ir import Meeting, MixedPrecision, Plan
 from autopar.planning.planning import Prepared, prepare_step, prepare_whole, split_example
 from autopar.program.program import Program, build_program
 from autopar.proof.comparison import (
@@ -27,6 +28,7 @@ from autopar.proof.comparison import (
     rounding_verdicts,
 )
 from autopar.proof.provable import require_determinism, require_weights
+from autopar.proof.replicas import SHOWN_STEPS, ReplicaSteps
 from autopar.proof.simulated_steps import simulated_steps, widened_program
 from autopar.proof.single_device import (
     Batch,
@@ -69,6 +71,7 @@ class Subject:
         between: called with a copy of the model between two steps, or None.
         references: number of micro-batches -> results of a single device, once it was run.
         wholes: number of micro-batches -> capture of the batch that they make, once it was made.
+        others: arguments of a micro-batch of each further replica.
     """
 
     model: nn.Module
@@ -79,6 +82,7 @@ class Subject:
     between: Between | None = None
     references: dict[int, Reference] = field(default_factory=dict, compare=False)
     wholes: dict[int, Prepared] = field(default_factory=dict, compare=False)
+    others: tuple[Batch, ...] = ()
 
     @classmethod
     def of(
@@ -89,15 +93,19 @@ class Subject:
         loss_fn: LossFunction | None = None,
         precision: MixedPrecision | None = None,
         between: Between | None = None,
+        replicas: int = 1,
     ) -> Subject:
-        """Captures a model; its random numbers must not matter."""
+        """Captures a model, with the rows of the first of the replicas; its random numbers must not matter."""
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
+        (args, kwargs), *others = [
+            arguments_of_replica(args, kwargs, number, replicas) for number in range(replicas)
+        ]
         require_weights(model)
         model, loss_fn = copied(model, loss_fn)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
         require_determinism(prepared)
-        return cls(model, args, kwargs, prepared, loss_fn, between)
+        return cls(model, args, kwargs, prepared, loss_fn, between, others=tuple(others))
 
     @cached_property
     def arithmetic(self) -> torch.dtype:
@@ -137,6 +145,8 @@ class Subject:
         verdicts = self._in_float64(whole, reference)
         if self.arithmetic != torch.float64:
             verdicts += self._in_own_arithmetic(whole, reference)
+        if plan.meeting is not None:
+            verdicts += self._of_replicas(whole, plan.meeting)
         return VerifyReport(
             mesh=plan.world_mesh,
             recipe=plan.recipe,
@@ -181,6 +191,24 @@ class Subject:
             for i, (found, expected) in enumerate(zip(rehearsed, reference.steps, strict=True))
             for verdict in float64_verdicts(plan_errors(found, expected), expected, i + 1)
         ]
+
+    def _of_replicas(self, whole: Program, meeting: Meeting) -> list[Verdict]:
+        """Steps and meetings of all replicas in float64 arithmetic."""
+        count = whole.plan.micro_batches
+        every = [
+            replace(self, args=args, kwargs=kwargs, references={}, others=())
+            for args, kwargs in ((self.args, self.kwargs), *self.others)
+        ]
+        parts = [each._batches(0, count) for each in every]
+        together = [each._on_one_device(0, count) for each in every]
+        graph = self.prepared.analysis.graph
+        if self.arithmetic == torch.float64:
+            steps = ReplicaSteps(self.single_device, whole, graph, parts, together, meeting)
+            return steps.verdicts()
+        with float64_arithmetic():
+            device, wide = self.single_device.widened(), widened_program(whole)
+            parts, together = widened_tensors(parts), widened_tensors(together)
+            return ReplicaSteps(device, wide, graph, parts, together, meeting).verdicts()
 
     def _in_own_arithmetic(self, whole: Program, reference: Reference) -> list[Verdict]:
         """The first step of the plan as it would run."""
@@ -232,7 +260,10 @@ def _together(batches: list[Batch]) -> list[Batch]:
 
 
 def _schedule_text(plan: Plan) -> str:
-    """`1f1b with 4 micro-batches through 2 stages`, "" without stages."""
+    """`1f1b with 4 micro-batches through 2 stages`, `2 replicas that meet every 4 steps local`, or ""."""
+    if plan.meeting is not None:
+        shown = f", {SHOWN_STEPS} of them run" if plan.meeting.steps > SHOWN_STEPS else ""
+        return f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}{shown}"
     if plan.pipeline is None:
         return ""
     return (

@@ -40,7 +40,7 @@ PERTURBED_RUNS = 4
 ROUNDING_FACTOR = 16.0
 _SHOWN = 8  # failures that a report names
 
-Kind = Literal["loss", "gradient", "buffer"]
+Kind = Literal["loss", "gradient", "buffer", "parameter"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class VerifyReport(JupyterMixin):
         mesh: the simulated mesh.
         recipe: how the plan was made.
         verdicts: one for every tensor, step and arithmetic that was compared.
-        schedule: how micro-batches went through pipeline stages, "" without stages.
+        schedule: how micro-batches went through pipeline stages, or when replicas met; "" for neither.
         all_rounding: whether every gradient is too small to tell from the rounding of the loss.
     """
 
@@ -167,6 +167,11 @@ class VerifyReport(JupyterMixin):
         return self._count("buffer")
 
     @property
+    def met(self) -> Verdict | None:
+        """The parameter with the largest relative error after a meeting of replicas; None where there is none."""
+        return self._worst("parameter")
+
+    @property
     def worst_rounding(self) -> Verdict | None:
         """The verdict nearest to its bound in the model's own arithmetic; None for a float64 model."""
         return _worst((v for v in self.verdicts if v.arithmetic != "float64"), lambda v: v.share)
@@ -200,6 +205,10 @@ class VerifyReport(JupyterMixin):
             lines.append(
                 f"    buffers           {self.buffer_error:.1e} of {self.buffers} updated, "
                 f"at {self.worst_buffer}"
+            )
+        if self.met is not None:
+            lines.append(
+                f"    parameters met    {_relative(self.met):.1e} of {self._count('parameter')}, at {self.met.name}"
             )
         return lines
 

@@ -41,12 +41,15 @@ def verify(
     single device's own error, by a bound per tensor (`autopar.proof.verdict`). A model that holds state
     (updated buffers, a counter, a weight that `between` changes) is run for two steps.
 
+    A plan with replicas that meet every so many steps is compared with plain replicas that meet as often: three steps
+    are run between meetings, or fewer, with SGD, two meetings and one step more (docs/local_steps.md).
+
     Needs no process group and no device; the model must have real weights and is left as it was.
 
     Args:
         model: plain PyTorch.
         example_inputs: a tuple of arguments, a dict of keyword arguments, or one tensor; with several
-            micro-batches, the first of them.
+            micro-batches, the first of them, and with replicas that of all of them.
         mesh: the axes to simulate; `pp` has the pipeline stages.
         plan: a plan, "random" for one drawn at random, or None to search one.
         recipe: constraints on the search.
@@ -71,9 +74,12 @@ def verify(
     request = Request(
         find_hardware("cpu-gloo"), mesh=Mesh.of(mesh), recipe=recipe, micro_batches=micro_batches,
         schedule=schedule,
-    )  # fmt: skip
+    ).of_replica(plan if isinstance(plan, Plan) else None)  # fmt: skip
     policy = policy_of(precision, plan if isinstance(plan, Plan) else None)
-    subject = Subject.of(model, example_inputs, loss_fn=loss_fn, precision=policy, between=between)
+    subject = Subject.of(
+        model, example_inputs, loss_fn=loss_fn, precision=policy, between=between,
+        replicas=request.meeting.replicas if request.meeting else 1,
+    )  # fmt: skip
     return subject.compare(_plan_of(subject, plan, request, seed))
 
 

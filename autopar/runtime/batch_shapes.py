@@ -31,7 +31,6 @@ from autopar.runtime.inputs import (
 )
 from autopar.runtime.kept_programs import ReadyProgram
 from autopar.runtime.parts import shapes_of_whole
-from autopar.runtime.processes import world_size
 from autopar.runtime.settings import Batch
 from autopar.runtime.together import warn_together
 from autopar.runtime.world import World
@@ -43,10 +42,11 @@ class BatchShapes:
     Args:
         batch: what a rank gives: the batch of all ranks, or its own part of it.
         comparison: gathers what the ranks were given.
+        ranks: number of ranks that share a batch.
     """
 
-    def __init__(self, batch: Batch, comparison: Comparison) -> None:
-        self._is_local = batch == "local"
+    def __init__(self, batch: Batch, comparison: Comparison, ranks: int) -> None:
+        self._is_local, self._ranks = batch == "local", ranks
         self._comparison = comparison
         self._gives_parts = False  # whether ranks have given parts of batches
         self._wholes = 0  # number of steps with a batch of a known whole shape
@@ -65,7 +65,7 @@ class BatchShapes:
         Raises StepError where the ranks gave different values and these cannot be parts.
         """
         if self._is_local:
-            whole = shapes_of_whole(arguments, world_size())
+            whole = shapes_of_whole(arguments, self._ranks)
             if all(each.shapes != whole for each in known):
                 self.compare(arguments, "")
             return whole

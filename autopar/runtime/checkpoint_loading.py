@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError
 from autopar.runtime.block_states import cut_of, fill_states, in_blocks, parts_of, set_values
 from autopar.runtime.checkpoint_folder import located, opened
-from autopar.runtime.checkpoint_saving import catch_up, progress
+from autopar.runtime.checkpoint_saving import MOMENTUM, catch_up, meetings_of, progress
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import Restorer, empty_like
 from autopar.runtime.together import Together
@@ -30,7 +30,7 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> Mapping
     _refuse_unknown(ranks.everyones(loading.unknown()), folder)
     reader = dcp.HuggingFaceStorageReader(str(loading.folder))
     with ranks.naming_failures():
-        dcp.load(loading.room, storage_reader=reader, no_dist=ranks.alone)
+        dcp.load(loading.room_on_disk, storage_reader=reader, no_dist=ranks.alone)
     ranks.each(loading.finish)
     return loading.notes
 
@@ -44,9 +44,10 @@ class Loading:
         model: what it is loaded into.
         notes: its `state.pt`.
         saved: the tensors it has.
-        room: name on disk -> tensor to read into, for all that this rank has.
+        room: name -> tensor to read into, for all that this rank has.
         objects: entries of the model's state dict that are no tensors.
         restorer: what brings the optimizer's state home; None without an optimizer.
+        prefix: beginning of the names on disk of the optimizer's state of this rank's replica; "" for the first one.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class Loading:
     room: dict[str, Any]
     objects: list[str]
     restorer: Restorer | None
+    prefix: str = ""
 
     @staticmethod
     def begin(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> Loading:
@@ -72,7 +74,11 @@ class Loading:
         room = {f"model.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
         objects = [k for k, v in state.items() if not isinstance(v, Tensor)]
         _refuse_other_model(folder, room, saved)
-        restorer = None
+        restorer, prefix, meetings = None, "", meetings_of(model)
+        if meetings is not None:
+            prefix = meetings.prefix if any(k.startswith(meetings.prefix) for k in saved) else ""
+            kept = {f"{MOMENTUM}{k}": v for k, v in meetings.new_outer_momentum().items()}
+            room.update({name: x for name, x in kept.items() if name in saved})
         if optimizer is not None:
             if not notes["groups"]:
                 raise AutoparError(f"{folder} was saved without an optimizer; load it without one.")
@@ -80,8 +86,18 @@ class Loading:
             fill_states(optimizer)
             restorer = Restorer(model, optimizer, notes["groups"], notes["ties"])
             _refuse_other_shapes(folder, restorer.sources(), notes.get("shapes", {}))
-            room.update(_optimizer_room(restorer, saved, notes.get("blocks", {})))
-        return Loading(folder, model, notes, saved, room, objects, restorer)
+            states = {
+                k.removeprefix(prefix): v
+                for k, v in saved.items()
+                if k.startswith(f"{prefix}optimizer.")
+            }
+            room.update(_optimizer_room(restorer, states, notes.get("blocks", {})))
+        return Loading(folder, model, notes, saved, room, objects, restorer, prefix)
+
+    @property
+    def room_on_disk(self) -> dict[str, Any]:
+        """`room` by the names that tensors have on disk."""
+        return {self.prefix * k.startswith("optimizer.") + k: v for k, v in self.room.items()}
 
     def unknown(self) -> list[str]:
         """Saved tensors of the model that this rank has no place for."""
@@ -95,11 +111,18 @@ class Loading:
         }
         if notes.get("has_model", True):
             model.load_state_dict({**tensors, **{k: notes["objects"][k] for k in self.objects}})
+        meetings = meetings_of(model)
+        if meetings is not None:
+            momentum = {
+                k.removeprefix(MOMENTUM): v for k, v in self.room.items() if k.startswith(MOMENTUM)
+            }
+            meetings.begin_again(momentum)
         if self.restorer is not None:
             self.restorer.restore(self._optimizer_states())
         if isinstance(model, CompiledModule) and notes["progress"] is not None:
             model._steps = notes["progress"]["steps"]
             torch.set_rng_state(notes["progress"]["seeds"])
+            model._scaler.load(notes["progress"].get("loss_scale"))
 
     def _optimizer_states(self) -> dict[str, dict[str, Any]]:
         """Parameter -> key -> tensor or value."""

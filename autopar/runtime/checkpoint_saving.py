@@ -26,6 +26,7 @@ from autopar._torch import pytree
 from autopar.errors import AutoparError
 from autopar.runtime.block_states import cuts_of, entries
 from autopar.runtime.checkpoint_folder import VERSION, beside, clear, commit
+from autopar.runtime.meetings import Meetings
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.optimizer_state import read_state, ties
 from autopar.runtime.shard_file import ShardPart, write_shard
@@ -35,6 +36,9 @@ from autopar.runtime.weights import apart
 Host = dict[
     MetadataIndex, Tensor
 ]  # copies in the host's memory, by what torch calls a part of a tensor
+
+
+MOMENTUM = "outer_momentum."  # begins the names of what the outer optimizer of replicas keeps
 
 
 class StagedPlanner(dcp.DefaultSavePlanner):
@@ -149,7 +153,9 @@ def collect(
     model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], *, with_model: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything that this rank saves: tensors by their names on disk, and the rest."""
-    steps = progress(model)
+    steps, meetings = progress(model), meetings_of(model)
+    if meetings is not None:
+        meetings.require("Saving a checkpoint")
     if optimizer is None and not with_model:
         raise AutoparError(
             "save_checkpoint was called with only_optimizer=True and no optimizer, so that there is "
@@ -174,8 +180,11 @@ def collect(
         catch_up(model, optimizer)
         found = read_state(model, optimizer)
         notes.update(values=found.values, groups=found.groups, blocks=cuts_of(found.tensors))
+        own = meetings.prefix if meetings is not None else ""
         for name, key, tensor in entries(found.tensors):
-            tensors[f"optimizer.{name}.{key}"] = tensor
+            tensors[f"{own}optimizer.{name}.{key}"] = tensor
+    if meetings is not None:
+        tensors |= {f"{MOMENTUM}{k}": v for k, v in meetings.outer_momentum().items()}
     for key, value in extra.items():
         _refuse_unloadable(f"extra value {key!r}", value)
     for what in ("objects", "values", "groups"):
@@ -183,12 +192,21 @@ def collect(
     return apart(tensors), notes
 
 
+def meetings_of(model: nn.Module) -> Meetings | None:
+    """The meetings of a compiled module's replicas, if it has any."""
+    return model._meetings if isinstance(model, CompiledModule) else None
+
+
 def progress(model: nn.Module) -> dict[str, Any] | None:
     """The progress of a compiled module, from which random ops continue."""
     if not isinstance(model, CompiledModule):
         return None
     _ = model.plan  # raises PlanError where there is none
-    return {"steps": model._steps, "seeds": torch.get_rng_state()}
+    return {
+        "steps": model._steps,
+        "seeds": torch.get_rng_state(),
+        "loss_scale": model._scaler.state(),
+    }
 
 
 def catch_up(model: nn.Module, optimizer: Optimizer) -> None:

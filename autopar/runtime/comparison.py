@@ -8,6 +8,7 @@ the store those who wait can say whom they wait for.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -33,10 +34,11 @@ class Comparison:
 
     Args:
         timeout_seconds: seconds that a call waits for the other ranks; None for the timeout of the store.
+        ranks: global numbers of the ranks that compare, in order; by default all.
     """
 
-    def __init__(self, timeout_seconds: float | None) -> None:
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, timeout_seconds: float | None, ranks: Sequence[int] | None = None) -> None:
+        self._timeout_seconds, self._ranks = timeout_seconds, ranks
         self._name = ""
         self._times = 0
 
@@ -54,7 +56,7 @@ class Comparison:
             remedy: what to do where a rank does not come.
             kind: kind of the text, which all ranks share.
         """
-        if not dist.is_initialized() or dist.get_world_size() == 1 or _is_alone():
+        if not dist.is_initialized() or len(self._others()) == 1 or _is_alone():
             return [text]
         if not self._name:
             self._name = _new_name()
@@ -68,10 +70,10 @@ class Comparison:
         # Whoever is here has been given all texts of the time before.
         for ending in ("", _WHY):
             store.delete_key(self._keys(self._times - 1)[own] + ending)
-        said = [store.get(key).decode().partition("\n") for key in keys]
+        said = [store.get(key).decode().partition("\n") for key in keys.values()]
         if len({found for found, _, _ in said}) > 1:
             whys = "; ".join(
-                f"rank {rank}: {store.get(key + _WHY).decode()}" for rank, key in enumerate(keys)
+                f"rank {rank}: {store.get(key + _WHY).decode()}" for rank, key in keys.items()
             )
             raise StepError(f"The ranks are at different places of the program. {whys}")
         return [found for _, _, found in said]
@@ -85,7 +87,7 @@ class Comparison:
             return {}
         try:
             store, keys = self._store(), self._keys(self._times + 1)
-            found = [rank for rank, key in enumerate(keys) if store.check([key])]
+            found = [rank for rank, key in keys.items() if store.check([key])]
             return {rank: store.get(keys[rank] + _WHY).decode() for rank in found}
         except RuntimeError as error:
             log.debug("The store of the process group does not answer: %s", error)
@@ -94,11 +96,15 @@ class Comparison:
     def _store(self) -> dist.Store:
         return dist.PrefixStore(self._name, _torch.default_store())
 
-    def _keys(self, times: int) -> list[str]:
-        """The key of every rank's text in a comparison, counted from one."""
-        return [f"{times}/{rank}" for rank in range(dist.get_world_size())]
+    def _others(self) -> Sequence[int]:
+        """The ranks that compare, this one among them."""
+        return self._ranks or range(dist.get_world_size())
 
-    def _wait(self, store: dist.Store, keys: list[str], why: str, remedy: str) -> None:
+    def _keys(self, times: int) -> dict[int, str]:
+        """Rank -> the key of its text in a comparison, counted from one."""
+        return {rank: f"{times}/{rank}" for rank in self._others()}
+
+    def _wait(self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str) -> None:
         limit = self._timeout_seconds or _torch.store_seconds(_torch.default_store())
         patience = min(_PATIENCE_SECONDS, limit)
         missing = _missing(store, keys, patience)
@@ -126,10 +132,10 @@ def _new_name() -> str:
     return name[0]
 
 
-def _missing(store: dist.Store, keys: list[str], seconds: float) -> list[int]:
+def _missing(store: dist.Store, keys: Mapping[int, str], seconds: float) -> list[int]:
     """The ranks whose keys are not there when the time is over."""
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        store.wait(list(keys.values()), timedelta(seconds=seconds))
     except RuntimeError:  # what a store raises for a wait that took too long
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return [rank for rank, key in keys.items() if not store.check([key])]
     return []

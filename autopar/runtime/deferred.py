@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar import _torch
 from autopar.errors import StepError
+from autopar.runtime.gradients import gradients_of
 
 
 def with_deferred_gradients(
@@ -32,15 +33,7 @@ def with_deferred_gradients(
     The backward of the results raises StepError where a gradient arrives at another result than the loss, and where it
     runs a second time.
     """
-    before = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    try:
-        results = run()
-        gradients = [p.grad for p in parameters]
-    finally:
-        for p, gradient in zip(parameters, before, strict=True):
-            p.grad = gradient
+    results, gradients = gradients_of(run, parameters)
     used = [i for i, gradient in enumerate(gradients) if gradient is not None]
     handed_out: tuple[Tensor, ...] = _HandOut.apply(
         [gradients[i] for i in used], len(results), *results, *(parameters[i] for i in used)

@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 
 from autopar.passes.group_gathers import Chain, find_entries, group_gathers
 from autopar.runtime.gather import route_of
+from autopar.runtime.hops import Route, signature, transposed
 from autopar.runtime.parameters import overlapping_bytes
-from autopar.runtime.transfer import Route, Transfer, signature, transposed, travel
+from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 
 

@@ -22,12 +22,13 @@ from autopar.program.program import Program
 from autopar.runtime.compiled import Executor
 from autopar.runtime.failing_op import naming_line
 from autopar.runtime.gather import Gathers
+from autopar.runtime.hops import Hop
 from autopar.runtime.parameters import ParameterStore, Residents
 from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
 from autopar.runtime.results import StepResults, joined
 from autopar.runtime.saved import SlicedSaves, converter, install_notes
-from autopar.runtime.transfer import Hop, Transfer, finish_sum, start_sum
+from autopar.runtime.transfer import Transfer, finish_sum, start_sum
 from autopar.runtime.world import World
 
 
@@ -201,7 +202,12 @@ class BoundProgram:
             program, store, model, seeds=seeds, bucket_bytes=bucket_bytes, executor=executor
         )
 
-    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]]) -> StepResults:
+    def step(
+        self,
+        batch: Sequence[list[Tensor]],
+        shares: Sequence[Sequence[float]],
+        scale: float = 1.0,
+    ) -> StepResults:
         """Runs forward and backward of every micro-batch. Gradients are left as `backward()` leaves them.
 
         Returns the loss of the whole batch, and this rank's part of the extra results. With autograd off there is no
@@ -211,6 +217,7 @@ class BoundProgram:
             batch: this rank's inputs, for every micro-batch.
             shares: weight of each micro-batch in each result, the loss last; empty for a result that is no weighted
                 sum over micro-batches, such as one with a row for every sample.
+            scale: number that backward begins with; gradients are left multiplied by it.
         """
         self._runner.begin()
         loss, pieces = torch.zeros(()), list[Sequence[Tensor]]()
@@ -222,7 +229,7 @@ class BoundProgram:
             is_last = number == len(batch) - 1
             if torch.is_grad_enabled():
                 self._runner.begin_backward(last=is_last)
-                part.backward(torch.full_like(part, share))
+                part.backward(torch.full_like(part, share * scale))
             total = sum_over(loss, self._runner.loss_axes, self.world) if is_last else None
             if torch.is_grad_enabled():
                 self._runner.end_backward()

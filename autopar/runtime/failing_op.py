@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
+import types
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,6 +19,7 @@ from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, PeerError
 from autopar.units import format_bytes
 
+GENERATED = "<eval_with_key>"  # how torch.fx names the files of generated code
 _NO_MEMORY = (
     "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a RuntimeError
 )
@@ -72,12 +74,22 @@ def _failed_node(error: BaseException) -> fx.Node | None:
     """The node of the innermost graph that was running, by the line of its code; None in compiled code."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, fx.GraphModule) and frame.f_code.co_filename.startswith(
-            "<eval_with_key>"
-        ):
+        module = graph_of(frame)
+        if module is not None:
             text = traceback.StackSummary.extract([(frame, line)])[0].line or ""
-            name = re.match(r"\w+", text)
-            nodes = {node.name: node for node in module.graph.nodes}
-            found = nodes.get(name[0]) if name else None
+            found = node_of_line(module, text)
     return found
+
+
+def graph_of(frame: types.FrameType) -> fx.GraphModule | None:
+    """The graph whose generated code a frame runs; None of any other frame."""
+    module = frame.f_locals.get("self")
+    is_generated = frame.f_code.co_filename.startswith(GENERATED)
+    return module if is_generated and isinstance(module, fx.GraphModule) else None
+
+
+def node_of_line(module: fx.GraphModule, line: str) -> fx.Node | None:
+    """The node that a line of a graph's generated code runs."""
+    name = re.match(r"\w+", line)
+    nodes = {node.name: node for node in module.graph.nodes}
+    return nodes.get(name[0]) if name else None

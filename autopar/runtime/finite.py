@@ -58,15 +58,15 @@ def about_loss(
         inputs: names and values of the batch on this rank; None where a later step has taken their place.
         parameters: names and values of the parameters; of a DTensor, the part of this rank.
     """
-    cause = _described("input", inputs or ()) or _described("parameter", parameters)
+    cause = described("input", inputs or ()) or described("parameter", parameters)
     remedy = (
         "Mend the data, or leave such batches out."
         if cause.startswith("input")
         else "An earlier update made it so: lower the learning rate, or clip (model.clip_grad_norm_)."
         if cause
         else f"{_finite_words(step, inputs is not None)}: look for a division by zero, the "
-        "logarithm or root of zero, or an overflow in half precision (run the model alone under "
-        "torch.autograd.set_detect_anomaly(True))."
+        "logarithm or root of zero, or an overflow in half precision (autopar.find_nan(model, *batch) names "
+        "the op)."
     )
     said = f"{cause[:1].upper()}{cause[1:]}{remedy}"
     return f"The loss of step {step} is NaN or infinite, and so are its gradients. {said}"
@@ -81,7 +81,7 @@ def _finite_words(step: int, are_known: bool) -> str:
     )
 
 
-def _described(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+def described(kind: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """`input x of shape [8, 16] holds 1 value that is NaN or infinite, the first at [2, 3]. `; "" if none does."""
     for name, given in tensors:
         x = _torch.local_tensor(given).detach()

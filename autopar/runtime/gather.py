@@ -1,4 +1,7 @@
-"""ZeRO-3 inside a step: parameters gathered around their use, and again in backward.
+"""ZeRO-3 and ZeRO-Infinity inside a step: parameters gathered around their use, and again in backward.
+
+A parameter that lies in another tier during a step is brought to the device by the same groups, before it is gathered
+or, where it is used as it lies, in place of that; its gradient is reduced and taken back there.
 
 [Note: gathered again] Autograd would keep a gathered parameter from its use in forward to its use in
 backward. While the forward runs, saved-tensor hooks replace every saved tensor that lies in the storage of
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,17 +25,11 @@ from torch import Tensor, fx, nn
 from autopar import _torch
 from autopar.ir import Mesh
 from autopar.ops.collectives import Collective, result_shape
+from autopar.ops.moves import is_move
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
+from autopar.runtime.hops import Hop, Route, cast, moving, signature, transposed
 from autopar.runtime.parameters import overlapping_bytes
-from autopar.runtime.transfer import (
-    Hop,
-    Route,
-    Transfer,
-    cast,
-    signature,
-    transposed,
-    travel,
-)
+from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 
 _MOST_UNDER_WAY = 2  # reductions in flight; each keeps the full gradients of a group
@@ -150,7 +147,7 @@ class Gathers:
         _, call, position = self._saved.get(_torch.storage_key(x), (None, None, 0))
         if call is None or x.is_conj() or x.is_neg():  # of which strides do not tell all
             return x
-        call.is_saved = True
+        call.saved.add(position)
         offset = int(x.storage_offset())
         return _Handle(call, position, x.dtype, tuple(x.shape), x.stride(), offset)
 
@@ -159,7 +156,7 @@ class Gathers:
     def start_previous(self, call: _Call) -> None:
         """Starts the gather that backward will need after this one."""
         for earlier in reversed(call.run[: call.run.index(call)]):
-            if earlier.is_saved:
+            if earlier.saved:
                 earlier.start_again()
                 return
 
@@ -210,7 +207,11 @@ class GatherGroup(nn.Module):
 
 
 class _Call:
-    """One gather of a group in forward, which can be made again in backward."""
+    """One gather of a group in forward, which can be made again in backward.
+
+    Attributes:
+        saved: positions of the parameters that backward needs, which alone are gathered again.
+    """
 
     def __init__(
         self,
@@ -222,17 +223,19 @@ class _Call:
     ) -> None:
         self.owner, self.group, self.shards = owner, group, shards
         self.run = run  # all gathers of the same forward, of which several may be in flight
-        self.is_saved, self.in_step = False, owner.in_step
+        self.saved: set[int] = set()
+        self.in_step = owner.in_step
         self._ahead = ahead
-        self._again: Transfer | None = None
-        self._values: list[Tensor] | None = None
+        self._again: tuple[list[int], Transfer] | None = None
+        self._values: dict[int, Tensor] | None = None
 
-    def _start(self) -> Transfer:
-        return Transfer(self.group.routes, self.shards, self.owner.world)
+    def _start(self, positions: Sequence[int]) -> Transfer:
+        routes = [self.group.routes[i] for i in positions]
+        return Transfer(routes, [self.shards[i] for i in positions], self.owner.world)
 
     def gather(self) -> list[Tensor]:
         """The full parameters, for forward."""
-        transfer, self._ahead = self._ahead or self._start(), None
+        transfer, self._ahead = self._ahead or self._start(range(len(self.shards))), None
         values = transfer.wait()
         self.owner.opened(self, values)
         return values
@@ -240,20 +243,22 @@ class _Call:
     def start_again(self) -> None:
         """Starts the gather for backward."""
         if self._again is None and self._values is None:
-            self._again = self._start()
+            wanted = sorted(self.saved)
+            self._again = wanted, self._start(wanted)
 
     def restore(self, position: int) -> Tensor:
         """A full parameter, for backward."""
         if self._values is None:
             self.start_again()
             assert self._again is not None
-            self._values, self._again = self._again.wait(), None
+            (wanted, transfer), self._again = self._again, None
+            self._values = dict(zip(wanted, transfer.wait(), strict=True))
             self.owner.start_previous(self)
         return self._values[position]
 
     def release(self) -> None:
         """Frees what was gathered for backward; the uses of every member are behind."""
-        self.is_saved, self._values, self._again = False, None, None
+        self.saved, self._values, self._again = set(), None, None
 
 
 @dataclass(frozen=True)
@@ -322,6 +327,9 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
     before = viewed = shape
     for node in chain.nodes:
         found = Collective.of(node)
+        if is_move(node):
+            hops += moving(shape, node.args[1], "device")  # type: ignore[arg-type]
+            continue
         if found is None:
             viewed = tuple(node.args[1])  # type: ignore[arg-type]
             continue
@@ -342,14 +350,4 @@ def route_of(chain: Chain, shape: tuple[int, ...], mesh: Mesh) -> Route:
 
 def _ending(hop: Hop, shape: tuple[int, ...]) -> Hop:
     """The hop with another shape after it."""
-    return Hop(
-        hop.name,
-        hop.backward,
-        hop.dims,
-        hop.axis,
-        hop.size,
-        hop.before,
-        hop.viewed,
-        hop.result,
-        shape,
-    )
+    return replace(hop, after=shape)

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.results import loss_first
+from autopar.capture.rows import rows_of_replica
 from autopar.capture.structure import Structure
 from autopar.errors import AutoparError, CaptureError, NoLossError, PeerError, PlanError, StepError
 from autopar.ir import Plan
@@ -41,13 +43,14 @@ from autopar.runtime.inputs import (
     shape_words,
 )
 from autopar.runtime.kept_programs import KeptPrograms, ReadyProgram, release
+from autopar.runtime.loss_scale import LossScaler
 from autopar.runtime.maker import ProgramMaker, ProgramRequest, Programs
+from autopar.runtime.meetings import Meetings
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.part import as_stored
 from autopar.runtime.parts import shapes_of_whole, whole_or_own
 from autopar.runtime.pipeline import BoundPipeline
 from autopar.runtime.placement import Placement
-from autopar.runtime.processes import world_size
 from autopar.runtime.recaptures import Recaptures
 from autopar.runtime.results import delivered
 from autopar.runtime.seeds import Seeds, draw_alike
@@ -87,14 +90,19 @@ class CompiledModule(nn.Module):
         self._micro_batches = settings.micro_batches
         self._returns_loss = settings.returns_loss  # until a capture shows that it does not
         self._kept = KeptPrograms()
-        self._comparison = Comparison(settings.timeout_seconds)
-        self._shapes = BatchShapes(settings.batch, self._comparison)
+        replicas = settings.replicas
+        self._comparison = Comparison(
+            settings.timeout_seconds, replicas.ranks if replicas else None
+        )
+        self._shapes = BatchShapes(settings.batch, self._comparison, settings.batch_ranks)
+        self._meetings: Meetings | None = None  # of replicas, once there is a plan
         self._recaptures = Recaptures(self._comparison)
         self._seeds = Seeds()
         self._steps = 0
         self._clock = StepClock()
         self._finite = FiniteLoss()
         self._skipping = Skipping(model, settings.skip_nonfinite)
+        self._scaler = LossScaler(settings.loss_scaling)
         self._unread = ""  # why parameters have no values
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -124,15 +132,20 @@ class CompiledModule(nn.Module):
             whole batch, too, whole on every rank, or with outputs="dtensor" split as the plan has them
             (docs/training.md). A mean over what a mask leaves is a mean over the
             whole batch; a loss that is neither a mean, a sum nor a ratio of sums over rows is the mean of the
-            micro-batches' losses, with a warning.
+            micro-batches' losses, with a warning. Of replicas that meet every so many steps (docs/local_steps.md)
+            each gets the results of its own rows.
 
         Raises StepError where the ranks give other shapes or values, or none, and for an extra result that several
         micro-batches do not give; PeerError if another rank died or hangs.
         """
-        arguments = Arguments.of(batch, kwargs)
+        arguments = self._rows_of_step(Arguments.of(batch, kwargs))
         ready = self._program(arguments, is_step=True)
+        if self._meetings is not None:
+            self._meetings.hold_if_due()
         self._skipping.begin(ready.bound.program)
         results = self._step(ready, arguments)
+        if self._meetings is not None and torch.is_grad_enabled():
+            self._meetings.count_step(list(ready.bound.program.mutated.values()))
         self._skipping.end(results[-1], lambda: self._gradient_norm(torch.inf))
         return loss_first(unflatten_outputs(ready.bound.program, results))
 
@@ -149,7 +162,10 @@ class CompiledModule(nn.Module):
             with self._as_captured(), naming_plan(lambda: self._planner.predicted(self.plan)):
                 self._seeds.draw(bound.program, bound.world)
                 shares = step_shares(bound.program, parts, self._original, bound.world)
-                found = bound.step(parts, shares)
+                found = self._scaler.step(
+                    partial(bound.step, parts, shares), self._trained(),
+                    lambda: self._gradient_norm(torch.inf),
+                )  # fmt: skip
                 results = delivered(
                     bound.program, found, bound.world, micro_batches=ready.count,
                     as_dtensors=self._settings.outputs == "dtensor",
@@ -172,7 +188,7 @@ class CompiledModule(nn.Module):
         names = [spec.name for spec in bound.program.inputs]
         inputs = zip(names, arguments.tensors, strict=True) if step == self._steps else None
         message = about_loss(step, inputs, self._original.named_parameters())
-        if self._settings.batch == "local":
+        if self._settings.batch == "local" or self._settings.replicas is not None:
             warnings.warn(message, stacklevel=4)
         else:
             warn_together(message, stacklevel=4)
@@ -187,6 +203,11 @@ class CompiledModule(nn.Module):
         Raises StepError through pipeline stages with autograd on, where the model does not return its loss.
         """
         arguments = Arguments.of(args, kwargs)
+        if self._settings.replicas is not None and torch.is_grad_enabled():
+            raise StepError(
+                "model(...) was called with autograd on, and replicas that meet every so many steps count the calls of "
+                "step. Call it under torch.no_grad(), or train with model.step(*batch)."
+            )
         if self._trains_in_parts():
             try:
                 return self._differentiable_step(arguments)
@@ -208,6 +229,7 @@ class CompiledModule(nn.Module):
             )
         arguments = self._as_cut(ready, arguments)
         inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
+        self._scaler.warn_of_forward()
         try:
             with self._as_captured():
                 self._seeds.draw(bound.program, bound.world)
@@ -252,11 +274,14 @@ class CompiledModule(nn.Module):
     def _differentiable_step(self, arguments: Arguments) -> Any:
         """The results of a step whose gradients wait for the backward of the loss."""
         ready = self._program(arguments, is_step=True)
-        trained = [p for p in self._original.parameters() if p.requires_grad]
-        results = with_deferred_gradients(lambda: self._step(ready, arguments), trained)
+        results = with_deferred_gradients(lambda: self._step(ready, arguments), self._trained())
         if ready.bound.program.has_more:
             return LossAlone(results[-1])
         return loss_first(unflatten_outputs(ready.bound.program, results))
+
+    def _trained(self) -> list[nn.Parameter]:
+        """The trained parameters that this rank holds."""
+        return [p for p in self._original.parameters() if p.requires_grad]
 
     def _as_cut(self, ready: ReadyProgram, arguments: Arguments) -> Arguments:
         """The arguments as the program can cut them."""
@@ -269,8 +294,26 @@ class CompiledModule(nn.Module):
         arguments = Arguments.of(batch, kwargs)
         self._shapes.compare(arguments, "")
         if self._settings.batch == "local":
-            arguments = arguments.of_shapes(shapes_of_whole(arguments, world_size()))
-        self._add(arguments, is_step=True)
+            arguments = arguments.of_shapes(shapes_of_whole(arguments, self._settings.batch_ranks))
+        self._add(self._rows_of_step(arguments), is_step=True)
+
+    def _rows_of_step(self, arguments: Arguments) -> Arguments:
+        """The rows of a step that this rank's replica trains on; all where there are no replicas."""
+        replicas = self._settings.replicas
+        if replicas is None or self._settings.batch == "local":
+            return arguments
+        count = replicas.meeting.replicas
+        own = rows_of_replica(arguments.tensors, replicas.number, count)
+        return replace(arguments, tensors=tuple(own))
+
+    def meet(self) -> None:
+        """Lets replicas meet now, before the step at which they would; every rank calls it.
+
+        All of them then have the same parameters (docs/local_steps.md). Without replicas, or where they have met since
+        the last step, it does nothing. Raises PeerError if another rank died or hangs.
+        """
+        if self._meetings is not None:
+            self._meetings.hold()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm over the whole model is at most `max_norm`.
@@ -340,6 +383,11 @@ class CompiledModule(nn.Module):
         model = self._original
         refuse_hooks(self._hooked or backward_hooks(model))
         replaced = self._placement.forget_replaced()
+        if replaced and self._meetings is not None:
+            raise StepError(
+                f"The parameter {replaced[0]} was replaced by another, which replicas that meet every so many steps do "
+                "not follow. Copy the values into it (with torch.no_grad(): parameter.copy_(...)), or compile again."
+            )
         if replaced:
             self._kept.clear()
         with _lasting():
@@ -441,6 +489,10 @@ class CompiledModule(nn.Module):
         """Puts the model to rest as its first program has it."""
         self._placement.place(programs, self._planner.world())
         self._plan = programs.whole.plan
+        store, replicas = self._placement.store, self._settings.replicas
+        if replicas is not None and store is not None:
+            bucket_bytes = self._settings.bucket_bytes
+            self._meetings = Meetings(replicas, store, self._original, bucket_bytes=bucket_bytes)
         if self._settings.weights is not None:
             self._unread = f"The weights at {self._settings.weights.path} were not read to the end"
             self.load_weights(self._settings.weights.path)
@@ -459,6 +511,8 @@ class CompiledModule(nn.Module):
         _ = self.plan
         read_weights(self, path)
         self._unread = ""
+        if self._meetings is not None:
+            self._meetings.begin_again()
 
     def export(self, folder: PathLike) -> None:
         """Writes plain weights, as a single device has them, to a folder that all ranks see.
@@ -471,6 +525,8 @@ class CompiledModule(nn.Module):
         PeerError if another rank died or hangs.
         """
         _ = self.plan
+        if self._meetings is not None:
+            self._meetings.require("Exporting weights")
         write_weights(self, folder, original=self._original)
 
     # --- what was chosen
@@ -487,8 +543,15 @@ class CompiledModule(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps skipped because their loss or gradients were not finite, with `skip_nonfinite=True`."""
-        return self._skipping.count
+        """The number of steps skipped: those that overflowed under a loss scale and, with `skip_nonfinite=True`, those
+        whose loss or gradients were not finite.
+        """
+        return self._skipping.count + self._scaler.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The number that the backward of the next step begins with; 1.0 where the loss is not scaled."""
+        return self._scaler.scale
 
     @property
     def has_stages(self) -> bool:
@@ -517,8 +580,11 @@ class CompiledModule(nn.Module):
         """The model's own state dict; parameters are DTensors where there are process groups.
 
         With pipeline stages, that of the stages on this rank: those of all ranks make up the model's, which
-        is how torch.distributed.checkpoint takes them.
+        is how torch.distributed.checkpoint takes them. Of replicas that meet every so many steps only after a meeting:
+        StepError where they differ.
         """
+        if self._meetings is not None:
+            self._meetings.refuse_differences("A state dict")
         state = self._original.state_dict(*args, **kwargs)
         return self._placement.part.only_own(state, kwargs.get("prefix", ""))
 
@@ -532,7 +598,10 @@ class CompiledModule(nn.Module):
         given, *rest = args or (kwargs.pop("state_dict"),)
         present = self._original.state_dict()
         own = self._placement.part.completed(as_stored(given, present), present)
-        return self._original.load_state_dict(own, *rest, **kwargs)
+        found = self._original.load_state_dict(own, *rest, **kwargs)
+        if self._meetings is not None:
+            self._meetings.begin_again()
+        return found
 
     def __getattr__(self, name: str) -> Any:
         try:

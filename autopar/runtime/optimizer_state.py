@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.block_states import formats_here
 
@@ -80,8 +81,7 @@ def placed_like(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
     room = empty_like(parameter, key, value.shape, value.dtype)
     if not isinstance(room, DTensor):
         return value.clone()
-    whole = value.to(room.device)
-    return distribute_tensor(whole, room.device_mesh, room.placements, src_data_rank=None)
+    return _torch.cut_like(value, room)
 
 
 def plain_groups(

@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir import WHOLE, Layout, R
 from autopar.program.program import TensorSpec
+from autopar.runtime.hops import route
 from autopar.runtime.parameters import placements
-from autopar.runtime.transfer import route, travel
+from autopar.runtime.transfer import travel
 from autopar.runtime.world import World
 
 

@@ -11,6 +11,8 @@ mixed-precision policy, in the policy's element type:
                               before it is gathered, and what is stored in another tier, which is moved to
                               the device after it was cast and before it is gathered
 
+The leaf of a parameter whose resident layout is in another tier lies there, too; `gather.py` brings it to the device.
+
 Gradients accumulate in a leaf in the element type that they are reduced in, and land in `.grad` of the
 parameter in its own.
 """
@@ -26,19 +28,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar import _torch
 from autopar.errors import CaptureError
-from autopar.ir import Layout, ParameterPlan, R, Tier, V, local_shape
+from autopar.ir import Layout, ParameterPlan, R, State, Tier, V, local_shape
+from autopar.ir.tier import is_farther
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
-from autopar.runtime.transfer import (
-    Route,
-    Transfer,
-    arrival,
-    cast,
-    route,
-    signature,
-    transposed,
-    travel,
-)
+from autopar.runtime.hops import Hop, Route, cast, moving, route, signature, transposed
+from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 
 _FEWEST_BUCKETS = 4
@@ -47,8 +42,14 @@ _SMALLEST_BUCKET_BYTES = 2**20  # as the first bucket of torch's DistributedData
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
     """DTensor's words for a storage layout."""
-    assert all(state.kind in "RS" for state in layout), layout
-    return tuple(Shard(state.dim) if state.kind == "S" else Replicate() for state in layout)
+    return tuple(map(_placement, layout))
+
+
+def _placement(state: State) -> Placement:
+    assert state.kind in "RSO", state
+    if state.kind == "O":
+        return _torch.Owned(state.owner)
+    return Shard(state.dim) if state.kind == "S" else Replicate()
 
 
 @dataclass
@@ -131,19 +132,27 @@ class ParameterStore:
         local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
         if how.tier != "device":
             local = self.world.tiers.keep(own, how.tier)
-        self._swap(parameter, local, spec, storage)
+        self._swap(parameter, local, spec, how)
         self.kept[spec.name] = ParameterAtRest(
             spec, parameter, storage, how.tier, gathered, full, part
         )
 
     def _swap(
-        self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, storage: Layout
+        self, parameter: nn.Parameter, local: Tensor, spec: TensorSpec, how: ParameterPlan
     ) -> None:
         stored: Tensor = local
         if self.world.device_mesh is not None:
-            stored = _torch.dtensor(local, self.world.device_mesh, placements(storage), spec.shape)
+            stored = _torch.dtensor(
+                local, self.world.device_mesh, placements(how.storage), spec.shape
+            )
         parameter.grad = None
+        if stored is local and parameter.device == local.device and parameter.dtype == local.dtype:
+            # Unlike a swap, that is possible while something holds on to it, as an earlier capture does.
+            parameter.data = local
+            return
         new = nn.Parameter(stored, requires_grad=parameter.requires_grad)
+        if how.tier == "nvme":
+            _torch.make_states_by(self.world.tiers.empty_in_file, new)
         try:
             torch.utils.swap_tensors(parameter, new)
         except RuntimeError as error:
@@ -194,26 +203,36 @@ class Residents:
         self._routes = routes
         self.returns = [transposed(hops) for hops in routes]
         self._moving = [i for i, hops in enumerate(routes) if signature(hops)]
-        self._batches = batches(
-            self._moving, [signature(r) for r in routes], [k.local for k in self.kept], bucket_bytes
-        )
+        whole = [  # of a rank that holds something: all ranks need the same batches
+            torch.empty(hops[0].before if hops else (), dtype=kept.local.dtype, device="meta")
+            for hops, kept in zip(routes, self.kept, strict=True)
+        ]
+        self._batches = batches(self._moving, [signature(r) for r in routes], whole, bucket_bytes)
         self.leaves: list[Tensor] = [torch.empty(0)] * len(self.kept)
         self._sources = [0] * len(self.kept)  # where the shard that a leaf was made of lies
 
     def _route(self, i: int) -> Route:
-        """From the stored shard to the leaf: a cast, a move to the device, and what gathers it.
+        """From the stored shard to the leaf: a cast, moves between tiers, and what gathers it.
 
-        The gradient is cast to the type that it is reduced in first, and to that of the stored shard last.
+        Casts are done no farther away than on the host, and collectives on the device. The gradient is cast to the
+        type that it is reduced in first, and to that of the stored shard last.
         """
         kept, spec = self.kept[i], self.specs[i]
-        hops = route(kept.spec.dims, kept.storage, spec.layout, self.world.mesh)
-        shape, stored = tuple(kept.local.shape), kept.local.dtype
-        if kept.tier != "device":
-            hops = (arrival(shape, kept.tier), *hops)
-        if stored == spec.dtype == spec.gradient_dtype:
-            return hops
-        first = cast(shape, stored, spec.dtype, kept.tier)
-        return (first, *hops, cast(self.shape(i), spec.gradient_dtype, spec.dtype))
+        mesh = self.world.mesh
+        converting = route(kept.spec.dims, kept.storage, spec.layout, mesh, rank=self.world.rank)
+        stored, casts = kept.local.dtype, not kept.local.dtype == spec.dtype == spec.gradient_dtype
+        found = _Way(local_shape(kept.spec.dims, kept.storage, mesh), kept.tier)
+        if casts:
+            found.approach("host")
+            found.take(cast(found.shape, stored, spec.dtype, found.tier))
+        if converting:
+            found.approach("device")
+            found.take(*converting)
+        found.approach(spec.tier)
+        if casts:
+            found.take(cast(found.shape, spec.gradient_dtype, spec.dtype, found.tier))
+        found.withdraw(spec.tier)
+        return found.hops
 
     def shape(self, i: int) -> tuple[int, ...]:
         """Local shape of a leaf."""
@@ -294,6 +313,27 @@ class Residents:
         return Transfer(
             [self._routes[i] for i in batch], [self.kept[i].local for i in batch], self.world
         )
+
+
+class _Way:
+    """A route as it is put together, and where it has led so far."""
+
+    def __init__(self, shape: tuple[int, ...], tier: Tier) -> None:
+        self.hops: Route = ()
+        self.shape, self.tier = shape, tier
+
+    def take(self, *hops: Hop) -> None:
+        """Adds hops that stay in a tier."""
+        self.hops, self.shape = (*self.hops, *hops), hops[-1].after
+
+    def approach(self, tier: Tier) -> None:
+        """Adds the moves to a tier that is nearer to the device, if it is."""
+        if is_farther(self.tier, tier):
+            self.hops, self.tier = (*self.hops, *moving(self.shape, self.tier, tier)), tier
+
+    def withdraw(self, tier: Tier) -> None:
+        """Adds the moves to a tier that is farther from the device, if it is."""
+        self.hops, self.tier = (*self.hops, *moving(self.shape, self.tier, tier)), tier
 
 
 def overlapping_bytes(total_bytes: int, bucket_bytes: int) -> int:

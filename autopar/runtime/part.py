@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar import _torch
 from autopar.ir import Pipeline
@@ -58,7 +58,7 @@ def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[s
     full = [k for k, v in given.items() if isinstance(present.get(k), DTensor)]
     plain = {k: given[k] for k in full if not isinstance(given[k], DTensor)}
     cut = {
-        k: distribute_tensor(v, present[k].device_mesh, present[k].placements, src_data_rank=None)
+        k: _torch.cut_like(v, present[k])
         for k, v in plain.items()
         if isinstance(v, Tensor) and v.shape == present[k].shape
     }

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.capture.rows import have_rows
 from autopar.program.program import Program
 from autopar.runtime.inputs import Arguments, Shape, part_shape
-from autopar.runtime.processes import world_size
 from autopar.runtime.together import Together
 from autopar.runtime.world import World
 
@@ -26,12 +26,8 @@ def are_parts(arguments: Arguments) -> list[bool]:
 
     What came as a DTensor is whole.
     """
-    shapes = [shape for i, shape in enumerate(arguments.shapes) if i not in arguments.whole]
-    rows = next((shape[0] for shape in shapes if shape), None)
-    return [
-        i not in arguments.whole and bool(shape) and shape[0] == rows
-        for i, shape in enumerate(arguments.shapes)
-    ]
+    shapes = [() if i in arguments.whole else x for i, x in enumerate(arguments.shapes)]
+    return have_rows(shapes)
 
 
 def shapes_of_whole(arguments: Arguments, ranks: int) -> tuple[Shape, ...]:
@@ -49,7 +45,7 @@ def whole_or_own(
 
     Raises PeerError if another rank does not take part.
     """
-    if world_size() == 1 or _is_cut_alike(program, arguments, micro_batches, world):
+    if world.ranks == 1 or _is_cut_alike(program, arguments, micro_batches, world):
         return arguments
     parts = zip(arguments.tensors, are_parts(arguments), strict=True)
     with Together("Gathering the batch").naming_failures():
@@ -69,6 +65,6 @@ def _gathered(x: Tensor, world: World) -> Tensor:
     """The rows of all ranks, in the order of the ranks."""
     own = x.detach().to(world.device).contiguous()
     as_bytes = own.view(torch.uint8) if own.dtype == torch.bool else own  # Gloo has no bool
-    parts = [torch.empty_like(as_bytes) for _ in range(world_size())]
-    dist.all_gather(parts, as_bytes)
+    parts = [torch.empty_like(as_bytes) for _ in range(world.ranks)]
+    dist.all_gather(parts, as_bytes, group=world.everyone)
     return torch.cat(parts).view(own.dtype)

@@ -22,6 +22,7 @@ from autopar.pipeline.schedules import schedule_class
 from autopar.program.program import Program, TensorSpec, Wire
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import Runner, sum_over
+from autopar.runtime.loss_scale import scaled
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.results import StepResults, joined, spec_of_batch
 from autopar.runtime.shared import SharedParameters
@@ -74,6 +75,7 @@ class BoundPipeline:
         }  # fmt: skip
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
         self._shares: Sequence[float] = ()
+        self._scale = 1.0
         self._extras: dict[int, list[Tensor]] = {}  # of every micro-batch, on the last stage's rank
         self._schedules: dict[bool, Any] = {}  # with a backward, and without: their buffers differ
 
@@ -86,7 +88,12 @@ class BoundPipeline:
 
     # --- a step
 
-    def step(self, batch: Sequence[list[Tensor]], shares: Sequence[Sequence[float]]) -> StepResults:
+    def step(
+        self,
+        batch: Sequence[list[Tensor]],
+        shares: Sequence[Sequence[float]],
+        scale: float = 1.0,
+    ) -> StepResults:
         """Runs forward and backward of all micro-batches. Gradients are left as `backward()` leaves them.
 
         Returns the loss and the extra results of the whole batch. With autograd off there is no backward.
@@ -94,9 +101,10 @@ class BoundPipeline:
         Args:
             batch: this rank's inputs, for every micro-batch.
             shares: weight of each micro-batch in each result, the loss last.
+            scale: number that backward begins with; gradients are left multiplied by it.
         """
         self._begin(batch)
-        self._shares, self._extras = shares[-1], {}
+        self._shares, self._scale, self._extras = shares[-1], scale, {}
         for runner in self._runners.values():
             runner.begin()
         losses = self._run_schedule(batch)
@@ -141,7 +149,7 @@ class BoundPipeline:
 
     def _share_of_loss(self, loss: Tensor, number: Tensor) -> Tensor:
         """What a micro-batch adds to the loss of the batch."""
-        return loss * self._shares[int(number)]
+        return scaled(loss * self._shares[int(number)], self._scale)
 
     def _loss(self, shares: Sequence[Tensor]) -> Tensor:
         """The loss on every rank of the pipeline, of what the last stage's ranks have."""

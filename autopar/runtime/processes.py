@@ -15,8 +15,10 @@ from autopar import _torch, errors
 from autopar.errors import AutoparError, MeshError
 from autopar.ir import (
     PIPELINE_AXIS,
+    Meeting,
     Mesh,
     Plan,
+    mesh_of_all,
 )
 from autopar.runtime.failures import show_failures
 from autopar.runtime.world import World
@@ -55,11 +57,15 @@ def make_world(
     device: torch.device,
     device_mesh: DeviceMesh | None,
     timeout_seconds: float | None = None,
+    meeting: Meeting | None = None,
 ) -> World:
-    """The process groups of the mesh; a single rank without a default group needs none."""
-    known = device_mesh is not None and device_mesh.mesh_dim_names == mesh.names
+    """The process groups of the mesh, and between replicas; a single rank without a default group needs none."""
+    whole = mesh if meeting is None else mesh_of_all(mesh, meeting)
+    known = device_mesh is not None and device_mesh.mesh_dim_names == whole.names
     if not known and dist.is_initialized():
-        device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.names)
+        device_mesh = init_device_mesh(device.type, whole.sizes, mesh_dim_names=whole.names)
+    if meeting is not None:
+        return World.of_replica(mesh, device, device_mesh, meeting)
     if PIPELINE_AXIS in mesh.names:
         assert device_mesh is not None, "check_world has found the ranks of the mesh"
         return World.with_pipeline(mesh, device, device_mesh, timeout_seconds)

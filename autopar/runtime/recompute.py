@@ -89,6 +89,7 @@ class Recomputed(nn.Module):
                 root.add_module(node.name, self._steps[node.name])
                 args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = graph.call_module(node.name, args, kwargs)
+                copies[node].meta = dict(node.meta)  # its line and module, for errors
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         if given or not any(node.op == "output" for node in graph.nodes):

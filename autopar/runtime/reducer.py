@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from autopar import _torch
+from autopar.runtime.hops import signature
 from autopar.runtime.parameters import Residents, batches
-from autopar.runtime.transfer import Transfer, signature
+from autopar.runtime.transfer import Transfer
 
 _MOST_UNDER_WAY = 2  # of buckets that shrink on arrival: more would keep full gradients alive
 
@@ -164,4 +165,6 @@ def _start_shape(hops: Sequence[object], local: Tensor) -> tuple[int, ...]:
 
 
 def _shrinks(names: Sequence[tuple[str, int]]) -> bool:
-    return any(name in ("reduce_scatter", "shard") for name, _ in names)
+    """Whether gradients become smaller on the way, if on the ranks alone that do not own them."""
+    kinds = {name.partition(" ")[0] for name, _ in names}
+    return not kinds.isdisjoint(("reduce_scatter", "shard", "reduce", "keep"))

@@ -18,8 +18,9 @@ from torch import Tensor
 from autopar.analysis.extras import Extra, Rows
 from autopar.ir import Layout, Mesh, R, State
 from autopar.program.program import Program, TensorSpec
+from autopar.runtime.hops import route
 from autopar.runtime.outputs import as_dtensor
-from autopar.runtime.transfer import route, travel
+from autopar.runtime.transfer import travel
 from autopar.runtime.world import World
 
 

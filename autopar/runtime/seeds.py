@@ -13,6 +13,8 @@ import torch.distributed as dist
 from autopar.program.program import Program
 from autopar.runtime.world import World
 
+_REPLICA_STRIDE = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio (Knuth, volume 3, section 6.4)
+
 
 class Seeds:
     """Draws one seed for every step and forward that has random ops.
@@ -30,8 +32,10 @@ class Seeds:
         A program without random ops draws none, and no rank waits for the first.
         """
         if program.is_random:
-            own = int(torch.randint(2**62, ()))
-            self.generator.manual_seed(world.agree(own))
+            own = world.agree(int(torch.randint(2**62, ())))
+            # Replicas whose generators are alike draw other masks all the same, for they have other rows.
+            number = 0 if world.replicas is None else world.replicas.number
+            self.generator.manual_seed((own + number * _REPLICA_STRIDE) % 2**62)
 
 
 def draw_alike(device: torch.device, *more: torch.Generator) -> None:

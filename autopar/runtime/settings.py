@@ -10,7 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.compiled import Executor
 from autopar.runtime.initialise import InitFunction
+from autopar.runtime.loss_scale import LossScaling
+from autopar.runtime.processes import world_size
 from autopar.runtime.weights import WeightFiles
+from autopar.runtime.world import Replicas
 
 Outputs = Literal["local", "dtensor"]
 Batch = Literal["global", "local"]
@@ -36,7 +39,9 @@ class Settings:
         timeout_seconds: how long ranks wait for each other where they compare shapes; None for as long
             as the process group does.
         skip_nonfinite: whether a step whose loss or gradients are not finite leaves no gradients.
+        loss_scaling: how the loss is scaled for backward; None where it is not.
         weights: files of the initial values; None for the model's own.
+        replicas: the place of this rank among replicas that meet every so many steps, if there are any.
     """
 
     micro_batches: int | None
@@ -52,4 +57,11 @@ class Settings:
     has_stages: bool = False
     timeout_seconds: float | None = None
     skip_nonfinite: bool = False
+    loss_scaling: LossScaling | None = None
     weights: WeightFiles | None = None
+    replicas: Replicas | None = None
+
+    @property
+    def batch_ranks(self) -> int:
+        """Number of ranks that train on one batch in step: all, or those of a replica."""
+        return world_size() if self.replicas is None else len(self.replicas.ranks)

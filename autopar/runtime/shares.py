@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from autopar.analysis.objective import Objective
 from autopar.ir import R
 from autopar.program.program import Program
-from autopar.runtime.transfer import route, travel
+from autopar.runtime.hops import route
+from autopar.runtime.transfer import travel
 from autopar.runtime.world import World
 
 

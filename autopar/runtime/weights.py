@@ -298,7 +298,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
         pointer = _local(tensor).untyped_storage().data_ptr()
-        found[name] = tensor.clone() if pointer in seen else tensor
+        found[name] = tensor.clone() if pointer and pointer in seen else tensor  # 0 has no memory
         seen.add(pointer)
     return found
 

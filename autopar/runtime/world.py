@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
 from autopar.errors import PeerError
-from autopar.ir import PIPELINE_AXIS, Mesh, without_pipeline
+from autopar.ir import PIPELINE_AXIS, Meeting, Mesh, mesh_of_all, without_pipeline
 from autopar.ops.collectives import group_name
+from autopar.runtime.files import Files
 from autopar.runtime.tiers import Tiers
 
 
@@ -44,20 +45,45 @@ class Pipe:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """One rank's place among replicas (`autopar.ir.meeting`).
+
+    Attributes:
+        meeting: the plan's replicas, and when they meet.
+        number: number of this rank's replica.
+        ranks: global numbers of the ranks of this replica, in order.
+        across: the ranks that differ from this one in their replica alone, as a mesh of one axis.
+        device_mesh: mesh of all ranks; None for a single rank without process groups.
+        group_name: c10d name of the group of this replica's ranks; "" for a single rank.
+    """
+
+    meeting: Meeting
+    number: int
+    ranks: Sequence[int]
+    across: World
+    device_mesh: DeviceMesh | None
+    group_name: str
+
+
+@dataclass(frozen=True)
 class World:
     """One rank's view of the mesh.
 
     Attributes:
-        mesh: the axes; of this rank's pipeline stages, if there is a pipeline.
+        mesh: the axes; of this rank's pipeline stages, if there is a pipeline, or of its replica.
         device: where this rank computes.
         device_mesh: the process groups; None for a single rank that needs none.
         pipe: the place along the pipeline, if there is one.
+        replicas: the place among replicas, if there are any.
+        files: where this rank keeps tensors of the tier nvme; None where nobody named a folder.
     """
 
     mesh: Mesh
     device: torch.device
     device_mesh: DeviceMesh | None = None
     pipe: Pipe | None = None
+    replicas: Replicas | None = None
+    files: Files | None = None
 
     @classmethod
     def with_pipeline(
@@ -73,6 +99,25 @@ class World:
         pipe = Pipe(rank, device_mesh, _pipeline_group(device_mesh, timeout_seconds))
         return cls(inner, device, device_mesh[inner.names], pipe)
 
+    @classmethod
+    def of_replica(
+        cls, mesh: Mesh, device: torch.device, device_mesh: DeviceMesh | None, meeting: Meeting
+    ) -> World:
+        """The world of one rank of a replica, given the mesh of a replica and the device mesh of all ranks."""
+        line = Mesh(((meeting.axis, meeting.replicas),))
+        if device_mesh is None:
+            across = cls(line, device)
+            return cls(mesh, device, replicas=Replicas(meeting, 0, (0,), across, None, ""))
+        number = device_mesh.get_local_rank(meeting.axis)
+        across = cls(line, device, device_mesh[meeting.axis])
+        rows = device_mesh.mesh.flatten(1).tolist() if device_mesh.ndim > 1 else [[0]]
+        inner = device_mesh[mesh.names] if device_mesh.ndim > 1 else None
+        replicas = Replicas(
+            meeting, number, tuple(rows[number] if inner else (dist.get_rank(),)), across, device_mesh,
+            "" if inner is None else _group_of(inner, rows),
+        )  # fmt: skip
+        return cls(mesh, device, inner, replicas=replicas)
+
     def __post_init__(self) -> None:
         assert self.device_mesh is not None or self.mesh.size == 1, self.mesh
 
@@ -85,10 +130,23 @@ class World:
             rank = rank * size + position
         return rank
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that train on one batch in step."""
+        if self.replicas is not None:
+            return len(self.replicas.ranks)
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The group of these ranks; None for the default group."""
+        name = "" if self.replicas is None else self.replicas.group_name
+        return _torch.resolve_group(name) if name else None
+
     @cached_property
     def tiers(self) -> Tiers:
         """This rank's memories besides the device's."""
-        return Tiers(self.device)
+        return Tiers(self.device, self.files)
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup | None, ...]:
@@ -113,13 +171,18 @@ class World:
     def broadcast(self, x: Tensor) -> None:
         """Overwrites `x` with the first rank's, on all ranks."""
         everyone = self.pipe.device_mesh if self.pipe is not None else self.device_mesh
+        if self.replicas is not None:
+            everyone = self.replicas.device_mesh
         if everyone is not None and everyone.size() > 1:
             dist.broadcast(x, src=int(everyone.mesh.flatten()[0]))
 
     def agree(self, number: int) -> int:
-        """The first rank's number."""
+        """The first rank's number; that of the first rank of this replica, so that none waits for another."""
         agreed = torch.tensor(number, device=self.device)
-        self.broadcast(agreed)
+        if self.replicas is None:
+            self.broadcast(agreed)
+        elif self.ranks > 1:
+            dist.broadcast(agreed, src=self.replicas.ranks[0], group=self.everyone)
         return int(agreed)
 
     def explain(
@@ -135,16 +198,20 @@ class World:
         names = dict(self.group_names)
         if self.pipe is not None:
             names[PIPELINE_AXIS] = self.pipe.group_name
-        axes = [axis for axis, group in names.items() if group == error.group]
         mesh = self.mesh if self.pipe is None else f"{self.mesh} in a pipeline"
+        rank = self.rank
+        if self.replicas is not None:
+            names |= self.replicas.across.group_names
+            mesh, rank = mesh_of_all(self.mesh, self.replicas.meeting), dist.get_rank()
+        axes = [axis for axis, group in names.items() if group == error.group]
         axis = f"axis {axes[0]!r} of {mesh}" if axes else "its group"
         cause = "another rank of that axis died, hangs, or runs another program. Its own error is in its own log."
         if waiting:
             cause = " ".join(
-                f"rank {rank} runs another program. {why}" for rank, why in waiting.items()
+                f"rank {other} runs another program. {why}" for other, why in waiting.items()
             )
         return PeerError(
-            f"{doing} broke in {error.collective} over {axis} on rank {self.rank}: {cause} "
+            f"{doing} broke in {error.collective} over {axis} on rank {rank}: {cause} "
             f"({error.reason or error})",
             collective=error.collective,
             group=error.group,
@@ -163,8 +230,18 @@ def _pipeline_group(device_mesh: DeviceMesh, timeout_seconds: float | None) -> s
     return group_name(own)
 
 
+def _group_of(inner: DeviceMesh, rows: list[list[int]]) -> str:
+    """The group of all ranks of a replica: that of its only axis, or one more."""
+    if inner.ndim == 1:
+        return group_name(inner.get_group())
+    own, _ = dist.new_subgroups_by_enumeration(rows)
+    assert own is not None, "every rank is in a replica"
+    return group_name(own)
+
+
 def set_timeout(world: World, seconds: float) -> None:
-    """Limits the time that a collective of any axis of a stage waits for the other ranks."""
-    for group in world.groups:
+    """Limits the time that a collective of any axis of a stage, or between replicas, waits for the other ranks."""
+    between = () if world.replicas is None else world.replicas.across.groups
+    for group in (*world.groups, *between):
         if group is not None:
             _torch.set_group_timeout(group, seconds)

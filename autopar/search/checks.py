@@ -64,7 +64,7 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
 def _shards_parameters(plan: Plan, recipe: Recipe, position: int) -> bool:
     """Whether a recipe asks for parameters in shards along an axis, and the plan has some there."""
     asks = 0 not in recipe.stages
-    return asks and any(each.storage[position].kind == "S" for each in plan.parameters.values())
+    return asks and any(each.storage[position].kind in "SO" for each in plan.parameters.values())
 
 
 def _about_batch(graph: Graph, axis: str, size: int) -> str:

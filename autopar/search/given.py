@@ -97,7 +97,7 @@ class GivenMesh:
             pins=request.pins, memory_bytes=request.search_bound_bytes,
             micro_batches=request.micro_batches or 1, fingerprint=self.fingerprint,
             fixed_storage=self.fixed_storage, software=request.software,
-            training_state=request.training_state, offloads=bool(request.offload),
+            training_state=request.training_state, tiers=request.tiers,
         )  # fmt: skip
 
     def _priced(self, plan: Plan) -> Planned:

@@ -28,16 +28,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from autopar.ir import Labels, Layout, ParameterPlan, R, State
+from autopar.ir import Labels, Layout, ParameterPlan, R, State, TieredLayout
 from autopar.search.parameters import Strategy, fastest, pareto
 from autopar.search.problem import Assignment, Problem
 from autopar.search.solver import MixedIntegerProgram, Objective
 
-_ByLayout = dict[
-    Layout, list[int]
-]  # layout -> the columns under which a tensor is made, or needed, in it
-_Prices = dict[tuple[Layout, Layout], float | None]
+_ByLayout = dict[Layout, list[int]]  # layout -> the columns under which a tensor is needed in it
+_ByTiered = dict[TieredLayout, list[int]]  # place -> the columns under which a tensor is made there
+_Prices = dict[tuple[TieredLayout, Layout], float | None]
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
@@ -149,26 +149,26 @@ class AxisProgram:
         elif entry.leaf == "input":
             self._convert(index, self._input(index, demands), demands)
         elif entry.leaf == "buffer":
-            self._convert(index, {self.problem.whole: [self._one]}, demands)
+            self._convert(index, {TieredLayout(self.problem.whole): [self._one]}, demands)
         else:
             self._convert(index, self._made(index), demands)
 
     def _demand(self, index: int, position: int) -> _ByLayout:
         """The layouts in which a class needs an operand."""
-        return _by_layout(
+        return _columns(
             (self.problem.layouts(index, labels).operands[position], column)
             for column, labels in self._labels(index)
         )
 
-    def _made(self, index: int) -> _ByLayout:
+    def _made(self, index: int) -> _ByTiered:
         """The layouts in which a tensor is made."""
         maker = self.problem.made[index]
-        return _by_layout(
-            (maker.layout(self.problem.layouts(maker.index, labels).results), column)
+        return _columns(
+            (TieredLayout(maker.layout(self.problem.layouts(maker.index, labels).results)), column)
             for column, labels in self._ops[maker.index].items()
         )
 
-    def _input(self, index: int, demands: list[_ByLayout]) -> _ByLayout:
+    def _input(self, index: int, demands: list[_ByLayout]) -> _ByTiered:
         """An input is taken whole, or as one of its consumers needs it."""
         layouts = {self.problem.whole: None}
         for demand in demands:
@@ -176,15 +176,15 @@ class AxisProgram:
         options = {self.program.binary(preference=1.0): layout for layout in layouts}
         self._choose_one(options)
         self._inputs[index] = options
-        return _by_layout((layout, column) for column, layout in options.items())
+        return _columns((TieredLayout(layout), column) for column, layout in options.items())
 
-    def _parameter(self, index: int, demands: list[_ByLayout]) -> _ByLayout:
-        """The resident layouts of a parameter with several consumers, or none."""
+    def _parameter(self, index: int, demands: list[_ByLayout]) -> _ByTiered:
+        """Where a parameter with several consumers, or none, may be resident."""
         needed = _needed([layout for demand in demands for layout in demand], self.problem)
-        by_resident: dict[Layout, list[Strategy]] = {}
+        by_resident: dict[TieredLayout, list[Strategy]] = {}
         for strategy in self.problem.strategies[index]:
             if self.problem.serves(index, strategy.plan.resident, needed, open_axis=self.axis):
-                by_resident.setdefault(strategy.plan.resident, []).append(strategy)
+                by_resident.setdefault(strategy.plan.in_use, []).append(strategy)
         options = {
             self._strategy(strategy, self.problem.entries[index].count): strategy.plan
             for alike in by_resident.values()
@@ -192,7 +192,7 @@ class AxisProgram:
         }
         self._choose_one(options)
         self._parameters[index] = options
-        return _by_layout((plan.resident, column) for column, plan in options.items())
+        return _columns((plan.in_use, column) for column, plan in options.items())
 
     def _strategy(self, strategy: Strategy, count: int) -> int:
         return self.program.binary(
@@ -209,24 +209,24 @@ class AxisProgram:
                 self._forbid(needing)
             elif len(best) == 1:
                 self._charge(needing, best[0].seconds * count, best[0].bytes * count)
-                self._gather(needing, index, best[0].plan.resident, target)
+                self._gather(needing, index, best[0].plan.in_use, target)
                 options.update(dict.fromkeys(needing, best[0].plan))
             else:
                 columns = {self._strategy(strategy, count): strategy.plan for strategy in best}
                 for column, how in columns.items():
-                    self._gather([column], index, how.resident, target)
+                    self._gather([column], index, how.in_use, target)
                 self.program.row(list(columns), needing, lower=0.0, upper=0.0)
                 options.update(columns)
 
     # Conversions
 
-    def _convert(self, index: int, sources: _ByLayout, demands: list[_ByLayout]) -> None:
+    def _convert(self, index: int, sources: _ByTiered, demands: list[_ByLayout]) -> None:
         groups: dict[Layout, list[_ByLayout]] = {}
         for demand in demands:
             groups.setdefault(self._elsewhere(next(iter(demand))), []).append(demand)
-        delivered: dict[Layout, Layout] = {}
+        delivered: dict[TieredLayout, Layout] = {}
         if self.problem.entries[index].is_output:
-            delivered = {s: self.problem.graph.delivered(s) for s in sources}
+            delivered = {s: self.problem.graph.delivered(s.layout) for s in sources}
             groups.setdefault(self._elsewhere(next(iter(delivered.values()))), [])
         for elsewhere, group in groups.items():
             mine = {s: t for s, t in delivered.items() if self._elsewhere(t) == elsewhere}
@@ -239,9 +239,9 @@ class AxisProgram:
     def _convert_group(
         self,
         index: int,
-        sources: _ByLayout,
+        sources: _ByTiered,
         demands: list[_ByLayout],
-        delivered: dict[Layout, Layout],
+        delivered: dict[TieredLayout, Layout],
     ) -> None:
         targets = list(dict.fromkeys([t for d in demands for t in d] + list(delivered.values())))
         prices = {(s, t): self._price(index, s, t) for s in sources for t in targets}
@@ -260,19 +260,19 @@ class AxisProgram:
             self._flow(index, prices, sources, demands, delivered)
 
     def _pay(
-        self, columns: list[int], index: int, source: Layout, target: Layout, prices: _Prices
+        self, columns: list[int], index: int, source: TieredLayout, target: Layout, prices: _Prices
     ) -> None:
         """Charges a conversion to the columns that lead to it."""
         self._charge(columns, prices[source, target])
         if prices[source, target] is not None:
             self._gather(columns, index, source, target)
 
-    def _price(self, index: int, source: Layout, target: Layout) -> float | None:
+    def _price(self, index: int, source: TieredLayout, target: Layout) -> float | None:
         """Seconds of a conversion, None where a parameter may not be used so."""
         problem = self.problem
         if problem.entries[index].leaf == "parameter":
             needed = _needed([target], problem)
-            if not problem.serves(index, source, needed, mixed=True):
+            if not problem.serves(index, source.layout, needed, mixed=True):
                 return None
         return problem.conversion_seconds(index, source, target)
 
@@ -292,9 +292,9 @@ class AxisProgram:
         self,
         index: int,
         prices: _Prices,
-        sources: _ByLayout,
+        sources: _ByTiered,
         demands: list[_ByLayout],
-        delivered: dict[Layout, Layout],
+        delivered: dict[TieredLayout, Layout],
     ) -> None:
         """Adds the y and z of a group and the rows that tie them to what is made and needed."""
         y = {
@@ -316,7 +316,7 @@ class AxisProgram:
             self.program.row([y[source, target]], sources[source], lower=0.0, upper=math.inf)
 
     def _transport(
-        self, z: dict[tuple[Layout, Layout], int], sources: _ByLayout, demand: _ByLayout
+        self, z: dict[tuple[TieredLayout, Layout], int], sources: _ByTiered, demand: _ByLayout
     ) -> None:
         """What is made in a layout goes somewhere, what is needed in one comes from somewhere."""
         for target, columns in demand.items():
@@ -365,7 +365,7 @@ class AxisProgram:
                 if index in counts:
                     self._note(block, "working", [column], counts[index] * size)
 
-    def _gather(self, columns: list[int], index: int, source: Layout, target: Layout) -> None:
+    def _gather(self, columns: list[int], index: int, source: TieredLayout, target: Layout) -> None:
         """Notes the copies of parameters that a conversion gathers, and their gradients."""
         if self._thrifty and self.problem.entries[index].leaf == "parameter":
             prices = self.problem.prices
@@ -394,10 +394,11 @@ def _needed(layouts: list[Layout], problem: Problem) -> list[frozenset[State]]:
     return [frozenset(layout[a] for layout in layouts) for a in range(len(problem.mesh.axes))]
 
 
-def _by_layout(pairs: Iterable[tuple[Layout, int]]) -> _ByLayout:
-    found: _ByLayout = {}
-    for layout, column in pairs:
-        found.setdefault(layout, []).append(column)
+def _columns(pairs: Iterable[tuple[_K, int]]) -> dict[_K, list[int]]:
+    """The columns that have each key."""
+    found: dict[_K, list[int]] = {}
+    for key, column in pairs:
+        found.setdefault(key, []).append(column)
     return found
 
 

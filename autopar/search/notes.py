@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from autopar.cost_model import Hardware, unruled
 from autopar.ir import Graph, ParameterPlan, Plan, R, State
+from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.pipeline.composed import StepCost
 from autopar.search.recipes import is_model, resolve, split_recipe
@@ -34,6 +36,8 @@ def explain(
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
     """For every axis of the mesh what it splits, and how parameters lie along it."""
+    if plan.mesh.axes == (ALONE,):
+        return []
     return [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
 
 
@@ -125,9 +129,10 @@ def _undivided_line(
             state = plan.parameters[name].storage[axis]
             stored[f"{_any_layer(name)} {'whole' if state == R else f'as {state}'}"] += 1
     able = [op for op in graph.ops if any(c.factor in factors for c in op.choices)]
-    taken = Counter(
-        _any_layer(op.choice(plan.ops[op.name][axis]).factor) or "nothing" for op in able
-    )
+    taken: Counter[str] = Counter()
+    for op in able:
+        factor = _any_layer(op.choice(plan.ops[op.name][axis]).factor) or "nothing"
+        taken[factor] += graph.stands_for.get(op.name, 1)
     instead = ", ".join(f"{name} ({counted(n, 'op')})" for name, n in taken.most_common(3))
     more = f" and {len(stored) - 3} more" if len(stored) > 3 else ""
     lies = (", ".join([*stored][:3]) or "no parameter") + more
@@ -136,10 +141,28 @@ def _undivided_line(
     remedy = f"{above} would be split"
     if not meaning and _is_vocabulary(graph, factors):
         remedy = f"padded to {above} (resize_token_embeddings({above})) it would be split"
+    if inner := _two_axes(graph, factors, parts):
+        remedy += f", or two axes in place of {axis_name} split it with what follows it: {inner}"
     return (
         f"{axis_name}={parts} does not divide {_any_layer(factors[0])} of size {size}{words}: along it lie "
         f"{lies}, and the ops that could split it split {instead}; {remedy}"
     )
+
+
+def _two_axes(graph: Graph, factors: Sequence[str], parts: int) -> str:
+    """Sizes of two axes that split a factor to its end and the next one of its dims, as grouped queries have it."""
+    outer = math.gcd(graph.factors[factors[0]].size, parts)
+    following = {
+        graph.factors[inner].size
+        for tensor in graph.parameters.values()
+        for dim in graph.tensors[tensor].factors
+        for before, inner in itertools.pairwise(dim)
+        if before in factors
+    }
+    splits = outer == graph.factors[factors[0]].size and any(
+        size % (parts // outer) == 0 for size in following
+    )
+    return f"of {outer} and {parts // outer} ranks" if splits and outer < parts else ""
 
 
 def _is_vocabulary(graph: Graph, factors: Sequence[str]) -> bool:
@@ -169,6 +192,8 @@ def _parameter_uses(graph: Graph, plan: Plan, axis: int) -> dict[str, set[State]
 
 
 def _stage(how: ParameterPlan, uses: set[State], axis: int) -> str:
+    if how.storage[axis].kind == "O":
+        return "stored on one rank"
     stage = how.zero_stage(axis)
     if stage == 3:
         return "used as stored" if uses <= {how.storage[axis]} else "ZeRO-3"

@@ -32,6 +32,7 @@ from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
 from autopar.search.pipeline_settings import divisors, searched_chunks
 from autopar.search.recipes import RecipeLike, is_open, recipe_axes
+from autopar.search.replicas import with_meeting
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
@@ -130,13 +131,16 @@ def search_plan(
         fixed_storage: layouts of parameters that are placed already, by name.
 
     Parameters may be stored in the host's memory where no plan fits otherwise, and where that is faster than what
-    fits otherwise (it may spare recomputation); a request may rule both out.
+    fits otherwise (it may spare recomputation); a request may rule both out. They stay there during a step, too, where
+    not even that is enough.
 
     Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
     """
     outer = _Outer(graph, request, captured_micro_batches, fingerprint, fixed_storage)
-    if not request.may_offload or fixed_storage is not None:
+    if fixed_storage is not None or not (request.may_offload or request.offload):
         return outer.run()
+    if request.offload:
+        return outer.or_streaming()
     far = replace(outer, request=request.but(offload=True))
     try:
         found = outer.run()
@@ -179,10 +183,21 @@ class _Outer:
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(best, trial, others, explored)
 
+    def or_streaming(self) -> Searched:
+        """The plan; where none fits, that with parameters on the device for their uses alone."""
+        try:
+            return self.run()
+        except SearchError as error:
+            streaming = replace(self, request=self.request.but(streams=True))
+            try:
+                return streaming.run()
+            except SearchError:
+                raise error from None
+
     def instead_of(self, error: SearchError) -> Searched:
         """The plan where another search found none; its error with that of this search where neither does."""
         try:
-            return self.run()
+            return self.or_streaming()
         except SearchError as other:
             raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
 
@@ -300,7 +315,7 @@ class _Outer:
         found = GivenMesh(
             graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
         ).search()
-        found = with_stores(found, request=asked)
+        found = with_meeting(with_stores(found, request=asked), asked)
         if known is None:
             return found
         others = sorted((*found.others, *known.others), key=lambda each: each.key)

@@ -226,7 +226,7 @@ class _Search:
                 micro_batches=micro_batches, recipe=self.request.inside,
                 pins=self.request.pins, fixed_storage=self.fixed_storage,
                 fingerprint=self.fingerprint, software=self.request.software,
-                training_state=self.request.training_state, offloads=bool(self.request.offload),
+                training_state=self.request.training_state, tiers=self.request.tiers,
             )  # fmt: skip
         return self.inside[micro_batches]
 

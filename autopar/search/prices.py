@@ -19,10 +19,11 @@ from autopar.cost_model import Hardware, Sizes
 from autopar.cost_model.items import COMPUTE, TOUCHED, Holding, Item, Region, TrainingState
 from autopar.cost_model.memory import layers_of_ops
 from autopar.cost_model.nodes import NodePricer
+from autopar.cost_model.owners import busiest_owner
 from autopar.cost_model.pricer import block_labels
 from autopar.cost_model.software import Software
 from autopar.cost_model.step import REGIONS, Run, Step
-from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, R, Tier
+from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, R, Tier, TieredLayout
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import blocks_of_ops, is_whole
 from autopar.search.fold import Fold
@@ -130,19 +131,21 @@ class Prices:
     def __init__(
         self, graph: Graph, mesh: Mesh, fold: Fold, *, sizes: Sizes, hardware: Hardware,
         software: Software, training_state: TrainingState, micro_batches: int,
+        fixed_storage: Mapping[str, ParameterPlan],
     ) -> None:  # fmt: skip
         machine = software.on(hardware)
         links = [machine.link(mesh, axis) for axis in range(len(mesh.axes))]
         self.nodes = NodePricer(
-            graph, sizes=sizes, hardware=machine, links=links, training_state=training_state
-        )
+            graph, sizes=sizes, hardware=machine, links=links, training_state=training_state,
+            position=busiest_owner(graph, fixed_storage, mesh),
+        )  # fmt: skip
         run = Run(micro_batches, training_state=training_state)
         layers = sum(stack.layers for stack in graph.stacks) or 1
         self.step = Step((), (), run, machine, software, layers=layers)
         self.graph, self.fold, self.sizes, self.mesh = graph, fold, sizes, mesh
         self._names = {tensor: name for name, tensor in graph.parameters.items()}
         self._ops: dict[tuple[int, Labels], tuple[Item, ...]] = {}
-        self._conversions: dict[tuple[int, Layout, Layout], tuple[Item, ...]] = {}
+        self._conversions: dict[tuple[int, TieredLayout, Layout], tuple[Item, ...]] = {}
         self._parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
         self._kinds = self._number_kinds()
         self.blocks, self._users = self._find_blocks()
@@ -159,9 +162,9 @@ class Prices:
             self._ops[key] = tuple(replace(item, count=scale * item.count) for item in items)
         return self._ops[key]
 
-    def conversion(self, index: int, source: Layout, target: Layout) -> tuple[Item, ...]:
+    def conversion(self, index: int, source: TieredLayout, target: Layout) -> tuple[Item, ...]:
         """Items of converting one tensor of an entry."""
-        if source == target:
+        if source == TieredLayout(target):
             return ()
         key = (self._kinds[index], source, target)
         if key not in self._conversions:
@@ -199,7 +202,7 @@ class Prices:
 
     # --- what is there for a moment
 
-    def gathered_bytes(self, index: int, source: Layout, target: Layout) -> float:
+    def gathered_bytes(self, index: int, source: TieredLayout, target: Layout) -> float:
         """Copies that the use of one parameter of an entry gathers."""
         name = self.fold.entries[index].names[0]
         return sum(float(h.bytes) for h in self.nodes.gathered(name, source, target, "", ""))

@@ -33,6 +33,7 @@ from autopar.ir import (
     ParameterPlan,
     R,
     State,
+    TieredLayout,
     divides,
     operand_layouts,
     result_layouts,
@@ -41,7 +42,7 @@ from autopar.search.fold import Fold, fold
 from autopar.search.parameters import Strategy, strategies
 from autopar.search.pins import Pins
 from autopar.search.prices import Exposure, Prices, seconds_of
-from autopar.search.recipes import ChoiceFilter, Recipe
+from autopar.search.recipes import ON_DEVICE, ChoiceFilter, Recipe, Tiering
 
 _States = Mapping[State, State]
 
@@ -98,7 +99,7 @@ class Problem:
         strategies: entry of a parameter -> its strategies.
         fixed: entries whose parameter the caller fixed.
         constant_bytes: memory of every plan alike: buffers, and what no tensor can have.
-        offloads: whether any parameter may be stored in the host's memory.
+        tiers: tiers of parameters that no recipe has tiers for.
         exposure: the slopes of a step that the programs charge work at.
         solved: what the programs of single axes gave, by all they depend on; see `autopar.search.axis`.
         priced_entries: all entries but those inside a producer with its collapsed views.
@@ -117,9 +118,9 @@ class Problem:
         repeats: bool = True,
         software: Software = AUTOPAR,
         training_state: TrainingState = FULL,
-        offloads: bool = False,
+        tiers: Sequence[Tiering] = (ON_DEVICE,),
     ) -> None:
-        self.graph, self.mesh, self.offloads = graph, mesh, offloads
+        self.graph, self.mesh, self.tiers = graph, mesh, tiers
         self.pins, self.micro_batches, self.fixed_storage = pins, micro_batches, fixed_storage
         self.sizes = Sizes(mesh)
         self.saved = SavedTensors(graph)
@@ -129,7 +130,7 @@ class Problem:
         self.fold: Fold = fold(graph, mark=self._mark, repeats=repeats)
         self.prices = Prices(
             graph, mesh, self.fold, sizes=self.sizes, hardware=hardware, software=software,
-            training_state=training_state, micro_batches=micro_batches,
+            training_state=training_state, micro_batches=micro_batches, fixed_storage=self.fixed_storage,
         )  # fmt: skip
         self.exposure = Exposure.full()
         self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
@@ -217,11 +218,11 @@ class Problem:
             self._op_seconds[key] = self._seconds(self.prices.op(index, labels))
         return self._op_seconds[key]
 
-    def conversion_seconds(self, index: int, source: Layout, target: Layout) -> float:
+    def conversion_seconds(self, index: int, source: TieredLayout, target: Layout) -> float:
         """What converting all tensors of an entry adds to a step, forward and backward."""
         return self.entries[index].count * self._convert(index, source, target)
 
-    def _convert(self, index: int, source: Layout, target: Layout) -> float:
+    def _convert(self, index: int, source: TieredLayout, target: Layout) -> float:
         items = self.prices.conversion(index, source, target)
         key = id(items)  # they live as long as the prices
         if key not in self._conversions:
@@ -247,7 +248,7 @@ class Problem:
         if key not in self._serving:
             needed = [frozenset({state}) for state in target]
             self._serving[key] = [
-                Strategy(plan, seconds + self._convert(index, plan.resident, target), size)
+                Strategy(plan, seconds + self._convert(index, plan.in_use, target), size)
                 for plan, seconds, size in self.strategies[index]
                 if self.serves(index, plan.resident, needed)
             ]
@@ -384,7 +385,7 @@ class Problem:
             if key not in known:
                 known[key] = strategies(
                     tensor, name, self.recipes, pinned, self.mesh, partial(self._strategy, index),
-                    offloads=self.offloads,
+                    tiers=self.tiers,
                 )  # fmt: skip
             found[index] = known[key]
         return found
@@ -500,22 +501,22 @@ class Parts:
             )
             yield Holding("working", "working", "layers", working, "", block)
 
-    def _source(self, index: int) -> Layout:
-        """The layout in which a tensor is made, held or fed in."""
+    def _source(self, index: int) -> TieredLayout:
+        """Where a tensor is made, held or fed in."""
         entry, assignment = self.problem.entries[index], self.assignment
         if entry.producer is not None:
             made, position = entry.producer
-            return self.layouts[made].results[position]
+            return TieredLayout(self.layouts[made].results[position])
         if entry.leaf == "parameter":
-            return assignment.parameters[index].resident
-        return assignment.inputs.get(index, self.problem.whole)
+            return assignment.parameters[index].in_use
+        return TieredLayout(assignment.inputs.get(index, self.problem.whole))
 
     def _targets(self, index: int) -> dict[Layout, None]:
         """The distinct layouts in which a tensor is needed."""
         entry = self.problem.entries[index]
         found = dict.fromkeys(self.layouts[i].operands[at] for i, at in entry.consumers)
         if entry.is_output:
-            found[self.problem.graph.delivered(self._source(index))] = None
+            found[self.problem.graph.delivered(self._source(index).layout)] = None
         return found
 
     def _saved_bytes(self) -> float:

@@ -16,6 +16,10 @@ one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
 The recipes of the pipeline axis `pp` are its schedules, and `naive-pp`, which is GPipe with a single
 micro-batch. `split_recipe` takes them out before the rest is resolved: `1f1b` alone leaves all other axes
 to `auto`, and `pp:1f1b,dp:zero1` does not.
+
+The recipes `local:K`, `geo:K` and `diloco:K` make an axis one of replicas, which meet every K steps
+(`autopar.ir.meeting`). They change what is trained, and so the search never takes one by itself: `split_meeting` takes
+them out before the rest is resolved.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from autopar.errors import RecipeError
-from autopar.ir import PIPELINE_AXIS, SCHEDULES, Choice, Graph, Mesh, Op, Tier
+from autopar.ir import ANY, PIPELINE_AXIS, SCHEDULES, Choice, Graph, Meeting, Mesh, Op, Tier
+from autopar.ir.meeting import RULES
 
 Roles = frozenset[str]
 Which = Callable[[Roles], bool]
@@ -47,6 +53,18 @@ def is_expert(roles: Roles) -> bool:
     return "expert" in roles
 
 
+class Tiering(NamedTuple):
+    """The tier that a parameter is stored in, and that of its resident layout in a step."""
+
+    stored: Tier
+    resident: Tier
+
+
+ON_DEVICE = Tiering("device", "device")
+STORED_ON_HOST = Tiering("host", "device")
+USED_FROM_HOST = Tiering("host", "host")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One row: constraints on one mesh axis.
@@ -58,7 +76,10 @@ class Recipe:
         stack parameters along a factor of `products_must` which none of them has. stages: ZeRO stages that a
         parameter may have; 3 includes parameters stored as they are used. gathers: whether a
         parameter stored split may be used in another layout. tier: memory that parameters are stored in, and
-        with them gradients and optimizer states. meaning: for people.
+        with them gradients and optimizer states. resident_tier: memory that they are in during a step, where they are
+        used in the layout that they are stored in, or gathered from it. owner: the rank of the axis that all
+        parameters are stored on, `ANY` to spread them over its ranks; None where parameters have no owner. meaning:
+        for people.
     """
 
     name: str
@@ -70,6 +91,8 @@ class Recipe:
     stages: tuple[int, ...] = (0, 1, 2, 3)
     gathers: bool = True
     tier: Tier = "device"
+    resident_tier: Tier = "device"
+    owner: int | None = None
 
 
 _ROWS = (
@@ -85,6 +108,22 @@ _ROWS = (
     Recipe(
         "zero3-offload", "zero3 with parameters stored and updated in the host's memory",
         (), (is_batch,), stages=(3,), tier="host",
+    ),
+    Recipe(
+        "zero-infinity", "zero3-offload with parameters on the device during their uses alone",
+        (), (is_batch,), stages=(3,), tier="host", resident_tier="host",
+    ),
+    Recipe(
+        "zero-infinity-nvme", "zero-infinity with parameters stored and updated in files on a disk",
+        (), (is_batch,), stages=(3,), tier="nvme", resident_tier="host",
+    ),
+    Recipe(
+        "data-parallel", "batch split, parameters stored and updated on the first rank (torch.nn.DataParallel)",
+        (), (is_batch,), stages=(1,), owner=0,
+    ),
+    Recipe(
+        "parameter-server", "batch split, every parameter stored and updated on one rank, each rank serving some",
+        (), (is_batch,), stages=(1,), owner=ANY,
     ),
     Recipe(
         "tp", "Megatron: columns, then rows, of the matrices",
@@ -108,6 +147,14 @@ PIPELINE_RECIPES: Mapping[str, str] = MappingProxyType(
     {**{name: f"the schedule {name}" for name in SCHEDULES}, NAIVE: "gpipe with one micro-batch"}
 )
 
+MEETING_RECIPES: Mapping[str, str] = MappingProxyType(
+    {
+        "local:K": "replicas take their average every K steps (local SGD)",
+        "geo:K": "replicas add the mean of their differences to a kept base every K steps",
+        "diloco:K": "an outer optimizer with momentum takes that mean every K steps (DiLoCo)",
+    }
+)
+
 RecipeLike = str | Mapping[str, str]
 
 
@@ -116,7 +163,7 @@ def split_recipe(recipe: RecipeLike) -> tuple[str, RecipeLike]:
 
     Raises RecipeError for a recipe that is none of the pipeline axis and is given to it.
     """
-    named = _parse(recipe)
+    named = _parse(_inside_replica(recipe))
     if isinstance(named, str):
         return (named, "auto") if named in PIPELINE_RECIPES else ("", named)
     if PIPELINE_AXIS not in named:
@@ -126,6 +173,56 @@ def split_recipe(recipe: RecipeLike) -> tuple[str, RecipeLike]:
         _check_pipeline_recipe(schedule)
     rest = {axis: name for axis, name in named.items() if axis != PIPELINE_AXIS}
     return "" if schedule == "auto" else schedule, rest or "auto"
+
+
+def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
+    """The replicas that a recipe asks for on the mesh of all ranks; None where it names none.
+
+    >>> str(meeting_of("far:diloco:10,dp:zero3", Mesh.parse("far=2,dp=4")))
+    'every 10 steps diloco momentum=0.9 rate=0.7'
+
+    Raises RecipeError for replicas along several axes, along one that is not the first, or without a mesh.
+    """
+    named = _parse(recipe)
+    if isinstance(named, str):
+        axes = {"": named} if _is_meeting(named) else {}
+    else:
+        axes = {axis: name for axis, name in named.items() if _is_meeting(name)}
+    if not axes:
+        return None
+    (axis, name), *others = axes.items()
+    if mesh is None:
+        raise RecipeError(
+            f"The recipe {name!r} was asked for without a mesh. Say along which axis replicas lie, such as "
+            f"mesh={{'dp': 4}}, recipe={name!r}."
+        )
+    axis = axis or mesh.names[0]
+    if others or (isinstance(named, str) and len(mesh.axes) > 1) or axis != mesh.names[0]:
+        sizes = ", ".join(f"{each!r}: {size}" for each, size in mesh.axes)
+        raise RecipeError(
+            f"The recipe {format_recipe(recipe)!r} was asked for on the mesh {{{sizes}}}: replicas lie along one axis, "
+            f"which is the first of the mesh. Name it, such as recipe={{{mesh.names[0]!r}: {name!r}}}, or give the "
+            "axes in another order."
+        )
+    rule, _, steps = name.partition(":")
+    return Meeting(axis, dict(mesh.axes)[axis], int(steps), rule)  # type: ignore[arg-type]
+
+
+def _is_meeting(name: object) -> bool:
+    """Whether a recipe is one of replicas, such as `local:4`."""
+    if not isinstance(name, str):
+        return False
+    rule, colon, steps = name.partition(":")
+    return rule in RULES and bool(colon) and steps.isascii() and steps.isdigit()
+
+
+def _inside_replica(recipe: RecipeLike) -> RecipeLike:
+    """The recipe of the axes inside a replica."""
+    named = _parse(recipe)
+    if isinstance(named, str):
+        return "auto" if _is_meeting(named) else named
+    inside = {axis: name for axis, name in named.items() if not _is_meeting(name)}
+    return inside or "auto"
 
 
 def _check_pipeline_recipe(name: object) -> None:
@@ -162,9 +259,9 @@ def format_recipe(recipe: RecipeLike) -> str:
     """The text of a recipe, with aliases resolved; the inverse of what `resolve` reads."""
     named = _parse(recipe)
     if isinstance(named, str):
-        return named if named in PIPELINE_RECIPES else _row(named).name
+        return named if named in PIPELINE_RECIPES or _is_meeting(named) else _row(named).name
     return ",".join(
-        f"{axis}:{name if axis == PIPELINE_AXIS else _row(name).name}"
+        f"{axis}:{name if axis == PIPELINE_AXIS or _is_meeting(name) else _row(name).name}"
         for axis, name in named.items()
     )
 
@@ -189,7 +286,7 @@ def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
             f"{recipe!r} is no recipe; write one for all axes such as 'zero3', or one for each: "
             "{'dp': 'zero3', 'tp': 'tp'}. 'auto' leaves everything open."
         )
-    if ":" not in recipe:
+    if ":" not in recipe or _is_meeting(recipe.strip()):
         return recipe.strip()
     named = {}
     for part in recipe.split(","):
@@ -204,8 +301,14 @@ def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
 
 def _row(name: str) -> Recipe:
     name = ALIASES.get(name, name) if isinstance(name, str) else name
+    if _is_meeting(name):
+        raise RecipeError(
+            f"The recipe {name!r} is one of replicas that meet every so many steps, which autopar.compile and "
+            "autopar.explain take; here it cannot be carried out. Choose another recipe, such as ddp."
+        )
     if not isinstance(name, str) or name not in RECIPES:
         known = ", ".join([*RECIPES, *(f"{a} (= {b})" for a, b in ALIASES.items())])
+        known += f"; for the first axis of a mesh {', '.join(MEETING_RECIPES)}"
         known += f"; and for the axis {PIPELINE_AXIS} {', '.join(PIPELINE_RECIPES)}"
         raise RecipeError(f"There is no recipe {name!r}; choose among {known}.")
     return RECIPES[name]
@@ -213,11 +316,12 @@ def _row(name: str) -> Recipe:
 
 def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
     """A parameter's gradients are reduced over all axes once per step, or all per micro-batch."""
-    stages = {row.stages: axis for row, axis in zip(rows, mesh.names, strict=True)}
+    stages = {row.stages: (row.name, axis) for row, axis in zip(rows, mesh.names, strict=True)}
     if (1,) in stages and (2,) in stages:
+        (once, first), (often, second) = stages[(1,)], stages[(2,)]
         raise RecipeError(
-            f"zero1 on {stages[(1,)]} reduces gradients once per step and zero2 on "
-            f"{stages[(2,)]} per micro-batch, and a gradient is reduced over all axes at once; "
+            f"{once} on {first} reduces gradients once per step and {often} on "
+            f"{second} per micro-batch, and a gradient is reduced over all axes at once; "
             "name the same on both."
         )
 

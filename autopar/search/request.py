@@ -20,14 +20,28 @@ from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError
-from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh, MixedPrecision, without_pipeline
+from autopar.ir import (
+    PIPELINE_AXIS,
+    SCHEDULES,
+    Meeting,
+    Mesh,
+    MixedPrecision,
+    Plan,
+    mesh_of_replica,
+    without_pipeline,
+)
 from autopar.ir.recompute import RecomputeWish, check_wish
 from autopar.search.recipes import (
     ALIASES,
     NAIVE,
+    ON_DEVICE,
     RECIPES,
+    STORED_ON_HOST,
+    USED_FROM_HOST,
     RecipeLike,
+    Tiering,
     format_recipe,
+    meeting_of,
     resolve,
     split_recipe,
 )
@@ -69,8 +83,11 @@ class Request:
         software: what the runtime adds to a step and what it hides.
         offload: whether parameters may be stored in the host's memory and updated there; None allows it where no
             plan fits otherwise, or where it is faster than what fits.
+        streams: whether parameters that the host stores may also stay there during a step, and be brought to the device
+            for each use; the search sets it where no plan fits otherwise.
         without: names among `REFUSALS` that must not be used.
         inside_node: axes whose groups must not leave a node.
+        meeting: replicas of which this request plans a single one, on its own mesh (`of_replica`).
         cuts_batch: whether the search may cut the batch of a step without stages into micro-batches: the
             mean over micro-batches has to be the loss of the batch, which masked means and batch
             statistics are not.
@@ -97,9 +114,11 @@ class Request:
     training_state: TrainingState = FULL
     software: Software = AUTOPAR
     offload: bool | None = None
+    streams: bool = False
     without: frozenset[str] = frozenset()
     inside_node: tuple[str, ...] = ()
     cuts_batch: bool = False
+    meeting: Meeting | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -123,6 +142,23 @@ class Request:
             changes.setdefault("ranks", None)
         return replace(self, **changes)
 
+    def of_replica(self, given: Plan | None = None) -> Request:
+        """The request for one of the replicas that the recipe asks for, or a given plan has; itself without replicas.
+
+        A replica has its own mesh, its part of the batch, and what its meetings keep from one to the next.
+        Raises RecipeError where there cannot be such replicas.
+        """
+        meeting = meeting_of(self.recipe, self.mesh) if given is None else given.meeting
+        if meeting is None:
+            return self
+        assert self.mesh is not None, "replicas lie along an axis of a mesh"
+        self._check_replicas(meeting)
+        return self.but(
+            mesh=mesh_of_replica(self.mesh, meeting.axis), recipe=self.inside, meeting=meeting,
+            batch=None if self.batch is None else self.batch // meeting.replicas,
+            training_state=replace(self.training_state, meeting_copies=meeting.copies),
+        )  # fmt: skip
+
     # --- what follows from the fields
 
     @property
@@ -141,14 +177,21 @@ class Request:
     def may_offload(self) -> bool:
         """Whether parameters may be stored in the host's memory although nobody asks for it."""
         is_open = self.offload is None and "offload" not in self.without
-        host = self.hardware.host
+        host = self.hardware.host if self.meeting is None else None  # where replicas cannot meet
         return is_open and self.must_fit and host is not None and host.memory_bytes > 0
+
+    @property
+    def tiers(self) -> tuple[Tiering, ...]:
+        """The tiers that a parameter may be stored and used in where no recipe says so."""
+        found = (ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST)
+        return found if self.streams else found[:2] if self.offload else found[:1]
 
     @property
     def cluster(self) -> Cluster:
         """The nodes that hold the ranks."""
         assert self.ranks is not None, "a number of ranks is known where a cluster is spoken of"
-        return Cluster(self.hardware, -(-self.ranks // self.hardware.devices_per_node))
+        ranks = self.ranks * (self.meeting.replicas if self.meeting else 1)
+        return Cluster(self.hardware, -(-ranks // self.hardware.devices_per_node))
 
     @property
     def inside(self) -> RecipeLike:
@@ -297,15 +340,40 @@ class Request:
             raise MeshError(
                 f"The mesh {mesh} has {depth} pipeline ranks, and stages asks for {words}."
             )
+        meeting = meeting_of(self.recipe, mesh)
+        inside = mesh if meeting is None else mesh_of_replica(mesh, meeting.axis)
         if self.has_stages:
-            resolve(self.inside, without_pipeline(mesh))
+            resolve(self.inside, without_pipeline(inside))
             return
-        resolve(self.recipe, mesh)
+        resolve(self.inside if meeting else self.recipe, inside)
         if self.schedule is not None or self.chunks is not None:
             raise MeshError(
                 f"schedule={self.schedule!r} and chunks={self.chunks} are of pipeline stages, and the mesh "
                 f"{mesh} has no axis {PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave them out."
             )
+
+    def _check_replicas(self, meeting: Meeting) -> None:
+        """Raises the error of what replicas cannot have."""
+        if self.has_stages:
+            raise RecipeError(
+                f"Replicas along {meeting.axis} and pipeline stages on the mesh {self.mesh} cannot be run together "
+                f"yet; leave out the axis {PIPELINE_AXIS}, or name a recipe such as ddp for {meeting.axis}."
+            )
+        if self.offload or "offload" in self._named_recipes():
+            raise RecipeError(
+                f"Replicas along {meeting.axis} whose parameters lie in the host's memory cannot meet yet; choose a "
+                "recipe that keeps them on the device, such as zero3."
+            )
+        if self.batch is not None and self.batch % meeting.replicas:
+            raise AutoparError(
+                f"{meeting.replicas} replicas along {meeting.axis} do not divide a batch of {self.batch} sequences."
+            )
+        for name, choice in self.pins.items():
+            if f"@{meeting.axis}" in choice:
+                raise RecipeError(
+                    f"{name} is pinned to {choice}, and along {meeting.axis} lie replicas, whose values differ "
+                    f"between meetings: none of them can hold a part for another. Pin it along another axis."
+                )
 
     def _check_refusals(self) -> None:
         """A thing cannot be both asked for and ruled out."""

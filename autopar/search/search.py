@@ -22,9 +22,10 @@ from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
 from autopar.search.descent import Descent, best_of, descents, fits, named_recipes
 from autopar.search.notes import explain
+from autopar.search.owners import owner_notes, with_owners
 from autopar.search.pins import resolve_pins
 from autopar.search.problem import Assignment, Problem
-from autopar.search.recipes import RecipeLike, format_recipe, resolve
+from autopar.search.recipes import ON_DEVICE, RecipeLike, Tiering, format_recipe, resolve
 from autopar.units import format_bytes
 
 _TOLERANCE = 1e-6  # relative, between the price of the folded graph and that of the plan
@@ -42,8 +43,7 @@ class Choices(TypedDict, total=False):
         repeats: whether repeated blocks are folded into one; by default they are.
         software: figures of the runtime; by default autopar's own.
         training_state: bytes that training keeps in addition to parameters; by default `FULL`.
-        offloads: whether any parameter may be stored in the host's memory; by default those alone that a recipe
-            stores there.
+        tiers: tiers that a parameter may be stored and used in where no recipe has one; by default the device.
     """
 
     recipe: RecipeLike
@@ -54,7 +54,7 @@ class Choices(TypedDict, total=False):
     repeats: bool
     software: Software
     training_state: TrainingState
-    offloads: bool
+    tiers: Sequence[Tiering]
 
 
 def search(
@@ -147,7 +147,7 @@ class MeshSearch:
         repeats: bool = True,
         software: Software = AUTOPAR,
         training_state: TrainingState = FULL,
-        offloads: bool = False,
+        tiers: Sequence[Tiering] = (ON_DEVICE,),
     ) -> MeshSearch:
         """The search that `search` makes, before a bound is known.
 
@@ -161,7 +161,7 @@ class MeshSearch:
         problem = Problem(
             graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
             micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
-            software=software, training_state=training_state, offloads=offloads,
+            software=software, training_state=training_state, tiers=tiers,
         )  # fmt: skip
         return cls(problem, recipe, fingerprint, hardware, software, training_state)
 
@@ -173,7 +173,11 @@ class MeshSearch:
         if not fits(best, memory_bytes):
             assert memory_bytes is not None, "without a bound everything fits"
             raise _does_not_fit(best, memory_bytes, problem, recipe)
-        return self._found(best, found, memory_bytes)
+        spread = self._found(best, found, memory_bytes)
+        needed = spread.cost.memory_bytes
+        if memory_bytes is not None and needed > memory_bytes >= best.bytes:
+            raise _too_uneven(needed, memory_bytes, problem)
+        return spread
 
     def smallest(self) -> Found:
         """The plan that takes least memory, of those that no bound leads to."""
@@ -190,12 +194,21 @@ class MeshSearch:
             training_state=self.training_state,
         )  # fmt: skip
         _agree(best, cost)
+        owned = with_owners(problem.graph, plan.parameters, plan.mesh)
+        is_spread = owned != plan.parameters
+        if is_spread:
+            plan = replace(plan, parameters=owned)
+            cost = cost_of(
+                problem.graph, plan, self.hardware, software=self.software,
+                training_state=self.training_state,
+            )  # fmt: skip
         seconds = tuple(d.seconds if fits(d, memory_bytes) else math.inf for d in found)
         notes = explain(
             problem.graph, plan, cost, bound_bytes=memory_bytes or self.hardware.memory_bytes,
-            hardware=self.hardware, descents_seconds=seconds,
+            hardware=self.hardware, descents_seconds=() if is_spread else seconds,
         )  # fmt: skip
         is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
+        notes += owner_notes(problem.graph, plan.parameters, plan.mesh)
         return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
 
     def named(self) -> Iterator[tuple[float, MeshSearch]]:
@@ -252,6 +265,14 @@ def _agree(found: Descent, cost: StepCost) -> None:
     )
     assert math.isclose(found.bytes, cost.memory_bytes, rel_tol=_TOLERANCE), (
         f"the search said {found.bytes} bytes, and the expanded plan takes {cost.memory_bytes}"
+    )
+
+
+def _too_uneven(needed: float, bound: int, problem: Problem) -> SearchError:
+    return SearchError(
+        f"On the mesh {problem.mesh} the rank that owns most parameters needs {format_bytes(needed)}, "
+        f"{format_bytes(needed - bound)} more than the {format_bytes(bound)} there are: a parameter has one owner, "
+        "and they cannot be shared out evenly. What would help: zero1, which cuts every parameter."
     )
 
 

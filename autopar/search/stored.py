@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autopar.errors import SearchError
-from autopar.ir import Plan
+from autopar.ir import TIERS, Tier
 from autopar.ir.note import Note
 from autopar.pipeline.composed import stored_bytes
 from autopar.search.given import Planned
@@ -15,34 +15,52 @@ from autopar.units import format_bytes
 
 
 def with_stores(found: Planned, request: Request) -> Planned:
-    """The plan with a note on what lies in the host's memory; itself where nothing does.
+    """The plan with a note on what lies outside the devices; itself where nothing does.
 
-    Raises SearchError where a rank's share of that memory is too small.
+    Raises SearchError where a rank's share of the host's memory or of the disks is too small.
     """
-    far = [name for name, how in found.plan.parameters.items() if how.tier != "device"]
-    if not far:
+    if all(how.tier == "device" for how in found.plan.parameters.values()):
         return found
-    size = stored_bytes(
-        found.graph, found.plan, request.hardware, "host", software=request.software,
+    sizes = {tier: _stored(found, request, tier) for tier in TIERS[1:]}
+    for tier, size in sizes.items():
+        room = request.hardware.storing(tier).memory_bytes if size else 0
+        if room and size > room:
+            raise SearchError(
+                f"On the mesh {found.plan.world_mesh} a rank would keep {format_bytes(size)} {_PLACES[tier]}, and its "
+                f"share of that is {format_bytes(room)} ([{tier}] of the hardware). What would help: more ranks along "
+                f"dp under ZeRO, or {_LARGER[tier]} for each device."
+            )
+    notes = tuple(Note(line, "tiers") for line in _lines(found, sizes))
+    return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
+
+
+_PLACES = {"host": "in the memory of its host", "nvme": "in files on its disks"}
+_LARGER = {"host": "a host with more memory", "nvme": "larger disks"}
+
+
+def _stored(found: Planned, request: Request, tier: Tier) -> float:
+    return stored_bytes(
+        found.graph, found.plan, request.hardware, tier, software=request.software,
         training_state=request.training_state,
     )  # fmt: skip
-    room = request.hardware.storing("host").memory_bytes
-    if room and size > room:
-        raise SearchError(
-            f"On the mesh {found.plan.world_mesh} a rank would keep {format_bytes(size)} in the memory of its host, "
-            f"and its share of that is {format_bytes(room)} ([host] of the hardware). What would help: more ranks "
-            "along dp under ZeRO, or a host with more memory for each device."
-        )
-    return found._replace(plan=_noted(found, far, size))
 
 
-def _noted(found: Planned, far: Sequence[str], size_bytes: float) -> Plan:
-    """The plan with the note; parameters of layers that were not captured are counted too."""
+def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:
+    """A sentence for each tier that parameters are stored in; those of layers that were not captured count, too."""
     plan, times = found.plan, found.graph.stands_for
-    count, whole = (sum(times.get(name, 1) for name in names) for names in (far, plan.parameters))
-    every = "all parameters" if count == whole else f"{count} of {whole} parameters"
-    line = (
-        f"The host's memory stores {every} with their gradients and optimizer states, {format_bytes(size_bytes)} of a "
-        "rank: every step brings them to the device and their gradients back, and the optimizer runs on the host."
-    )
-    return replace(plan, notes=(*plan.notes, Note(line, "tiers")))
+    whole = sum(times.get(name, 1) for name in plan.parameters)
+    for tier, size in sizes.items():
+        far = {name: how for name, how in plan.parameters.items() if how.tier == tier}
+        if not far:
+            continue
+        count = sum(times.get(name, 1) for name in far)
+        every = "all parameters" if count == whole else f"{count} of {whole} parameters"
+        stores = "The host's memory stores" if tier == "host" else "Files on disk store"
+        for_uses = sum(times.get(n, 1) for n, how in far.items() if how.resident_tier != "device")
+        when = "for each use" if for_uses == count else "once a step"
+        if 0 < for_uses < count:
+            when = f"for each use, {count - for_uses} of them once a step,"
+        yield (
+            f"{stores} {every} with their gradients and optimizer states, {format_bytes(size)} of a rank: they are "
+            f"brought to the device {when} and their gradients back, and the optimizer runs on the host."
+        )

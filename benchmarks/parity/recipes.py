@@ -27,10 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
 
 ONE_AXIS = (
-    "ddp", "zero1", "zero2", "zero3", "zero-offload", "zero3-offload", "tp", "tp+sp", "auto",
+    "ddp", "zero1", "zero2", "zero3", "zero-offload", "zero3-offload", "zero-infinity", "zero-infinity-nvme",
+    "data-parallel", "parameter-server", "tp", "tp+sp", "auto",
 )  # fmt: skip
 TWO_AXES = (
-    "dp:ddp,tp:tp", "dp:zero1,tp:tp", "dp:zero2,tp:tp+sp", "dp:zero3,tp:tp+sp", "dp:zero3-offload,tp:tp", "auto",
+    "dp:ddp,tp:tp", "dp:zero1,tp:tp", "dp:zero2,tp:tp+sp", "dp:zero3,tp:tp+sp", "dp:zero3-offload,tp:tp",
+    "dp:zero-infinity,tp:tp", "dp:zero-infinity-nvme,tp:tp", "dp:parameter-server,tp:tp", "auto",
 )  # fmt: skip
 STEPS = 10
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -85,7 +87,9 @@ def work(rank: int, ranks: int, port: int, path: str) -> None:
     found = {}
     for mesh, recipe in cases(ranks):
         for dtype in TOLERANCES:
-            model = autopar.compile(model_of(dtype), loss_fn=loss_fn, mesh=mesh, recipe=recipe)
+            model = autopar.compile(
+                model_of(dtype), loss_fn=loss_fn, mesh=mesh, recipe=recipe, nvme=Path(path).parent
+            )
             found[str(autopar.Mesh.of(mesh)), recipe, dtype] = losses(model, model.step)
     if rank == 0:
         torch.save(found, path)

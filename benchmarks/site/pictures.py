@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.site import flows, steps, tensors
+from benchmarks.site import curves, flows, steps, tensors
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -21,6 +21,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
     "guards": flows.guards,
     "hardware": steps.hardware,
     "layouts": tensors.layouts,
+    "local_steps": curves.local_steps,
     "pipeline": steps.pipeline,
     "pipeline_search": steps.pipeline_search,
     "plans": tensors.plans,

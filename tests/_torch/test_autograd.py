@@ -113,3 +113,15 @@ def test_the_ops_of_a_function_and_of_its_derivative_are_traced():
 
     found = [str(n.target) for n in _torch.traced_ops(run, [torch.ones(2)]).nodes]
     assert "aten.sin.default" in found and "aten.cos.default" in found
+
+
+def test_a_running_node_knows_where_its_forward_ran():
+    found = []
+    with _torch.noting_forward():
+        x = torch.ones(2, requires_grad=True)
+        y = x.exp()
+    y.register_hook(lambda gradient: found.append(_torch.forward_of_running_node()))
+    x.register_hook(lambda gradient: found.append(_torch.forward_of_running_node()))
+    y.sum().backward()
+    assert _torch.forward_of_running_node() is None
+    assert any("y = x.exp()" in each[-1] for each in found if each)

@@ -20,9 +20,10 @@ from autopar.cost_model import (
     read_hardware,
     save_hardware,
 )
-from autopar.cost_model.hardware import KINDS
+from autopar.cost_model.hardware import KINDS, Disk
 from autopar.cost_model.hardware_toml import format_hardware, parse_hardware
 from autopar.errors import AutoparError
+from autopar.ir.tier import moves
 
 MINE = """\
 name = "mine"
@@ -301,5 +302,33 @@ def test_half_a_host_is_refused_by_its_line() -> None:
 
 def test_every_machine_of_the_catalogue_says_what_its_host_has() -> None:
     assert all(hardware.host is not None for hardware in HARDWARE.values())
-    with pytest.raises(AutoparError, match="no figures of the tier nvme"):
-        H100.storing("nvme")
+
+
+NVME = """
+[nvme]
+memory_bytes = {value = 4_000_000_000_000, kind = "guess", source = "a disk"}
+read_bytes_per_second = {value = 6e9, kind = "guess", source = "a disk"}
+write_bytes_per_second = {value = 3e9, kind = "guess", source = "a disk"}
+latency_seconds = {value = 1e-4, kind = "guess", source = "a disk"}
+"""
+
+
+def test_disks_are_read_and_written() -> None:
+    mine = parse_hardware(MINE + NVME, "mine.toml").hardware
+    assert mine.nvme == Disk(4_000_000_000_000, 6e9, 3e9, 1e-4)
+    assert parse_hardware(format_hardware(mine), "again.toml").hardware == mine
+    with pytest.raises(AutoparError, match=r"latency_seconds of \[nvme\] is missing"):
+        parse_hardware(MINE + NVME.rpartition("latency")[0], "mine.toml")
+
+
+def test_reads_and_writes_of_a_disk_take_their_own_time() -> None:
+    """6 GB take 1 s to read and 2 s to write; an update reads and writes 3 GB in 1.5 s."""
+    mine = dataclasses.replace(H100, nvme=Disk(4_000_000_000_000, 6e9, 3e9, 0.0))
+    (there,), (back,) = moves("nvme", "host"), moves("host", "nvme")
+    assert mine.move_seconds(there, 6e9) == 1.0 and mine.move_seconds(back, 6e9) == 2.0
+    assert 6e9 / mine.updates_per_second("nvme") == pytest.approx(1.5)
+
+
+def test_a_machine_without_a_tier_says_which_it_has() -> None:
+    with pytest.raises(AutoparError, match=r"nvme: .* table \[nvme\].* its tiers: device, host\."):
+        dataclasses.replace(H100, nvme=None).storing("nvme")

@@ -209,7 +209,7 @@ def test_symbols_and_numbers_price_alike() -> None:
     assert e.memory_bytes == pytest.approx(peak(numbers), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["all_gather_v2", "", "send"])
+@pytest.mark.parametrize("name", ["all_gather_v2", "", "multicast"])
 def test_what_nobody_priced_is_an_error(name: str) -> None:
     with pytest.raises(AssertionError, match="no formula"):
         traffic_bytes(name, before_bytes=1, after_bytes=1, ranks=2)

@@ -199,8 +199,8 @@ def test_names_of_axes_do_not_matter() -> None:
 
 
 def test_an_unknown_collective_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="no formula for the collective 'broadcast'"):
-        seconds("broadcast", 1, 2, PLAIN.inside_node)
+    with pytest.raises(AssertionError, match="no formula for the collective 'multicast'"):
+        seconds("multicast", 1, 2, PLAIN.inside_node)
 
 
 # Arrays and symbols

@@ -98,8 +98,8 @@ def test_one_rank_pays_nothing(name: str) -> None:
 
 
 def test_an_unknown_collective_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="no formula for the collective 'broadcast'"):
-        seconds("broadcast", 1, 1)
+    with pytest.raises(AssertionError, match="no formula for the collective 'multicast'"):
+        seconds("multicast", 1, 1)
 
 
 def test_a_conversion_is_the_sum_of_its_steps() -> None:

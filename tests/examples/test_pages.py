@@ -90,6 +90,7 @@ CASES = (
     Case("start", (1,), before="import torch\nimport autopar\nmodel = torch.nn.Linear(64, 8)"),
     Case("verify", before=BETA),
     Case("guards", before=REGRESSION),
+    Case("local_steps"),
     Case("models", before=TARGETS),
     Case("randomness", prints=4),
     Case("rules", (0,)),

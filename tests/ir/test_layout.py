@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from autopar.errors import LayoutError
 from autopar.ir import (
@@ -11,10 +12,12 @@ from autopar.ir import (
     V,
     divides,
     format_layout,
+    lies_in_chunks,
     local_factors,
     local_shape,
     parse_layout,
 )
+from autopar.ops.sharding import shard
 
 MESH = Mesh.of({"dp": 2, "tp": 2})
 
@@ -67,3 +70,25 @@ def test_what_does_not_divide_says_so():
         LayoutError, match=r"S\(0\)@dp cuts a factor of size 3 of dim 0 into 2 parts"
     ):
         local_shape(((3,),), (S(0), R), MESH)
+
+
+def test_chunks_are_what_nested_shards_give():
+    """Each rank's part of 16 rows, against torch.chunk by one axis after the other."""
+    mesh, rows = Mesh.parse("tp=4,tq=2"), torch.arange(16)
+    for dims, layout in [
+        (((4, 2, 2),), (S(0), S(0, 1))),
+        (((4, 4),), (S(0), S(0, 1))),
+        (((8, 2),), (S(0), S(0))),
+        (((4, 2, 2),), (S(0), R)),
+        (((4, 2, 2),), (R, S(0, 1))),
+        (((2, 8),), (S(0, 1), S(0))),
+    ]:
+        parts = [rows] * 8
+        for axis, state in enumerate(layout):
+            if state.kind == "S":
+                parts = [
+                    part.chunk(mesh.sizes[axis])[mesh.coordinates(rank)[axis]]
+                    for rank, part in enumerate(parts)
+                ]
+        held = [shard(rows, dims, layout, mesh, rank) for rank in range(8)]
+        assert lies_in_chunks(dims, layout, mesh) == all(map(torch.equal, held, parts)), layout

@@ -55,7 +55,9 @@ def test_notes_keep_their_kind():
     for again in (Plan.parse(str(plan)), Plan.from_json(json.loads(json.dumps(plan.to_json())))):
         assert again == plan and [kind_of(note) for note in again.notes] == ["", "price"]
     assert pickle.loads(pickle.dumps(price)).kind == "price"
-    with pytest.raises(PlanError, match="a text by one of price, stages, runner-up, tiers, not"):
+    with pytest.raises(
+        PlanError, match="a text by one of price, stages, runner-up, tiers, replicas, owners, not"
+    ):
         Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 
 

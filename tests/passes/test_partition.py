@@ -77,6 +77,26 @@ def test_fully_sharded_data_parallel_gathers_at_each_use(mlp):
     ]
 
 
+def test_residents_on_the_host_are_brought_to_the_device_at_each_use(mlp):
+    ops = {"linear": ("b0",), "relu": ("d1",), "linear_1": ("b0",), "sum_1": ("d0",)}
+    near = ParameterPlan((S(0),), (S(0),), tier="host")
+    far = ParameterPlan((S(0),), (S(0),), tier="host", resident_tier="host")
+    lines = text(program(mlp, ops, far, near, (S(0),)).module)
+    assert lines[0].startswith("to_device = ") and lines[0].endswith("(p_model_up_weight, 'host')")
+    assert [line for line in lines if "all_gather" in line and "autopar" in line] == [
+        "all_gather = autopar.all_gather(to_device, [0], 2, 'tp', 'reduce_scatter')",
+        "all_gather_1 = autopar.all_gather(p_model_down_weight, [0], 2, 'tp', 'reduce_scatter')",
+    ]
+
+
+def test_a_host_resident_that_is_used_as_it_lies_moves_alone(mlp):
+    ops = {"linear": ("j",), "relu": ("d0",), "linear_1": ("k",), "sum_1": ("-",)}
+    columns, rows = (ParameterPlan((S(d),), (S(d),), "step", "host", "host") for d in (0, 1))
+    lines = text(program(mlp, ops, columns, rows).module)
+    assert "linear = aten.linear(batch_0, to_device)" in lines
+    assert "linear_1 = aten.linear(relu, to_device_1)" in lines
+
+
 def test_data_parallel_has_no_collective_in_the_graph_but_the_loss(mlp):
     ops = {"linear": ("b0",), "relu": ("d1",), "linear_1": ("b0",), "sum_1": ("d0",)}
     replica = ParameterPlan((R,), (V,))

@@ -12,7 +12,7 @@ from autopar.capture.export import capture_step
 from autopar.ir import Mesh
 from autopar.passes import clean_up, defer_loss_sum, find_gathers, group_gathers, hoist_input_sums
 from autopar.runtime.gather import route_of
-from autopar.runtime.transfer import Hop
+from autopar.runtime.hops import Hop
 
 aten, autopar_ops = torch.ops.aten, torch.ops.autopar
 

@@ -57,6 +57,7 @@ class Counted(TorchDispatchMode):
         "_allgather_base": "all_gather", "all_gather": "all_gather",
         "_reduce_scatter_base": "reduce_scatter", "reduce_scatter": "reduce_scatter",
         "all_to_all": "all_to_all", "alltoall_base": "all_to_all",
+        "broadcast": "broadcast", "reduce": "reduce",
     }  # fmt: skip
 
     def __init__(self):
@@ -130,6 +131,22 @@ def test_zero3_gathers_around_each_use():
         assert found.bytes["reduce_scatter"] == micro_batches * PARAMETERS
         assert found.bytes["all_reduce"] == SCALAR
         assert found.bytes["all_gather"] == micro_batches * 2 * PARAMETERS
+
+
+def test_data_parallel_sends_parameters_out_and_gradients_back():
+    for micro_batches in (1, 2):
+        found = counted("data-parallel", micro_batches)
+        assert found.bytes == {
+            "broadcast": PARAMETERS, "reduce": PARAMETERS, "all_reduce": SCALAR,
+        }  # fmt: skip
+        assert found.number == {"broadcast": 1, "reduce": 1, "all_reduce": 1}
+
+
+@pytest.mark.filterwarnings("ignore:The loss of step 1")  # what others would send is not there
+def test_a_parameter_server_sends_as_much_from_and_to_several_ranks():
+    found = counted("parameter-server")
+    assert found.bytes == {"broadcast": PARAMETERS, "reduce": PARAMETERS, "all_reduce": SCALAR}
+    assert found.number == {"broadcast": RANKS, "reduce": RANKS, "all_reduce": 1}
 
 
 def test_tensor_parallel_reduces_the_stream_twice_a_block():

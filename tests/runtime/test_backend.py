@@ -179,6 +179,7 @@ def test_ranks_with_other_numbers_in_a_graph_are_refused_by_the_line(two_ranks: 
         ({"mesh": {"dp": 2}}, MeshError, "has 2 ranks, and 1 run here"),
         ({"mesh": {"pp": 1}}, MeshError, "pipeline stages need the whole step"),
         ({"recipe": "zero-offload"}, RecipeError, "zero-offload stores parameters on the host"),
+        ({"recipe": "data-parallel"}, RecipeError, "data-parallel stores parameters on one rank"),
         ({"recipe": "zero9"}, RecipeError, "There is no recipe 'zero9'"),
         ({"hardware": "h1000"}, AutoparError, "no GPU 'h1000' in the catalogue"),
         ({"recipe": "1f1b"}, RecipeError, "'1f1b' is one of pipeline stages"),

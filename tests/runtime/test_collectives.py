@@ -8,11 +8,13 @@ import torch.distributed as dist
 
 from autopar.errors import PeerError
 from autopar.ir.conversion import TRANSITIONS
-from autopar.ops.collectives import LOCAL, group_name, result_shape
+from autopar.ops.collectives import KERNELS, LOCAL, group_name, result_shape
 from tests.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.multiprocess
 
+# those of a graph; tests/runtime/test_owners.py has the others
+OPS = sorted({each for each in TRANSITIONS.values() if {*each} <= {*KERNELS}})
 NEEDS = {"vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2}  # dims; the others need one
 
 
@@ -20,7 +22,7 @@ def differing() -> list[str]:
     """The transitions whose kernels differ from `LOCAL` on this rank, on tensors that all ranks know."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), group_name(dist.group.WORLD)  # type: ignore[arg-type]
     found = []
-    for forward, backward in sorted(set(TRANSITIONS.values())):
+    for forward, backward in OPS:
         for first in (0, 1):
             dims = [first, 1 - first][: NEEDS.get(forward, 1)]
             shards = [torch.randn(4, 8, dtype=torch.float64) for _ in range(size)]
@@ -44,7 +46,7 @@ def misshaped() -> list[str]:
     """The ops whose result has other strides than shape propagation says, for a transposed argument."""
     group = group_name(dist.group.WORLD)  # type: ignore[arg-type]
     found = []
-    for forward, backward in sorted(set(TRANSITIONS.values())):
+    for forward, backward in OPS:
         call = ([0, 1][: NEEDS.get(forward, 1)], 2, group, backward)
         op = getattr(torch.ops.autopar, forward)
         real, fake = (op(torch.empty(8, 4, device=d).t(), *call) for d in ("cpu", "meta"))

@@ -100,6 +100,37 @@ def run_all(target: Callable[..., None], folder: Path, *args: object) -> None:
             process.join(10)
 
 
+def as_replicas(rank: int, folder: str, accident: Callable[[], None]) -> None:
+    join(rank, RANKS, f"{folder}/store")
+    torch.manual_seed(0)
+    model = nn.Linear(12, 12)
+    batch = (torch.randn(6, 12), torch.randn(6, 12))
+    made = autopar.compile(
+        model, loss_fn=mean_square, mesh={"dp": RANKS}, recipe="local:2", example_inputs=batch,
+        timeout_seconds=3,
+    )  # fmt: skip
+    made.step(*batch)
+    made.step(*batch)
+    if rank == 1:
+        accident()
+    try:
+        made.step(*batch)
+    except autopar.PeerError as error:
+        Path(folder, f"error{rank}").write_text(str(error))
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("accident", [pytest.param(die, marks=pytest.mark.slow), hang])
+def test_replicas_do_not_wait_forever(tmp_path: Path, accident: Callable[[], None]) -> None:
+    run_all(as_replicas, tmp_path, accident)
+    for rank in (0, 2):
+        message = (tmp_path / f"error{rank}").read_text()
+        assert message.startswith(
+            f"The meeting of 3 replicas after 2 steps broke in all_reduce over axis 'dp' of dp=3 on rank {rank}: "
+        )
+
+
 def in_stages(rank: int, folder: str, accident: Callable[[], None]) -> None:
     join(rank, RANKS, f"{folder}/store")
     torch.manual_seed(0)

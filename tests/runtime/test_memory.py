@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -121,6 +122,56 @@ def test_memory_where_gradients_are_reduced_in_bfloat16(
     """The figures that `autopar.cost_model.memory` prices: `.grad` is in the format of the parameter."""
     for found in four_ranks.run(model_bytes, recipe, "bf16 reduce=bf16"):
         assert found == pytest.approx(multiple, rel=0.05)
+
+
+@captured_once()
+def device_peak_bytes(recipe: str, layers: int) -> int:
+    """The most bytes outside the host's tier whenever a step has gathered parameters, or begins to reduce gradients.
+
+    A rank computes a single row, so that activations are small beside the 262 kB of a weight.
+    """
+    gc.collect()
+    gc.freeze()
+    before = live_bytes()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    batch = (torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    made = autopar.compile(
+        model, loss_fn=mean_square, mesh={"dp": 4}, recipe=recipe, bucket_bytes=100_000
+    )
+    made.step(*batch)
+    made.zero_grad()
+    (ready,) = made._kept.ready[True]
+    gathers, tiers = ready.bound._runner._gathers, ready.bound._runner.world.tiers
+    seen: list[int] = []
+
+    def look() -> None:
+        time.sleep(0.01)  # for Gloo's threads to let go of what has arrived
+        seen.append(live_bytes() - before - tiers.live_bytes["host"])
+
+    def watched(method: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: object) -> None:
+            look()
+            method(*arguments)
+            look()
+
+        return run
+
+    for name in ("opened", "start_previous", "submit"):
+        setattr(gathers, name, watched(getattr(gathers, name)))
+    made.step(*batch)
+    return max(seen)
+
+
+@pytest.mark.parametrize(("recipe", "grows"), [("zero-infinity", False), ("zero3-offload", True)])
+def test_with_residents_on_the_host_the_device_does_not_grow_with_depth(
+    four_ranks: Ranks, recipe: str, grows: bool
+) -> None:
+    """It holds the window of groups that are gathered, and reduced: a few layers of any number.
+
+    All ranks hold as much; a thread of Gloo that is late to let go adds to the figure of its own rank.
+    """
+    few, many = (min(four_ranks.run(device_peak_bytes, recipe, layers)) for layers in (4, 8))
+    assert (many > 1.1 * few) if grows else (many == pytest.approx(few, rel=0.05))
 
 
 def kept_between() -> tuple[int, int]:

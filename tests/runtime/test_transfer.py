@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.ir import WHOLE, Dims, Layout, Mesh, R, S, V
 from autopar.ops.sharding import shard
 from autopar.proof.verdict import nan_last
-from autopar.runtime.transfer import Transfer, route, signature, transposed, travel
+from autopar.runtime.hops import route, signature, transposed
+from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 from tests.runtime.ranks import Ranks
 

@@ -89,3 +89,34 @@ def test_another_dim_is_split_and_nothing_is_wrong(recipe: str) -> None:
     assert plan.ops["linear_8"] != ("-",), "the columns of the mlp"
     report = subject.compare(plan)
     assert report.passed, report
+
+
+class Grouped(nn.Module):
+    """Attention of 8 queries with 4 keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for y in (self.query(x), self.key(x), self.value(x))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+def test_two_axes_are_named_where_they_split_grouped_queries() -> None:
+    prepared = prepare_step(Grouped(), (torch.randn(2, 4, 32),))
+    found = {}
+    for parts in (4, 8):
+        request = Request(find_hardware("h100"), mesh={"tp": parts}, recipe="tp")
+        notes = make_plan(prepared, request).notes
+        found[parts] = [note for note in notes if "(heads of attention)" in note]
+    assert found[4] == []
+    (note,) = found[8]
+    assert note.endswith(
+        "; 8 would be split, or two axes in place of tp split it with what follows it: of 4 and 2 ranks"
+    )

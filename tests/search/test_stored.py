@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from autopar.cost_model.hardware import Host
+from autopar.cost_model.hardware import Disk, Host
 from autopar.errors import RecipeError, SearchError
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import composed, step_of, stored_bytes
@@ -55,6 +55,26 @@ def test_the_host_is_dropped_as_memory_grows_and_memory_never_makes_a_plan_slowe
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_parameters_stay_on_the_host_during_a_step_where_nothing_else_fits() -> None:
+    """Less memory than resident parameters take: the plan moves some for each use, in every micro-batch and phase."""
+    few, more = planned(least_near() // 5), planned(least_near() // 3)
+    used, others = (
+        {how.resident_tier for how in each.plan.parameters.values()} for each in (few, more)
+    )
+    assert "host" in used and others == {"device"}
+    assert few.price.peak_bytes <= least_near() // 5
+    assert few.price.step_seconds > more.price.step_seconds
+    (note,) = [note for note in few.plan.notes if kind_of(note) == "tiers"]
+    assert "for each use" in note
+    step = step_of(few.graph, few.plan, WITH_HOST)
+    moves = [i for i in step.items if i.resource == "host" and i.phase in ("forward", "backward")]
+    assert {(i.kind, i.phase) for i in moves} >= {
+        ("to_device", "forward"),
+        ("to_device", "backward"),
+        ("from_device", "backward"),
+    }
+
+
 def test_the_plan_says_what_the_host_keeps() -> None:
     found = planned(int(least_near() * 0.6))
     (note,) = [note for note in found.plan.notes if kind_of(note) == "tiers"]
@@ -88,6 +108,20 @@ def test_a_host_that_is_too_small_is_refused_with_both_numbers() -> None:
 def test_a_machine_without_figures_of_its_host_is_told_what_to_give() -> None:
     with pytest.raises(Exception, match=r"no figures of the tier host: .* table \[host\]"):
         search_plan(GRAPH, Request(TOY, mesh={"dp": 2}, recipe="zero-offload"))
+
+
+def test_files_are_counted_apart_from_the_host() -> None:
+    """16 bytes of a parameter in files over two ranks; on the host the copy in use and the gradient, 8 of 16."""
+    disk = Disk(10**9, 1e9, 1e9, 1e-6)
+    machine = dataclasses.replace(WITH_HOST, nvme=disk)
+    request = Request(machine, mesh={"dp": 2}, recipe="zero-infinity-nvme")
+    found = search_plan(GRAPH, request).best
+    files, host = (stored_bytes(found.graph, found.plan, machine, t) for t in ("nvme", "host"))
+    assert host == files / 2
+    assert sum("Files on disk store all parameters" in note for note in found.plan.notes) == 1
+    small = dataclasses.replace(machine, nvme=dataclasses.replace(disk, memory_bytes=1000))
+    with pytest.raises(SearchError, match=r"in files on its disks, and its share of that is 1.*kB"):
+        search_plan(GRAPH, dataclasses.replace(request, hardware=small))
 
 
 @pytest.mark.parametrize("recipe", ["zero-offload", "zero3-offload"])

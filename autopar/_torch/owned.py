@@ -1,0 +1,90 @@
+"""`Owned`: the placement of a DTensor that one rank of a mesh axis has whole, and of which the others have nothing.
+
+To torch it is a kind of `Shard(0)` in which one shard has all rows. Operators that work entry by entry run on what
+a rank has, so that optimizers, foreach and fused ones too, update on the owner alone and make their states there. A
+norm is summed over the ranks as that of shards is. torch has no placement of uneven shards; what it would do
+itself with the sizes of shards is done here: to make the tensor whole, to cut a whole one, and to say which part a
+rank has, as checkpoints ask.
+
+A new tensor that an operator makes of such a DTensor (`p * 2`, `p.clone()`) is a `Shard(0)` to torch, with the
+owner's rows on one rank; its `full_tensor()` fails. What is made by `zeros_like`, `empty_like` or `detach`, or
+written in place, keeps the placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+class Owned(Shard):
+    """All of a tensor on rank `owner` of the mesh dim."""
+
+    owner: int
+
+    def __new__(cls, owner: int) -> Owned:
+        """A `Shard(0)` to what torch has in C++."""
+        return Shard.__new__(cls, 0)  # type: ignore[call-arg]
+
+    def __init__(self, owner: int) -> None:
+        super().__init__(0)
+        self.owner = owner
+
+    def __reduce__(self) -> tuple[type[Owned], tuple[int]]:
+        return Owned, (self.owner,)
+
+    def __eq__(self, other: object) -> bool:
+        # torch checks that the placement is the shard it takes it for, and must tell owners apart in its caches
+        if isinstance(other, Owned):
+            return self.owner == other.owner
+        return isinstance(other, Shard) and other.dim == 0
+
+    def __hash__(self) -> int:
+        return hash((Owned, self.owner))
+
+    def __repr__(self) -> str:
+        return f"Owned({self.owner})"
+
+    def __str__(self) -> str:
+        return f"O({self.owner})"
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, Any]:
+        return (curr_local_size if rank == self.owner else 0), 0
+
+    def _split_tensor(
+        self, tensor: Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[Tensor], list[int]]:
+        parts = [tensor if i == self.owner else tensor.narrow(0, 0, 0) for i in range(num_chunks)]
+        return parts, [0] * num_chunks
+
+    def _to_replicate_tensor(
+        self,
+        local_tensor: Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: Sequence[Any],
+    ) -> Tensor:
+        is_owner = mesh.get_local_rank(mesh_dim) == self.owner
+        whole = (
+            local_tensor.detach().contiguous().clone()
+            if is_owner
+            else local_tensor.new_empty(tuple(current_logical_shape))
+        )
+        dist.broadcast(whole, group=mesh.get_group(mesh_dim), group_src=self.owner)
+        return whole
+
+
+def cut_like(whole: Tensor, present: DTensor) -> DTensor:
+    """A whole tensor, the same on every rank, cut as another lies; nothing is sent."""
+    mesh = present.device_mesh
+    given = DTensor.from_local(
+        whole.detach().to(present.device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return given.redistribute(mesh, present.placements)

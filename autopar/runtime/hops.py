@@ -1,0 +1,135 @@
+"""Hops: the steps of a route that a local tensor takes from one layout to another.
+
+A `Hop` is a `CollectiveCall` with the local shapes around it, a cast to another element type, or a move to
+another tier; the hops from one layout to another are a route, and the transposed hops in reverse order take
+the gradient back.
+
+The shapes of a hop are the same on every rank, so that all ranks put the same tensors into one collective. A rank
+that holds nothing of a tensor, because another rank of an axis owns it, has a tensor with a first dim of 0 in place
+of such a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.ir import Dims, Layout, Mesh, State, Tier, calls, local_shape, steps
+from autopar.ir.tier import moves
+from autopar.ops.collectives import result_shape
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One collective on a local tensor, a cast, or a move between the device and another tier.
+
+    Attributes:
+        name, backward: the op and its transpose; that of a cast is a cast back, and of a move a move back.
+        dims: dims of the viewed tensor, and positions of owners; see `autopar.ir.CollectiveCall`.
+        axis: position of the mesh axis, which has at least two ranks; -1 of a cast or a move.
+        size: ranks of the axis.
+        before: shape of the local tensor.
+        viewed: shape it is viewed in for the op.
+        result: shape of the op's result.
+        after: shape that is viewed in then.
+        formats: the two element types of a cast, that of the gradient on its way back and that which the
+            tensor takes. A cast to the type that the tensor already has changes only the gradient: that is
+            how gradients are reduced in another type than tensors are gathered in.
+        tier: the farther memory of a move, or the memory that a cast is done in.
+        is_elsewhere: whether this rank and all its peers along the axis hold nothing of the tensor, because a rank at
+            another position of another axis owns it. Nothing is run then.
+    """
+
+    name: str
+    backward: str
+    dims: tuple[int, ...]
+    axis: int
+    size: int
+    before: Shape
+    viewed: Shape
+    result: Shape
+    after: Shape
+    formats: tuple[torch.dtype, ...] = ()
+    tier: Tier = "device"
+    is_elsewhere: bool = False
+
+    def transposed(self) -> Hop:
+        """The hop that takes the gradient back."""
+        return Hop(
+            self.backward, self.name, self.dims[::-1], self.axis, self.size,
+            self.after, self.result, self.viewed, self.before, self.formats[::-1], self.tier,
+            self.is_elsewhere,
+        )  # fmt: skip
+
+
+Route = tuple[Hop, ...]
+
+
+def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int = 0) -> Route:
+    """The hops of a rank from one layout of a tensor to another; axes of one rank need none.
+
+    All ranks have the same hops, but for `is_elsewhere`.
+    """
+    hops = []
+    shape, layout = local_shape(dims, source, mesh), list(source)
+    taken = [step for step in steps(source, target) if mesh.sizes[step.axis] > 1]
+    for step, call in zip(taken, calls(dims, source, target, mesh), strict=True):
+        size = mesh.sizes[call.axis]
+        viewed = call.before or shape
+        result = tuple(result_shape(call.name, viewed, call.dims, size))
+        after = call.after or result
+        is_elsewhere = _is_elsewhere(layout, call.axis, mesh.coordinates(rank))
+        hops.append(
+            Hop(
+                call.name, call.backward, call.dims, call.axis, size, shape, viewed, result, after,
+                is_elsewhere=is_elsewhere,
+            )
+        )  # fmt: skip
+        shape, layout[step.axis] = after, step.target
+    return tuple(hops)
+
+
+def _is_elsewhere(layout: Sequence[State], axis: int, position: Sequence[int]) -> bool:
+    """Whether a rank is not the owner along an axis other than the one that is given."""
+    return any(
+        state.kind == "O" and other != axis and position[other] != state.owner
+        for other, state in enumerate(layout)
+    )
+
+
+def cast(shape: Shape, before: torch.dtype, after: torch.dtype, tier: Tier = "device") -> Hop:
+    """The hop that casts a tensor of this shape to `after`, and its gradient to `before`."""
+    return Hop("cast", "cast", (), -1, 1, shape, shape, shape, shape, (before, after), tier)
+
+
+def moving(shape: Shape, source: Tier, target: Tier) -> Route:
+    """The hops that bring a tensor of this shape from a tier to another, and its gradient back."""
+    return tuple(
+        Hop(each.name, each.backward, (), -1, 1, shape, shape, shape, shape, tier=each.tier)
+        for each in moves(source, target)
+    )
+
+
+def transposed(hops: Route) -> Route:
+    """The route of the gradient."""
+    return tuple(hop.transposed() for hop in reversed(hops))
+
+
+def signature(hops: Route) -> tuple[tuple[str, int], ...]:
+    """The properties that two routes must share to be run together; `vary` moves nothing and does not count.
+
+    Tensors of several owners travel apart: their owner's position is part of the name.
+    """
+    return tuple((_kind(hop), hop.axis) for hop in hops if hop.name != "vary")
+
+
+def _kind(hop: Hop) -> str:
+    """The name of a hop's op with the owners in it: `broadcast 1`, `send 0 1`."""
+    owners = hop.dims if hop.name in ("broadcast", "reduce", "keep", "fill", "send") else ()
+    owners = hop.dims[:1] if hop.name == "scatter" else owners
+    owners = hop.dims[1:] if hop.name == "gather" else owners
+    return " ".join([hop.name, *map(str, owners)])

@@ -1,0 +1,83 @@
+"""What replicas make of the mean over all of them at a meeting, and what they keep for the next one.
+
+The three rules, with their sources, are those of `autopar.ir.meeting`. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from autopar.errors import StepError
+from autopar.ir import Meeting
+
+
+class OuterStep:
+    """The step that replicas take together, parameter by parameter.
+
+    Args:
+        meeting: the rule, with the numbers of the outer optimizer.
+
+    Attributes:
+        base: name -> parameter at the last meeting, under the rules that keep it.
+        momentum: name -> momentum of the outer optimizer; empty before the first meeting.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.base: dict[str, Tensor] = {}
+        self.momentum: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def begin(
+        self, parameters: Iterable[tuple[str, Tensor]], momentum: Mapping[str, Tensor]
+    ) -> None:
+        """Takes parameters as those of a meeting.
+
+        Args:
+            parameters: names and values, the same on every replica.
+            momentum: momentum of the outer optimizer, by name; empty at the start.
+        """
+        self.momentum = dict(momentum)
+        if self.meeting.copies:
+            self.base = {name: x.detach().clone() for name, x in parameters}
+
+    def sent(self, name: str, x: Tensor) -> Tensor:
+        """What the mean is taken of: a parameter, or its difference to the base; the caller may write into it."""
+        if not self.meeting.copies:
+            return x.clone()
+        if name not in self.base:
+            raise StepError(
+                f"The parameter {name} was unfrozen after the last meeting, and no replica kept its value of then. "
+                "Compile the model again."
+            )
+        return x - self.base[name]
+
+    def take(self, name: str, x: Tensor, mean: Tensor) -> None:
+        """Gives a parameter its common value.
+
+        Args:
+            name: name of the parameter.
+            x: the parameter, which is overwritten.
+            mean: mean over the replicas of what each has `sent`; it is used up.
+        """
+        if not self.meeting.copies:
+            x.copy_(mean)
+            return
+        base = self.base[name]
+        if self.meeting.rule == "geo":
+            base.add_(mean)
+        else:
+            self._descend(name, base, mean.neg_())
+        x.copy_(base)
+
+    def _descend(self, name: str, base: Tensor, gradient: Tensor) -> None:
+        """A step of the outer optimizer, as torch.optim.SGD(nesterov=True) takes it."""
+        factor = self.meeting.momentum
+        if name in self.momentum:
+            self.momentum[name].mul_(factor).add_(gradient)
+        else:
+            self.momentum[name] = gradient.clone()
+        base.add_(gradient.add_(self.momentum[name], alpha=factor), alpha=-self.meeting.rate)

@@ -1,0 +1,62 @@
+"""A plan for one of several replicas that meet every so many steps, and a sentence that says what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.cost_model.items import TrainingState
+from autopar.cost_model.step import Step
+from autopar.ir import Graph, Meeting
+from autopar.ir.note import Note
+from autopar.pipeline.composed import composed, step_of
+from autopar.search.given import Planned
+from autopar.search.recipes import RecipeLike, format_recipe
+from autopar.search.request import Request
+from autopar.units import counted, format_bytes, format_seconds
+
+
+def with_meeting(found: Planned, request: Request) -> Planned:
+    """The plan of a replica with its meetings, their price, and a note; itself where the request has none."""
+    meeting = request.meeting
+    if meeting is None:
+        return found
+    plan = replace(found.plan, meeting=meeting, recipe=_whole_recipe(meeting, request.recipe))
+    state, software = request.training_state, request.software
+    step = step_of(found.graph, plan, request.hardware, software=software, training_state=state)
+    price = composed(found.graph, plan, request.hardware, software=software, training_state=state)
+    note = Note(_sentence(found.graph, meeting, step), "replicas")
+    return found._replace(plan=replace(plan, notes=(*plan.notes, note)), price=price)
+
+
+def _whole_recipe(meeting: Meeting, inside: RecipeLike) -> str:
+    """The recipe of all axes, given that of those inside a replica."""
+    others = dict(inside) if isinstance(inside, Mapping) else {}
+    return format_recipe({meeting.axis: f"{meeting.rule}:{meeting.steps}", **others})
+
+
+def _sentence(graph: Graph, meeting: Meeting, step: Step) -> str:
+    """What is not the single device's result any more, how old it can be, and what that buys."""
+    items = [i for i in step.items if i.phase == "meet" and i.resource == meeting.axis]
+    scales = [meeting.steps * _gradient_scale(graph, i.of, step.run.training_state) for i in items]
+    sizes = [float(i.count * i.traffic_bytes) for i in items]
+    times = [float(i.count * i.seconds) for i in items]
+    every_step = [
+        sum(x * scale for x, scale in zip(each, scales, strict=True)) for each in (sizes, times)
+    ]
+    steps = meeting.steps
+    older = f"up to {counted(steps - 1, 'step')} old" if steps > 1 else "never old"
+    size_words = f"{format_bytes(sum(sizes))} a step in place of {format_bytes(every_step[0])}"
+    seconds_words = f"{format_seconds(sum(times))} in place of {format_seconds(every_step[1])}"
+    return (
+        f"Not the result of a single device: {counted(meeting.replicas, 'replica')} along {meeting.axis} train on rows "
+        f"of their own and meet {meeting}, so that what one has of the others is {older}. Along {meeting.axis} a "
+        f"rank sends {size_words} of data parallelism, which takes about {seconds_words}."
+    )
+
+
+def _gradient_scale(graph: Graph, name: str, state: TrainingState) -> float:
+    """Bytes of a parameter's gradient, which data parallelism sends, for each byte that is stored of the parameter."""
+    tensor = graph.tensors[graph.parameters[name]]
+    own = state.gradient_bytes or tensor.gradient_scale * tensor.itemsize_bytes
+    return own / tensor.at_rest.itemsize_bytes

@@ -1,0 +1,74 @@
+"""The moves of a parameter between the tiers of a rank, and what they carry and take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from autopar.cost_model.arith import Quantity
+from autopar.cost_model.hardware import Hardware
+from autopar.cost_model.items import Item, Phase, Region
+from autopar.ir import ParameterPlan, Tier
+from autopar.ir.tier import Move, is_farther, moves
+
+Form = Literal["stored", "cast", "resident"]
+
+
+class Carried(NamedTuple):
+    """A move, and in which form the parameter makes it.
+
+    Attributes:
+        move: link and direction.
+        form: the stored shard as it is stored, the same cast for its use, or the resident part.
+    """
+
+    move: Move
+    form: Form
+
+
+def way_to_resident(how: ParameterPlan, *, casts: bool, converts: bool) -> Iterator[Carried]:
+    """The moves of a parameter at the start of a step, as `Residents` in autopar/runtime/parameters.py routes it.
+
+    Args:
+        how: layouts and tiers.
+        casts: whether the parameter is cast for its use, which is done no farther away than on the host.
+        converts: whether its resident layout is another than that of its storage, to which the device converts it.
+
+    >>> from autopar.ir import R
+    >>> how = ParameterPlan((R,), (R,), tier="nvme", resident_tier="host")
+    >>> [(each.move.name, each.form) for each in way_to_resident(how, casts=True, converts=False)]
+    [('to_host', 'stored')]
+    """
+    at = how.tier
+    if casts and is_farther(at, "host"):
+        yield from (Carried(move, "stored") for move in moves(at, "host"))
+        at = "host"
+    used: Form = "cast" if casts else "stored"
+    nearest: Tier = "device" if converts else how.resident_tier
+    yield from (Carried(move, used) for move in moves(at, nearest))
+    yield from (Carried(move, "resident") for move in moves(nearest, how.resident_tier))
+
+
+def way_back(way: Iterable[Move]) -> tuple[Move, ...]:
+    """The moves that take a gradient back."""
+    return tuple(Move(each.backward, each.name, each.tier) for each in way)[::-1]
+
+
+def move_item(
+    name: str, move: Move, size_bytes: Quantity, hardware: Hardware, *, phase: Phase, region: Region,
+    count: Quantity, carries: str, of: str, every_micro_batch: bool, moves: str = "", recomputed: int = 0,
+) -> Item:  # fmt: skip
+    """One move of a parameter or a gradient.
+
+    Args:
+        name: the parameter in a reader's words.
+        move: link and direction.
+        size_bytes: size of what is moved.
+        hardware: the machine, with figures of the link.
+        phase, region, count, carries, of, every_micro_batch, moves, recomputed: see `Item`.
+    """
+    seconds = hardware.move_seconds(move, size_bytes)
+    return Item(
+        f"{move.name} {name}", move.name, move.tier, phase, region, count, seconds, size_bytes, carries=carries,
+        every_micro_batch=every_micro_batch, of=of, moves=moves, recomputed=recomputed,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Owners: spread evenly, by recipe alone, and said in the plan."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autopar.errors import RecipeError
+from autopar.ir import ANY, Mesh, O, ParameterPlan, Plan, R, V
+from autopar.ir.note import kind_of
+from autopar.search.outer import search_plan
+from autopar.search.owners import with_owners
+from autopar.search.request import Request
+from tests.search.stacked import Sizes, residual
+from tests.search.toy import TOY
+
+GRAPH = residual(4, Sizes(batch=8, width=64, hidden=128, vocab=64))
+
+
+def plan_of(recipe: object, **options: object) -> Plan:
+    request = Request(TOY, mesh={"dp": 4}, recipe=recipe, **options)  # type: ignore[arg-type]
+    return search_plan(GRAPH, request).best.plan
+
+
+def test_data_parallel_stores_all_on_the_first_rank() -> None:
+    plan = plan_of("data-parallel")
+    assert {(how.storage, how.resident, how.reduce) for how in plan.parameters.values()} == {
+        ((O(0),), (V,), "step")
+    }
+    (note,) = [note for note in plan.notes if kind_of(note) == "owners"]
+    assert note.startswith("along dp one rank stores and updates each parameter: ")
+    assert note.endswith("on rank 0") and note.count("on rank") == 1
+
+
+def test_a_parameter_server_spreads_bytes() -> None:
+    plan = plan_of("parameter-server")
+    owned = owned_bytes(plan)
+    largest = max(size(name) for name in plan.parameters)
+    assert len(owned) == 4 and max(owned.values()) - min(owned.values()) <= largest
+    assert Plan.parse(str(plan)) == plan
+    (note,) = [note for note in plan.notes if kind_of(note) == "owners"]
+    assert all(f"on rank {rank}" in note for rank in range(4))
+
+
+def size(name: str) -> int:
+    tensor = GRAPH.tensors[GRAPH.parameters[name]]
+    return tensor.itemsize_bytes * math.prod(tensor.shape)
+
+
+def owned_bytes(plan: Plan) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for name, how in plan.parameters.items():
+        owner = how.storage[0].owner
+        found[owner] = found.get(owner, 0) + size(name)
+    return found
+
+
+def test_owners_are_given_by_bytes_the_largest_first() -> None:
+    mesh = Mesh.of({"dp": 2})
+    open_ = {name: ParameterPlan((O(ANY),), (V,)) for name in GRAPH.parameters}
+    found = with_owners(GRAPH, open_, mesh)
+    ordered = sorted(GRAPH.parameters, key=size, reverse=True)
+    assert found[ordered[0]].storage == (O(0),) and found[ordered[1]].storage == (O(1),)
+
+
+def test_what_has_no_owner_stays() -> None:
+    kept = {name: ParameterPlan((R,), (V,)) for name in GRAPH.parameters}
+    assert with_owners(GRAPH, kept, Mesh.of({"dp": 2})) == kept
+
+
+def test_gradients_go_to_owners_once_a_step_and_that_does_not_go_with_zero2() -> None:
+    with pytest.raises(
+        RecipeError, match="data-parallel on dp reduces gradients once per step and zero2"
+    ):
+        search_plan(
+            GRAPH,
+            Request(TOY, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero2"}),
+        )
