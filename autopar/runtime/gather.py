@@ -156,7 +156,7 @@ class Gathers:
     def start_previous(self, call: _Call) -> None:
         """Starts the gather that backward will need after this one."""
         for earlier in reversed(call.run[: call.run.index(call)]):
-            if earlier.saved:
+            if earlier.saved and not earlier.is_behind:
                 earlier.start_again()
                 return
 
@@ -211,6 +211,7 @@ class _Call:
 
     Attributes:
         saved: positions of the parameters that backward needs, which alone are gathered again.
+        is_behind: whether a backward has passed; a second one through the same graph gathers when it arrives.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class _Call:
         self.owner, self.group, self.shards = owner, group, shards
         self.run = run  # all gathers of the same forward, of which several may be in flight
         self.saved: set[int] = set()
-        self.in_step = owner.in_step
+        self.is_behind, self.in_step = False, owner.in_step
         self._ahead = ahead
         self._again: tuple[list[int], Transfer] | None = None
         self._values: dict[int, Tensor] | None = None
@@ -258,7 +259,7 @@ class _Call:
 
     def release(self) -> None:
         """Frees what was gathered for backward; the uses of every member are behind."""
-        self.saved, self._values, self._again = set(), None, None
+        self.is_behind, self._values, self._again = True, None, None
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _named_alike(row: Recipe) -> tuple[Recipe, ...]:
         each
         for each in RECIPES.values()
         if (each.may, each.must, each.products_must) == (row.may, row.must, row.products_must)
-        and each.tier == row.tier
+        and (each.tier, each.owner) == (row.tier, row.owner)
     )
 
 

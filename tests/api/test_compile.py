@@ -212,10 +212,10 @@ def test_compiling_leaves_a_model_that_was_verified_first() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(autopar.__all__) == [
-        "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "Mesh", "MeshError",
+        "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "LossScaling", "Mesh", "MeshError",
         "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
-        "VerifyReport", "checkpoint", "compile", "explain", "launch", "register_form", "register_rule", "shard_",
-        "verify",
+        "VerifyReport", "checkpoint", "compile", "explain", "find_nan", "launch", "register_form", "register_rule",
+        "shard_", "verify",
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from autopar.ir.note import kind_of
 from autopar.search.outer import search_plan
 from autopar.search.owners import with_owners
 from autopar.search.request import Request
+from autopar.search.search import MeshSearch
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
@@ -77,3 +78,10 @@ def test_gradients_go_to_owners_once_a_step_and_that_does_not_go_with_zero2() ->
             GRAPH,
             Request(TOY, mesh={"dp": 2, "x": 2}, recipe={"dp": "data-parallel", "x": "zero2"}),
         )
+
+
+def test_auto_names_no_recipe_with_an_owner() -> None:
+    open_axis = MeshSearch.of(GRAPH, {"dp": 4}, hardware=TOY)
+    named = [row for _, each in open_axis.named() for row in each.problem.recipes]
+    assert "zero1" in {row.name for row in named}
+    assert all(row.owner is None for row in named)
