@@ -129,6 +129,7 @@ class Request:
         format_recipe(self.recipe)
         self._check_schedule()
         self._check_mesh()
+        self._check_owners()
         self._check_refusals()
 
     @classmethod
@@ -176,7 +177,7 @@ class Request:
     @property
     def may_offload(self) -> bool:
         """Whether parameters may be stored in the host's memory although nobody asks for it."""
-        is_open = self.offload is None and "offload" not in self.without
+        is_open = self.offload is None and "offload" not in self.without and not self._has_owners
         host = self.hardware.host if self.meeting is None else None  # where replicas cannot meet
         return is_open and self.must_fit and host is not None and host.memory_bytes > 0
 
@@ -218,7 +219,7 @@ class Request:
     def depths(self) -> tuple[int, ...] | None:
         """Numbers of pipeline ranks that may be chosen, by the mesh or by `stages`; None for any."""
         if self.mesh is None:
-            return self.stages
+            return (1,) if self._has_owners else self.stages
         return (dict(self.mesh.axes).get(PIPELINE_AXIS, 1),)
 
     @property
@@ -374,6 +375,29 @@ class Request:
                     f"{name} is pinned to {choice}, and along {meeting.axis} lie replicas, whose values differ "
                     f"between meetings: none of them can hold a part for another. Pin it along another axis."
                 )
+
+    def _check_owners(self) -> None:
+        """Raises the error of what parameters that one rank owns cannot have yet."""
+        if not self._has_owners:
+            return
+        refused = {
+            "pipeline stages": self.has_stages
+            or (self.stages is not None and 1 not in self.stages),
+            "storage on the host": self.offload or "offload" in self._named_recipes(),
+            "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
+        }
+        for what in (what for what, is_asked in refused.items() if is_asked):
+            raise RecipeError(
+                f"The recipe {format_recipe(self.recipe)!r} stores each parameter on one rank, and cannot be run "
+                f"together with {what} yet; leave out one of both, or take zero1, which stores a part on every rank."
+            )
+
+    @property
+    def _has_owners(self) -> bool:
+        """Whether a recipe stores each parameter on one rank of an axis."""
+        return any(
+            name in RECIPES and RECIPES[name].owner is not None for name in self._named_recipes()
+        )
 
     def _check_refusals(self) -> None:
         """A thing cannot be both asked for and ruled out."""

@@ -85,3 +85,32 @@ def test_auto_names_no_recipe_with_an_owner() -> None:
     named = [row for _, each in open_axis.named() for row in each.problem.recipes]
     assert "zero1" in {row.name for row in named}
     assert all(row.owner is None for row in named)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"mesh": {"pp": 2, "dp": 2}, "recipe": {"dp": "data-parallel"}}, "pipeline stages"),
+        ({"ranks": 4, "recipe": "data-parallel", "stages": 2}, "pipeline stages"),
+        ({"mesh": {"dp": 4}, "recipe": "parameter-server", "offload": True}, "storage on the host"),
+        (
+            {"mesh": {"dp": 2, "x": 2}, "recipe": {"dp": "data-parallel", "x": "zero3-offload"}},
+            "storage on the host",
+        ),
+        (
+            {"mesh": {"far": 2, "dp": 2}, "recipe": {"far": "local:4", "dp": "data-parallel"}},
+            "replicas that meet",
+        ),
+    ],
+)
+def test_what_owners_cannot_have_yet_is_refused_before_anything_is_priced(
+    options: dict[str, object], what: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"stores each parameter on one rank.* with {what} yet"):
+        Request(TOY, **options)  # type: ignore[arg-type]
+
+
+def test_where_stages_are_open_owners_take_none() -> None:
+    request = Request(TOY, ranks=4, recipe="parameter-server", batch=8)
+    assert request.depths == (1,) and not request.may_offload
+    assert search_plan(GRAPH, request).best.plan.pipeline is None
