@@ -8,6 +8,7 @@ step, and t = (n - 1) / n  B / bandwidth:
     reduce_scatter  the same                                                 B before the step
     all_reduce      both, with bandwidth * reduce_gain, and reduce_rounds (n - 1) latency
     all_to_all      as all_gather, with bandwidth * exchange_gain and B the bytes that a rank holds
+    dispatch, combine   the same, as if experts were evenly used: n - 1 of n rows go to other ranks (a guess)
     broadcast       launch + start + (n - 1) latency + B / bandwidth         B after the step
     reduce          the same                                                 B before the step
     scatter, gather as all_gather                                            B of the whole
@@ -36,6 +37,7 @@ from typing import NamedTuple
 from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
+from autopar.cost_model.traffic import EXCHANGES
 from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, steps
 
 
@@ -127,7 +129,7 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
     "all_gather": lambda m: _ring(m.after_bytes, m),
     "reduce_scatter": lambda m: _ring(m.before_bytes, m),
     "all_reduce": _all_reduce,
-    "all_to_all": lambda m: _ring(m.before_bytes, m, m.link.exchange_gain),
+    **dict.fromkeys(EXCHANGES, lambda m: _ring(m.before_bytes, m, m.link.exchange_gain)),
     "broadcast": lambda m: _chain(m.after_bytes, m),
     "reduce": lambda m: _chain(m.before_bytes, m),
     "scatter": lambda m: _ring(m.before_bytes, m),
@@ -143,8 +145,8 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
 
 _TRAFFIC = frozenset(
     {
-        "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "scatter",
-        "gather", "send",
+        "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "scatter", "gather", "send",
+        *EXCHANGES,
     }
 )  # fmt: skip
 

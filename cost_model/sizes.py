@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 import sympy
 
 from autopar.cost_model.arith import Quantity
-from autopar.ir import Dims, Labels, Layout, Leaf, Mesh, Op, Tensor, Work, local_elements
+from autopar.ir import (
+    Dims,
+    Labels,
+    Layout,
+    Leaf,
+    Mesh,
+    Op,
+    Tensor,
+    Work,
+    local_elements,
+    split_factors,
+)
 
 
 class Sizes:
@@ -49,7 +60,7 @@ class Sizes:
             (
                 self.axis(axis)
                 for axis, label in enumerate(labels)
-                if any(leaf.label == label for leaf in leaves)
+                if any(leaf.label in split_factors(label) for leaf in leaves)
             ),
             start=1,
         )

@@ -7,7 +7,8 @@ A region ends where a Python object is called (a gather of parameters, a block t
 is waited for), where a block ends, so that gradients come back block by block and equal blocks become equal
 regions, and between calls that backward recomputes and others. An op that draws stays outside: the numbers
 it takes from the generator are then those it would take uncompiled, in the same order. It moves up before
-the region that it would cut in two, unless it takes something from that.
+the region that it would cut in two, unless it takes something from that. Outside stay too the calls of a mixture
+of experts whose rows change hands: how many rows they have is another number in every run.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _place(node: fx.Node, latest: Any) -> Any:
 
 def _is_plain(node: fx.Node) -> bool:
     is_op = is_operator(node) or node.target is operator.getitem
-    return node.op == "call_function" and is_op and not draws(node)
+    is_sized = not node.meta.get("sized_by_values", False)
+    return node.op == "call_function" and is_op and is_sized and not draws(node)
 
 
 def _moves_up(node: fx.Node) -> bool:

@@ -17,10 +17,11 @@ import torch
 from torch import fx, nn
 
 from autopar.ops.collectives import Collective, is_collective
+from autopar.ops.exchange import EXCHANGES
 from autopar.ops.moves import is_move
 
 _RESHAPE = torch.ops.aten.reshape.default
-MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+MOVING = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", *EXCHANGES)
 
 
 @dataclass(frozen=True)

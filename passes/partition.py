@@ -17,6 +17,7 @@ from torch import fx
 from autopar.analysis.factors import Analysis, is_getitem, output_nodes
 from autopar.capture.captured import Captured
 from autopar.ir import (
+    EXCHANGED,
     CollectiveCall,
     Layout,
     Mesh,
@@ -27,6 +28,7 @@ from autopar.ir import (
     local_shape,
     operand_layouts,
     result_layouts,
+    split_factors,
 )
 from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
 from autopar.ops.collectives import Collective
@@ -214,7 +216,16 @@ class _LocalCall:
         own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]
         labels = own.get(letter, ())
         axes = zip(self._owner.mesh.axes, self._labels, strict=True)
-        return tuple(axis for axis, label in axes if label in labels and axis[1] > 1)
+        return tuple(
+            axis
+            for axis, label in axes
+            if axis[1] > 1 and not {*labels}.isdisjoint(split_factors(label))
+        )
+
+    def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
+        axes = zip(self._owner.mesh.axes, self._labels, strict=True)
+        exchanged = {axis for axis, label in axes if EXCHANGED in label}
+        return tuple(axis for axis in self.axes(letter) if axis in exchanged)
 
 
 def _substitute(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -63,6 +63,12 @@ def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
     return ops.wait_tensor(ops.all_to_all_single(x, parts, parts, group))
 
 
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """`sent[i]` rows of `x`, in order, go to rank i; the `received[i]` rows of every rank, concatenated along dim 0."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_to_all_single(x, received, sent, group))
+
+
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Starts to sum `x` over the group, in place."""
     return group.allreduce([x])

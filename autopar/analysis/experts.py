@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,15 @@ import torch
 from torch import Tensor, fx
 
 from autopar import rules
+from autopar.analysis.exchange import Emit, Exchange, can_be_exchanged, marked, stated
 from autopar.analysis.factors import Atom, is_getitem, leaves, unify
 from autopar.ops.nodes import tensor_operands
 from autopar.rules.grouped import PRODUCTS, product_of_rows
 from autopar.rules.index import shifted
-from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Spec, parts
+from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Spec, StatedCollective, parts
 
 aten = torch.ops.aten
 Dims = list[list[Atom]]
-Emit = Callable[..., Any]
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,6 +108,7 @@ class _LayerRun:
         count: number of experts on this rank.
         slots: as those of the experts, of the ids that are here.
         is_part: whether ids of others are among `operands`; they are then `count`, and sort behind all.
+        exchange: the way of rows to the ranks of their experts; None where they stay.
     """
 
     experts: Experts
@@ -116,6 +117,7 @@ class _LayerRun:
     count: int
     slots: Sequence[int]
     is_part: bool = False
+    exchange: Exchange | None = None
 
     def result(self, run: Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         """Sorts, runs the body by `run`, and puts the rows back into their order."""
@@ -131,12 +133,16 @@ class _LayerRun:
         gone = emit(aten.ge.Scalar, ordered, count) if self.is_part else None
         inputs = [self._gathered(x, order, i, gone) for i, x in enumerate(self.operands[:rows])]
         here = emit(aten.clamp.default, ordered, max=count - 1) if self.is_part else ordered
+        if self.exchange:
+            inputs, here, ends = self.exchange.dispatch(inputs, ends)
         inputs += [here, ends, *self.operands[rows + 1 :]]
         found = dict(zip(experts.inputs, inputs, strict=True))
         for node in experts.calls:
             found[node] = self._run_call(node, found, gone, run)
-        back = emit(aten.argsort.default, order)
         last = self._hide(found[experts.result], gone, experts.result)
+        if self.exchange:
+            last = self.exchange.combine(last)
+        back = emit(aten.argsort.default, order)
         return emit(aten.index.Tensor, last, [back])
 
     def _gathered(self, x: Any, order: Any, position: int, gone: Any) -> Any:
@@ -251,14 +257,38 @@ class _BodyRule:
         found = dict.fromkeys(x for letters in seen for dim in letters for x in dim)
         sizes = self._sizes()
         states = {name: self._ends_in(name) for name in found}
-        nests = self._nests()
+        nests, pairs = self._nests(), self._exchanges(states)
         return Spec(
             operands, (result,), {name: sizes[name] for name in found},
             sums=frozenset(n for n, state in states.items() if state == "P"),
             whole=frozenset(n for n, state in states.items() if not state),
             flops=round(sum(c * math.prod(sizes[x] for x in letters) for c, letters in nests)),
-            nests=nests, kept=kept, experts=frozenset({"e"} & found.keys()), localize=self._localize,
+            nests=nests, kept=kept, experts=frozenset({"e"} & found.keys()), exchanges=pairs,
+            collectives=self._stated(pairs), localize=self._localize,
         )  # fmt: skip
+
+    def _exchanges(self, states: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+        """Letters of rows that can be split where experts are: all that comes in rows has them."""
+        rows = len(self.experts.slots)
+        tensors = [self._named(dims) for found in self.dims.values() for dims in found]
+        if states.get("e") != "P" or not can_be_exchanged(
+            self.experts.calls, tensors, set(self.rows)
+        ):
+            return ()
+        heads = [set(self._named(dims[:1])[0]) for dims in self.operands[: rows + 1]]
+        shared = set.intersection(*heads)
+        return tuple((x, "e") for x in states if x in shared and states[x] == "S")
+
+    def _stated(self, pairs: tuple[tuple[str, str], ...]) -> tuple[StatedCollective, ...]:
+        """What is sent where rows change hands: sorted rows come one for every id."""
+        inputs, wanted = self.experts.inputs[: len(self.experts.slots)], self.call.wanted
+        moved = [self._message(node, i in wanted) for i, node in enumerate(inputs)]
+        result = self._message(self.experts.result, bool(wanted))
+        return stated(pairs, moved, result, self.experts.count)
+
+    def _message(self, node: fx.Node, takes_gradient: bool) -> tuple[Letters, int, bool]:
+        itemsize: int = node.meta["val"].element_size()
+        return self._named(self.dims[node][0]), itemsize, takes_gradient
 
     def _nests(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
         """A row meets one expert of all: two FLOPs per point of rows, width and inner, shared by experts."""
@@ -390,6 +420,9 @@ class _BodyRule:
 
     def _localize(self, local: Local) -> fx.Node:
         experts, args = self.experts, list(local.args)
+        exchanged = local.exchanges("e")
+        if exchanged:
+            return self._localize_exchanged(local, exchanged)
         axes, rows = local.axes("e"), len(experts.slots)
         count = experts.count // parts(local, ["e"])
         if (
@@ -401,19 +434,30 @@ class _BodyRule:
             other = local.emit(aten.logical_not.default, mine)
             args[rows] = local.emit(aten.masked_fill.Scalar, here, other, count)
 
+        layer = _LayerRun(experts, args, local.emit, count, self._slots(local), bool(axes))
+        return self._written(layer, local)
+
+    def _localize_exchanged(self, local: Local, axes: tuple[tuple[str, int], ...]) -> fx.Node:
+        """Experts are counted as in the whole: the ids tell the rank that has one, and its place there."""
+        assert axes == local.axes("e"), local.node  # see `autopar.ir.go_together`
+        emit, experts = marked(local), self.experts
+        layer = _LayerRun(
+            experts, local.args, emit, experts.count, self._slots(local), exchange=Exchange(emit, axes)
+        )  # fmt: skip
+        return self._written(layer, local)
+
+    def _written(self, layer: _LayerRun, local: Local) -> fx.Node:
+        """The layer, with every op of its body as its own rule writes it down."""
+        emit, is_exchanged = layer.emit, layer.exchange is not None
+
         def run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if is_getitem(node):
-                return (
-                    args[0][args[1]]
-                    if isinstance(args[0], tuple)
-                    else local.emit(node.target, *args)
-                )
+                return args[0][args[1]] if isinstance(args[0], tuple) else emit(node.target, *args)
             args = self._count_once(local, node, args)
-            return self.specs[node].localize(_BodyLocal(self, local, node, args, kwargs))
+            body = _BodyLocal(self, local, emit, node, args, kwargs, is_exchanged)
+            return self.specs[node].localize(body)
 
-        found: fx.Node = _LayerRun(
-            experts, args, local.emit, count, self._slots(local), bool(axes)
-        ).result(run)
+        found: fx.Node = layer.result(run)
         return found
 
     def _count_once(self, local: Local, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -442,18 +486,23 @@ class _BodyRule:
 
 
 class _BodyLocal:
-    """An op of the body as its localizer sees it: axes of its letters are those of the whole op."""
+    """An op of the body as its localizer sees it: axes of its letters are those of the whole op.
+
+    Where rows change hands, how many there are is -1 in its shapes: as many as there are.
+    """
 
     def __init__(
         self,
         rule: _BodyRule,
         local: Local,
+        emit: Emit,
         node: fx.Node,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        is_exchanged: bool,
     ) -> None:
-        self._rule, self._local = rule, local
-        self.node, self.args, self.kwargs, self.emit = node, args, kwargs, local.emit
+        self._rule, self._local, self._is_exchanged = rule, local, is_exchanged
+        self.node, self.args, self.kwargs, self.emit = node, args, kwargs, emit
         self.result_shapes = tuple(
             tuple(self._size(dim) for dim in dims) for dims in rule.dims[node]
         )
@@ -462,8 +511,13 @@ class _BodyLocal:
         names = self._rule._named([[self._rule.letters[self.node][letter]]])[0]
         return tuple(axis for name in names for axis in self._local.axes(name))
 
+    def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
+        return ()  # of a letter of its own: what is exchanged are the rows of the whole
+
     def _size(self, dim: list[Atom]) -> int:
         (names,) = self._rule._named([dim])
+        if self._is_exchanged and not self._rule.rows.isdisjoint(names):
+            return -1
         return math.prod(x.size for x in leaves(dim)) // parts(self._local, names)
 
 

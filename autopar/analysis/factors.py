@@ -12,8 +12,9 @@ can still be split apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor as TorchTensor
@@ -23,6 +24,7 @@ from autopar import rules
 from autopar.analysis.work import works
 from autopar.capture.captured import Captured
 from autopar.ir import (
+    EXCHANGED,
     PARTIAL,
     UNSPLIT,
     VARIED,
@@ -39,6 +41,7 @@ from autopar.ir import (
     Tensor,
     V,
     find_stacks,
+    split_factors,
 )
 from autopar.ops.nodes import tensor_operands, tensor_results
 from autopar.rules.spec import Hidden, Letters, Spec
@@ -341,11 +344,17 @@ class _Analyzer:
 
     def _collectives(self, node: str, spec: Spec) -> Iterable[OwnCollective]:
         for each in spec.collectives:
-            over = (leaf for letter in each.over for leaf in self._leaves(node, letter))
             yield OwnCollective(
-                frozenset(leaf.label for leaf in over), each.forward, each.backward, each.itemsize_bytes,
+                frozenset(label for over in each.over for label in self._labels_over(node, over)),
+                each.forward, each.backward, each.itemsize_bytes,
                 tuple(leaf for letter in each.letters for leaf in self._leaves(node, letter)),
             )  # fmt: skip
+
+    def _labels_over(self, node: str, over: str) -> Iterable[str]:
+        """Labels of the choices that split a letter, or, of `t>e`, that exchange rows."""
+        letter, *groups = split_factors(over)
+        ends = [EXCHANGED + self._leaves(node, each)[0].label for each in groups] or [""]
+        return (leaf.label + end for leaf in self._leaves(node, letter) for end in ends)
 
     def _leaves(self, node: str, letter: str) -> tuple[Leaf, ...]:
         atom = self.letters[node][letter]
@@ -364,7 +373,8 @@ class _Analyzer:
                 continue
             parts = list(zip(self._labels(letter, atom), atom.leaves(), strict=True))
             for i, (label, leaf) in enumerate(parts[: 1 if letter in spec.contiguous else None]):
-                yield self._split(name, spec, letter, i, label, leaf)
+                yield self._split(name, spec, [(letter, i)], label, leaf)
+        yield from self._exchanged(name, spec)
         for positions in spec.linear:
             label = PARTIAL + "+".join(str(i) for i in sorted(positions))
             states = tuple(P if i in positions else V for i in range(len(spec.operands)))
@@ -380,24 +390,40 @@ class _Analyzer:
             self.needs_grad.intersection(results)
         )
 
+    def _exchanged(self, name: str, spec: Spec) -> Iterable[Choice]:
+        """Choices that split some tensors by rows and others by what rows are exchanged for."""
+        for rows, groups in spec.exchanges:
+            if self.conflicts[name].intersection((rows, groups)):
+                continue
+            group, atom = self._leaves(name, groups)[0], self.letters[name][groups].leaves()[0]
+            for i, leaf in enumerate(self._leaves(name, rows)):
+                label = leaf.label + EXCHANGED + group.label
+                both = self._split(name, spec, [(rows, i), (groups, 0)], label, atom)
+                yield replace(both, size=math.gcd(leaf.size, group.size))
+
     def _split(
-        self, name: str, spec: Spec, letter: str, part: int, label: str, leaf: Atom
+        self, name: str, spec: Spec, parts: list[tuple[str, int]], label: str, leaf: Atom
     ) -> Choice:
-        own = self.letters[name]
+        """Splits every tensor by the first of these parts of letters that it has."""
+        own, letter = self.letters[name], parts[0][0]
         summed = letter in spec.sums
 
+        def place(letters: Letters) -> tuple[int, int] | None:
+            found = (_position(letters, letter, part, own) for letter, part in parts)
+            return next((position for position in found if position), None)
+
         def operand(i: int, letters: Letters) -> State:
-            if position := _position(letters, letter, part, own):
+            if position := place(letters):
                 return S(*position)
             return P if summed and i in spec.additive else V
 
         def result(letters: Letters) -> State:
-            position = _position(letters, letter, part, own)
+            position = place(letters)
             assert position or summed or letter in spec.agreed, (name, letter)
             return S(*position) if position else P if summed else V
 
         def kept(letters: Letters) -> State:
-            position = _position(letters, letter, part, own)
+            position = place(letters)
             return S(*position) if position else V
 
         return Choice(

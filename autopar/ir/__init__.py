@@ -2,6 +2,7 @@
 
 from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, steps, walk
 from autopar.ir.graph import (
+    EXCHANGED,
     PARTIAL,
     UNSPLIT,
     VARIED,
@@ -16,9 +17,11 @@ from autopar.ir.graph import (
     Tensor,
     Work,
     find_stacks,
+    go_together,
     is_legal,
     operand_layouts,
     result_layouts,
+    split_factors,
 )
 from autopar.ir.layout import (
     ANY,
@@ -49,11 +52,11 @@ from autopar.ir.precision import MixedPrecision
 from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
 
 __all__ = [
-    "ANY", "Choice", "CollectiveCall", "Dims", "Factor", "Graph", "Labels", "Layout", "LayoutStep", "Leaf", "Meeting",
-    "Mesh", "MixedPrecision", "O", "Op", "OwnCollective", "P", "PARTIAL", "PIPELINE_AXIS", "ParameterPlan",
-    "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State", "TIERS", "Tensor", "Tier", "TieredLayout",
-    "UNSPLIT", "V", "VARIED", "WHOLE", "Work", "calls", "divides", "find_stacks", "format_layout",
-    "format_place", "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape",
-    "mesh_of_all", "mesh_of_replica", "operand_layouts", "parse_layout", "parse_place", "result_layouts",
-    "shape_of", "steps", "walk", "with_pipeline", "without_pipeline",
+    "ANY", "Choice", "CollectiveCall", "Dims", "EXCHANGED", "Factor", "Graph", "Labels", "Layout", "LayoutStep",
+    "Leaf", "Meeting", "Mesh", "MixedPrecision", "O", "Op", "OwnCollective", "P", "PARTIAL", "PIPELINE_AXIS",
+    "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State", "TIERS", "Tensor", "Tier",
+    "TieredLayout", "UNSPLIT", "V", "VARIED", "WHOLE", "Work", "calls", "divides", "find_stacks", "format_layout",
+    "format_place", "go_together", "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors",
+    "local_shape", "mesh_of_all", "mesh_of_replica", "operand_layouts", "parse_layout", "parse_place",
+    "result_layouts", "shape_of", "split_factors", "steps", "walk", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ VARIED = (
     "~"  # label of the choice that takes and gives V: the same work everywhere, for different uses
 )
 PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
+EXCHANGED = ">"  # `t>e`: split by `t` outside the op and by `e` inside it, see `Choice`
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,13 @@ class Choice:
 
     Attributes:
         label: `-` (split nothing), `~` (split nothing, V in and out), a factor of the op's rule such
-            as `k` or `k.1`, or `+...` (pass P).
+            as `k` or `k.1`, `+...` (pass P), or `t>e`: rows come and go split by the factor `t`, and change hands
+            inside the op, where the work is split by `e`.
         operands: the state each tensor operand must be in, in the order of `Op.operands`.
         results: the state each tensor result is then in.
-        size: size of the factor that is split; the axis size must divide it. 0 where nothing is split.
-        factor: the name of that factor in the whole graph, "" where nothing is split.
+        size: size of the factor that is split; the axis size must divide it. Of two factors, the largest number that
+            divides both. 0 where nothing is split.
+        factor: the name of that factor in the whole graph, of `t>e` that of `e`; "" where nothing is split.
         stretch: arithmetic of the slowest part, as a multiple of its share of the op's.
     """
 
@@ -370,8 +373,33 @@ def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
     return tuple(tuple(c.results[i] for c in chosen) for i in range(len(op.results)))
 
 
+def split_factors(label: str) -> tuple[str, ...]:
+    """The factors that a choice of this label splits, each as the label of the choice that splits it alone.
+
+    >>> split_factors("t.0>e"), split_factors("t.0")
+    (('t.0', 'e'), ('t.0',))
+    """
+    return tuple(label.split(EXCHANGED))
+
+
+def go_together(labels: Labels) -> bool:
+    """Whether an op can run by these choices at once: what some axis exchanges rows for, no axis splits in another way.
+
+    >>> go_together(("t.0>e", "t.1>e")), go_together(("t.0>e", "e"))
+    (True, False)
+    """
+    exchanged = {_letter(split_factors(x)[-1]) for x in labels if EXCHANGED in x}
+    return all(EXCHANGED in x or _letter(x) not in exchanged for x in labels)
+
+
+def _letter(label: str) -> str:
+    return label.partition(".")[0]
+
+
 def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
-    """Whether every operand and result of `op` can be cut as these choices ask."""
+    """Whether every operand and result of `op` can be cut as these choices ask, and the choices go together."""
+    if not go_together(labels):
+        return False
     names = (*op.operands, *op.results)
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))
     return all(

@@ -8,7 +8,8 @@ where `dims` are dimensions of `x` (none, one, or for all-to-all the dim to gath
 `CollectiveCall` for the position of an owner among them),
 `size` is the number of ranks of the group, `group` is the name of a mesh axis until the graph is
 bound to process groups and a c10d group name afterwards, and `backward` names the transposed op of
-autopar/ir/conversion.py, which autograd runs on the gradient with the dims reversed.
+autopar/ir/conversion.py, which autograd runs on the gradient with the dims reversed. `dispatch` and `combine` of
+`autopar.ops.exchange` have the table of counts behind that, and no dims.
 
 `LOCAL` states what every op means for the tensors of all ranks at once. It is the definition; the
 process-group kernels in `KERNELS`, built on `torch.ops._c10d_functional`, must agree with it. The ops of a tensor
@@ -29,6 +30,7 @@ from autopar import _torch
 from autopar._torch import OpOverload
 from autopar.errors import PeerError
 from autopar.ir import CollectiveCall, Mesh
+from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of, turned
 from autopar.ops.nodes import schema
 
 SIGNATURE = "(Tensor x, int[] dims, int size, str group, str backward) -> Tensor"
@@ -80,7 +82,7 @@ def _at_owner(x: Tensor, is_owner: bool) -> Tensor:
     return x if is_owner else nothing(x)
 
 
-LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[int]], Tensor]] = {
+LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[Any]], Tensor]] = {
     "vary": lambda xs, i, dims: xs[i],
     "partial": lambda xs, i, dims: _keep_first(xs, i),
     "all_reduce": lambda xs, i, dims: _sum(xs),
@@ -89,6 +91,9 @@ LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[int]], Tensor]] = {
     "shard": lambda xs, i, dims: _cut(xs[i], dims[0], len(xs), i).contiguous(),
     "pad": lambda xs, i, dims: _widen(xs[i], dims[0], len(xs), i),
     "all_to_all": lambda xs, i, dims: _exchange(xs, i, *dims),
+    # of rows that change hands, with the tables of all ranks in place of dims
+    "dispatch": lambda xs, i, tables: dispatched(xs, tables, i),
+    "combine": lambda xs, i, tables: combined(xs, tables, i),
     # of a tensor that one rank owns
     "broadcast": lambda xs, i, owner: xs[owner[0]],
     "reduce": lambda xs, i, owner: _at_owner(_sum(xs), i == owner[0]),
@@ -110,6 +115,7 @@ class Collective(NamedTuple):
         size: number of ranks of the group.
         group: name of the mesh axis; once the graph is bound, of the c10d group.
         backward: the transposed operator, which autograd runs on the gradient.
+        counts: node of the table of rows that change hands, of a `dispatch` or `combine`.
     """
 
     name: str
@@ -118,21 +124,23 @@ class Collective(NamedTuple):
     size: int
     group: str
     backward: str
+    counts: fx.Node | None = None
 
     @classmethod
     def of(cls, node: fx.Node) -> Collective | None:
         """The collective that a node calls; None for any other node."""
         if not is_collective(node):
             return None
-        x, dims, size, group, backward = node.args
+        x, dims, size, group, backward, *counts = node.args
         assert isinstance(x, fx.Node) and isinstance(dims, Sequence), node.format_node()
         name = schema(node).name.removeprefix("autopar::")
-        return cls(name, x, tuple(dims), size, group, backward)  # type: ignore[arg-type]
+        return cls(name, x, tuple(dims), size, group, backward, *counts)  # type: ignore[arg-type]
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The arguments of the node."""
-        return self.x, list(self.dims), self.size, self.group, self.backward
+        counts = () if self.counts is None else (self.counts,)
+        return self.x, list(self.dims), self.size, self.group, self.backward, *counts
 
     def call(self, mesh: Mesh) -> CollectiveCall:
         """The same along an axis of a mesh, of a graph that is not bound to groups yet."""
@@ -143,7 +151,7 @@ def is_collective(node: fx.Node) -> bool:
     """Whether a node is a collective of torch.ops.autopar."""
     target = node.target
     ours = isinstance(target, OpOverload) and target.namespace == "autopar"
-    return ours and schema(node).name.removeprefix("autopar::") in KERNELS
+    return ours and schema(node).name.removeprefix("autopar::") in (*KERNELS, *EXCHANGES)
 
 
 # --- the kernels on process groups
@@ -222,6 +230,18 @@ def _group_vary(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
     return x.clone() if _torch.is_functional(x) else x.view_as(x)
 
 
+def _group_exchange(name: str, x: Tensor, counts: Tensor, size: int, group: str) -> Tensor:
+    """`dispatch` or `combine`; what a rank sends lies by rank, and so does what it gets."""
+    sent, received = table_of(counts, size)
+    if name == "combine":
+        x, sent, received = turned(x, received.t()), received, sent
+    here, there = sent.sum(1).tolist(), received.sum(1).tolist()
+    own = x.contiguous()
+    with naming_failures(name, group):
+        got = _on_bytes(lambda y: _torch.exchange_rows(y, here, there, group), own)
+    return turned(got, received) if name == "dispatch" else got
+
+
 KERNELS: dict[str, Callable[[Tensor, list[int], int, str], Tensor]] = {
     "vary": _group_vary,
     "partial": _group_partial,
@@ -265,19 +285,23 @@ class _Transposed(torch.autograd.Function):
     """Runs a collective in forward and its transpose in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: tuple[str, list[int], int, str, str]) -> Tensor:
-        ctx.call = call
+    def forward(
+        ctx: Any, x: Tensor, call: tuple[str, list[int], int, str, str], *counts: Tensor
+    ) -> Tensor:
+        ctx.call, ctx.counts = call, counts
         name, dims, size, group, backward = call
         with _torch.below_autograd():
             if name == "vary" or (name in FUNCTIONAL and _torch.is_functional(x)):
                 return KERNELS[name](x, dims, size, group)
-            return _torch.autopar_op(name)(x, dims, size, group, backward)
+            return _torch.autopar_op(name)(x, dims, size, group, backward, *counts)
 
     @staticmethod
     @torch.compiler.disable  # [Note: backward inside forward]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         name, dims, size, group, backward = ctx.call
-        return _torch.autopar_op(backward)(grad, dims[::-1], size, group, name), None
+        transposed = _torch.autopar_op(backward)
+        found = transposed(grad, dims[::-1], size, group, name, *ctx.counts)
+        return found, None, *(None for _ in ctx.counts)
 
 
 def _register(library: torch.library.Library, name: str) -> None:
@@ -300,6 +324,35 @@ def _register(library: torch.library.Library, name: str) -> None:
     library.impl(name, fake, "Meta")
 
 
+def _register_exchange(library: torch.library.Library, name: str) -> None:
+    def kernel(
+        x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
+    ) -> Tensor:
+        return _group_exchange(name, x, counts, size, group)
+
+    def fake(
+        x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
+    ) -> Tensor:
+        return x.new_empty(x.shape)  # as if the experts were evenly used
+
+    def autograd(
+        x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
+    ) -> Tensor:
+        return _Transposed.apply(x, (name, dims, size, group, backward), counts)
+
+    library.define(name + SIGNATURE.replace("str backward)", "str backward, Tensor counts)"))
+    library.impl(name, kernel, "CompositeExplicitAutograd")
+    library.impl(name, autograd, "Autograd")
+    library.impl(name, fake, "Meta")
+
+
+def _register_on_host(library: torch.library.Library) -> None:
+    """`on_host(x)`: the tensor in the host's memory, whatever device the graph is moved to."""
+    library.define("on_host(Tensor x) -> Tensor")
+    library.impl("on_host", lambda x: x.cpu(), "CompositeExplicitAutograd")
+    library.impl("on_host", torch.empty_like, "Meta")
+
+
 def register() -> torch.library.Library:
     """Defines `torch.ops.autopar.*`; the ops live as long as the returned library.
 
@@ -308,6 +361,9 @@ def register() -> torch.library.Library:
     library = torch.library.Library("autopar", "DEF")
     for name in KERNELS:
         _register(library, name)
+    for name in EXCHANGES:
+        _register_exchange(library, name)
+    _register_on_host(library)
     return library
 
 

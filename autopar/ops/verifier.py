@@ -13,9 +13,12 @@ from torch import fx
 from autopar.errors import VerifierError
 from autopar.ir.conversion import TRANSITIONS
 from autopar.ops.collectives import Collective
+from autopar.ops.exchange import EXCHANGES
 from autopar.ops.nodes import is_operator, schema
 
-DIMS = {"vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2}  # the others have one
+DIMS = {
+    "vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2, **dict.fromkeys(EXCHANGES, 0),
+}  # the others have one  # fmt: skip
 
 
 def verify_graph(module: fx.GraphModule, *, after: str) -> None:
@@ -40,12 +43,13 @@ def _verify_node(node: fx.Node, after: str) -> None:
 
 
 def _verify_collective(node: fx.Node, call: Collective, after: str) -> None:
-    name, _, dims, size, _, backward = call
+    name, dims, size, backward = call.name, call.dims, call.size, call.backward
     if len(dims) != DIMS.get(name, 1):
         raise _broken(node, f"{name} takes {DIMS.get(name, 1)} dims, not {list(dims)}", after)
     if not isinstance(size, int) or size < 2:
         raise _broken(node, f"a collective over {size} ranks", after)
-    if not any(t.forward == name and t.backward == backward for t in TRANSITIONS.values()):
+    pairs = {(t.forward, t.backward) for t in TRANSITIONS.values()}
+    if (name, backward) not in (*pairs, EXCHANGES, EXCHANGES[::-1]):
         raise _broken(node, f"{backward} is not the transpose of any {name}", after)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
 from autopar.ops.collectives import LOCAL, Collective, seen
+from autopar.ops.exchange import table_of
 from autopar.ops.nodes import draws
 from autopar.ops.saving import kept
 from autopar.program.program import Program
@@ -27,32 +28,40 @@ class _Collective(torch.autograd.Function):
     """One collective on all ranks, with the transposed one as backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: CollectiveCall, mesh: Mesh, *ranks: Tensor) -> tuple[Tensor, ...]:
-        ctx.call, ctx.mesh = call, mesh
-        return tuple(_define(call.name, call.dims, call.axis, mesh, ranks))
+    def forward(
+        ctx: Any, call: CollectiveCall, mesh: Mesh, tables: Sequence[Tensor], *ranks: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call, ctx.mesh, ctx.tables = call, mesh, tables
+        return tuple(_define(call.name, call.dims, call.axis, mesh, tables, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        call = ctx.call
-        return None, None, *_define(call.backward, call.dims[::-1], call.axis, ctx.mesh, grads)
+        call, mesh = ctx.call, ctx.mesh
+        back = _define(call.backward, call.dims[::-1], call.axis, mesh, ctx.tables, grads)
+        return None, None, None, *back
 
 
 def _define(
-    name: str, dims: Sequence[int], axis: int, mesh: Mesh, ranks: Sequence[Tensor]
-) -> Ranks:
+    name: str, dims: Sequence[int], axis: int, mesh: Mesh, tables: Sequence[Tensor],
+    ranks: Sequence[Tensor],
+) -> Ranks:  # fmt: skip
     results = []
     for rank in range(mesh.size):
-        shards = [ranks[peer] for peer in mesh.peers(rank, axis)]
-        result = LOCAL[name](shards, mesh.coordinates(rank)[axis], dims)
+        peers = mesh.peers(rank, axis)
+        shards = [ranks[peer] for peer in peers]
+        given = [tables[peer] for peer in peers] if tables else dims
+        result = LOCAL[name](shards, mesh.coordinates(rank)[axis], given)
         results.append(result.clone())  # an autograd.Function must not return its inputs
     return results
 
 
-def collective(call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor]) -> Ranks:
-    """Runs one call on all ranks."""
+def collective(
+    call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor], tables: Sequence[Tensor] = ()
+) -> Ranks:
+    """Runs one call on all ranks; one that exchanges rows has the table of every rank."""
     if call.before is not None:
         ranks = [seen(x, call.before) for x in ranks]
-    ranks = list(_Collective.apply(call, mesh, *ranks))
+    ranks = list(_Collective.apply(call, mesh, tables, *ranks))
     return ranks if call.after is None else [seen(x, call.after) for x in ranks]
 
 
@@ -103,7 +112,9 @@ def _run(program: Program, arguments: Sequence[Ranks], saves: SlicedSaves) -> li
 
 def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> list[Any]:
     if call := Collective.of(node):
-        return collective(call.call(mesh), mesh, values[call.x])
+        counts = values[call.counts] if call.counts is not None else []
+        tables = [table_of(each, call.size) for each in counts]
+        return collective(call.call(mesh), mesh, values[call.x], tables)
     results = []
     generator_state = torch.get_rng_state() if draws(node) else None
     for rank in range(mesh.size):

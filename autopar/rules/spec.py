@@ -47,6 +47,10 @@ class Local(Protocol):
         """Names and sizes of the mesh axes along which `letter` is split, major first."""
         ...
 
+    def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
+        """Those of them along which rows change hands inside the op (`Spec.exchanges`)."""
+        ...
+
 
 class RuleDoesNotApply(Exception):
     """Raised by a rule for a call that it does not cover; the op then runs replicated."""
@@ -85,7 +89,8 @@ class StatedCollective(NamedTuple):
     """A collective of an op's own: what its parts send each other while it runs.
 
     Attributes:
-        over: along every mesh axis that splits one of these letters there is one such collective.
+        over: along every mesh axis that splits one of these letters there is one such collective; `t>e` for an axis
+            along which rows are exchanged (`Spec.exchanges`).
         forward: its name, as in `autopar.ir.conversion`.
         backward: name of the collective that runs on the gradient, "" where nothing is sent.
         letters: letters of the message that a rank puts in; splitting one of them cuts the message.
@@ -134,6 +139,9 @@ class Spec:
         batch: letters over samples that do not meet in the op: N of torch's documentation.
         joins: letters of results -> those of operands whose elements they line up.
         experts: letters that count the experts of a mixture.
+        exchanges: pairs of letters, such as `("t", "e")`. Along an axis operands and results that have the first can be
+            split by it, and others by the second, where the op itself brings rows to the ranks that have their part
+            of the second, and results back.
         linear_backward: whether backward makes of a sum of gradients the sum of what it makes of each.
         stretch: letters whose parts compute more than their share of the whole op -> by which factor.
         localize: runs the op on local shards.
@@ -157,6 +165,7 @@ class Spec:
     batch: frozenset[str] = frozenset()
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
+    exchanges: tuple[tuple[str, str], ...] = ()
     linear_backward: bool = True
     stretch: Mapping[str, float] = field(default_factory=dict)
     localize: Localizer = field(default=run_as_is, compare=False)

@@ -35,6 +35,7 @@ from autopar.ir import (
     State,
     TieredLayout,
     divides,
+    go_together,
     operand_layouts,
     result_layouts,
 )
@@ -334,7 +335,7 @@ class Problem:
         key = (index, labels)
         if key not in self._legal:
             op, layouts = self.ops[index], self.layouts(index, labels)
-            self._legal[key] = all(
+            self._legal[key] = go_together(labels) and all(
                 self._divides(name, layout)
                 for name, layout in zip(
                     (*op.operands, *op.results), (*layouts.operands, *layouts.results), strict=True

@@ -35,9 +35,10 @@ def mixtral():
     ("mesh", "recipe", "labels"),
     [
         ("dp=2", "ddp", ("t.0",)),
-        ("ep=2", "ep", ("e",)),
-        ("dp=2,ep=2", "dp:zero3,ep:ep", ("t.0", "e")),
-        ("ep=2,tp=2", "ep:ep,tp:tp", ("e", "d2")),
+        ("ep=2", "ep", ("t.0>e",)),
+        ("dp=2,ep=2", "dp:zero3,ep:ep", ("t.0", "t.0>e")),
+        ("ep=2,tp=2", "ep:ep,tp:tp", ("t.0>e", "d2")),
+        ("a=2,b=2", "ep", ("t.0>e", "t.0>e")),
     ],
 )
 def test_recipes_split_tokens_experts_and_inner_width(mixtral, mesh, recipe, labels):

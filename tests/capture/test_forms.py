@@ -82,7 +82,7 @@ def test_switch_transformers_drops_tokens_and_splits_experts():
     layers = [
         op for op in subject.prepared.analysis.graph.ops if op.kind == "autopar.analysis.experts"
     ]
-    assert [plan.ops[op.name] for op in layers] == [("t.0", "e")] * 2
+    assert [plan.ops[op.name] for op in layers] == [("t.0", "t.0>e")] * 2
     assert any("SwitchTransformersExperts was captured in a form" in note for note in plan.notes)
     found = stored(plan, axis=1)
     assert len(found) == 16 and {state.kind for state in found.values()} == {"S"}

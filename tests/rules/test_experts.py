@@ -73,9 +73,9 @@ ONE = (draw(ROWS, WIDTH), ids()[:, 0], draw(EXPERTS, WIDTH, INNER))
 
 LAYERS = [
     # t: rows, k: slots, e: experts, then the inner width (columns, then rows) and that of the result
-    pytest.param(gated, GATED, {"-", "t", "k", "e", "d2", "d3"}, id="gated"),
-    pytest.param(biased, BIASED, {"-", "t", "k", "e", "d1", "d3"}, id="biased"),
-    pytest.param(one_slot, ONE, {"-", "t", "e", "d1"}, id="one slot"),
+    pytest.param(gated, GATED, {"-", "t", "k", "e", "t>e", "d2", "d3"}, id="gated"),
+    pytest.param(biased, BIASED, {"-", "t", "k", "e", "t>e", "d1", "d3"}, id="biased"),
+    pytest.param(one_slot, ONE, {"-", "t", "e", "t>e", "d1"}, id="one slot"),
 ]
 
 

@@ -1,6 +1,8 @@
-"""A hand-written mixture of experts: the number of rows that an expert gets depends on values."""
+"""Mixtures of experts written by hand: one whose shapes depend on values, and one that is told where rows go."""
 
 from __future__ import annotations
+
+import importlib
 
 import torch
 import torch.nn.functional as F
@@ -49,3 +51,64 @@ class MixtureModel(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
+
+
+class Routed(nn.Module):
+    """Gated experts with biases, in any format; which experts a row goes to is an input."""
+
+    def __init__(self, width: int = 8, inner: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        importlib.import_module("transformers.integrations.moe")  # it defines the product below
+        self.first = nn.Linear(width, width)
+        self.share = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * inner) / 4)
+        self.up_bias = nn.Parameter(torch.randn(experts, 2 * inner))
+        self.down = nn.Parameter(torch.randn(experts, inner, width) / 4)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Rows of shape (t, width) and the experts of each, of shape (t, k) -> rows of shape (t, width)."""
+        x, slots = self.first(x), ids.shape[1]
+        share = self.share(x).softmax(-1).gather(1, ids)
+        ordered, order = ids.reshape(-1).sort()
+        ends = F.one_hot(ordered, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback
+        gate, value = (product(x[order // slots], self.up, ends) + self.up_bias[ordered]).chunk(
+            2, -1
+        )
+        y = product(F.silu(gate) * value, self.down, ends) * share.reshape(-1)[order].unsqueeze(-1)
+        return x + y[order.argsort()].view(len(x), slots, -1).sum(1)
+
+
+class Integers(nn.Module):
+    """Experts of two matrices whose entries are integers, and a matrix that all rows meet before."""
+
+    def __init__(self, width: int = 8, inner: int = 16, experts: int = 4) -> None:
+        super().__init__()
+        importlib.import_module("transformers.integrations.moe")
+        shapes = {
+            "first": (width, width),
+            "up": (experts, width, inner),
+            "down": (experts, inner, width),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randint(-2, 3, shape).float()))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """As that of `Routed`, with the results of a row's experts added up."""
+        x, slots = x @ self.first, ids.shape[1]
+        ordered, order = ids.reshape(-1).sort()
+        ends = F.one_hot(ordered, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback
+        y = product(product(x[order // slots], self.up, ends).relu(), self.down, ends)
+        return x + y[order.argsort()].view(len(x), slots, -1).sum(1)
+
+
+def routes(kind: str, rows: int, experts: int = 4) -> Tensor:
+    """Experts of every row: `even`; `skewed`, where every row goes to the last expert and none to that before it;
+    or `lone`, where every row goes to the last and nowhere else."""
+    ids = torch.arange(rows)
+    if kind == "even":
+        return torch.stack([ids % experts, (ids + 1) % experts], 1)
+    if kind == "skewed":
+        return torch.stack([torch.full_like(ids, experts - 1), ids % (experts - 2)], 1)
+    return torch.full((rows, 1), experts - 1)

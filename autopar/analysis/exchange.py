@@ -1,0 +1,124 @@
+"""A mixture of experts whose rows change hands: each rank runs its own experts on the rows that go there.
+
+Along an axis with the choice `t>e` a rank has its part of the tokens, and the matrices of its part of the experts. It
+sorts its rows by expert, tells every other rank how many it will send to each expert there (an all-to-all of counts),
+and sends them (`dispatch`). What has arrived is sorted by expert already, so that the grouped products run on it as it
+lies; the results go back the same way (`combine`). Sizes are those of the run: no row is dropped, none is filled up.
+
+Over several such axes rows travel along one after the other: after the first they are sorted by the experts of
+the ranks that share them, as the second needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ops.nodes import draws
+from autopar.rules import operator_name
+from autopar.rules.spec import Letters, Local, StatedCollective
+
+aten = torch.ops.aten
+ours = torch.ops.autopar
+Emit = Callable[..., Any]
+
+# They make tensors of a size that is written down, which is known in a run alone.
+_SIZED = frozenset({"aten.new_zeros", "aten.new_ones", "aten.new_full"})
+
+
+class Exchange:
+    """The way of sorted rows to their experts and back, written down for one rank.
+
+    Args:
+        emit: function that adds a call to the graph of the rank.
+        axes: names and sizes of the axes, in the order in which they split the experts.
+    """
+
+    def __init__(self, emit: Emit, axes: Sequence[tuple[str, int]]) -> None:
+        self.emit, self.axes = emit, tuple(axes)
+        self._tables: list[Any] = []  # of every axis
+        self._arrived: Any = None
+
+    def dispatch(self, rows: Sequence[Any], ends: Any) -> tuple[list[Any], Any, Any]:
+        """Rows by expert, and the end of each expert's -> those that arrive, with their experts and ends."""
+        found, counts = list(rows), self._counts(ends)
+        for axis, size in self.axes:
+            received = self.emit(ours.all_to_all.default, counts, [0, 0], size, axis, "all_to_all")
+            both = self.emit(aten.stack.default, [counts, received])
+            table = self.emit(ours.on_host.default, both)
+            self._tables.append(table)
+            found = [self._move("dispatch", x, table, axis, size, "combine") for x in found]
+            lines = self.emit(aten.view.default, received, [size, -1])
+            counts = self.emit(aten.sum.dim_IntList, lines, [0])
+        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        return found, self.emit(aten.repeat_interleave.Tensor, counts), ends
+
+    def combine(self, rows: Any) -> Any:
+        """What became of the rows that had arrived -> the same where they came from."""
+        for (axis, size), table in reversed([*zip(self.axes, self._tables, strict=True)]):
+            rows = self._move("combine", rows, table, axis, size, "dispatch")
+        return rows
+
+    def _counts(self, ends: Any) -> Any:
+        """Rows of every expert."""
+        long = self.emit(aten.to.dtype, ends, torch.int64)
+        first = self.emit(aten.new_zeros.default, long, [1])
+        return self.emit(aten.diff.default, long, 1, 0, first)
+
+    def _move(self, name: str, rows: Any, table: Any, axis: str, size: int, backward: str) -> Any:
+        return self.emit(getattr(ours, name).default, rows, [], size, axis, backward, table)
+
+
+def marked(local: Local) -> Emit:
+    """A function that adds calls of which no compiler may assume sizes; see `autopar.passes.cut_regions`."""
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Any:
+        node = local.emit(target, *args, **kwargs)
+        node.meta["sized_by_values"] = True
+        return node
+
+    return emit
+
+
+def can_be_exchanged(calls: Sequence[fx.Node], tensors: Sequence[Letters], rows: set[str]) -> bool:
+    """Whether the ops of a layer run on any number of rows.
+
+    Args:
+        calls: calls between the two permutations.
+        tensors: letters of everything that they take and make.
+        rows: letters of the rows.
+    """
+    if any(draws(node) or operator_name(node) in _SIZED for node in calls):
+        return False
+    return all(sum(not rows.isdisjoint(dim) for dim in letters) <= 1 for letters in tensors)
+
+
+def stated(
+    pairs: Sequence[tuple[str, str]], moved: Sequence[tuple[Letters, int, bool]],
+    result: tuple[Letters, int, bool], experts: int,
+) -> tuple[StatedCollective, ...]:  # fmt: skip
+    """What an exchange sends along an axis: counts of rows, then rows, and back what becomes of them.
+
+    Args:
+        pairs: letters of rows and of experts that a choice exchanges.
+        moved: letters of every operand's rows, the bytes of a number, and whether a gradient goes back to it.
+        result: the same of the result.
+        experts: number of experts.
+    """
+    over = frozenset(f"{rows}>{groups}" for rows, groups in pairs)
+    if not over:
+        return ()
+
+    def row(name: str, backward: str, each: tuple[Letters, int, bool]) -> StatedCollective:
+        letters, size, takes_gradient = each
+        flat = tuple(x for dim in letters for x in dim)
+        return StatedCollective(over, name, backward if takes_gradient else "", flat, size)
+
+    return (
+        StatedCollective(over, "all_to_all", "", (), 8 * experts),
+        *(row("dispatch", "combine", each) for each in moved),
+        row("combine", "dispatch", result),
+    )
