@@ -219,7 +219,7 @@ class Request:
     def depths(self) -> tuple[int, ...] | None:
         """Numbers of pipeline ranks that may be chosen, by the mesh or by `stages`; None for any."""
         if self.mesh is None:
-            return (1,) if self._has_owners else self.stages
+            return (1,) if self._has_owners and self.stages is None else self.stages
         return (dict(self.mesh.axes).get(PIPELINE_AXIS, 1),)
 
     @property
@@ -381,8 +381,7 @@ class Request:
         if not self._has_owners:
             return
         refused = {
-            "pipeline stages": self.has_stages
-            or (self.stages is not None and 1 not in self.stages),
+            "pipeline stages": self.depths is not None and 1 not in self.depths,
             "storage on the host": self.offload or "offload" in self._named_recipes(),
             "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
         }

@@ -114,3 +114,8 @@ def test_where_stages_are_open_owners_take_none() -> None:
     request = Request(TOY, ranks=4, recipe="parameter-server", batch=8)
     assert request.depths == (1,) and not request.may_offload
     assert search_plan(GRAPH, request).best.plan.pipeline is None
+
+
+def test_owners_go_with_layers_that_run_again() -> None:
+    plan = plan_of("parameter-server", recompute="full")
+    assert plan.recompute != "none" and len(owned_bytes(plan)) == 4
