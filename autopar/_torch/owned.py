@@ -9,17 +9,30 @@ rank has, as checkpoints ask.
 A new tensor that an operator makes of such a DTensor (`p * 2`, `p.clone()`) is a `Shard(0)` to torch, with the
 owner's rows on one rank; its `full_tensor()` fails. What is made by `zeros_like`, `empty_like` or `detach`, or
 written in place, keeps the placement.
+
+[Note: equal to a shard] torch checks a DTensor that is written in place against the `Shard(0)` that it takes an owner
+for, so that the two must be equal there. Its C++ cache of what operators give compares the DTensors of two calls whose
+hashes share a bucket, without the hashes themselves; there they must differ, or a parameter in shards would come out
+as one of an owner. The cache compares by `DTensorSpec._check_equals`, and nothing else does.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+def _compares_specs() -> bool:
+    """Whether torch asks for a placement's equality to compare two DTensors, see [Note: equal to a shard]."""
+    return sys._getframe(2).f_code is DTensorSpec._check_equals.__code__
 
 
 class Owned(Shard):
@@ -39,10 +52,9 @@ class Owned(Shard):
         return Owned, (self.owner,)
 
     def __eq__(self, other: object) -> bool:
-        # torch checks that the placement is the shard it takes it for, and must tell owners apart in its caches
         if isinstance(other, Owned):
             return self.owner == other.owner
-        return isinstance(other, Shard) and other.dim == 0
+        return isinstance(other, Shard) and other.dim == 0 and not _compares_specs()
 
     def __hash__(self) -> int:
         return hash((Owned, self.owner))
@@ -88,3 +100,19 @@ def cut_like(whole: Tensor, present: DTensor) -> DTensor:
         whole.detach().to(present.device), mesh, [Replicate()] * mesh.ndim, run_check=False
     )
     return given.redistribute(mesh, present.placements)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A contiguous copy that lies as the tensor does; `clone` would not keep an owner."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
+
+
+def owned_as(x: Tensor, present: Tensor) -> Tensor:
+    """The same memory with the owners of another tensor of its shape, where an operator such as `clone` lost them."""
+    if not isinstance(x, DTensor) or not isinstance(present, DTensor) or x.shape != present.shape:
+        return x
+    if not any(isinstance(placement, Owned) for placement in present.placements):
+        return x
+    return DTensor.from_local(
+        x.to_local(), present.device_mesh, present.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )  # fmt: skip

@@ -47,15 +47,19 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 def read_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """The state by name. Raises AutoparError for a parameter that is not the model's."""
-    states, groups = [], []
+    states, groups, parameters = [], [], []
     for names, group in _named_groups(model, optimizer):
+        parameters += group["params"]
         states += [
             (name, optimizer.state.get(parameter, {}))
             for name, parameter in zip(names, group["params"], strict=True)
         ]
         groups.append((names, {k: v for k, v in group.items() if k not in _NO_OPTIONS}))
     return OptimizerState(
-        {name: {k: v for k, v in s.items() if isinstance(v, Tensor)} for name, s in states},
+        {
+            name: {k: _torch.owned_as(v, parameter) for k, v in s.items() if isinstance(v, Tensor)}
+            for (name, s), parameter in zip(states, parameters, strict=True)
+        },
         {name: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for name, s in states},
         groups,
     )

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.optimizer_state import ties
 from autopar.runtime.together import Together
@@ -296,9 +297,9 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
         pointer = _local(tensor).untyped_storage().data_ptr()
-        found[name] = tensor.clone() if pointer and pointer in seen else tensor  # 0 has no memory
+        is_apart = tensor.is_contiguous() and not (pointer and pointer in seen)  # 0 has no memory
+        found[name] = tensor.detach() if is_apart else _torch.copied(tensor.detach())
         seen.add(pointer)
     return found
 

@@ -33,6 +33,25 @@ def test_a_checkpoint_learns_which_part_a_rank_has(parameter, owner, shape, offs
     )
 
 
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like, torch.Tensor.detach])
+def test_a_cache_that_finds_a_shard_under_the_same_hash_takes_it_for_no_owner(
+    parameter, make, monkeypatch
+):
+    monkeypatch.setattr(_torch.Owned, "__hash__", lambda _: hash(Shard(0)))
+    shard = _torch.dtensor(torch.arange(4.0), parameter.device_mesh, [Shard(0)], (4,))
+    for x in (shard, owned(parameter, 0), shard):
+        assert type(make(x).placements[0]) is type(x.placements[0])
+
+
+def test_a_copy_has_the_owner_of_what_was_copied(parameter):
+    x = owned(parameter, 0)
+    assert type(_torch.copied(x).placements[0]) is _torch.Owned
+    assert type(x.clone().placements[0]) is Shard  # why `copied` is there
+    assert _torch.local_tensor(_torch.copied(x)).tolist() == [0, 1, 2, 3]
+    assert type(_torch.owned_as(x.clone(), x).placements[0]) is _torch.Owned
+    assert _torch.owned_as(parameter, parameter) is parameter
+
+
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.parametrize("make", [torch.zeros_like, torch.empty_like, torch.Tensor.detach])
 def test_states_are_made_where_the_parameter_is(parameter, owner, make):

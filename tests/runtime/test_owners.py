@@ -237,17 +237,34 @@ def test_a_checkpoint_goes_on_under_other_owners(two_ranks: Ranks, tmp_path: Any
     assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
 
 
+def test_tied_weights_and_momentum_go_with_a_checkpoint_of_owners(
+    two_ranks: Ranks, tmp_path: Any
+) -> None:
+    ways = [("ddp", "ddp"), ("parameter-server", "data-parallel"), ("data-parallel", "zero3")]
+    found = [
+        two_ranks.run(_resumed, str(tmp_path / "-".join(way)), *way, "tied", True)[0]
+        for way in ways
+    ]
+    assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
+
+
 @captured_once()
-def _resumed(folder: str, first: str, then: str) -> list[float]:
+def _resumed(
+    folder: str, first: str, then: str, name: str = "mlp", has_momentum: bool = False
+) -> list[float]:
     """Losses of two steps under one recipe, and of two more under another from its checkpoint."""
     losses = []
     for recipe in (first, then):
         torch.manual_seed(0)
-        model, batch, _ = make("mlp")
+        model, batch, loss_fn = make(name)
         made = autopar.compile(
-            model, loss_fn=mean_square, mesh={"dp": 2}, recipe=recipe, example_inputs=batch
+            model, loss_fn=loss_fn, mesh={"dp": 2}, recipe=recipe, example_inputs=batch
         )
-        optimizer = AdamW(made.parameters(), lr=1e-2)
+        optimizer = (
+            torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)  # whose state is a clone
+            if has_momentum
+            else AdamW(made.parameters(), lr=1e-2)
+        )
         if losses:
             autopar.checkpoint.load_checkpoint(folder, made, optimizer)
         for _ in range(2):
