@@ -129,7 +129,10 @@ class Case:
     @property
     def name(self) -> str:
         """What tells the case from the others."""
-        return f"{self.source} {self.preset.name} {self.cluster} b{self.batch} s{self.seq} {self.choice}"
+        model = self.preset.description
+        size = f"{model.layers}x{model.hidden}"  # makers run one name in several sizes
+        place = f"{self.cluster} b{self.batch} s{self.seq}"
+        return f"{self.source} {self.preset.name} {size} {place} {self.choice}"
 
 
 def case_of(source: str, found: Subject) -> Case:
