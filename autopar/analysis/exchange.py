@@ -40,7 +40,6 @@ class Exchange:
     def __init__(self, emit: Emit, axes: Sequence[tuple[str, int]]) -> None:
         self.emit, self.axes = emit, tuple(axes)
         self._tables: list[Any] = []  # of every axis
-        self._arrived: Any = None
 
     def dispatch(self, rows: Sequence[Any], ends: Any) -> tuple[list[Any], Any, Any]:
         """Rows by expert, and the end of each expert's -> those that arrive, with their experts and ends."""
@@ -52,9 +51,15 @@ class Exchange:
             self._tables.append(table)
             found = [self._move("dispatch", x, table, axis, size, "combine") for x in found]
             lines = self.emit(aten.view.default, received, [size, -1])
-            counts = self.emit(aten.sum.dim_IntList, lines, [0])
+            counts = self.emit(aten.sum.dim_IntList, lines, [0], dtype=torch.int32)
         ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
-        return found, self.emit(aten.repeat_interleave.Tensor, counts), ends
+        return found, self._experts_of(found[0], ends), ends
+
+    def _experts_of(self, rows: Any, ends: Any) -> Any:
+        """The expert of every row, counted from the first of this rank."""
+        ones = self.emit(aten.new_ones.default, ends, [self.emit(aten.sym_size.int, rows, 0)])
+        places = self.emit(aten.sub.Scalar, self.emit(aten.cumsum.default, ones, 0), 1)
+        return self.emit(aten.searchsorted.Tensor, ends, places, right=True)
 
     def combine(self, rows: Any) -> Any:
         """What became of the rows that had arrived -> the same where they came from."""
@@ -64,9 +69,8 @@ class Exchange:
 
     def _counts(self, ends: Any) -> Any:
         """Rows of every expert."""
-        long = self.emit(aten.to.dtype, ends, torch.int64)
-        first = self.emit(aten.new_zeros.default, long, [1])
-        return self.emit(aten.diff.default, long, 1, 0, first)
+        first = self.emit(aten.new_zeros.default, ends, [1])
+        return self.emit(aten.diff.default, ends, 1, 0, first)
 
     def _move(self, name: str, rows: Any, table: Any, axis: str, size: int, backward: str) -> Any:
         return self.emit(getattr(ours, name).default, rows, [], size, axis, backward, table)
@@ -118,7 +122,7 @@ def stated(
         return StatedCollective(over, name, backward if takes_gradient else "", flat, size)
 
     return (
-        StatedCollective(over, "all_to_all", "", (), 8 * experts),
+        StatedCollective(over, "all_to_all", "", (), 4 * experts),
         *(row("dispatch", "combine", each) for each in moved),
         row("combine", "dispatch", result),
     )

@@ -68,9 +68,15 @@ def trained(kind: str, mesh: dict[str, int], recipe: Any, **options: Any) -> dic
     """The loss, and every gradient whole."""
     model, batch = subject(kind)
     made = autopar.compile(model, loss_fn=square, mesh=mesh, recipe=recipe, **options)
-    found = {"loss": made.step(*batch).detach()}
+    found = gradients(made, batch)
     label = next(x for name, x in made.plan.ops.items() if "experts" in name)
     assert any(">" in x for x in label), label
+    return found
+
+
+def gradients(made: autopar.CompiledModule, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The loss of a step, and every gradient whole."""
+    found = {"loss": made.step(*batch).detach()}
     return found | {n: p.grad.full_tensor() for n, p in made.named_parameters()}  # type: ignore[union-attr]
 
 
@@ -95,6 +101,28 @@ def far(ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> list[str
 def test_two_ranks_drop_nothing(two_ranks: Ranks, kind: str) -> None:
     """`lone` sends every row to one expert of the last rank: the first has nothing to run."""
     assert far(two_ranks.run(trained, kind, {"ep": 2}, "ep"), alone(kind)) == []
+
+
+def test_all_else_is_compiled(two_ranks: Ranks) -> None:
+    """How many rows there are is another number in every step, which no compiled code depends on."""
+    found = two_ranks.run(compiled_twice)
+    assert far([both["skewed"] for both, _ in found], alone("skewed")) == []
+    assert far([both["even"] for both, _ in found], alone("even")) == []
+    assert all(first == second > 0 for _, (first, second) in found)
+
+
+def compiled_twice() -> tuple[dict[str, dict[str, Tensor]], tuple[int, int]]:
+    """The results of two routings, and how many regions were compiled after each."""
+    model, batch = subject("even")
+    made = autopar.compile(
+        model, example_inputs=batch, loss_fn=square, mesh={"ep": 2}, recipe="ep", executor="aot_eager"
+    )  # fmt: skip
+    found, compiled = {}, []
+    for kind in ("even", "skewed"):
+        made.zero_grad()
+        found[kind] = gradients(made, subject(kind)[1])
+        compiled.append(made._settings.executor.compiled)
+    return found, (compiled[0], compiled[1])
 
 
 @pytest.mark.parametrize(
@@ -125,9 +153,7 @@ def half_square(y: Tensor) -> Tensor:
 
 def trained_exactly(kind: str, mesh: dict[str, int], recipe: Any) -> dict[str, Tensor]:
     model, batch = of_integers(kind)
-    made = autopar.compile(model, loss_fn=half_square, mesh=mesh, recipe=recipe)
-    found = {"loss": made.step(*batch).detach()}
-    return found | {n: p.grad.full_tensor() for n, p in made.named_parameters()}  # type: ignore[union-attr]
+    return gradients(autopar.compile(model, loss_fn=half_square, mesh=mesh, recipe=recipe), batch)
 
 
 @pytest.mark.parametrize("kind", ["skewed", "lone"])
@@ -140,6 +166,49 @@ def test_dropless_equals_one_device_to_the_bit(two_ranks: Ranks, kind: str) -> N
     assert not expected["up"][2].any() and expected["up"][3].any()
     for found in two_ranks.run(trained_exactly, kind, {"ep": 2}, "ep"):
         assert [n for n, x in expected.items() if not torch.equal(found[n], x)] == []  # type: ignore[arg-type]
+
+
+class Stacked(nn.Module):
+    """Two layers whose rows go to the same experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, ids)
+        return x
+
+
+def stacked() -> tuple[Stacked, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Stacked().double(), subject("skewed")[1]
+
+
+def staged(schedule: str, recompute: str) -> dict[str, Tensor]:
+    """The loss, and the gradients of this rank's stage."""
+    model, batch = stacked()
+    made = autopar.compile(
+        model, loss_fn=square, mesh={"pp": 2, "ep": 2}, recipe={"pp": schedule, "ep": "ep"},
+        micro_batches=2, recompute=recompute,
+    )  # fmt: skip
+    found = gradients(made, batch)
+    layers = [x for name, x in made.plan.ops.items() if "experts" in name]
+    assert len(layers) == 2 and all(">" in x[-1] for x in layers), layers
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "full"), ("zb", "none")])
+def test_stages_drop_nothing(four_ranks: Ranks, schedule: str, recompute: str) -> None:
+    """Recomputed, rows are sent once more; in zero-bubble order gradients of weights wait."""
+    model, batch = stacked()
+    loss = square(model(*batch))
+    loss.backward()
+    expected = {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+    for found in four_ranks.run(staged, schedule, recompute):
+        own = {name: x for name, x in expected.items() if name in found}
+        assert len(own) > 7 and far([found], own) == []  # type: ignore[arg-type]
 
 
 class Sent(TorchDispatchMode):
