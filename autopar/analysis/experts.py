@@ -19,9 +19,7 @@ be split if all of them can follow without a conversion.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor, fx
 
 from autopar import rules
 from autopar.analysis.exchange import Emit, Exchange, can_be_exchanged, marked, stated
+from autopar.analysis.expert_run import LayerRun
 from autopar.analysis.factors import Atom, is_getitem, leaves, unify
 from autopar.ops.nodes import tensor_operands
 from autopar.rules.grouped import PRODUCTS, product_of_rows
@@ -86,7 +85,7 @@ class Experts:
 
     def __call__(self, *operands: Tensor) -> Tensor:
         """The whole op, as it stands in the captured graph."""
-        run = _LayerRun(self, operands, _apply, self.count, self.slots)
+        run = LayerRun(self, operands, _apply, self.count, self.slots)
         found: Tensor = run.result(_call)
         return found
 
@@ -97,75 +96,6 @@ class Experts:
 
 def _apply(target: Any, *args: Any, **kwargs: Any) -> Any:
     return target(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _LayerRun:
-    """One run of the layer: in the captured graph, or written down for one rank.
-
-    Attributes:
-        emit: makes a call, or adds it to a graph.
-        count: number of experts on this rank.
-        slots: as those of the experts, of the ids that are here.
-        is_part: whether ids of others are among `operands`; they are then `count`, and sort behind all.
-        exchange: the way of rows to the ranks of their experts; None where they stay.
-    """
-
-    experts: Experts
-    operands: Sequence[Any]
-    emit: Emit
-    count: int
-    slots: Sequence[int]
-    is_part: bool = False
-    exchange: Exchange | None = None
-
-    def result(self, run: Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-        """Sorts, runs the body by `run`, and puts the rows back into their order."""
-        emit, experts = self.emit, self.experts
-        count = self.count
-        rows = len(experts.slots)
-        ids = self.operands[rows]
-        values = emit(aten.sort.default, ids)
-        ordered, order = (emit(operator.getitem, values, i) for i in range(2))
-        one_each = emit(aten.new_ones.default, ids, [count])
-        numbers = emit(aten.sub.Scalar, emit(aten.cumsum.default, one_each, 0), 1)
-        ends = emit(aten.searchsorted.Tensor, ordered, numbers, out_int32=True, right=True)
-        gone = emit(aten.ge.Scalar, ordered, count) if self.is_part else None
-        inputs = [self._gathered(x, order, i, gone) for i, x in enumerate(self.operands[:rows])]
-        here = emit(aten.clamp.default, ordered, max=count - 1) if self.is_part else ordered
-        if self.exchange:
-            inputs, here, ends = self.exchange.dispatch(inputs, ends)
-        inputs += [here, ends, *self.operands[rows + 1 :]]
-        found = dict(zip(experts.inputs, inputs, strict=True))
-        for node in experts.calls:
-            found[node] = self._run_call(node, found, gone, run)
-        last = self._hide(found[experts.result], gone, experts.result)
-        if self.exchange:
-            last = self.exchange.combine(last)
-        back = emit(aten.argsort.default, order)
-        return emit(aten.index.Tensor, last, [back])
-
-    def _gathered(self, x: Any, order: Any, position: int, gone: Any) -> Any:
-        slots = self.slots[position]
-        rows = order if slots == 1 else self.emit(aten.floor_divide.default, order, slots)
-        found = self.emit(aten.index.Tensor, x, [rows])
-        return self._hide(found, gone, self.experts.inputs[position])
-
-    def _run_call(self, node: fx.Node, found: dict[fx.Node, Any], gone: Any, run: Any) -> Any:
-        """What grouped_mm leaves in rows of no group is not defined, in backward neither: both are zero."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
-        if rules.operator_name(node) not in PRODUCTS:
-            return run(node, args, kwargs)
-        hidden = self._hide(args[0], gone, node.args[0])
-        return self._hide(run(node, (hidden, *args[1:]), kwargs), gone, node)
-
-    def _hide(self, rows: Any, gone: Any, like: Any) -> Any:
-        """Zeros for the rows that belong to experts of other ranks."""
-        if gone is None:
-            return rows
-        for dim in range(1, like.meta["val"].ndim):
-            gone = self.emit(aten.unsqueeze.default, gone, dim)
-        return self.emit(aten.masked_fill.Scalar, rows, gone, 0)
 
 
 class _BodyRule:
@@ -434,19 +364,19 @@ class _BodyRule:
             other = local.emit(aten.logical_not.default, mine)
             args[rows] = local.emit(aten.masked_fill.Scalar, here, other, count)
 
-        layer = _LayerRun(experts, args, local.emit, count, self._slots(local), bool(axes))
+        layer = LayerRun(experts, args, local.emit, count, self._slots(local), bool(axes))
         return self._written(layer, local)
 
     def _localize_exchanged(self, local: Local, axes: tuple[tuple[str, int], ...]) -> fx.Node:
         """Experts are counted as in the whole: the ids tell the rank that has one, and its place there."""
         assert axes == local.axes("e"), local.node  # see `autopar.ir.go_together`
         emit, experts = marked(local), self.experts
-        layer = _LayerRun(
+        layer = LayerRun(
             experts, local.args, emit, experts.count, self._slots(local), exchange=Exchange(emit, axes)
         )  # fmt: skip
         return self._written(layer, local)
 
-    def _written(self, layer: _LayerRun, local: Local) -> fx.Node:
+    def _written(self, layer: LayerRun, local: Local) -> fx.Node:
         """The layer, with every op of its body as its own rule writes it down."""
         emit, is_exchanged = layer.emit, layer.exchange is not None
 

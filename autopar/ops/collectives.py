@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from autopar import _torch
 from autopar._torch import OpOverload
-from autopar.errors import PeerError
+from autopar.errors import AutoparError, PeerError
 from autopar.ir import CollectiveCall, Mesh
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of, turned
 from autopar.ops.nodes import schema
@@ -236,6 +236,11 @@ def _group_exchange(name: str, x: Tensor, counts: Tensor, size: int, group: str)
     if name == "combine":
         x, sent, received = turned(x, received.t()), received, sent
     here, there = sent.sum(1).tolist(), received.sum(1).tolist()
+    if sum(here) != len(x):
+        raise AutoparError(
+            f"{name}: {sum(here)} of {len(x)} rows have an expert from 0 to {sent.numel() - 1}, and all must. Let the "
+            "router give every row an expert that exists."
+        )
     own = x.contiguous()
     with naming_failures(name, group):
         got = _on_bytes(lambda y: _torch.exchange_rows(y, here, there, group), own)

@@ -30,6 +30,7 @@ from autopar.ir import (
     Tier,
     divides,
     format_layout,
+    go_together,
     has_owner,
     is_legal,
     lies_in_chunks,
@@ -377,6 +378,11 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
                 f"The plan is damaged: op {op.name} ({op.kind}) has the label {label!r} on {axis}, "
                 f"and its choices are {', '.join(known)}."
             )
+    if not go_together(labels):
+        raise PlanError(
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}. Rows change hands "
+            "along all axes that split the experts (t>e), or along none (e)."
+        )
     if not is_legal(analysis.graph, op, labels, mesh):
         sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)
         raise PlanError(

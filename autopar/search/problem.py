@@ -362,7 +362,8 @@ class Problem:
                 f"the recipe {self.recipes[axis].name} leaves it only "
                 f"{', '.join(choice.label for choice in allowed)}"
                 if label in [choice.label for choice in legal]
-                else "another axis already splits that factor as far as it divides"
+                else "another axis already splits that factor as far as it divides, or exchanges rows for it where "
+                "this one does not (or the other way round)"
             )
             raise RecipeError(
                 f"The pin of {op.name} to {label}@{self.mesh.names[axis]} cannot hold: {why}."

@@ -7,7 +7,10 @@ from torch import nn
 
 from autopar.capture.export import capture_step
 from autopar.cost_model import H100
+from autopar.cost_model.cluster import Cluster
 from autopar.errors import CaptureError
+from autopar.explanation.costs import run_of
+from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh
 from autopar.planning.planning import make_plan, prepare_step
 from autopar.proof.random_plan import random_plan
@@ -126,21 +129,23 @@ def test_a_loop_over_experts_names_the_switch():
 
 
 class Big(nn.Module):
-    """Experts of Mixtral's size on few rows."""
+    """Experts of a large model, behind a matrix that every row meets."""
 
-    def __init__(self):
+    def __init__(self, experts=8, slots=2, width=4096, inner=14336):
         super().__init__()
-        self.router = nn.Linear(4096, 8, bias=False)
-        self.up = nn.Parameter(torch.empty(8, 4096, 14336))
-        self.down = nn.Parameter(torch.empty(8, 14336, 4096))
+        self.slots, self.first = slots, nn.Linear(width, width, bias=False)
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, width, inner))
+        self.down = nn.Parameter(torch.empty(experts, inner, width))
 
     def forward(self, x):
-        share, chosen = self.router(x).softmax(-1).topk(2)
+        x, slots = self.first(x), self.slots
+        share, chosen = self.router(x).softmax(-1).topk(slots)
         ordered, order = chosen.reshape(-1).sort()
-        ends = F.one_hot(ordered, 8).sum(0).cumsum(0).to(torch.int32)
-        y = F.grouped_mm(x[order // 2], self.up, offs=ends).relu()
+        ends = F.one_hot(ordered, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        y = F.grouped_mm(x[order // slots], self.up, offs=ends).relu()
         y = F.grouped_mm(y, self.down, offs=ends)[order.argsort()]
-        return (y.view(len(x), 2, -1) * share.unsqueeze(-1)).sum(1).float().square().mean()
+        return (y.view(len(x), slots, -1) * share.unsqueeze(-1)).sum(1).float().square().mean()
 
 
 def test_the_search_moves_rows_where_experts_are_heavier():
@@ -154,3 +159,32 @@ def test_the_search_moves_rows_where_experts_are_heavier():
     assert choice.factor == "up[0]"  # experts, and the rows go to them and back
     assert {plan.parameters[n].storage[0].dim for n in ("up", "down")} == {0}
     assert layer.flops == 2 * 4096 * 2 * 2 * 4096 * 14336  # of the rows' experts, not of all
+
+
+TOKENS, WIDTH, SLOTS, HALF = 65536, 2048, 4, 2  # of a batch; bytes of a number
+
+
+@pytest.fixture(scope="module")
+def many_experts():
+    with torch.device("meta"):
+        model = Big(experts=64, slots=SLOTS, width=WIDTH, inner=1024).bfloat16()
+        rows = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16)
+    return prepare_step(model, (rows,))
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_a_step_sends_what_dispatch_and_combine_do(many_experts, ranks):
+    """k tokens d (n - 1) / n numbers there and back, and their gradients, within 5 %."""
+    plan = make_plan(many_experts, Request(H100, mesh=Mesh.of({"ep": ranks}), recipe="ep"))
+    cluster = Cluster(H100, ranks // 8)
+    step = Explanation(many_experts.analysis.graph, plan, cluster, run_of(plan)).step
+    sent = sum(x.count * x.traffic_bytes for x in step.items if x.carries == "activation")
+    expected = 4 * SLOTS * (TOKENS / ranks) * WIDTH * HALF * (ranks - 1) / ranks
+    assert expected <= sent <= 1.05 * expected  # more are the counts of rows, and the loss
+    # without an exchange every rank takes the rows of all, and adds up results for all of them
+    (layer,) = (x.name for x in many_experts.analysis.graph.ops if "experts" in x.kind)
+    request = Request(H100, mesh=Mesh.of({"ep": ranks}), recipe="ep", pins={layer: "e@ep"})
+    gathered = make_plan(many_experts, request)
+    step = Explanation(many_experts.analysis.graph, gathered, cluster, run_of(gathered)).step
+    more = sum(x.count * x.traffic_bytes for x in step.items if x.carries == "activation")
+    assert more > ranks / SLOTS * sent

@@ -71,6 +71,18 @@ BIASED = (draw(ROWS, WIDTH), ids(), draw(EXPERTS, WIDTH, 2 * INNER), draw(EXPERT
 ONE = (draw(ROWS, WIDTH), ids()[:, 0], draw(EXPERTS, WIDTH, INNER))
 
 
+def test_masks_of_dropout_keep_rows_where_they_are():
+    def dropped(x, chosen, weight):
+        return routed(
+            chosen,
+            lambda ordered, order, ends: nn.functional.dropout(
+                product(x[order], weight, ends), 0.5
+            ),
+        )
+
+    assert labels_of(dropped, *ONE, kind=EXPERTS_KIND) == {"-", "t", "e", "d1"}
+
+
 LAYERS = [
     # t: rows, k: slots, e: experts, then the inner width (columns, then rows) and that of the result
     pytest.param(gated, GATED, {"-", "t", "k", "e", "t>e", "d2", "d3"}, id="gated"),

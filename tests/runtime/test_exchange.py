@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.backend import graphs
 from autopar.ops.collectives import group_name
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of
 from tests.runtime.ranks import Ranks
@@ -256,3 +258,26 @@ def test_evenly_used_experts_send_what_is_priced(four_ranks: Ranks, mesh: dict[s
     for sent, priced in four_ranks.run(sent_and_priced, mesh):
         assert sent == expected
         assert priced == expected
+
+
+def behind_torch_compile() -> tuple[dict[str, Tensor], list[str]]:
+    """The loss and the gradients of a model that torch.compile runs, and what the backend says of it."""
+    torch.compiler.reset()
+    model, batch = subject("skewed")
+    said: list[str] = []
+    handler = logging.Handler()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+        patch.setattr(graphs.log, "level", logging.INFO)
+        graphs.log.addHandler(handler)
+        options = {"mesh": {"ep": 2}, "recipe": "ep"}
+        loss = square(torch.compile(model, backend="autopar", options=options)(*batch))
+        graphs.log.removeHandler(handler)
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}, said  # type: ignore[dict-item]
+
+
+def test_a_model_behind_torch_compile_drops_nothing(two_ranks: Ranks) -> None:
+    (first, said), (second, _) = two_ranks.run(behind_torch_compile)
+    assert far([first, second], alone("skewed")) == []
+    assert "1 combine, 2 dispatch" in said[0]  # rows, and their weights
