@@ -46,7 +46,14 @@ from autopar.ir.layout import (
 )
 from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
-from autopar.ir.pipeline import SCHEDULES, Pipeline, with_pipeline, without_pipeline
+from autopar.ir.pipeline import (
+    PLACEMENTS,
+    SCHEDULES,
+    VERSIONED,
+    Pipeline,
+    with_pipeline,
+    without_pipeline,
+)
 from autopar.ir.plan import ParameterPlan, Plan
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
@@ -54,9 +61,10 @@ from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
 __all__ = [
     "ANY", "Choice", "CollectiveCall", "Dims", "EXCHANGED", "Factor", "Graph", "Labels", "Layout", "LayoutStep",
     "Leaf", "Meeting", "Mesh", "MixedPrecision", "O", "Op", "OwnCollective", "P", "PARTIAL", "PIPELINE_AXIS",
-    "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State", "TIERS", "Tensor", "Tier",
-    "TieredLayout", "UNSPLIT", "V", "VARIED", "WHOLE", "Work", "calls", "divides", "find_stacks", "format_layout",
-    "format_place", "go_together", "has_owner", "is_legal", "lies_in_chunks", "local_elements", "local_factors",
-    "local_shape", "mesh_of_all", "mesh_of_replica", "operand_layouts", "parse_layout", "parse_place",
-    "result_layouts", "shape_of", "split_factors", "steps", "walk", "with_pipeline", "without_pipeline",
+    "PLACEMENTS", "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State", "TIERS", "Tensor",
+    "Tier", "TieredLayout", "UNSPLIT", "V", "VARIED", "VERSIONED", "WHOLE", "Work", "calls", "divides", "find_stacks",
+    "format_layout", "format_place", "go_together", "has_owner", "is_legal", "lies_in_chunks", "local_elements",
+    "local_factors", "local_shape", "mesh_of_all", "mesh_of_replica", "operand_layouts", "parse_layout",
+    "parse_place", "result_layouts", "shape_of", "split_factors", "steps", "walk", "with_pipeline",
+    "without_pipeline",
 ]  # fmt: skip

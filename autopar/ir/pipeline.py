@@ -23,6 +23,10 @@ SCHEDULES = {
     "zbv": "v",
     "dualpipev": "v",
 }
+# Schedules without a flush at every update, with one stage a rank: see `autopar.pipeline.versions`. They change what
+# is trained, so that nothing but their name asks for one.
+VERSIONED = ("pipedream", "pipedream-sync", "2bw")
+PLACEMENTS = SCHEDULES | dict.fromkeys(VERSIONED, "one")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Pipeline:
 
     Attributes:
         ranks: size of the pipeline axis.
-        schedule: one of `SCHEDULES`.
+        schedule: one of `SCHEDULES` or `VERSIONED`.
         cuts: names of the ops with which the stages after the first begin, in the graph's order.
         position: index of the pipeline axis among the axes of the mesh of all ranks.
     """
@@ -42,16 +46,21 @@ class Pipeline:
     position: int = 0
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in PLACEMENTS:
             raise PlanError(
-                f"There is no schedule {self.schedule!r}; there are {', '.join(SCHEDULES)}."
+                f"There is no schedule {self.schedule!r}; there are {', '.join(PLACEMENTS)}."
             )
         if self.stages % self.ranks:
             raise PlanError(
                 f"{len(self.cuts)} cuts make {self.stages} stages, and {self.ranks} pipeline ranks "
                 f"take a multiple of {self.ranks}."
             )
-        shape = SCHEDULES[self.schedule]
+        if self.schedule in VERSIONED and self.ranks == 1:
+            raise PlanError(
+                f"The schedule {self.schedule} needs at least 2 pipeline ranks, and the plan has 1: a single stage "
+                "waits for nobody. Take the schedule 1f1b."
+            )
+        shape = PLACEMENTS[self.schedule]
         if (shape == "one" and self.chunks != 1) or (shape == "v" and self.chunks != 2):
             wanted = self.ranks if shape == "one" else 2 * self.ranks
             raise PlanError(
@@ -68,9 +77,16 @@ class Pipeline:
         """Stages of each rank."""
         return self.stages // self.ranks
 
+    @property
+    def update_every(self) -> int:
+        """Number of micro-batches from one update to the next; 0 where a step ends with its only update."""
+        if self.schedule not in VERSIONED:
+            return 0
+        return self.stages if self.schedule == "2bw" else 1
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
-        if SCHEDULES[self.schedule] == "v":
+        if PLACEMENTS[self.schedule] == "v":
             return min(stage, self.stages - 1 - stage)
         return stage % self.ranks
 

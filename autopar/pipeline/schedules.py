@@ -7,10 +7,12 @@ micro-batch 0 on stage 2. The kinds are
     I, W              the two halves of a backward: gradients of the inputs, gradients of the weights
     SEND_F, RECV_F    of what the stage gives to the next one, of what it gets from the one before
     SEND_B, RECV_B    of the gradients of the same, the other way
+    U                 an update of the stage's parameters, after the backward of this micro-batch
 
 Between neighbours on one rank nothing is sent. The lists are those that the classes of
 torch.distributed.pipelining run, asked of the classes themselves (`_torch.pipeline_actions`), so that
-what is simulated and what is run cannot differ.
+what is simulated and what is run cannot differ. Schedules without a flush are 1F1B with updates between backwards
+(`autopar.pipeline.versions`).
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from autopar import _torch
 from autopar.errors import PlanError
-from autopar.ir.pipeline import SCHEDULES, Pipeline
+from autopar.ir.pipeline import PLACEMENTS, Pipeline
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "U"]
 
 
 class Action(NamedTuple):
@@ -62,7 +64,7 @@ class Timed(NamedTuple):
 
 # A send's direction, and where the stage lies to which it goes; which direction a computation waits for.
 _SENDS: Mapping[Kind, tuple[str, int]] = {"SEND_F": ("forward", 1), "SEND_B": ("backward", -1)}
-_COMPUTES: Mapping[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W": ""}
+_COMPUTES: Mapping[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W": "", "U": ""}
 
 
 class ActionLists(tuple[tuple[Action, ...], ...]):
@@ -148,6 +150,15 @@ def _equal_rounds(pipeline: Pipeline, micro_batches: int) -> str:
     )
 
 
+def _whole_groups(pipeline: Pipeline, micro_batches: int) -> str:
+    if micro_batches % pipeline.stages == 0:
+        return ""
+    return (
+        f"updates after every {pipeline.stages} micro-batches, as many as there are stages, and there are "
+        f"{micro_batches}"
+    )
+
+
 class _Row(NamedTuple):
     """A schedule: its class in torch, and which relation a number of micro-batches breaks, "" for none."""
 
@@ -163,6 +174,9 @@ _ROWS = {
     "zb": _Row("ScheduleInterleavedZeroBubble", _equal_rounds),
     "zbv": _Row("ScheduleZBVZeroBubble", _any_number),
     "dualpipev": _Row("ScheduleDualPipeV", _as_many_as_stages),
+    "pipedream": _Row("Schedule1F1B", _as_many_as_stages),
+    "pipedream-sync": _Row("Schedule1F1B", _as_many_as_stages),
+    "2bw": _Row("Schedule1F1B", _whole_groups),
 }
 
 
@@ -173,11 +187,11 @@ def splits_backward(pipeline: Pipeline) -> bool:
 
 def waits_for_sends(schedule: str) -> bool:
     """Whether a rank waits until what it sends has arrived. torch's 1F1B joins a send to the next receive."""
-    return schedule == "1f1b"
+    return _ROWS[schedule].torch_class == "Schedule1F1B"
 
 
 def schedule_class(name: str) -> type[Any]:
-    """The class of torch.distributed.pipelining that runs a schedule of `ir.pipeline.SCHEDULES`."""
+    """The class of torch.distributed.pipelining that runs a schedule of `ir.pipeline.PLACEMENTS`."""
     from torch.distributed import pipelining  # half a second, which only pipelines need
 
     return getattr(pipelining, _ROWS[name].torch_class)
@@ -193,9 +207,10 @@ def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
         below = (n for n in range(micro_batches - 1, 0, -1) if not broken(pipeline, n))
         above = (n for n in itertools.count(micro_batches + 1) if not broken(pipeline, n))
         numbers = " or ".join(str(n) for n in (next(below, None), next(above)) if n is not None)
+        another = f", or the schedule {_unbounded(pipeline.schedule)}, which takes any number"
         raise PlanError(
-            f"The schedule {pipeline.schedule} {words}. Take {numbers} micro-batches, or the schedule "
-            f"{_unbounded(pipeline.schedule)}, which takes any number."
+            f"The schedule {pipeline.schedule} {words}. Take {numbers} micro-batches"
+            f"{'' if pipeline.update_every else another}."
         )
 
 
@@ -217,7 +232,7 @@ def fewest_micro_batches(pipeline: Pipeline) -> int:
 
 def _unbounded(schedule: str) -> str:
     """The schedule of the same placement that takes any number of micro-batches."""
-    alike = (name for name in _ROWS if SCHEDULES[name] == SCHEDULES[schedule])
+    alike = (name for name in _ROWS if PLACEMENTS[name] == PLACEMENTS[schedule])
     return next(name for name in alike if _ROWS[name].broken is _any_number)
 
 
@@ -228,16 +243,25 @@ def actions(pipeline: Pipeline, micro_batches: int) -> ActionLists:
     """
     check_micro_batches(pipeline, micro_batches)
     placement = tuple(pipeline.stages_of(rank) for rank in range(pipeline.ranks))
-    return _actions(pipeline.schedule, placement, micro_batches)
+    return _actions(pipeline.schedule, placement, micro_batches, pipeline.update_every)
 
 
 # A search asks again and again. Lists of 200,000 actions, with what follows from them, take about 45 MB.
 @functools.lru_cache(maxsize=12)
 def _actions(
-    schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int
+    schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int, update_every: int
 ) -> ActionLists:
     found = _torch.pipeline_actions(schedule_class(schedule), placement, micro_batches)
-    return ActionLists(tuple(itertools.starmap(Action, each)) for each in found)
+    lists = (itertools.starmap(Action, each) for each in found)
+    return ActionLists(tuple(_with_updates(each, update_every)) for each in lists)
+
+
+def _with_updates(own: Iterable[Action], every: int) -> Iterator[Action]:
+    """A rank's actions with an update after the last backward of every group of so many micro-batches."""
+    for action in own:
+        yield action
+        if every and action.kind == "B" and (action.micro_batch + 1) % every == 0:
+            yield action._replace(kind="U")
 
 
 def _results(action: Action) -> tuple[Action, ...]:
@@ -257,7 +281,7 @@ def _needs(action: Action, rank_of: Mapping[int, int]) -> Iterator[Action]:
         if stage + 1 in rank_of:
             local = rank_of[stage + 1] == rank_of[stage]
             yield Action("I", stage + 1, number) if local else Action("RECV_B", stage, number)
-    elif kind in ("W", "SEND_B"):
+    elif kind in ("W", "SEND_B", "U"):
         yield Action("I", stage, number)
     elif kind == "SEND_F":
         yield Action("F", stage, number)

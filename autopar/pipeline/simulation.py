@@ -32,6 +32,7 @@ class StageCosts:
             gradients are made; None for all of it.
         working_bytes: held besides while the stage computes.
         kept_bytes: held in all of the step, such as parameters and gradients.
+        update_seconds: duration of an update, where the schedule has updates of its own.
         send_forward_seconds: duration of sending its output to the next stage.
         send_backward_seconds: duration of sending the gradient of its input to the previous stage.
     """
@@ -43,6 +44,7 @@ class StageCosts:
     weight_saved_bytes: float | None = None
     working_bytes: float = 0
     kept_bytes: float = 0
+    update_seconds: float = 0.0
     send_forward_seconds: float = 0.0
     send_backward_seconds: float = 0.0
 
@@ -59,6 +61,7 @@ class StageCosts:
             "B": self.backward_seconds,
             "I": self.backward_seconds - self.weight_seconds,
             "W": self.weight_seconds,
+            "U": self.update_seconds,
             "SEND_F": self.send_forward_seconds,
             "SEND_B": self.send_backward_seconds,
         }
@@ -72,6 +75,7 @@ class StageCosts:
             "B": -self.saved_bytes,
             "I": late - self.saved_bytes,
             "W": -late,
+            "U": 0.0,
         }
 
 
@@ -119,6 +123,21 @@ class Simulation:
     def bubble_fraction(self) -> float:
         """Idle time over all ranks' time."""
         return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def full_seconds(self) -> tuple[float, float]:
+        """From when the first rank begins its first backward, until it ends its last forward: the pipeline is full."""
+        first = [span for span in self.spans if span.rank == 0]
+        begin = min(span.begin_seconds for span in first if span.kind in "BI")
+        return begin, max(span.end_seconds for span in first if span.kind == "F")
+
+    def idle_seconds(self, begin: float, end: float) -> tuple[float, ...]:
+        """Seconds between two times in which each rank does not compute."""
+        idle = [end - begin] * self.ranks
+        for span in self.spans:
+            if len(span.kind) == 1:
+                idle[span.rank] -= max(0.0, min(span.end_seconds, end) - max(span.begin_seconds, begin))
+        return tuple(idle)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
