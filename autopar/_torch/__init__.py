@@ -61,6 +61,7 @@ from autopar._torch.dtensors import (
     local_gradient,
     local_tensor,
     replicates_implicitly,
+    set_local_tensor,
 )
 from autopar._torch.exporting import (
     VALUES_READ,
@@ -115,7 +116,7 @@ __all__ = [
     "pipeline_stage", "quick_decompositions", "quiet_export", "quiet_fake_failures", "random_states",
     "reduce_scatter", "replicates_implicitly",
     "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks", "schema",
-    "set_group_timeout", "start_all_gather", "start_all_reduce", "start_reduce_scatter", "storage_key",
+    "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce", "start_reduce_scatter", "storage_key",
     "storage_reference", "store_seconds", "synchronize", "trace_recurrent_layers", "traced_ops", "uncompiled",
     "user_line", "validates_distribution", "waiting_longer", "widened_dtype", "without_memory",
     "without_value_checks", "without_values",

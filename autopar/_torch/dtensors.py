@@ -16,6 +16,14 @@ def local_tensor(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
+def set_local_tensor(parameter: nn.Parameter, local: Tensor) -> None:
+    """Gives a parameter another local shard of the same shape and layout; the object stays, as does its gradient."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local
+
+
 def dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
 ) -> Tensor:

@@ -120,7 +120,7 @@ def pipeline_stage(
     sent: tuple[Tensor, ...],
     split_backward: Callable[..., Any],
     before_backward: Callable[..., None],
-    after_backward: Callable[[], None],
+    after_backward: Callable[[int], None],
 ) -> Any:
     """A `PipelineStage` that says when a micro-batch's gradients begin and end to accumulate.
 
@@ -132,7 +132,8 @@ def pipeline_stage(
         sent: examples of sent tensors on the meta device, which need a gradient where one comes back.
         split_backward: function of results, their gradients and inputs; returns an object with `input_gradients` and
             `run_weights()`, the two halves of a backward.
-        before_backward: called with `last`, whether the micro-batch is the step's last.
+        before_backward: called with a micro-batch's number and `last`, whether it is the step's last.
+        after_backward: called with a micro-batch's number.
     """
     from autopar._torch.watched_stage import WatchedStage  # half a second
 

@@ -21,8 +21,8 @@ class WatchedStage(PipelineStage):
     """The stage that `autopar._torch.pipeline_stage` makes.
 
     Attributes:
-        before_backward: called with `last`, whether the micro-batch is the step's last.
-        after_backward: called when a micro-batch's gradients are accumulated.
+        before_backward: called with a micro-batch's number and `last`, whether it is the step's last.
+        after_backward: called with its number when a micro-batch's gradients are accumulated.
         split_backward: splits a backward into its two halves, see `pipeline_stage`.
         halves: number of a micro-batch -> the split backward whose second half is still to run.
         received: examples of received tensors on the meta device.
@@ -30,7 +30,7 @@ class WatchedStage(PipelineStage):
     """
 
     before_backward: Callable[..., None]
-    after_backward: Callable[[], None]
+    after_backward: Callable[[int], None]
     split_backward: Callable[..., Any]
     halves: dict[int, Any]
     received: tuple[Tensor, ...]
@@ -81,9 +81,9 @@ class WatchedStage(PipelineStage):
         received = [info.buffer for info in arrived if info.buffer is not None]
         results, inputs = self.fwd_cache[number]
         if full_backward:
-            self.before_backward(last=last_backward)
+            self.before_backward(number, last=last_backward)
             super().backward_one_chunk(number, loss, full_backward, last_backward)
-            self.after_backward()
+            self.after_backward(number)
         else:
             del self.fwd_cache[number]
             self.bwd_cache[number] = self._input_gradients(number, results, inputs, loss)
@@ -98,9 +98,9 @@ class WatchedStage(PipelineStage):
         """The second half of a micro-batch's backward, which makes gradients of parameters."""
         if not self.has_backward:
             return
-        self.before_backward(last=last_backward)
+        self.before_backward(number, last=last_backward)
         self.halves.pop(number).run_weights()
-        self.after_backward()
+        self.after_backward(number)
 
     def _input_gradients(
         self, number: int, results: Sequence[Tensor], inputs: Sequence[Any], loss: Any

@@ -29,6 +29,7 @@ from autopar.runtime.reducer import Reducer
 from autopar.runtime.results import StepResults, joined
 from autopar.runtime.saved import SlicedSaves, converter, install_notes
 from autopar.runtime.transfer import Transfer, finish_sum, start_sum
+from autopar.runtime.versions import StageVersions
 from autopar.runtime.world import World
 
 
@@ -116,6 +117,10 @@ class Runner:
     def end(self) -> None:
         """After a step: frees what lives for one step."""
         self._residents.release()
+
+    def versions(self, seen: Sequence[int]) -> StageVersions:
+        """The versions of the parameters in a step that has begun, given which of them each micro-batch sees."""
+        return StageVersions(self._residents, self._reducer, seen)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The forward of one micro-batch in a step; returns outputs and what is sent."""

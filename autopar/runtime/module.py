@@ -59,6 +59,7 @@ from autopar.runtime.shares import step_shares
 from autopar.runtime.skipping import Skipping
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
+from autopar.runtime.versions import HeldOptimizer
 from autopar.runtime.weights import PathLike, read_weights, write_weights
 from autopar.runtime.world import World
 
@@ -103,6 +104,7 @@ class CompiledModule(nn.Module):
         self._finite = FiniteLoss()
         self._skipping = Skipping(model, settings.skip_nonfinite)
         self._scaler = LossScaler(settings.loss_scaling)
+        self._optimizer = HeldOptimizer()
         self._unread = ""  # why parameters have no values
         # The tables themselves are shared, so that names need no prefix and changes are seen by both.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -140,6 +142,8 @@ class CompiledModule(nn.Module):
         """
         arguments = self._rows_of_step(Arguments.of(batch, kwargs))
         ready = self._program(arguments, is_step=True)
+        if torch.is_grad_enabled():
+            self._optimizer.check(ready.bound.program.plan.pipeline)
         if self._meetings is not None:
             self._meetings.hold_if_due()
         self._skipping.begin(ready.bound.program)
@@ -315,6 +319,15 @@ class CompiledModule(nn.Module):
         if self._meetings is not None:
             self._meetings.hold()
 
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives steps the optimizer that they call, under schedules that update inside of a step (docs/versions.md).
+
+        With `schedule="pipedream"` and its kin, `step` updates after every micro-batch or after some, and leaves no
+        gradients. Every rank calls this once, before the first step, with an optimizer of its own parameters. A call
+        of `optimizer.step()` that stays in the loop finds no gradients and changes nothing.
+        """
+        self._optimizer.hold(optimizer)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm over the whole model is at most `max_norm`.
 
@@ -469,7 +482,7 @@ class CompiledModule(nn.Module):
         return BoundPipeline(
             programs.whole, programs.stages, store, self._original, seeds=self._seeds.generator,
             bucket_bytes=bucket_bytes, micro_batches=micro_batches, shared=shared,
-            executor=executor,
+            executor=executor, optimizer=self._optimizer,
         )  # fmt: skip
 
     def _state(self) -> tuple[object, ...]:

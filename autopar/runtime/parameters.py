@@ -266,6 +266,12 @@ class Residents:
                 self._set_leaf(i, value)
         return not all(self._keeps(i) for i in batch)
 
+    def copy_at_rest(self) -> None:
+        """Gives trained parameters copies of their values; leaves keep the tensors that they were made of."""
+        for kept in self.kept:
+            if kept.parameter.requires_grad:
+                _torch.set_local_tensor(kept.parameter, kept.local.clone())
+
     def release(self) -> None:
         """Frees the leaves that are temporaries of one step, or of one forward."""
         for i in self._moving:

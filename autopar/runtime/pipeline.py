@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autopar import _torch
 from autopar.errors import PeerError
 from autopar.ir import Pipeline, local_shape
 from autopar.pipeline.schedules import schedule_class
+from autopar.pipeline.versions import WeightVersions
 from autopar.program.program import Program, TensorSpec, Wire
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import Runner, sum_over
@@ -27,6 +29,7 @@ from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.results import StepResults, joined, spec_of_batch
 from autopar.runtime.shared import SharedParameters
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
+from autopar.runtime.versions import HeldOptimizer, StageVersions
 from autopar.runtime.world import Pipe
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
@@ -40,6 +43,7 @@ class BoundPipeline:
         stages: the programs it was cut into.
         store, model, bucket_bytes, executor: see `Runner`.
         shared: the parameters that several ranks of the pipeline hold.
+        optimizer: what updates parameters inside of a step, under a schedule that does.
         seeds: generator of seeds, in the same state on every rank.
         micro_batches: number of micro-batches in a step.
     """
@@ -56,6 +60,7 @@ class BoundPipeline:
         executor: Executor,
         micro_batches: int,
         shared: SharedParameters,
+        optimizer: HeldOptimizer,
     ) -> None:
         assert program.plan.pipeline is not None and store.world.pipe is not None
         self.program, self.world = program, store.world
@@ -74,6 +79,10 @@ class BoundPipeline:
             for number in numbers
         }  # fmt: skip
         self._shared, self._used = shared, {spec.name for spec in program.parameters}
+        self._optimizer, self._stage_versions = optimizer, dict[int, StageVersions]()
+        self._versions: WeightVersions | None = None
+        if self._pipeline.update_every:
+            self._versions = WeightVersions(self._pipeline, micro_batches)
         self._shares: Sequence[float] = ()
         self._scale = 1.0
         self._extras: dict[int, list[Tensor]] = {}  # of every micro-batch, on the last stage's rank
@@ -104,13 +113,28 @@ class BoundPipeline:
             scale: number that backward begins with; gradients are left multiplied by it.
         """
         self._begin(batch)
-        self._shares, self._scale, self._extras = shares[-1], scale, {}
+        own = self._shares_of_updates(shares[-1])
+        self._shares, self._scale, self._extras = own, scale, {}
         for runner in self._runners.values():
             runner.begin()
+        if self._versions is not None and torch.is_grad_enabled():
+            seen, runners = self._versions.seen, self._runners.items()
+            self._stage_versions = {number: run.versions(seen[number]) for number, run in runners}
         losses = self._run_schedule(batch)
+        self._stage_versions = {}
         for runner in self._runners.values():
             runner.end()
+        if self._versions is not None:
+            losses = [x * (y / z) for x, y, z in zip(losses, shares[-1], own, strict=False)]
         return StepResults(self._loss(losses), self._joined(len(batch), shares))
+
+    def _shares_of_updates(self, shares: Sequence[float]) -> Sequence[float]:
+        """The share of each micro-batch in the loss of the rows of its update, given those in the loss of the step."""
+        if self._versions is None or self.program.objective.kind == "sum":
+            return shares
+        every = self._pipeline.update_every
+        totals = [sum(shares[i : i + every]) for i in range(0, len(shares), every)]
+        return [share / totals[i // every] for i, share in enumerate(shares)]
 
     def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
         trains = torch.is_grad_enabled()
@@ -132,12 +156,13 @@ class BoundPipeline:
     def _make_schedule(self) -> Any:
         stages = [
             _torch.pipeline_stage(
-                _StageModule(self, runner), number, self._pipeline.stages,
+                _StageModule(self, runner, number), number, self._pipeline.stages,
                 device=self.world.device, group=self._pipe.group,
                 received=_examples(runner.program.received),
                 sent=_examples(runner.program.sent) or _loss_example(runner.program),
                 split_backward=WholeBackward if runner.runs_backward_whole else SplitBackward,
-                before_backward=runner.begin_backward, after_backward=runner.end_backward,
+                before_backward=partial(self._begin_backward, number),
+                after_backward=partial(self._end_backward, number),
             )
             for number, runner in self._runners.items()
         ]  # fmt: skip
@@ -146,6 +171,28 @@ class BoundPipeline:
             stages[0] if self._pipeline.chunks == 1 and _torch.runs_one_stage(made) else stages,
             self._count, loss_fn=self._share_of_loss, scale_grads=False,
         )  # fmt: skip
+
+    # --- what happens at a stage around the forward and the backward of a micro-batch
+
+    def run(self, stage: int, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
+        """The forward."""
+        self._use_version(stage, micro_batch)
+        runner = self._runners[stage]
+        return runner.run([*self.inputs(runner, micro_batch), *received])
+
+    def _begin_backward(self, stage: int, micro_batch: int, *, last: bool) -> None:
+        self._use_version(stage, micro_batch)
+        last = last or (self._versions is not None and self._versions.is_update(micro_batch))
+        self._runners[stage].begin_backward(last=last)
+
+    def _end_backward(self, stage: int, micro_batch: int) -> None:
+        self._runners[stage].end_backward()
+        if self._versions is not None and self._versions.is_update(micro_batch):
+            self._stage_versions[stage].update(micro_batch, self._optimizer)
+
+    def _use_version(self, stage: int, micro_batch: int) -> None:
+        if stage in self._stage_versions:
+            self._stage_versions[stage].use(micro_batch)
 
     def _share_of_loss(self, loss: Tensor, number: Tensor) -> Tensor:
         """What a micro-batch adds to the loss of the batch."""
@@ -256,17 +303,16 @@ class BoundPipeline:
 class _StageModule(nn.Module):
     """A stage as torch.distributed.pipelining wants it: a module that is called with a micro-batch's number."""
 
-    def __init__(self, owner: BoundPipeline, runner: Runner) -> None:
+    def __init__(self, owner: BoundPipeline, runner: Runner, stage: int) -> None:
         super().__init__()
-        self._owner, self._runner = owner, runner
+        self._owner, self._runner, self._stage = owner, runner, stage
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The leaves in which gradients accumulate."""
         return (x for x in self._runner.leaves if x.requires_grad)  # type: ignore[misc]
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        inputs = self._owner.inputs(self._runner, int(number))
-        results = self._runner.run([*inputs, *received])
+        results = self._owner.run(self._stage, int(number), received)
         if self._runner.program.is_step:
             *extras, loss = results
             self._owner.keep_extras(int(number), extras)

@@ -1,4 +1,7 @@
-"""Replicas that meet every so many steps, in plain PyTorch and one process: what real ranks are compared with."""
+"""Steps with delays, in plain PyTorch and one process: what real ranks are compared with.
+
+Replicas that meet every so many steps, and stages whose parameters have versions.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +68,56 @@ def meet(models: Sequence[nn.Module], base: Sequence[Tensor], outer: Optimizer, 
             mean = torch.stack(column).mean(0)
             for own in column:
                 own.copy_(mean)
+
+
+def train_stages(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, ...]],
+    loss_of: Loss,
+    optimizer: Optimizer,
+    *,
+    stage_of: Callable[[str], int],
+    stages: int,
+    schedule: str,
+    micro_batches: int,
+) -> list[float]:
+    """Trains a model in place with the weight versions of a schedule without a flush; returns the loss of every batch.
+
+    The formulas are those of the papers (`autopar/pipeline/versions.py`), and nothing runs in stages: the parameters
+    of every micro-batch are put together from the versions that their stages see.
+    """
+    every = stages if schedule == "2bw" else 1
+    shadow, losses = copy.deepcopy(model), []
+    for batch in batches:
+        parts = list(zip(*(x.chunk(micro_batches) for x in batch), strict=True))
+        versions = [_values(model)]
+        total = 0.0
+        for number, part in enumerate(parts):
+            for name, x in shadow.named_parameters():
+                seen = versions[version_seen(schedule, stages, stage_of(name), number)]
+                x.data = seen[name].clone()
+            loss = loss_of(shadow, part)
+            (loss / every).backward()
+            total += loss.item() / micro_batches
+            if (number + 1) % every == 0:
+                for name, p in model.named_parameters():
+                    p.grad = shadow.get_parameter(name).grad
+                optimizer.step()
+                shadow.zero_grad()
+                versions.append(_values(model))
+        losses.append(total)
+    for x, y in zip(model.buffers(), shadow.buffers(), strict=True):
+        x.copy_(y)
+    return losses
+
+
+def version_seen(schedule: str, stages: int, stage: int, micro_batch: int) -> int:
+    """Number of updates that a micro-batch sees on a stage, by the papers' formulas."""
+    if schedule == "2bw":
+        return max(0, micro_batch // stages - 1)
+    behind = stages - 1 - (stage if schedule == "pipedream" else 0)
+    return max(0, micro_batch - behind)
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.api import planner
 from autopar.cost_model import find_hardware
-from autopar.ir import SCHEDULES, Graph, MixedPrecision, Pipeline, Plan
+from autopar.ir import PLACEMENTS, Graph, MixedPrecision, Pipeline, Plan
 from autopar.pipeline.parts import block_starts
 from autopar.planning.planning import Prepared, make_plan, prepare_step
 from autopar.search import RecipeLike
@@ -31,7 +31,7 @@ def block_cuts(graph: Graph, stages: int) -> tuple[str, ...]:
 
 def pipeline_of(graph: Graph, schedule: str, ranks: int) -> Pipeline:
     """The schedule with two stages a rank where it takes several, cut between blocks."""
-    chunks = 1 if SCHEDULES[schedule] == "one" else 2
+    chunks = 1 if PLACEMENTS[schedule] == "one" else 2
     return Pipeline(ranks, schedule, block_cuts(graph, chunks * ranks))
 
 

@@ -1,0 +1,114 @@
+"""Schedules without a flush on real ranks: they train as plain PyTorch does with the same delays."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture.export import run_with_loss
+from autopar.ir import VERSIONED
+from tests.runtime.models import Batch, mean_square
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import difference, full_state
+from tests.support.delayed import train_stages
+from tests.support.staged import captured_once, plan_for
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS, WIDTH = 20, 12
+
+
+class Chain(nn.Sequential):
+    """Equal layers, each a stage of its own; the names of parameters begin with the stage's number."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(*(Layer() for _ in range(stages)))
+
+
+class Layer(nn.Module):
+    """A linear map and a tanh, added to what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.map(x))
+
+
+def make(stages: int, rows: int) -> tuple[nn.Module, list[Batch]]:
+    """A chain with another batch for every step."""
+    torch.manual_seed(0)
+    model = Chain(stages).double()
+    x, y = torch.randn(2, rows, WIDTH, dtype=torch.float64)
+    return model, [(x.roll(i, -1), y.roll(2 * i, -1)) for i in range(STEPS)]
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6)
+
+
+@captured_once()
+def trained(
+    schedule: str, stages: int, optimizer: str, mesh: dict[str, int] | None = None, recipe: Any = "auto"
+) -> dict[str, Any]:  # fmt: skip
+    micro_batches = 4 * stages
+    model, batches = make(stages, 4 * micro_batches)
+    plan = plan_for(model, batches[0], mean_square, schedule, stages, micro_batches, mesh, recipe)
+    made = autopar.compile(model, loss_fn=mean_square, plan=plan)
+    steps = optimizer_of(optimizer, made)
+    made.attach_optimizer(steps)
+    losses = [made.step(*each).item() for each in batches]
+    assert all(p.grad is None for p in made.parameters())
+    return {"losses": losses, **full_state(made.original)}
+
+
+def expected(schedule: str, stages: int, optimizer: str) -> dict[str, Any]:
+    """The same in plain PyTorch."""
+    micro_batches = 4 * stages
+    model, batches = make(stages, 4 * micro_batches)
+    losses = train_stages(
+        model, batches, lambda m, part: run_with_loss(m, part, {}, mean_square),  # type: ignore[arg-type]
+        optimizer_of(optimizer, model), stage_of=lambda name: int(name.split(".")[0]), stages=stages,
+        schedule=schedule, micro_batches=micro_batches,
+    )  # fmt: skip
+    return {"losses": losses, **full_state(model)}
+
+
+def distance(parts: list[dict[str, Any]], reference: dict[str, Any]) -> float:
+    whole: dict[str, Any] = {}
+    for part in parts:
+        whole |= part
+    return max(difference({k: (whole | p)[k] for k in reference}, reference) for p in parts)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("schedule", VERSIONED)
+def test_two_stages_train_as_the_delayed_reference(
+    two_ranks: Ranks, schedule: str, optimizer: str
+) -> None:
+    found = two_ranks.run(trained, schedule, 2, optimizer)
+    assert distance(found, expected(schedule, 2, optimizer)) < 1e-9
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("schedule", VERSIONED)
+def test_four_stages_train_as_the_delayed_reference(
+    four_ranks: Ranks, schedule: str, optimizer: str
+) -> None:
+    found = four_ranks.run(trained, schedule, 4, optimizer)
+    assert distance(found, expected(schedule, 4, optimizer)) < 1e-9
+
+
+def test_the_delays_matter() -> None:
+    """Were they left out, the comparison above would fail."""
+    references = [expected(schedule, 4, "sgd") for schedule in VERSIONED]
+    assert difference(references[0], references[1]) > 1e-3
+    assert difference(references[1], references[2]) > 1e-3
