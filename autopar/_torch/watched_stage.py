@@ -83,7 +83,6 @@ class WatchedStage(PipelineStage):
         if full_backward:
             self.before_backward(number, last=last_backward)
             super().backward_one_chunk(number, loss, full_backward, last_backward)
-            self.after_backward(number)
         else:
             del self.fwd_cache[number]
             self.bwd_cache[number] = self._input_gradients(number, results, inputs, loss)
@@ -93,6 +92,8 @@ class WatchedStage(PipelineStage):
         _free_buffers(self.args_recv_info[number])
         if not self.is_last:
             _free_buffers(self.grad_recv_info[number])
+        if full_backward:
+            self.after_backward(number)  # the graph is gone, and with it what it held of the leaves
 
     def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
         """The second half of a micro-batch's backward, which makes gradients of parameters."""

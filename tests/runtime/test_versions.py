@@ -31,14 +31,14 @@ class Chain(nn.Sequential):
 
 
 class Layer(nn.Module):
-    """A linear map and a tanh, added to what came in."""
+    """Two linear maps around a tanh, added to what came in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.map = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.map(x))
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def make(stages: int, rows: int) -> tuple[nn.Module, list[Batch]]:
@@ -112,3 +112,47 @@ def test_the_delays_matter() -> None:
     references = [expected(schedule, 4, "sgd") for schedule in VERSIONED]
     assert difference(references[0], references[1]) > 1e-3
     assert difference(references[1], references[2]) > 1e-3
+
+
+@captured_once()
+def counted(schedule: str, stages: int) -> int:
+    """The most tensors with values of this rank's `up` that there were at once, looked for after every update."""
+    earlier = {id(x) for x in gc.get_objects() if type(x) is Tensor}  # of other tests in this process
+    model, batches = make(stages, 4 * 4 * stages)
+    plan = plan_for(model, batches[0], mean_square, schedule, stages, 4 * stages)
+    made = autopar.compile(model, loss_fn=mean_square, plan=plan)
+    optimizer, found = torch.optim.SGD(made.parameters(), lr=0.05), []
+    optimizer.register_step_post_hook(lambda *_: found.append(_weights(optimizer, earlier)))
+    made.attach_optimizer(optimizer)
+    made.step(*batches[0])
+    return max(found)
+
+
+def _weights(optimizer: torch.optim.Optimizer, earlier: set[int]) -> int:
+    """Number of memories in which a matrix of the shape of `up` lies, gradients left out."""
+    every = [x for x in gc.get_objects() if type(x) is Tensor and id(x) not in earlier]
+    tensors = [x for x in every if x.shape == (2 * WIDTH, WIDTH)]
+    gradients = [p.grad.to_local() for g in optimizer.param_groups for p in g["params"]]
+    at = {x.untyped_storage().data_ptr() for x in tensors}
+    return len(at - {x.untyped_storage().data_ptr() for x in gradients})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "alive"),
+    [("pipedream", [4, 3, 2, 1]), ("pipedream-sync", [4, 4, 4, 4]), ("2bw", [2, 2, 2, 2])],
+)
+def test_versions_that_are_alive_are_counted_as_tensors(
+    four_ranks: Ranks, schedule: str, alive: list[int]
+) -> None:
+    assert four_ranks.run(counted, schedule, 4) == alive
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "recipe"),
+    [("pipedream", {"dp": 2}, "ddp"), ("pipedream-sync", {"tp": 2}, "tp"), ("2bw", {"dp": 2}, "ddp")],
+)  # fmt: skip
+def test_stages_of_several_ranks(
+    four_ranks: Ranks, schedule: str, mesh: dict[str, int], recipe: str
+) -> None:
+    found = four_ranks.run(trained, schedule, 2, "adamw", mesh, recipe)
+    assert distance(found, expected(schedule, 2, "adamw")) < 1e-9
