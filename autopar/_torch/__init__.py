@@ -116,8 +116,8 @@ __all__ = [
     "pipeline_stage", "quick_decompositions", "quiet_export", "quiet_fake_failures", "random_states",
     "reduce_scatter", "replicates_implicitly",
     "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks", "schema",
-    "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce", "start_reduce_scatter", "storage_key",
-    "storage_reference", "store_seconds", "synchronize", "trace_recurrent_layers", "traced_ops", "uncompiled",
-    "user_line", "validates_distribution", "waiting_longer", "widened_dtype", "without_memory",
+    "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
+    "storage_key", "storage_reference", "store_seconds", "synchronize", "trace_recurrent_layers", "traced_ops",
+    "uncompiled", "user_line", "validates_distribution", "waiting_longer", "widened_dtype", "without_memory",
     "without_value_checks", "without_values",
 ]  # fmt: skip

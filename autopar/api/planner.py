@@ -289,7 +289,9 @@ class Planner:
             return plan
         pipeline = replace(fixed.pipeline, cuts=plan.pipeline.cuts)
         if is_step and pipeline.update_every:
-            check_micro_batches(pipeline, micro_batches)  # another schedule would train another model
+            check_micro_batches(
+                pipeline, micro_batches
+            )  # another schedule would train another model
         if is_step and not takes(pipeline, micro_batches):
             pipeline = unbounded(pipeline)
             warnings.warn(

@@ -15,7 +15,7 @@ from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import MeshError, PlanError
 from autopar.explanation.advice import Progress, Question
-from autopar.ir import PIPELINE_AXIS, SCHEDULES, Mesh, MixedPrecision
+from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
 from autopar.search.recipes import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
@@ -145,7 +145,7 @@ _INTENTS = (
                  help="Micro-batches of a step; else searched."),
     click.option("--stages", multiple=True, type=POSITIVE, metavar="N",
                  help="Depth of a pipeline to consider in addition to 1, where --mesh does not say; else all."),
-    click.option("--schedule", type=click.Choice(tuple(SCHEDULES)),
+    click.option("--schedule", type=click.Choice(tuple(PLACEMENTS)),
                  help="In which order pipeline stages run micro-batches; else searched."),
     click.option("--chunks", type=POSITIVE, metavar="V",
                  help="Stages of each pipeline rank, for the schedules that take several; else searched."),

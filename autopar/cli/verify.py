@@ -16,7 +16,7 @@ from autopar.cli.options import POSITIVE, RECIPE_NAMES
 from autopar.cli.output import console
 from autopar.errors import AutoparError
 from autopar.explanation.advice import first_rows
-from autopar.ir import SCHEDULES, Mesh, Plan
+from autopar.ir import PLACEMENTS, Mesh, Plan
 from autopar.ir.batches import captured_batch
 from autopar.models.targets import resolve_target
 from autopar.planning.planning import prepare_step
@@ -42,7 +42,7 @@ Examples:
 @click.option("--mesh", metavar="AXES", help="Axes of the mesh, such as dp=2,tp=2 or pp=2,tp=2.")
 @click.option("--recipe", metavar="R",
               help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,tp:tp+sp.  [default: auto]")  # fmt: skip
-@click.option("--schedule", type=click.Choice(tuple(SCHEDULES)),
+@click.option("--schedule", type=click.Choice(tuple(PLACEMENTS)),
               help="In which order pipeline stages run micro-batches; else searched.")  # fmt: skip
 @click.option("--micro-batches", type=POSITIVE, metavar="N",
               help="Micro-batches of a step; by default 1, and two for each rank of a pipeline.")  # fmt: skip

@@ -435,11 +435,11 @@ class Question:
 # --- parts of an answer
 
 
-_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas")
+_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas", "versions")
 
 
 def _kept_notes(plan: Plan) -> Iterator[str]:
-    """Notes on the next best plan, on where parameters lie, and on replicas; the others are made anew."""
+    """Notes on the next best plan, where parameters lie, replicas and versions; the others are made anew."""
     return (note for note in plan.notes if kind_of(note) in _KEPT_NOTES)
 
 

@@ -84,7 +84,7 @@ def _bound(e: Explanation) -> str:
 def launch(
     e: Explanation, saved: Path | None = None, *, has_loss_fn: bool = False
 ) -> tuple[str, ...]:
-    """The lines that launch a plan: how it is saved, the call that loads it, and the torchrun command.
+    """The lines that launch a plan: how it is saved, the calls that load it, and the torchrun command.
 
     A plan of a model of which only some layers were captured has no file that `compile` could load; its
     settings are the arguments of the call instead.
@@ -97,7 +97,10 @@ def launch(
     lines = [] if saved is not None or e.graph.stands_for else [f"--save {PLAN_FILE}"]
     model = "model, loss_fn=loss_fn" if has_loss_fn else "model"
     call = f"model = autopar.compile({model}, {_settings(e, saved)})"
-    return (*lines, call, _torchrun(e.cluster, e.ranks))
+    pipeline = e.plan.pipeline
+    inside = pipeline is not None and pipeline.update_every > 0
+    attach = ["model.attach_optimizer(optimizer)"] if inside else []
+    return (*lines, call, *attach, _torchrun(e.cluster, e.ranks))
 
 
 def _settings(e: Explanation, saved: Path | None) -> str:

@@ -79,14 +79,16 @@ class SimulatedStep(ExecutedStep):
     @cached_property
     def stages(self) -> tuple[StageRow, ...]:
         """A row for every stage, in the graph's order."""
-        flights = Shape(
-            self.pipeline.ranks, self.pipeline.chunks, self.pipeline.schedule,
-            self.plan.micro_batches,
-        ).in_flight()  # fmt: skip
+        flights = self._shape.in_flight()
         return tuple(
             self._row(stage, cost, flight)
             for stage, (cost, flight) in enumerate(zip(self.costs, flights, strict=True))
         )
+
+    @property
+    def _shape(self) -> Shape:
+        p = self.pipeline
+        return Shape(p.ranks, p.chunks, p.schedule, self.plan.micro_batches)
 
     def _row(self, stage: int, cost: StageCosts, flight: int) -> StageRow:
         rank, (begin, end) = self.pipeline.rank_of(stage), self._edges[stage]
@@ -154,6 +156,7 @@ class SimulatedStep(ExecutedStep):
         parts = (
             self._direction("forward", rank),
             self._direction("backward", rank),
+            self._updates(rank),
             _leaf("pipeline bubble", "seconds", idle, f"rank {rank} waits"),
             _leaf(
                 "once a step", "seconds", max(self.once_seconds), "gathers, reductions, optimizer"
@@ -161,6 +164,13 @@ class SimulatedStep(ExecutedStep):
             _leaf("fixed", "seconds", self.software.step_seconds),
         )
         return _sum("step", "seconds", parts, "simulated")
+
+    def _updates(self, rank: int) -> Breakdown:
+        """The updates that the schedule itself makes, under one without a flush."""
+        count = sum(each.action.kind == "U" and each.rank == rank for each in self.simulation.timed)
+        seconds = sum(self.costs[s].update_seconds for s in self.pipeline.stages_of(rank))
+        note = f"{count} of rank {rank}: reductions, optimizer"
+        return _leaf("updates", "seconds", count * seconds, note)
 
     def _direction(self, direction: Direction, rank: int) -> Breakdown:
         """All forwards or backwards of a rank by what they go to; the rest is of the host, or hidden."""
@@ -226,7 +236,7 @@ class SimulatedStep(ExecutedStep):
     def memory(self) -> Breakdown:
         """Peak bytes of the fullest rank."""
         rank = self.fullest_rank
-        kept = [self._kept(kind, rank) for kind in KEPT]
+        kept = [*(self._kept(kind, rank) for kind in KEPT), self._further_versions(rank)]
         moving = self.simulation.peak_bytes[rank] - sum(part.value for part in kept)
         saved = "of micro-batches in flight, with what the running stage works with"
         reserved = self.hardware.reserved_bytes
@@ -241,6 +251,14 @@ class SimulatedStep(ExecutedStep):
         stages = self.pipeline.stages_of(rank)
         held = self.tables.memory.held({kind: 1})
         return _of_stages(kind, "bytes", {s: float(held[self._edges[s]]) for s in stages}, "")
+
+    def _further_versions(self, rank: int) -> Breakdown:
+        """Versions of the rank's parameters besides the newest."""
+        further = self._shape.further_versions
+        stages = self.pipeline.stages_of(rank)
+        sizes = {s: float(further[s] * self.costs[s].version_bytes) for s in stages}
+        count = int(sum(further[s] for s in stages))
+        return _of_stages("weight versions", "bytes", sizes, f"{count} besides the newest")
 
     @cached_property
     def traffic(self) -> Breakdown:

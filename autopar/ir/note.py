@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self, get_args
 
-NoteKind = Literal["", "price", "stages", "runner-up", "tiers", "replicas", "owners"]
+NoteKind = Literal["", "price", "stages", "runner-up", "tiers", "replicas", "owners", "versions"]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
 
@@ -18,8 +18,8 @@ class Note(str):
     Attributes:
         kind: "price" for time and memory as the search inside a stage adds them up, "stages" for cuts and
             time of a pipeline, "runner-up" for the next best plan, "tiers" for what lies outside the devices,
-            "replicas" for what is not the single device's result any more, "owners" for what single ranks store, and
-            "" for everything else.
+            "replicas" and "versions" for what is not the single device's result any more, "owners" for what single
+            ranks store, and "" for everything else.
     """
 
     kind: str

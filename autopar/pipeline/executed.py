@@ -22,6 +22,7 @@ from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, StageCosts, simulate
 from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
+from autopar.pipeline.versions import with_versions
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class ExecutedStep:
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
         """Costs of every stage for one micro-batch."""
-        return tuple(self._table.stage(*edge) for edge in self._edges)
+        costs = [self._table.stage(*edge) for edge in self._edges]
+        return with_versions(costs, self.pipeline, self.plan.micro_batches)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -85,7 +87,9 @@ class ExecutedStep:
 
     @cached_property
     def once_seconds(self) -> tuple[float, ...]:
-        """Gathers, reductions and the optimizer of every pipeline rank, once a step."""
+        """Gathers, reductions and the optimizer of every pipeline rank after its schedule, once a step."""
+        if self.pipeline.update_every:  # the schedule has them
+            return (0.0,) * self.pipeline.ranks
         of_stage = [float(self._table.once_seconds[edge]) for edge in self._edges]
         return tuple(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)
 

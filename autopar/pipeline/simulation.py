@@ -32,6 +32,7 @@ class StageCosts:
             gradients are made; None for all of it.
         working_bytes: held besides while the stage computes.
         kept_bytes: held in all of the step, such as parameters and gradients.
+        version_bytes: one further version of the stage's parameters, see `versions.with_versions`.
         update_seconds: duration of an update, where the schedule has updates of its own.
         send_forward_seconds: duration of sending its output to the next stage.
         send_backward_seconds: duration of sending the gradient of its input to the previous stage.
@@ -44,6 +45,7 @@ class StageCosts:
     weight_saved_bytes: float | None = None
     working_bytes: float = 0
     kept_bytes: float = 0
+    version_bytes: float = 0
     update_seconds: float = 0.0
     send_forward_seconds: float = 0.0
     send_backward_seconds: float = 0.0
@@ -136,7 +138,9 @@ class Simulation:
         idle = [end - begin] * self.ranks
         for span in self.spans:
             if len(span.kind) == 1:
-                idle[span.rank] -= max(0.0, min(span.end_seconds, end) - max(span.begin_seconds, begin))
+                idle[span.rank] -= max(
+                    0.0, min(span.end_seconds, end) - max(span.begin_seconds, begin)
+                )
         return tuple(idle)
 
     @cached_property

@@ -154,6 +154,7 @@ class StageTables:
             once_seconds=time.once(sums(work.once), second) + self._optimizer_seconds,
             saved_bytes=memory.saved(turn, memories),
             kept_bytes=self._kept_bytes,
+            version_bytes=self.memory.held({"parameters": 1}),
             transient_bytes=memory.transient(
                 turn, memories, keeps_part=isinstance(recompute, Selection)
             ),

@@ -24,9 +24,10 @@ class StageTable:
         forward_seconds: forward of one micro-batch, without the communication that is hidden.
         backward_seconds: backward of one micro-batch, likewise.
         weight_seconds: the part of backward that makes gradients of parameters.
-        once_seconds: gathers, reductions and the optimizer, once a step.
+        once_seconds: gathers, reductions and the optimizer, once for every update.
         saved_bytes: saved activations of each micro-batch in flight.
         kept_bytes: parameters, gradients, optimizer states and buffers.
+        version_bytes: parameters, of which a schedule without a flush keeps several versions.
         transient_bytes: memory of the largest block that is allocated for a moment.
         sent_bytes: tensors that cross into block k, at `[k]`, of shape `(n + 1,)`.
         gradient_bytes: gradients that cross out of block k, at `[k]`, of shape `(n + 1,)`.
@@ -43,6 +44,7 @@ class StageTable:
     once_seconds: np.ndarray
     saved_bytes: np.ndarray
     kept_bytes: np.ndarray
+    version_bytes: np.ndarray
     transient_bytes: np.ndarray
     sent_bytes: np.ndarray
     gradient_bytes: np.ndarray
@@ -76,6 +78,8 @@ class StageTable:
             saved_bytes=float(self.saved_bytes[at]),
             working_bytes=float(self.transient_bytes[at]),
             kept_bytes=float(self.kept_bytes[at]),
+            version_bytes=float(self.version_bytes[at]),
+            update_seconds=float(self.once_seconds[at]),
             send_forward_seconds=float(self.send_seconds[end]),
             send_backward_seconds=float(self.gradient_seconds[begin]),
         )

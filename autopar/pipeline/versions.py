@@ -21,11 +21,12 @@ Nothing here computes: the figures are read off the lists of actions that are si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.ir import Pipeline
 from autopar.pipeline.schedules import Action, actions
+from autopar.pipeline.simulation import StageCosts
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,19 @@ class WeightVersions:
     @cached_property
     def _actions(self) -> tuple[tuple[Action, ...], ...]:
         return tuple(actions(self.pipeline, self.micro_batches))  # one stage a rank
+
+
+def with_versions(
+    costs: Sequence[StageCosts], pipeline: Pipeline, micro_batches: int
+) -> tuple[StageCosts, ...]:
+    """Costs of stages that keep their versions all the time; the same costs under a schedule that has none."""
+    if not pipeline.update_every:
+        return tuple(costs)
+    alive = WeightVersions(pipeline, micro_batches).alive
+    return tuple(
+        replace(cost, kept_bytes=cost.kept_bytes + (count - 1) * cost.version_bytes)
+        for cost, count in zip(costs, alive, strict=True)
+    )
 
 
 def last_uses(seen: Sequence[int]) -> dict[int, int]:

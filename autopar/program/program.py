@@ -28,6 +28,7 @@ from autopar.ir import (
     R,
     State,
     Tier,
+    V,
     divides,
     format_layout,
     go_together,
@@ -263,6 +264,8 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
     if plan.pipeline is not None:
         _refuse_owners(plan, f"{plan.pipeline.stages} pipeline stages")
         _check_cuts(plan.pipeline.cuts, analysis)
+        if plan.pipeline.update_every:
+            _check_versions(plan, plan.pipeline.schedule)
     if isinstance(plan.recompute, Selection):
         check_selection(plan, plan.recompute, graph)
     if plan.saved:
@@ -389,6 +392,24 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
             f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, "
             f"and the mesh {mesh} does not divide what they split; it can split {sizes}."
         )
+
+
+def _check_versions(plan: Plan, schedule: str) -> None:
+    """Raises PlanError where parameters are not stored as they are used, of which there can be no versions yet."""
+    if plan.precision is not None:
+        raise PlanError(
+            f"The plan casts parameters for use (precision {plan.precision}), and its schedule {schedule} keeps "
+            "several versions of parameters, which are stored as they are used so far. Leave precision out, or take "
+            "1f1b."
+        )
+    for name, how in plan.parameters.items():
+        used = tuple(R if state == V else state for state in how.resident)
+        if used != how.storage or how.tier != "device":
+            raise PlanError(
+                f"Parameter {name} is stored {how.stored_text(plan.mesh)} and used as "
+                f"{format_layout(how.resident, plan.mesh)}, and the schedule {schedule} keeps several versions of "
+                "parameters, which are stored as they are used so far. Take a recipe such as ddp or tp, or 1f1b."
+            )
 
 
 def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:

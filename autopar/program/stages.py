@@ -37,6 +37,8 @@ def cut_stages(program: Program, graph: Graph) -> list[Program]:
     leaves = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
     stages = [_stage(program, graph, leaves, values) for graph in graphs]
     _refuse_stale_buffers(stages)
+    if pipeline.update_every:
+        _refuse_shared_parameters(stages, pipeline.schedule)
     return stages
 
 
@@ -177,6 +179,20 @@ def _select(own: Sequence[int], groups: Sequence[Sequence[object]]) -> list[tupl
 def _wire(node: fx.Node, values: Mapping[str, Tensor]) -> Wire:
     value = values[node.name]
     return Wire(node.name, tuple(value.shape), value.dtype, value.requires_grad)
+
+
+def _refuse_shared_parameters(stages: Sequence[Program], schedule: str) -> None:
+    """Stages update at different times, so that copies of one parameter would part."""
+    homes: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for spec in stage.parameters:
+            home = homes.setdefault(spec.name, number)
+            if home != number:
+                raise PlanError(
+                    f"Stages {home} and {number} both use the parameter {spec.name}, and under the schedule {schedule} "
+                    "every stage updates its own at another time. Untie it (an embedding and a head of their own), "
+                    "cut so that one stage has all its uses, or take 1f1b."
+                )
 
 
 def _refuse_stale_buffers(stages: Sequence[Program]) -> None:

@@ -24,7 +24,7 @@ from autopar.capture.results import loss_first
 from autopar.capture.rows import rows_of_replica
 from autopar.capture.structure import Structure
 from autopar.errors import AutoparError, CaptureError, NoLossError, PeerError, PlanError, StepError
-from autopar.ir import Plan
+from autopar.ir import Pipeline, Plan
 from autopar.runtime.batch_shapes import BatchShapes, micro_batches_near
 from autopar.runtime.clipping import clip_grad_norm_, gradient_norm
 from autopar.runtime.clock import StepClock
@@ -59,7 +59,7 @@ from autopar.runtime.shares import step_shares
 from autopar.runtime.skipping import Skipping
 from autopar.runtime.stand_ins import stand_ins
 from autopar.runtime.together import warn_together
-from autopar.runtime.versions import HeldOptimizer
+from autopar.runtime.versions import HeldOptimizer, refuse_gradients
 from autopar.runtime.weights import PathLike, read_weights, write_weights
 from autopar.runtime.world import World
 
@@ -118,7 +118,9 @@ class CompiledModule(nn.Module):
     def step(self, *batch: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of one global batch; gradients are then ready in `.grad`.
 
-        Under `torch.no_grad()` only the loss is computed, and gradients are left alone.
+        Under `torch.no_grad()` only the loss is computed, and gradients are left alone. Under schedules that update
+        parameters inside of a step (docs/versions.md) an attached optimizer has taken its steps, and no gradients are
+        left.
 
         Args:
             batch: the model's inputs, and behind them what the loss function takes besides the model's
@@ -143,7 +145,7 @@ class CompiledModule(nn.Module):
         arguments = self._rows_of_step(Arguments.of(batch, kwargs))
         ready = self._program(arguments, is_step=True)
         if torch.is_grad_enabled():
-            self._optimizer.check(ready.bound.program.plan.pipeline)
+            self._check_updates(ready.bound.program.plan.pipeline)
         if self._meetings is not None:
             self._meetings.hold_if_due()
         self._skipping.begin(ready.bound.program)
@@ -152,6 +154,14 @@ class CompiledModule(nn.Module):
             self._meetings.count_step(list(ready.bound.program.mutated.values()))
         self._skipping.end(results[-1], lambda: self._gradient_norm(torch.inf))
         return loss_first(unflatten_outputs(ready.bound.program, results))
+
+    def _check_updates(self, pipeline: Pipeline | None) -> None:
+        """Raises StepError where a step that updates parameters has no optimizer, or cannot do what was asked."""
+        self._optimizer.check(pipeline)
+        if self._settings.skip_nonfinite:
+            refuse_gradients(pipeline, "skip_nonfinite=True")
+        if self._settings.loss_scaling is not None:
+            refuse_gradients(pipeline, "A loss scale")
 
     def _step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
         """Runs a step; returns its results, the loss last."""
@@ -278,6 +288,7 @@ class CompiledModule(nn.Module):
     def _differentiable_step(self, arguments: Arguments) -> Any:
         """The results of a step whose gradients wait for the backward of the loss."""
         ready = self._program(arguments, is_step=True)
+        refuse_gradients(ready.bound.program.plan.pipeline, "model(...) with autograd on")
         results = with_deferred_gradients(lambda: self._step(ready, arguments), self._trained())
         if ready.bound.program.has_more:
             return LossAlone(results[-1])
@@ -336,8 +347,11 @@ class CompiledModule(nn.Module):
         Returns:
             The norm before clipping, of shape `()`, the same on every rank.
 
-        Raises StepError for a `norm_type` that is none, PeerError if another rank died or hangs.
+        Raises StepError for a `norm_type` that is none and where steps update parameters themselves, PeerError if
+        another rank died or hangs.
         """
+        if self._plan is not None:
+            refuse_gradients(self._plan.pipeline, "clip_grad_norm_")
         world = self._planner.world()
         return clip_grad_norm_(
             self._original.named_parameters(), world, max_norm, norm_type, **self._counted(world)

@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar import _torch
 from autopar.errors import StepError
 from autopar.ir import Pipeline
 from autopar.pipeline.versions import last_uses
 from autopar.runtime.parameters import Residents
 from autopar.runtime.reducer import Reducer
+
+
+def refuse_gradients(pipeline: Pipeline | None, asked: str) -> None:
+    """Raises StepError for what needs the gradients of a whole step, under a schedule that updates inside of it."""
+    if pipeline is not None and pipeline.update_every:
+        raise StepError(
+            f"{asked} needs the gradients of a whole step, and the schedule {pipeline.schedule} updates parameters "
+            "inside of it and leaves none. Leave it out and train by model.step(*batch), or take the schedule 1f1b."
+        )
 
 
 class HeldOptimizer:
@@ -31,19 +39,19 @@ class HeldOptimizer:
         """Takes an optimizer, in place of one that was held."""
         if not isinstance(optimizer, Optimizer):
             raise StepError(
-                f"attach_optimizer was given {type(optimizer).__name__}, and takes an optimizer of torch.optim, such as "
-                "torch.optim.AdamW(model.parameters())."
+                f"attach_optimizer was given {type(optimizer).__name__}, and takes an optimizer of torch.optim, such "
+                "as torch.optim.AdamW(model.parameters())."
             )
         self._optimizer = optimizer
 
     def check(self, pipeline: Pipeline | None) -> None:
-        """Raises StepError where the plan updates inside of a step and there is no optimizer, or the other way round."""
+        """Raises StepError where steps update and there is no optimizer, or the other way round."""
         is_inside = pipeline is not None and pipeline.update_every > 0
         if is_inside and self._optimizer is None:
             assert pipeline is not None
             raise StepError(
-                f"The schedule {pipeline.schedule} updates parameters inside of a step, and no optimizer was given. Call "
-                "model.attach_optimizer(optimizer) once, on every rank, before the first step."
+                f"The schedule {pipeline.schedule} updates parameters inside of a step, and no optimizer was given. "
+                "Call model.attach_optimizer(optimizer) once, on every rank, before the first step."
             )
         if not is_inside and self._optimizer is not None:
             raise StepError(

@@ -32,7 +32,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.errors import SearchError
-from autopar.ir.pipeline import SCHEDULES
+from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import Actions, actions, splits_backward, waits_for_sends
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable
@@ -172,7 +172,9 @@ class _Problem:
         self.table, self.shape, self.memory_bytes = table, shape, memory_bytes
         self.flights = shape.in_flight()
         flights = np.array(self.flights, dtype=float)[:, None, None]
+        self.versions = shape.further_versions
         self.held = table.kept_bytes + flights * table.saved_bytes + table.transient_bytes
+        self.held = self.held + self.versions[:, None, None] * table.version_bytes
 
     def least_overfull(self, executed: bool = False) -> Balance:
         """The fastest cuts that fit, or those that miss by least."""
@@ -283,6 +285,8 @@ class _Problem:
         saved = np.moveaxis(self.table.saved_bytes[begin, end], 1, 0)  # ranks, cuts, chunks
         held = (saved @ self.shape.flights).max(axis=-1).T
         held += self.table.kept_bytes[begin, end].sum(axis=-1)
+        versions = self.versions[self._stages_of] * self.table.version_bytes[begin, end]
+        held += versions.sum(axis=-1)
         held += self.table.transient_bytes[begin, end].max(axis=-1)
         rows = zip(cuts, seconds.tolist(), held.tolist(), strict=True)
         return [Balance(each, tuple(busy), tuple(full)) for each, busy, full in rows]
@@ -317,9 +321,17 @@ class _Problem:
         table, blocks = self.table, edge[1] - edge[0]
         return (
             f"stage {stage} from {table.starts[edge[0]]}, {blocks} block{'s' * (blocks > 1)}: "
-            f"{_bytes(table.kept_bytes[edge])} kept, {self.flights[stage]} x "
+            f"{_bytes(table.kept_bytes[edge])} kept, {self._version_words(stage, edge)}{self.flights[stage]} x "
             f"{_bytes(table.saved_bytes[edge])} of micro-batches in flight, "
             f"{_bytes(table.transient_bytes[edge])} for a moment"
+        )
+
+    def _version_words(self, stage: int, edge: tuple[int, int]) -> str:
+        count = int(self.versions[stage])
+        return (
+            f"{count} x {_bytes(self.table.version_bytes[edge])} of older versions, "
+            if count
+            else ""
         )
 
 
@@ -366,7 +378,7 @@ def _earliest(allowed: np.ndarray) -> tuple[int, ...]:
 def _remedies(shape: Shape) -> str:
     if shape.schedule == "gpipe" and shape.micro_batches > shape.ranks:
         return f"schedule='1f1b', which holds at most {shape.ranks} of them at once, "
-    return "schedule='1f1b', " if SCHEDULES[shape.schedule] != "one" else ""
+    return "schedule='1f1b', " if PLACEMENTS[shape.schedule] != "one" else ""
 
 
 def _bytes(size: float) -> str:

@@ -28,6 +28,7 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import block_starts
 from autopar.search.candidates import Space
+from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
 from autopar.search.pipeline_settings import divisors, searched_chunks
@@ -315,7 +316,7 @@ class _Outer:
         found = GivenMesh(
             graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
         ).search()
-        found = with_meeting(with_stores(found, request=asked), asked)
+        found = with_delays(with_meeting(with_stores(found, request=asked), asked), asked)
         if known is None:
             return found
         others = sorted((*found.others, *known.others), key=lambda each: each.key)

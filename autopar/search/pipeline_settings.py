@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.ir import SCHEDULES, Plan
+from autopar.ir import PLACEMENTS, Plan
 from autopar.ir.recompute import Recompute, words_of_recompute
 from autopar.pipeline.simulation import Simulation
 from autopar.search.balance import Balance
@@ -132,7 +132,7 @@ def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> 
 
 
 def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[int, ...]:
-    kind, is_chosen = SCHEDULES[schedule], request.chosen_schedule is not None
+    kind, is_chosen = PLACEMENTS[schedule], request.chosen_schedule is not None
     if request.chunks is not None:
         # With one stage a rank the interleaved schedules that are searched are 1f1b and gpipe.
         has_it = request.chunks > 1 if kind == "rounds" else request.chunks == _FIXED[kind]

@@ -13,7 +13,8 @@ name:
 and every op may always run unsplit or pass P through. Text: one recipe for all axes, `zero3`, or
 one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
 
-The recipes of the pipeline axis `pp` are its schedules, and `naive-pp`, which is GPipe with a single
+The recipes of the pipeline axis `pp` are its schedules, of which those of `autopar.ir.VERSIONED` change what is
+trained, and `naive-pp`, which is GPipe with a single
 micro-batch. `split_recipe` takes them out before the rest is resolved: `1f1b` alone leaves all other axes
 to `auto`, and `pp:1f1b,dp:zero1` does not.
 
@@ -30,7 +31,17 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.errors import RecipeError
-from autopar.ir import ANY, PIPELINE_AXIS, SCHEDULES, Choice, Graph, Meeting, Mesh, Op, Tier
+from autopar.ir import (
+    ANY,
+    PIPELINE_AXIS,
+    PLACEMENTS,
+    Choice,
+    Graph,
+    Meeting,
+    Mesh,
+    Op,
+    Tier,
+)
 from autopar.ir.meeting import RULES
 
 Roles = frozenset[str]
@@ -144,7 +155,7 @@ ALIASES: Mapping[str, str] = MappingProxyType({"fsdp": "zero3"})
 
 NAIVE = "naive-pp"  # one micro-batch goes from stage to stage: layer placement without a schedule
 PIPELINE_RECIPES: Mapping[str, str] = MappingProxyType(
-    {**{name: f"the schedule {name}" for name in SCHEDULES}, NAIVE: "gpipe with one micro-batch"}
+    {**{name: f"the schedule {name}" for name in PLACEMENTS}, NAIVE: "gpipe with one micro-batch"}
 )
 
 MEETING_RECIPES: Mapping[str, str] = MappingProxyType(
@@ -324,6 +335,26 @@ def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
             f"{second} per micro-batch, and a gradient is reduced over all axes at once; "
             "name the same on both."
         )
+
+
+def check_versions(schedule: str, inside: RecipeLike, mesh: Mesh) -> None:
+    """Raises RecipeError unless every axis inside a stage has a recipe that stores parameters as they are used.
+
+    A schedule without a flush keeps several versions of them, and copies of those that are gathered would be more.
+
+    Args:
+        schedule: name of such a schedule.
+        inside: recipe of the axes inside a stage.
+        mesh: mesh of a stage.
+    """
+    for row, (axis, size) in zip(resolve(inside, mesh), mesh.axes, strict=True):
+        if size > 1 and row.stages not in ((0,), (0, 3)):
+            known = ", ".join(r.name for r in RECIPES.values() if r.stages in ((0,), (0, 3)))
+            raise RecipeError(
+                f"The schedule {schedule} keeps several versions of parameters, which are stored as they are used so "
+                f"far, and the recipe of the axis {axis} is {row.name}. Name one among {known}, such as "
+                f"recipe={{'{PIPELINE_AXIS}': {schedule!r}, {axis!r}: 'ddp'}}."
+            )
 
 
 class ChoiceFilter:

@@ -22,7 +22,8 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError
 from autopar.ir import (
     PIPELINE_AXIS,
-    SCHEDULES,
+    PLACEMENTS,
+    VERSIONED,
     Meeting,
     Mesh,
     MixedPrecision,
@@ -40,6 +41,7 @@ from autopar.search.recipes import (
     USED_FROM_HOST,
     RecipeLike,
     Tiering,
+    check_versions,
     format_recipe,
     meeting_of,
     resolve,
@@ -73,7 +75,7 @@ class Request:
         must_fit: whether the bound holds; False asks for the fastest plan whatever memory it takes.
         micro_batches: number of micro-batches of a step.
         stages: numbers of pipeline ranks that the search may choose among; one number stands for itself.
-        schedule: order in which pipeline stages run micro-batches, one of `autopar.ir.SCHEDULES`.
+        schedule: order in which pipeline stages run micro-batches, one of `autopar.ir.PLACEMENTS`.
         chunks: number of stages of each pipeline rank.
         recompute: number of blocks of every stage to recompute in backward, or the fraction of the
             activations' memory that may be kept (`autopar.ir.recompute`).
@@ -130,6 +132,7 @@ class Request:
         self._check_schedule()
         self._check_mesh()
         self._check_owners()
+        self._check_versions()
         self._check_refusals()
 
     @classmethod
@@ -178,7 +181,8 @@ class Request:
     def may_offload(self) -> bool:
         """Whether parameters may be stored in the host's memory although nobody asks for it."""
         is_open = self.offload is None and "offload" not in self.without and not self._has_owners
-        host = self.hardware.host if self.meeting is None else None  # where replicas cannot meet
+        stays = self.meeting is not None or self.has_versions  # neither can be on the host yet
+        host = None if stays else self.hardware.host
         return is_open and self.must_fit and host is not None and host.memory_bytes > 0
 
     @property
@@ -204,6 +208,11 @@ class Request:
         """The schedule that is asked for, by its own field or by the recipe."""
         named, _ = split_recipe(self.recipe)
         return "gpipe" if named == NAIVE else named or self.schedule
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether the schedule that is asked for keeps versions of parameters."""
+        return self.chosen_schedule in VERSIONED
 
     @property
     def chosen_micro_batches(self) -> int | None:
@@ -301,9 +310,9 @@ class Request:
 
     def _check_schedule(self) -> None:
         named, _ = split_recipe(self.recipe)
-        if self.schedule is not None and self.schedule not in SCHEDULES:
+        if self.schedule is not None and self.schedule not in PLACEMENTS:
             raise RecipeError(
-                f"There is no schedule {self.schedule!r}; choose among {', '.join(SCHEDULES)}."
+                f"There is no schedule {self.schedule!r}; choose among {', '.join(PLACEMENTS)}."
             )
         if named and self.schedule not in (None, self.chosen_schedule):
             raise RecipeError(
@@ -320,7 +329,7 @@ class Request:
 
     @staticmethod
     def _check_chunks(schedule: str, chunks: int) -> None:
-        takes = {"one": 1, "v": 2}.get(SCHEDULES[schedule])
+        takes = {"one": 1, "v": 2}.get(PLACEMENTS[schedule])
         if takes not in (None, chunks):
             raise PlanError(
                 f"The schedule {schedule} runs {takes} stage{'s' * (takes == 2)} on each pipeline rank, "
@@ -352,6 +361,25 @@ class Request:
                 f"schedule={self.schedule!r} and chunks={self.chunks} are of pipeline stages, and the mesh "
                 f"{mesh} has no axis {PIPELINE_AXIS!r}: add one, such as {PIPELINE_AXIS}=2, or leave them out."
             )
+
+    def _check_versions(self) -> None:
+        """Raises RecipeError for what a schedule with versions of parameters cannot have, or has to be told."""
+        schedule = self.chosen_schedule
+        if schedule not in VERSIONED or schedule is None:
+            return
+        if self.mesh is None or self.micro_batches is None:
+            raise RecipeError(
+                f"The schedule {schedule} updates after every few micro-batches, so that their number, and that of the "
+                "stages, are part of what is trained: give both, such as mesh={'pp': 4}, micro_batches=16."
+            )
+        if self.precision is not None or self.offload:
+            asked = "offload" if self.precision is None else f"precision={str(self.precision)!r}"
+            raise RecipeError(
+                f"The schedule {schedule} keeps several versions of parameters, which are stored as they are used so "
+                f"far, and {asked} was asked for; leave out one of both."
+            )
+        if self.has_stages:
+            check_versions(schedule, self.inside, without_pipeline(self.mesh))
 
     def _check_replicas(self, meeting: Meeting) -> None:
         """Raises the error of what replicas cannot have."""

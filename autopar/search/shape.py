@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import VERSIONED, Pipeline
 from autopar.pipeline.schedules import actions, check_micro_batches
+from autopar.pipeline.versions import WeightVersions
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Shape:
     Attributes:
         ranks: number of pipeline ranks.
         chunks: stages of each rank.
-        schedule: one of `autopar.ir.pipeline.SCHEDULES`.
+        schedule: one of `autopar.ir.pipeline.PLACEMENTS`.
         micro_batches: number of micro-batches in a step.
     """
 
@@ -63,6 +64,14 @@ class Shape:
         return tuple(int(most[places[stage]]) for stage in range(self.stages))
 
     @property
+    def further_versions(self) -> np.ndarray:
+        """Versions of its parameters that every stage keeps besides the newest; errors as in `flights`."""
+        if not self.blank.update_every:
+            return np.zeros(self.stages, dtype=int)
+        check_micro_batches(self.blank, self.micro_batches)
+        return np.array(WeightVersions(self.blank, self.micro_batches).alive) - 1
+
+    @property
     def least_in_flight(self) -> int:
         """A number of micro-batches that every rank has in flight on all of its stages at once."""
         return int(self.flights.min(axis=1).max(axis=-1).min())
@@ -74,7 +83,7 @@ def _flights(shape: Shape) -> np.ndarray:
     check_micro_batches(shape.blank, m)
     if shape.schedule in ("gpipe", "looped-bfs"):  # all forwards come before all backwards
         return np.full((ranks, shape.chunks, 1), m)
-    if shape.schedule == "1f1b":
+    if shape.schedule in ("1f1b", *VERSIONED):
         return np.minimum(m, np.arange(ranks, 0, -1)).reshape(ranks, 1, 1)
     moments = [_moments(shape, rank) for rank in range(ranks)]
     found = np.zeros((ranks, shape.chunks, max(map(len, moments))), dtype=int)

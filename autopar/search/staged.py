@@ -21,6 +21,7 @@ from autopar.pipeline.schedules import actions, waits_for_sends
 from autopar.pipeline.simulation import Simulation, simulate
 from autopar.pipeline.stage_costs import StageTables
 from autopar.pipeline.stage_table import StageTable
+from autopar.pipeline.versions import with_versions
 from autopar.search.balance import (
     Balance,
     balance_of,
@@ -318,11 +319,14 @@ class StagedPlan:
     def _executed(self, table: StageTable, shape: Shape, cuts: Balance) -> tuple[Simulation, float]:
         """The schedule as it runs, and the seconds of a step."""
         lists, waits = actions(shape.blank, shape.micro_batches), waits_for_sends(shape.schedule)
-        run = simulate(lists, table.stages(cuts.cuts), waits_for_sends=waits)
+        costs = with_versions(table.stages(cuts.cuts), shape.blank, shape.micro_batches)
+        run = simulate(lists, costs, waits_for_sends=waits)
         return run, run.step_seconds + self._once_seconds(table, shape, cuts)
 
     def _once_seconds(self, table: StageTable, shape: Shape, cuts: Balance) -> float:
-        """What the slowest rank does once a step, all its stages together."""
+        """What the slowest rank does once a step after its schedule, all its stages together."""
+        if shape.blank.update_every:  # the schedule has its updates
+            return self.step_seconds
         ranks = [0.0] * shape.ranks
         for stage, edge in enumerate(itertools.pairwise((0, *cuts.cuts, table.blocks))):
             ranks[shape.blank.rank_of(stage)] += float(table.once_seconds[edge])

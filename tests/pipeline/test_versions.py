@@ -109,7 +109,9 @@ def test_between_warm_up_and_drain_no_rank_waits(schedule: str, ranks: int) -> N
     begin, end = found.full_seconds
     assert end - begin > 0.7 * found.step_seconds
     assert found.idle_seconds(begin, end) == (0.0,) * ranks
-    assert max(found.idle_seconds(0.0, found.step_seconds)) > 0  # it fills and runs empty once a step
+    assert (
+        max(found.idle_seconds(0.0, found.step_seconds)) > 0
+    )  # it fills and runs empty once a step
 
 
 def test_a_flush_after_every_update_waits_every_time() -> None:
@@ -142,5 +144,7 @@ def test_numbers_of_micro_batches_that_are_refused(
 
 
 def test_one_stage_has_no_such_schedule() -> None:
-    with pytest.raises(PlanError, match="pipedream needs at least 2 pipeline ranks, and the plan has 1"):
+    with pytest.raises(
+        PlanError, match="pipedream needs at least 2 pipeline ranks, and the plan has 1"
+    ):
         pipeline("pipedream", 1)

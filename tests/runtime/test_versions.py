@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,12 +58,14 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 @captured_once()
 def trained(
-    schedule: str, stages: int, optimizer: str, mesh: dict[str, int] | None = None, recipe: Any = "auto"
+    schedule: str, stages: int, optimizer: str, mesh: dict[str, int] | None = None, recipe: Any = "auto",
+    recompute: Any = "none", executor: str = "eager",
 ) -> dict[str, Any]:  # fmt: skip
     micro_batches = 4 * stages
     model, batches = make(stages, 4 * micro_batches)
     plan = plan_for(model, batches[0], mean_square, schedule, stages, micro_batches, mesh, recipe)
-    made = autopar.compile(model, loss_fn=mean_square, plan=plan)
+    plan = replace(plan, recompute=recompute)
+    made = autopar.compile(model, loss_fn=mean_square, plan=plan, executor=executor)
     steps = optimizer_of(optimizer, made)
     made.attach_optimizer(steps)
     losses = [made.step(*each).item() for each in batches]
@@ -117,7 +120,9 @@ def test_the_delays_matter() -> None:
 @captured_once()
 def counted(schedule: str, stages: int) -> int:
     """The most tensors with values of this rank's `up` that there were at once, looked for after every update."""
-    earlier = {id(x) for x in gc.get_objects() if type(x) is Tensor}  # of other tests in this process
+    earlier = {
+        id(x) for x in gc.get_objects() if type(x) is Tensor
+    }  # of other tests in this process
     model, batches = make(stages, 4 * 4 * stages)
     plan = plan_for(model, batches[0], mean_square, schedule, stages, 4 * stages)
     made = autopar.compile(model, loss_fn=mean_square, plan=plan)
@@ -156,3 +161,112 @@ def test_stages_of_several_ranks(
 ) -> None:
     found = four_ranks.run(trained, schedule, 2, "adamw", mesh, recipe)
     assert distance(found, expected(schedule, 2, "adamw")) < 1e-9
+
+
+@pytest.mark.parametrize("recompute", ["full", 1])
+def test_recomputed_blocks_take_the_version_of_their_forward(
+    two_ranks: Ranks, recompute: Any
+) -> None:
+    found = two_ranks.run(trained, "pipedream-sync", 2, "sgd", None, "auto", recompute)
+    assert distance(found, expected("pipedream-sync", 2, "sgd")) < 1e-9
+
+
+@pytest.mark.slow
+def test_a_compiled_executor(two_ranks: Ranks) -> None:
+    found = two_ranks.run(trained, "pipedream", 2, "sgd", None, "auto", "none", "inductor")
+    assert distance(found, expected("pipedream", 2, "sgd")) < 1e-9
+
+
+# --- what a user meets
+
+
+@captured_once()
+def as_written() -> dict[str, Any]:
+    """A loop of 1f1b with two lines changed; evaluation between the steps, and the optimizer's step left in place."""
+    model, batches = make(2, 32)
+    made = autopar.compile(
+        model, loss_fn=mean_square, mesh={"pp": 2}, recipe="pipedream", micro_batches=8
+    )
+    optimizer = optimizer_of("sgd", made)
+    made.attach_optimizer(optimizer)
+    losses, seen = [], []
+    for each in batches:
+        with torch.no_grad():
+            seen.append(made.step(*each).item())
+        losses.append(made.step(*each).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (
+        seen[1] != losses[1]
+    )  # the one is of the newest parameters, the other of those that micro-batches saw
+    return {"losses": losses, **full_state(made.original)}
+
+
+def test_a_loop_is_changed_in_two_lines(two_ranks: Ranks) -> None:
+    # The search cuts after the first layer, where the model's own stages begin.
+    assert distance(two_ranks.run(as_written), expected("pipedream", 2, "sgd")) < 1e-9
+
+
+@captured_once()
+def refusals() -> list[str]:
+    found = []
+
+    def says(call: Any, *given: Any) -> None:
+        with pytest.raises(autopar.StepError) as caught:
+            call(*given)
+        found.append(str(caught.value))
+
+    model, batches = make(2, 32)
+    options: dict[str, Any] = {"loss_fn": mean_square, "mesh": {"pp": 2}, "micro_batches": 8}
+    made = autopar.compile(model, recipe="pipedream", **options)
+    says(made.step, *batches[0])
+    says(made.attach_optimizer, 3)
+    made.attach_optimizer(optimizer_of("sgd", made))
+    says(made.clip_grad_norm_, 1.0)
+    skipping = autopar.compile(make(2, 32)[0], recipe="2bw", skip_nonfinite=True, **options)
+    skipping.attach_optimizer(optimizer_of("sgd", skipping))
+    says(skipping.step, *batches[0])
+    flushing = autopar.compile(make(2, 32)[0], recipe="1f1b", **options)
+    flushing.attach_optimizer(optimizer_of("sgd", flushing))
+    says(flushing.step, *batches[0])
+    return found
+
+
+def test_what_cannot_be_says_so(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(refusals):
+        no_optimizer, no_torch, clipping, skipping, flushing = found
+        assert "no optimizer was given. Call model.attach_optimizer(optimizer) once" in no_optimizer
+        assert "attach_optimizer was given int" in no_torch
+        assert clipping.startswith(
+            "clip_grad_norm_ needs the gradients of a whole step, and the sch"
+        )
+        assert skipping.startswith("skip_nonfinite=True needs the gradients of a whole step")
+        assert 'call optimizer.step() after each step, or ask for schedule="pipedream"' in flushing
+
+
+@captured_once()
+def calls_a_model_that_returns_its_loss() -> str:
+    model, batches = make(2, 32)
+    made = autopar.compile(
+        WithLoss(model), mesh={"pp": 2}, recipe="pipedream", micro_batches=8, example_inputs=batches[0]
+    )  # fmt: skip
+    made.attach_optimizer(optimizer_of("sgd", made))
+    with pytest.raises(autopar.StepError) as caught:
+        made(*batches[0])
+    return str(caught.value)
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return mean_square(self.inner(x), y)
+
+
+def test_a_call_with_autograd_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(calls_a_model_that_returns_its_loss):
+        assert message.startswith("model(...) with autograd on needs the gradients of a whole step")

@@ -43,6 +43,7 @@ def table(
         once_seconds=_sums(zeros),
         saved_bytes=_sums(saved or zeros),
         kept_bytes=_sums(kept or zeros),
+        version_bytes=_sums(zeros),
         transient_bytes=moment,
         sent_bytes=sends,
         gradient_bytes=sends,

@@ -53,7 +53,7 @@ def test_constraints_are_written_as_a_command_line() -> None:
     ("fields", "error", "words"),
     [
         ({"recipe": "1f1b", "schedule": "gpipe"}, RecipeError, "names the pipeline '1f1b'"),
-        ({"schedule": "pipedream"}, RecipeError, "no schedule 'pipedream'; choose among gpipe, 1f1b"),
+        ({"schedule": "chimera"}, RecipeError, "no schedule 'chimera'; choose among gpipe, 1f1b"),
         ({"recipe": "naive-pp", "micro_batches": 4}, RecipeError, "runs one micro-batch"),
         ({"recipe": "zero4"}, RecipeError, "There is no recipe 'zero4'"),
         ({"schedule": "1f1b", "chunks": 2}, PlanError, "1 stage on each pipeline rank.*chunks=2"),
