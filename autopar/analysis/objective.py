@@ -89,6 +89,17 @@ class Objective:
         scale = count if self.base == "mean" else 1
         return [(each[0].double() / (scale * denominator.double())).item() for each in found]
 
+    def shares_of_groups(self, shares: Sequence[float], size: int) -> list[float]:
+        """The share of each micro-batch in the loss of its group of so many, given those in the loss of the batch.
+
+        >>> Objective("mean").shares_of_groups([0.25, 0.25, 0.25, 0.25], 2)
+        [0.5, 0.5, 0.5, 0.5]
+        """
+        if self.kind == "sum":
+            return list(shares)
+        totals = [sum(shares[i : i + size]) for i in range(0, len(shares), size)]
+        return [share / totals[i // size] for i, share in enumerate(shares)]
+
     @property
     def _summands(self) -> list[fx.Node]:
         assert self.denominator is not None, "a ratio"

@@ -43,7 +43,7 @@ class PlanResults:
 
 def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
     """The largest absolute error of an entry, of every tensor on its worst rank."""
-    errors: dict[Key, float] = {("loss", ""): _worst(plan.losses, reference.loss)}
+    errors: dict[Key, float] = {("loss", ""): largest_difference(plan.losses, reference.loss)}
     mesh = plan.program.plan.mesh
     for spec in plan.program.parameters:
         if spec.name in plan.program.frozen:
@@ -58,7 +58,7 @@ def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
             key=nan_last,
         )
     for name, ranks in plan.buffers.items():
-        errors["buffer", name] = _worst(ranks, reference.buffers[name])
+        errors["buffer", name] = largest_difference(ranks, reference.buffers[name])
     return errors
 
 
@@ -167,7 +167,8 @@ def held_gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def _worst(ranks: Ranks, expected: Tensor) -> float:
+def largest_difference(ranks: Ranks, expected: Tensor) -> float:
+    """The largest absolute error of an entry, on the worst rank; infinite for another shape."""
     return max((_difference(x, expected) for x in ranks), key=nan_last)
 
 

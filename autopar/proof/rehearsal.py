@@ -95,12 +95,15 @@ class Rehearsal:
             self._place(spec, parameters[spec.name].detach(), whole)
 
     def _place(self, spec: TensorSpec, value: Tensor, whole: Program) -> None:
+        storage, mesh = whole.storage(spec.name).storage, self.mesh
+        shards = [shard(value, spec.dims, storage, mesh, r).clone() for r in range(mesh.size)]
+        self._place_shards(spec, shards, whole)
+
+    def _place_shards(self, spec: TensorSpec, shards: Ranks, whole: Program) -> None:
+        """Takes the shards of all ranks for a parameter's, and makes leaves of them."""
         how, mesh = whole.storage(spec.name), self.mesh
         needs_grad = spec.name not in whole.frozen
-        self.stored[spec.name] = [
-            shard(value, spec.dims, how.storage, mesh, rank).clone().requires_grad_(needs_grad)
-            for rank in range(mesh.size)
-        ]
+        self.stored[spec.name] = [x.requires_grad_(needs_grad) for x in shards]
         self._residents[spec.name] = lockstep.convert(
             self.stored[spec.name], spec.dims, how.storage, how.resident, mesh
         )
@@ -116,6 +119,8 @@ class Rehearsal:
                 self._backward(*key, WholeBackward if action.kind == "B" else SplitBackward)
             if action.kind in "BW":
                 self._flights[key].land()
+            if action.kind == "U":
+                self._update(*key)
         aloft = [key for key, flight in self._flights.items() if not flight.has_landed]
         assert not aloft, f"(stage, micro-batch) without a backward: {aloft}"
         for name, residents in self._residents.items():
@@ -126,7 +131,8 @@ class Rehearsal:
     def _forward(self, stage: int, micro_batch: int, inputs: Mapping[str, Tensor]) -> _Flight:
         program = self.stages[stage]
         received = self._receive(stage, micro_batch)
-        arguments = [self._leaves[spec.name] for spec in program.parameters]
+        leaves = self._leaves_of(stage, micro_batch)
+        arguments = [leaves[spec.name] for spec in program.parameters]
         arguments += [self.buffers[spec.name] for spec in program.buffers]
         arguments += [[constant] * self.mesh.size for constant in program.constants]
         arguments += [self._cut(spec, inputs[spec.name]) for spec in program.inputs]
@@ -140,6 +146,10 @@ class Rehearsal:
             self.extras[micro_batch] = extras
             results = [loss]
         return _Flight(received, results)
+
+    def _leaves_of(self, stage: int, micro_batch: int) -> Mapping[str, Ranks]:
+        """Parameter name -> what a micro-batch's forward takes on a stage, on every rank."""
+        return self._leaves
 
     def _receive(self, stage: int, micro_batch: int) -> list[Ranks]:
         """The tensors that the previous stage sent, as leaves of this stage's autograd."""
@@ -183,6 +193,10 @@ class Rehearsal:
             return []
         behind = self._flights[stage + 1, micro_batch].received
         return [_gradients_of(ranks) for ranks in behind]
+
+    def _update(self, stage: int, micro_batch: int) -> None:
+        """Updates a stage's parameters after a micro-batch's backward, where the schedule says so."""
+        raise AssertionError("parameters without versions are updated after a step")
 
     @staticmethod
     def _return_gradient(residents: Ranks, leaves: Ranks) -> None:

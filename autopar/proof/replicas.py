@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from autopar.ir import Graph, Meeting
+from autopar.ir import Graph, Meeting, Plan
 from autopar.ops.sharding import shard
 from autopar.program.program import Program, TensorSpec
 from autopar.proof.comparison import PlanResults, float64_verdicts, held_gradient, plan_errors
@@ -73,7 +73,7 @@ class ReplicaSteps:
             if step % self.steps == 0:
                 reference.meet()
                 _meet(ours, outer)
-                found += _parameter_verdicts(ours, plain, step)
+                found += parameter_verdicts(ours, plain, step)
         return found
 
     def _copies(self) -> list[nn.Module]:
@@ -155,14 +155,16 @@ def _whole_gradients(results: PlanResults) -> dict[str, Tensor]:
     """Gradients put together from the shards of the ranks."""
     plan = results.program.plan
     return {
-        spec.name: _whole(spec, [held_gradient(x) for x in results.stored[spec.name]], results)
+        spec.name: whole_of_shards(
+            spec, [held_gradient(x) for x in results.stored[spec.name]], plan
+        )
         for spec in results.program.parameters
         if spec.name in plan.parameters and spec.name not in results.program.frozen
     }
 
 
-def _whole(spec: TensorSpec, shards: Sequence[Tensor], results: PlanResults) -> Tensor:
-    plan = results.program.plan
+def whole_of_shards(spec: TensorSpec, shards: Sequence[Tensor], plan: Plan) -> Tensor:
+    """A tensor put together from the shards of all ranks of a parameter's storage."""
     layout = plan.parameters[spec.name].storage
     places = torch.arange(torch.Size(spec.shape).numel()).view(spec.shape)
     whole = shards[0].new_empty(places.numel())
@@ -171,10 +173,10 @@ def _whole(spec: TensorSpec, shards: Sequence[Tensor], results: PlanResults) -> 
     return whole.view(spec.shape)
 
 
-def _parameter_verdicts(
+def parameter_verdicts(
     found: Sequence[nn.Module], expected: Sequence[nn.Module], step: int
 ) -> Iterator[Verdict]:
-    """The parameters of every replica after a meeting."""
+    """The parameters of models that a plan updated, against those of plain models."""
     for ours, plain in zip(found, expected, strict=True):
         own = dict(ours.named_parameters())
         for name, x in plain.named_parameters():

@@ -49,9 +49,9 @@ def simulated_steps(
     for step, (batches, expected) in enumerate(steps):
         if step and between is not None:
             between(model)
-        inputs = [_named_inputs(whole, batch) for batch in batches]
+        inputs = [named_inputs(whole, batch) for batch in batches]
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        shares = whole.objective.shares([each | _prefixed(buffers) for each in inputs])
+        shares = whole.objective.shares([each | prefixed_buffers(buffers) for each in inputs])
         rehearsal = Rehearsal(
             whole, stages, micro_batches=count, parameters=dict(model.named_parameters()),
             buffers=buffers, shares=shares,
@@ -66,11 +66,13 @@ def simulated_steps(
                 model.get_buffer(name).copy_(ranks[0])
 
 
-def _prefixed(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+def prefixed_buffers(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Buffers by the names that the denominator of a loss knows them by."""
     return {f"buffers.{name}": x for name, x in buffers.items()}
 
 
-def _named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:
+def named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a micro-batch by the names of the program's inputs, in the element types that it takes."""
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     # A program in float64 arithmetic says that it takes float64.
     pairs = zip(whole.inputs, tensors, strict=True)

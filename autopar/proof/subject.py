@@ -40,7 +40,12 @@ from autopar.proof.single_device import (
     widened_tensors,
 )
 from autopar.proof.verdict import PERTURBED_RUNS, Verdict, VerifyReport
+from autopar.proof.versions import DelayedSteps
 from autopar.units import counted
+
+_DELAYED_STEPS = (
+    2  # of plans that update inside of a step: the second begins with what the first has updated
+)
 
 
 @dataclass(frozen=True)
@@ -142,11 +147,14 @@ class Subject:
         """Compares the program of a plan likewise."""
         plan = whole.plan
         reference = self.reference(plan.micro_batches)
-        verdicts = self._in_float64(whole, reference)
+        flushed = replace(whole, plan=_flushed(plan))
+        verdicts = self._in_float64(flushed, reference)
         if self.arithmetic != torch.float64:
-            verdicts += self._in_own_arithmetic(whole, reference)
+            verdicts += self._in_own_arithmetic(flushed, reference)
         if plan.meeting is not None:
             verdicts += self._of_replicas(whole, plan.meeting)
+        if flushed.plan is not plan:
+            verdicts += self._of_versions(whole)
         return VerifyReport(
             mesh=plan.world_mesh,
             recipe=plan.recipe,
@@ -210,6 +218,27 @@ class Subject:
             parts, together = widened_tensors(parts), widened_tensors(together)
             return ReplicaSteps(device, wide, graph, parts, together, meeting).verdicts()
 
+    def _of_versions(self, whole: Program) -> list[Verdict]:
+        """Steps with updates inside, in float64 arithmetic."""
+        count = whole.plan.micro_batches
+        steps = [self._batches(i, count) for i in range(_DELAYED_STEPS)]
+        together = [self._of_updates(whole, batches) for batches in steps]
+        graph = self.prepared.analysis.graph
+        if self.arithmetic == torch.float64:
+            return DelayedSteps(self.single_device, whole, graph, steps, together).verdicts()
+        with float64_arithmetic():
+            device, wide = self.single_device.widened(), widened_program(whole)
+            steps, together = widened_tensors(steps), widened_tensors(together)
+            return DelayedSteps(device, wide, graph, steps, together).verdicts()
+
+    def _of_updates(self, whole: Program, batches: list[Batch]) -> list[list[Batch]]:
+        """The batches of every update for the single device, as in `_on_one_device`."""
+        assert whole.plan.pipeline is not None, "a plan that updates inside of a step has stages"
+        size = whole.plan.pipeline.update_every
+        groups = [batches[i : i + size] for i in range(0, len(batches), size)]
+        is_whole = whole.objective.kind in ("sum", "ratio")
+        return [_together(group) if is_whole else group for group in groups]
+
     def _in_own_arithmetic(self, whole: Program, reference: Reference) -> list[Verdict]:
         """The first step of the plan as it would run."""
         first = Reference(reference.steps[:1], reference.samples)
@@ -251,6 +280,13 @@ class Subject:
         return cast(Batch, rolled)
 
 
+def _flushed(plan: Plan) -> Plan:
+    """The plan with one update a step, as a single device has it; itself, where it has one."""
+    if plan.pipeline is None or not plan.pipeline.update_every:
+        return plan
+    return replace(plan, pipeline=replace(plan.pipeline, schedule="1f1b"))
+
+
 def _together(batches: list[Batch]) -> list[Batch]:
     """The micro-batches as one batch."""
     together = pytree.tree_map(
@@ -266,9 +302,10 @@ def _schedule_text(plan: Plan) -> str:
         return f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}{shown}"
     if plan.pipeline is None:
         return ""
+    delays = ", against the same delays on one device" if plan.pipeline.update_every else ""
     return (
         f"{plan.pipeline.schedule} with {counted(plan.micro_batches, 'micro-batch')} through "
-        f"{plan.pipeline.stages} stages"
+        f"{plan.pipeline.stages} stages{delays}"
     )
 
 

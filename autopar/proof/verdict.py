@@ -168,7 +168,7 @@ class VerifyReport(JupyterMixin):
 
     @property
     def met(self) -> Verdict | None:
-        """The parameter with the largest relative error after a meeting of replicas; None where there is none."""
+        """The parameter with the largest relative error after a meeting or a step that updates; None for neither."""
         return self._worst("parameter")
 
     @property
@@ -208,7 +208,8 @@ class VerifyReport(JupyterMixin):
             )
         if self.met is not None:
             lines.append(
-                f"    parameters met    {_relative(self.met):.1e} of {self._count('parameter')}, at {self.met.name}"
+                f"    updated           {_relative(self.met):.1e} of {self._count('parameter')} parameters, "
+                f"at {self.met.name}"
             )
         return lines
 

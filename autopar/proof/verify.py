@@ -41,6 +41,9 @@ def verify(
     single device's own error, by a bound per tensor (`autopar.proof.verdict`). A model that holds state
     (updated buffers, a counter, a weight that `between` changes) is run for two steps.
 
+    A plan whose schedule updates inside of a step (docs/versions.md) is compared so with one update a step, and then
+    with a single device that has the same delays, for two steps of SGD in float64.
+
     A plan with replicas that meet every so many steps is compared with plain replicas that meet as often: three steps
     are run between meetings, or fewer, with SGD, two meetings and one step more (docs/local_steps.md).
 

@@ -113,7 +113,10 @@ class BoundPipeline:
             scale: number that backward begins with; gradients are left multiplied by it.
         """
         self._begin(batch)
-        own = self._shares_of_updates(shares[-1])
+        own: Sequence[float] = shares[-1]
+        if self._versions is not None:
+            every = self._pipeline.update_every
+            own = self.program.objective.shares_of_groups(own, every)
         self._shares, self._scale, self._extras = own, scale, {}
         for runner in self._runners.values():
             runner.begin()
@@ -127,14 +130,6 @@ class BoundPipeline:
         if self._versions is not None:
             losses = [x * (y / z) for x, y, z in zip(losses, shares[-1], own, strict=False)]
         return StepResults(self._loss(losses), self._joined(len(batch), shares))
-
-    def _shares_of_updates(self, shares: Sequence[float]) -> Sequence[float]:
-        """The share of each micro-batch in the loss of the rows of its update, given those in the loss of the step."""
-        if self._versions is None or self.program.objective.kind == "sum":
-            return shares
-        every = self._pipeline.update_every
-        totals = [sum(shares[i : i + every]) for i in range(0, len(shares), every)]
-        return [share / totals[i // every] for i, share in enumerate(shares)]
 
     def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
         trains = torch.is_grad_enabled()

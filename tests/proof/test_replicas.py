@@ -52,7 +52,7 @@ def test_replicas_equal_plain_ones(recipe: Any, mesh: dict[str, int]) -> None:
 def test_the_report_says_how_replicas_met() -> None:
     text = str(verified("local:10", micro_batches=2))
     assert "2 replicas that meet every 10 steps local, 3 of them run" in text
-    assert "parameters met" in text and "7 steps" in text
+    assert "updated    " in text and "7 steps" in text
 
 
 def test_statistics_are_met_too() -> None:
