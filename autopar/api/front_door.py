@@ -101,7 +101,8 @@ def compile(
         micro_batches: number of micro-batches that `step` cuts the batch into, along dim 0 of every input;
             by default 1, and with pipeline stages what the search finds best.
         schedule: order in which stages run micro-batches: gpipe, 1f1b, interleaved, looped-bfs, zb, zbv or
-            dualpipev; by default what the search finds best.
+            dualpipev; by default what the search finds best. Under pipedream, pipedream-sync and 2bw stages update
+            inside of a step, which is no longer the result of one device (docs/versions.md).
         chunks: stages of each pipeline rank, for schedules that take several.
         recompute: "none" keeps everything for backward; "full" keeps only the inputs of every layer, and
             recomputes the layer in backward; "partitioned" keeps each rank's slice of these inputs along axes on which

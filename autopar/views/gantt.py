@@ -23,6 +23,7 @@ KINDS: Mapping[str, tuple[str, Colour]] = {
     "B": ("backward", PALETTE[2]),
     "I": ("backward, of inputs", PALETTE[1]),
     "W": ("backward, of weights", PALETTE[4]),
+    "U": ("update", PALETTE[3]),
 }
 
 ROW, GAP, TOP = 22.0, 6.0, 8.0

@@ -55,6 +55,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 torch.distributed.init_process_group("gloo")
 dataset = TensorDataset(torch.randn(16, 8), torch.randint(4, (16,)))
 """
+DEEP = f"""{SMALL}
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+batches = [(torch.randn(32, 8), torch.randint(8, (32,)))] * 2
+"""
 TARGETS = "from autopar.models.targets import resolve_target, weight_of\n"
 
 
@@ -110,6 +115,8 @@ CASES = (
     Case("shapes", (0,), ranks=2, slow=True),
     Case("shapes", (1,), before=LOADED, ranks=2, slow=True),
     Case("shapes", (2,), ranks=2, prints=1, slow=True),
+    Case("versions", (0,), before=DEEP, ranks=4, slow=True),
+    Case("versions", (1,), ranks=2, prints=1, slow=True),
     Case("backend", (0,), ranks=4, slow=True),
     Case("backend", (1, 2), ranks=4, slow=True),
 )
