@@ -56,7 +56,8 @@ def test_notes_keep_their_kind():
         assert again == plan and [kind_of(note) for note in again.notes] == ["", "price"]
     assert pickle.loads(pickle.dumps(price)).kind == "price"
     with pytest.raises(
-        PlanError, match="a text by one of price, stages, runner-up, tiers, replicas, owners, not"
+        PlanError,
+        match="a text by one of price, stages, runner-up, tiers, replicas, owners, versions, not",
     ):
         Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 
