@@ -266,30 +266,28 @@ def _edges(
 
 
 def experts() -> str:
-    """Rows of two ranks, coloured by the expert that they go to."""
-    wanted = (0, 2, 1, 3), (3, 0, 1, 2)  # expert of every row, by rank
+    """Rows of two ranks, coloured by the expert that they go to; more go to the second rank than to the first."""
+    wanted = (0, 2, 1, 2), (3, 0, 2, 2)  # expert of every row, by rank
     size, parts = 22.0, []
     for rank, rows in enumerate(wanted):
         mid = MARGIN + 98 + 206 * rank
-        own = {2 * rank, 2 * rank + 1}
-        everyone = [e if e in own else None for row in wanted for e in row]
-        fills = [None if e is None else COLOURS[e].fill for e in everyone]
-        four = [COLOURS[e].fill for e in rows]
+        arrived = sorted(e for row in wanted for e in row if e in (2 * rank, 2 * rank + 1))
+        four, there = ([COLOURS[e].fill for e in each] for each in (rows, arrived))
         parts += [
             centred(mid, 26, f"rank {rank}", "strong"),
             grid(mid - 2 * size, 38, (1, 4), size, four.__getitem__),
             centred(mid, 76, "its rows, by expert"),
             arrow(mid, 84, mid, 116),
-            grid(mid - 4 * size, 122, (1, 8), size, fills.__getitem__),
-            centred(mid, 160, f"its experts {2 * rank} and {2 * rank + 1} take"),
-            centred(mid, 176, "their rows of all rows"),
+            grid(mid - len(there) / 2 * size, 122, (1, len(there)), size, there.__getitem__),
+            centred(mid, 160, f"its experts {2 * rank} and {2 * rank + 1} run"),
+            centred(mid, 176, "what has arrived"),
             arrow(mid, 184, mid, 216),
             grid(mid - 2 * size, 222, (1, 4), size, four.__getitem__),
             centred(mid, 260, "its rows again"),
         ]
-    parts += [centred(WIDTH / 2, 104, "all-gather"), centred(WIDTH / 2, 204, "reduce-scatter")]
+    parts += [centred(WIDTH / 2, 104, "dispatch"), centred(WIDTH / 2, 204, "combine")]
     label = (
-        "Expert parallelism on two ranks: all rows are gathered, every rank runs the rows of its own experts, and a "
-        "reduce-scatter brings the results back to the ranks that the rows came from"
+        "Expert parallelism on two ranks: every row goes to the rank of its expert, which runs what has arrived, and "
+        "its result comes back to the rank that the row came from"
     )
     return picture(label, 274, *parts)

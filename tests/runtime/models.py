@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from gpt import GPT, GPTConfig, loss_fn
 from torch import Tensor, nn
 
+from tests.support.experts import Routed, routes
+
 Batch = tuple[Tensor, ...]
 
 
@@ -87,6 +89,13 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batc
         )
     if name == "mixture":
         return Mixture(), (torch.randn(16, 8), torch.randn(16, 8)), mean_square
+    if name == "routed":  # of the rows all go to one expert and none to another
+        batch = (
+            torch.randn(16, 8, dtype=dtype),
+            routes("skewed", 16),
+            torch.randn(16, 8, dtype=dtype),
+        )
+        return Routed().to(dtype), batch, mean_square
     if name == "normed":
         return (
             Normed().to(dtype),

@@ -48,6 +48,17 @@ def test_two_by_two_ranks(four_ranks: Ranks, name: str, seed: int) -> None:
     assert distance(four_ranks, name, {"a": 2, "b": 2}, seed) < 1e-9
 
 
+# Seeds that draw an exchange of rows for experts along an axis: with their inner width split along the other, and
+# between the stages of dualpipev and zb.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seed"), [({"a": 2, "b": 2}, 3), ({"pp": 2, "a": 2}, 13), ({"pp": 2, "a": 2}, 29)]
+)
+def test_rows_change_hands(four_ranks: Ranks, mesh: dict[str, int], seed: int) -> None:
+    assert distance(four_ranks, "routed", mesh, seed) < 1e-9
+
+
 # Cuts at any op; the seed draws the schedule.
 
 
