@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autopar.cost_model import Hardware, unruled
-from autopar.ir import Graph, ParameterPlan, Plan, R, State
+from autopar.ir import EXCHANGED, Graph, ParameterPlan, Plan, R, State
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.pipeline.composed import StepCost
@@ -35,10 +35,26 @@ def explain(
 
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
-    """For every axis of the mesh what it splits, and how parameters lie along it."""
+    """For every axis of the mesh what it splits, and how parameters lie along it; and where rows change hands."""
     if plan.mesh.axes == (ALONE,):
         return []
-    return [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
+    lines = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
+    return lines + _exchange_lines(graph, plan)
+
+
+def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
+    """That rows change hands for their experts, which is priced by a guess; [] where none do."""
+    layers = [op for op in graph.ops if any(EXCHANGED in label for label in plan.ops[op.name])]
+    if not layers:
+        return []
+    labels = zip(
+        plan.mesh.names, zip(*(plan.ops[op.name] for op in layers), strict=True), strict=True
+    )
+    axes = [name for name, along in labels if any(EXCHANGED in label for label in along)]
+    return [
+        f"rows go to the ranks of their experts and back along {', '.join(axes)} in {counted(len(layers), 'layer')}, "
+        "priced as if the experts were evenly used (a guess)"
+    ]
 
 
 def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:

@@ -105,3 +105,5 @@ def test_plans_name_the_exchange_in_text(prepared: Prepared) -> None:
     plan = planned(prepared, "t>e@ep", TWO)
     assert f"op {layer_of(prepared)}: t>e" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
+    (note,) = (line for line in plan.notes if "experts" in line)
+    assert "along ep in 1 layer, priced as if the experts were evenly used (a guess)" in note
