@@ -12,9 +12,8 @@ can still be split apart.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor as TorchTensor
@@ -398,8 +397,7 @@ class _Analyzer:
             group, atom = self._leaves(name, groups)[0], self.letters[name][groups].leaves()[0]
             for i, leaf in enumerate(self._leaves(name, rows)):
                 label = leaf.label + EXCHANGED + group.label
-                both = self._split(name, spec, [(rows, i), (groups, 0)], label, atom)
-                yield replace(both, size=math.gcd(leaf.size, group.size))
+                yield self._split(name, spec, [(rows, i), (groups, 0)], label, atom)
 
     def _split(
         self, name: str, spec: Spec, parts: list[tuple[str, int]], label: str, leaf: Atom

@@ -96,9 +96,9 @@ class Choice:
             inside the op, where the work is split by `e`.
         operands: the state each tensor operand must be in, in the order of `Op.operands`.
         results: the state each tensor result is then in.
-        size: size of the factor that is split; the axis size must divide it. Of two factors, the largest number that
-            divides both. 0 where nothing is split.
-        factor: the name of that factor in the whole graph, of `t>e` that of `e`; "" where nothing is split.
+        size: size of the factor that is split, of `t>e` that of `e`; the axis size must divide it. 0 where nothing is
+            split.
+        factor: the name of that factor in the whole graph, "" where nothing is split.
         stretch: arithmetic of the slowest part, as a multiple of its share of the op's.
     """
 
