@@ -266,13 +266,15 @@ def behind_torch_compile() -> tuple[dict[str, Tensor], list[str]]:
     model, batch = subject("skewed")
     said: list[str] = []
     handler = logging.Handler()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
-        patch.setattr(graphs.log, "level", logging.INFO)
-        graphs.log.addHandler(handler)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    graphs.log.addHandler(handler)
+    graphs.log.setLevel(logging.INFO)
+    try:
         options = {"mesh": {"ep": 2}, "recipe": "ep"}
         loss = square(torch.compile(model, backend="autopar", options=options)(*batch))
+    finally:
         graphs.log.removeHandler(handler)
+        graphs.log.setLevel(logging.NOTSET)
     loss.backward()
     return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}, said  # type: ignore[dict-item]
 
