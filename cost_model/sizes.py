@@ -1,4 +1,4 @@
-"""Elements and bytes that one rank holds: as numbers for a search, as symbols for a formula."""
+"""Elements and bytes of tensors on one rank: as numbers for the search, as symbols for formulas."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from autopar.ir import (
 
 
 class Sizes:
-    """Local sizes of tensors on one mesh, remembered, because a search asks again and again."""
+    """Sizes of local tensors on one mesh, cached because a search asks for the same ones many times."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._elements: dict[tuple[Dims, Layout], int] = {}
 
     def elements(self, dims: Dims, layout: Layout) -> int:
-        """Elements of a tensor of these dims that one rank holds. Raises LayoutError."""
+        """Number of elements of a tensor on one rank. Raises LayoutError where the layout does not divide its dims."""
         key = (dims, layout)
         found = self._elements.get(key)
         if found is None:
@@ -38,23 +38,23 @@ class Sizes:
         return found
 
     def bytes(self, tensor: Tensor, layout: Layout) -> Quantity:
-        """Bytes of `tensor` that one rank holds."""
+        """Bytes of `tensor` on one rank."""
         return self.elements(tensor.dims, layout) * tensor.itemsize_bytes
 
     def count(self, tensor: Tensor, layout: Layout) -> Quantity:
-        """Elements of `tensor` that one rank holds, as numbers for a decision, where bytes may be a formula."""
+        """Number of elements of `tensor` on one rank, always a number; decisions use it where `bytes` is a formula."""
         return self.elements(tensor.dims, layout)
 
     def axis(self, position: int) -> Quantity:
-        """Ranks along a mesh axis."""
+        """Number of ranks along a mesh axis."""
         return self.mesh.sizes[position]
 
     def factor(self, leaf: Leaf) -> Quantity:
-        """Elements of a factor on a single device."""
+        """Size of a factor on a single device."""
         return leaf.size
 
     def extent(self, leaves: Sequence[Leaf], labels: Labels) -> Quantity:
-        """Points of the product of `leaves` that one rank runs over under these labels."""
+        """Number of points of the product of `leaves` on one rank, if the op runs under these labels."""
         whole = math.prod((self.factor(leaf) for leaf in leaves), start=1)
         parts = math.prod(
             (
@@ -67,7 +67,7 @@ class Sizes:
         return whole / parts
 
     def flops(self, op: Op, work: Work, labels: Labels) -> Quantity:
-        """Floating-point operations of a loop nest of `op` on one rank: split axes share the work."""
+        """Floating-point operations of a loop nest of `op` on one rank; axes that split `op` share the work."""
         whole = math.prod((self.factor(leaf) for leaf in work.leaves), start=work.coefficient)
         parts = math.prod(
             (self.axis(axis) for axis, label in enumerate(labels) if op.choice(label).splits),
@@ -77,12 +77,12 @@ class Sizes:
 
 
 class SymbolicSizes(Sizes):
-    """The same with a symbol for every factor and every axis.
+    """Sizes of local tensors as formulas, with a symbol for every factor and every axis.
 
     Args:
-        mesh: gives the number of axes; its sizes are not used.
-        factors: factor name -> symbol; a factor that is missing keeps its number.
-        axes: a symbol for every axis.
+        mesh: mesh whose number of axes is used, but not their sizes.
+        factors: factor name -> symbol of its size; a factor without a symbol keeps its number.
+        axes: symbol for the number of ranks along every axis.
     """
 
     def __init__(

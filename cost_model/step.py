@@ -1,20 +1,21 @@
-"""A whole training step: what its items add up to, and in which order they stand in each other's way.
+"""Time and memory of a whole training step, computed from its items of work and its holdings of memory.
 
-With m micro-batches, p pipeline stages of equal depth (each in v chunks), and for every region of
-the model (before, in and after the repeated layers) the seconds of one micro-batch
+The model has three regions: the ops before the repeated layers, those in them, and those after them. With m
+micro-batches and p pipeline stages of equal depth, each in v chunks, the seconds are
 
-    device = compute + communication that nothing hides          (forward, backward, recomputation)
-    host   = kernels * host_seconds                              what the CPU takes to issue them
-    region = max(device, host)                                   launches run ahead of the device
-    stage  = the slowest of the first, with what comes before the layers, the last, with what comes
-             after them, and those in the middle
+    device = compute + exposed communication                     of one micro-batch in one region
+    host   = kernels * host_seconds                              for the CPU to launch the kernels
+    region = max(device, host)                                   the CPU launches ahead of the device
+    stage  = the slowest stage: the first has the region before the layers and its share of the layers,
+             the last its share and the region after them, the others only their share
     step   = m * stage + (before + layers + after - stage) / v   fill and drain of the pipeline
-             + (m * v + p - 1) * 2 sends                         a chunk's activations and gradients
-             + reductions that backward does not hide + optimizer + fixed
-             + meetings of replicas / the steps from one to the next
+             + (m * v + p - 1) * 2 sends                         activations and gradients of chunks
+             + exposed reductions of gradients + optimizer + fixed
+             + a meeting of replicas / steps between meetings    (autopar.ir.meeting)
 
-With equal stages the fourth line is the (p - 1) / (v m) of GPipe and interleaved 1F1B (Huang et al.
-2019, section 2.3; Narayanan et al. 2021, section 2.2). Micro-batches in flight are those of 1F1B.
+"Exposed" is what does not overlap with compute. With equal stages the second term of `step` is the bubble (p - 1) /
+(v m) of GPipe and interleaved 1F1B (Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2). The memory
+of saved activations counts as many micro-batches in flight as 1F1B has.
 """
 
 from __future__ import annotations
@@ -50,16 +51,15 @@ REGIONS: tuple[Region, ...] = ("before", "layers", "after")
 
 @dataclass(frozen=True)
 class Run:
-    """How a step is run, beside the plan.
+    """How a step is run, as far as the layouts of a plan do not say it.
 
     Attributes:
         micro_batches: number of micro-batches in a step.
-        stages: pipeline stages; 1 for none.
-        cuts: layers of each of them; None for equal shares.
+        stages: number of pipeline stages; 1 without a pipeline.
+        cuts: number of layers of each stage; None for equal shares.
         chunks: number of interleaved chunks of layers per stage.
-        recompute: how many layers of each chunk keep only what crosses from layer to layer, and run
-            forward again in backward.
-        training_state: formats of the states that training keeps as well as parameters.
+        recompute: how many layers of each chunk save only their input and are recomputed in backward.
+        training_state: gradients and optimizer states that training keeps for each parameter.
     """
 
     micro_batches: Quantity = 1
@@ -70,7 +70,7 @@ class Run:
     training_state: TrainingState = FULL
 
     def again(self, layers: Quantity) -> Quantity:
-        """How many of a stage's `layers` run again in backward."""
+        """Number of a stage's `layers` that are recomputed in backward."""
         if isinstance(self.recompute, str):
             return layers if self.recompute == "full" else 0
         return smaller(layers, self.recompute * self.chunks)
@@ -81,7 +81,7 @@ ONE_BATCH = Run()
 
 @dataclass(frozen=True)
 class Term:
-    """A named part of a sum."""
+    """A named part of a sum, which may itself have parts."""
 
     name: str
     value: Quantity
@@ -96,17 +96,22 @@ def total(terms: Iterable[Term]) -> Quantity:
 
 @dataclass
 class Step:
-    """One step of one plan, its items priced; every method is a formula over them.
+    """Time and memory of one step of a plan.
+
+    Every method computes with numbers or with symbols, whichever the attributes have.
 
     Attributes:
-        items, holdings: see `autopar.cost_model.items`.
-        run, hardware, software: figures or symbols.
-        layers: repeated layers of the whole model.
-        boundary_bytes: what crosses from one layer to the next, of one micro-batch on one rank.
-        boundary_link: between the stages of the pipeline.
+        items: work of a step, such as matrix products and collectives, each with its duration.
+        holdings: memory of a rank, such as parameters and saved activations.
+        run: number of micro-batches, stages and so on.
+        hardware: figures of the machine.
+        software: figures of the runtime, such as what it overlaps with compute.
+        layers: number of repeated layers in the whole model.
+        boundary_bytes: size of the activations that one layer passes to the next, of one micro-batch on one rank.
+        boundary_link: link between two pipeline stages.
         boundary_crosses: 1 where messages between stages leave the node, 0 where none does.
-        boundary_parts: ranks that send a part each of what crosses to the next stage, where the other
-            side gathers it (Narayanan et al. 2021, section 4.1); what is kept stays whole.
+        boundary_parts: number of ranks that each send a part of these activations to the next stage, whose ranks
+            gather them (Narayanan et al. 2021, section 4.1). Saved activations stay whole.
     """
 
     items: Sequence[Item]
@@ -124,7 +129,7 @@ class Step:
     # --- time
 
     def time(self) -> tuple[Term, ...]:
-        """The parts of a step's seconds."""
+        """The seconds of a step, by parts."""
         m = self.run.micro_batches
         slowest, everything = self._stages()
         ends = slowest - self._layers_share()
@@ -157,23 +162,27 @@ class Step:
 
     @property
     def cuts(self) -> Cuts:
-        """Layers of the stages."""
+        """Number of layers of the first, middle and last stages."""
         return self.run.cuts or equal_cuts(self.layers, self.run.stages)
 
     @property
     def _alone(self) -> Quantity:
-        """1 for a single stage, which has both ends; else 0."""
+        """1 for a single stage, which has the regions before and after the layers; else 0."""
         return larger(0, 2 - self.run.stages)
 
     def _layers_share(self) -> Quantity:
         return self.region_seconds("layers") / self.run.stages
 
     def region_seconds(self, region: Region) -> Quantity:
-        """Seconds of a micro-batch in a region, all stages together."""
+        """Seconds that one micro-batch takes in a region of the model, summed over all pipeline stages.
+
+        Args:
+            region: "before", "layers" or "after", relative to the repeated layers.
+        """
         return self._once(("region", region), lambda: total(self._region_terms(region, 1)))
 
     def _region_terms(self, region: Region, share: Quantity) -> tuple[Term, ...]:
-        """Compute, exposed communication by axis, and what the device waits for the host."""
+        """Compute, communication by axis, the overlap of both, and the time that the device waits for the host."""
         compute = self._by_name(self.runs(region, COMPUTE), "compute", share)
         communication = tuple(
             self._by_name(self.runs(region, axis), f"communication along {axis}", share)
@@ -186,8 +195,9 @@ class Step:
         )  # fmt: skip
 
     def _waits(self, region: Region) -> Quantity:
-        """How much longer the host takes to issue kernels than the device to run them, op by op or,
-        where it runs ahead, in sum.
+        """Seconds by which the host takes longer to launch kernels than the device takes to run them.
+
+        Where the host launches ahead, sums are compared; else every op by itself.
         """
         found = [*self.runs(region, COMPUTE)]
         for axis in self.axes:
@@ -207,11 +217,11 @@ class Step:
         )
 
     def is_late(self, region: Region) -> bool:
-        """Whether the host, which runs ahead of the device, is the slower of the two in a region."""
+        """Whether the host launches ahead of the device and still is the slower of the two in a region."""
         return bool(self.software.runs_ahead and self._waits(region) > 0)
 
     def issue_seconds(self, item: Item) -> Quantity:
-        """Seconds of the host to issue an item; a collective waits for the slowest rank's host."""
+        """Seconds that the host takes to launch an item; a collective waits for the host of the slowest rank."""
         issued = item.kernels * self.hardware.host_seconds
         if item.resource != COMPUTE:  # nothing is issued along an axis of one rank
             issued = issued * smaller(1, item.ranks - 1)
@@ -258,8 +268,9 @@ class Step:
         return list(dict.fromkeys(i.resource for i in self.items if i.resource != COMPUTE))
 
     def _hidden(self, region: Region) -> Quantity:
-        """What runs beside compute: gathers of parameters and reductions of gradients, and where the
-        runtime sends them piece by piece, activations.
+        """Seconds of communication that overlap with compute: gathers of parameters and reductions of gradients.
+
+        Where the runtime sends activations piece by piece, those overlap, too.
         """
         compute = sum(
             (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
@@ -274,7 +285,7 @@ class Step:
         return own + self.software.hides_activations * smaller(moved["activation"], compute)
 
     def _once_a_step(self) -> tuple[Term, ...]:
-        """Gathers and reductions between storage and the resident copies."""
+        """Gathers of stored parameters and reductions of gradients that run once a step."""
         shares = {"layers": 1 / self.run.stages}
         gathers = self._per_step("gather", shares)
         reductions = self._per_step("reduce", shares)
@@ -282,7 +293,7 @@ class Step:
         return (gathers, reductions, Term("reductions hidden behind backward", -hidden))
 
     def backward_seconds(self) -> Quantity:
-        """Compute of a micro-batch's backward on one stage, behind which reductions hide."""
+        """Seconds of compute in a micro-batch's backward on one stage, with which reductions overlap."""
         shares = {"layers": 1 / self.run.stages}
         return sum(
             (i.count * i.seconds * shares.get(i.region, 1) for i in self.items
@@ -304,13 +315,13 @@ class Step:
         return Term(names[phase], total(parts), parts)
 
     def _boundary_seconds(self) -> Quantity:
-        """Sending activations on and gradients back: of every chunk, and of one through the pipeline."""
+        """Seconds to send activations and gradients between stages, for all chunks and for the fill of the pipeline."""
         run = self.run
         ticks = smaller(1, run.stages - 1) * (run.micro_batches * run.chunks + run.stages - 1)
         return 2 * ticks * self.send_seconds()
 
     def send_seconds(self) -> Quantity:
-        """Seconds of a message from a stage to the next."""
+        """Seconds of a message from one stage to the next."""
         if self.boundary_link is None:
             return 0
         sent = self.boundary_bytes / self.boundary_parts
@@ -321,7 +332,7 @@ class Step:
         return one + self.software.send_seconds * self.boundary_crosses
 
     def _optimizer_seconds(self) -> Quantity:
-        """An update of what the first stage holds, in every tier at the rate of its memory."""
+        """Seconds to update the parameters of the first stage; each tier (device, host, nvme) has its own rate."""
         return sum(
             (
                 self._touched_bytes(tier) / self.hardware.updates_per_second(tier)
@@ -331,7 +342,7 @@ class Step:
         )
 
     def _touched_bytes(self, tier: Tier) -> Quantity:
-        """Bytes that an update reads and writes in a tier, on the first stage."""
+        """Bytes that the optimizer reads and writes in a tier, on the first stage."""
         return sum(
             (
                 times * self._share(h.region, "first") * h.bytes
@@ -344,18 +355,18 @@ class Step:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers in which something lies, the device first."""
+        """The tiers that hold something, the device first."""
         return tuple(dict.fromkeys(("device", *(h.tier for h in self.holdings))))
 
     # --- memory
 
     def peak_bytes(self) -> Quantity:
-        """The peak of the fullest rank."""
+        """Peak memory of the fullest rank."""
         first, middle, last = (total(self.memory(stage)) for stage in STAGES)
         return larger(first, larger(middle, last))
 
     def memory(self, stage: Stage = "first") -> tuple[Term, ...]:
-        """The parts of a device's peak on a stage of the pipeline; "middle" is the largest after the first."""
+        """Peak memory of a device on a pipeline stage, by parts; "middle" is the fullest stage between the ends."""
         kinds = ("parameters", "gradients", "optimizer", "buffers")
         saved = self._saved(stage)
         return (
@@ -366,7 +377,7 @@ class Step:
         )
 
     def held(self, kind: str, stage: Stage, tier: Tier = "device") -> Quantity:
-        """Bytes of one kind on a stage, for one micro-batch."""
+        """Bytes of one kind of holding on a stage, for one micro-batch."""
         return self._once(
             ("held", kind, stage, tier),
             lambda: sum(
@@ -380,19 +391,18 @@ class Step:
         )
 
     def stored(self, tier: Tier, stage: Stage = "first") -> tuple[Term, ...]:
-        """The parts of what a rank keeps in a tier besides the device."""
+        """Memory that a rank keeps in another tier than the device, by parts."""
         return tuple(
             Term(kind, self.held(kind, stage, tier), self._held_parts(kind, stage, tier))
             for kind in TOUCHED
         )
 
     def _transient(self, stage: Stage) -> Quantity:
-        """The largest memory that is there for a moment, while one block runs.
+        """The largest memory that exists only while one block runs.
 
-        The loss reads and writes its operands, whose gradients are as large, and nothing keeps them.
-        Parameters stored in shards are whole while their block runs, and so are their gradients. A
-        recomputed block keeps all that it saves while it runs again; by then the blocks that follow
-        the recomputed ones have returned what they kept.
+        The loss has operands and gradients of the same size, which nothing saves. Parameters that are stored in shards
+        are whole while their block runs, and so are their gradients. A block that is recomputed has all its saved
+        activations; by then the blocks after the recomputed ones have freed theirs.
         """
         moments = self._moments(stage)
         found = list(moments.values())
@@ -402,7 +412,7 @@ class Step:
         return reduce(larger, _distinct(found), 0)
 
     def _moments(self, stage: Stage) -> dict[Hashable, Quantity]:
-        """Block -> the operands of its loss, or its gathered parameters with their gradients."""
+        """Block -> bytes of its loss, or of its gathered parameters with their gradients, whichever is more."""
         working, gathered = (self._by_block(kind, stage) for kind in ("working", "gathered"))
         return {
             block: larger(working.get(block, 0), 2 * gathered.get(block, 0))
@@ -410,7 +420,7 @@ class Step:
         }
 
     def _by_block(self, kind: str, stage: Stage) -> dict[Hashable, Quantity]:
-        """Block -> bytes of a momentary kind; those of a layer are whole on every stage."""
+        """Block -> bytes of a kind that exists only while a block runs; a stage has those of a layer in full."""
         found: dict[Hashable, Quantity] = {}
         for h in self.holdings:
             if h.kind == kind:
@@ -419,7 +429,7 @@ class Step:
         return found
 
     def _share(self, region: Region, stage: Stage) -> Quantity:
-        """How much of a region a stage has."""
+        """Fraction of a region that a stage has, 0 to 1."""
         if region == "layers":
             return getattr(self.cuts, stage) / self.layers
         if stage == "middle":
@@ -434,9 +444,9 @@ class Step:
         return tuple(Term(name, value) for name, value in sums.items())
 
     def _in_flight(self, stage: Stage) -> Quantity:
-        """Micro-batches whose activations a stage keeps at once in 1F1B, counted in all of its chunks.
+        """Number of micro-batches whose activations a stage keeps at once under 1F1B, counted in whole stages.
 
-        Stage r has p - r of them. With v chunks it runs 2 (p - 1 - r) + (v - 1) p + 1 of its chunks
+        Stage r keeps p - r of them. With v chunks it runs 2 (p - 1 - r) + (v - 1) p + 1 of its chunks
         before the first backward (Narayanan et al. 2021, section 2.2), which is p + (p - 1) / v on the
         first stage.
         """
@@ -457,9 +467,10 @@ class Step:
         )  # fmt: skip
 
     def _recomputed(self, stage: Stage, flight: Quantity) -> Term:
-        """Inputs of layers in flight, all of the others, and of one layer while it is run again.
+        """Saved activations where layers are recomputed.
 
-        Until then the layers behind it have given back what they kept.
+        They are the inputs of the recomputed layers, all activations of the other layers, and those of one layer
+        while it is recomputed. By then the layers after it have freed theirs.
         """
         layers = sum(
             (h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0
@@ -515,7 +526,7 @@ def _runs_every_time(item: Item) -> bool:
 
 
 def _distinct(values: Iterable[Quantity]) -> list[Quantity]:
-    """Values without repetitions; the formulas of blocks that are alike are equal. Arrays stay."""
+    """The values without repetitions, since equal blocks have equal formulas. Arrays are all kept."""
     kept, seen = [], set()
     for value in values:
         key = id(value) if isinstance(value, np.ndarray) else value

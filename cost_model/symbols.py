@@ -1,4 +1,9 @@
-"""The symbols of a plan's cost, and its expressions evaluated at any number of configurations."""
+"""The cost of a plan as formulas over symbols, which can be evaluated for many configurations at once.
+
+There is a symbol for every figure of the hardware, for the bandwidth, latency and so on of the link along every mesh
+axis, for the number of ranks of every axis, the size of every factor (named model dimension), and the number of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +32,12 @@ _SCALARS = (
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """A positive real symbol."""
+    """The sympy symbol of this name, for a positive number."""
     return sympy.Symbol(name, positive=True)
 
 
 def machine_symbols(hardware: Hardware) -> tuple[Hardware, dict[str, float]]:
-    """The hardware with a symbol for every figure, and the value of every symbol."""
+    """A copy of the hardware with symbols in place of figures, and the figure of every symbol by name."""
     replaced: dict[str, Any] = {name: symbol(name) for name in _SCALARS}
     peaks = tuple((size, symbol(_peak_name(size))) for size, _ in hardware.peak_flops)
     machine = dataclasses.replace(hardware, peak_flops=peaks, **replaced)
@@ -40,7 +45,7 @@ def machine_symbols(hardware: Hardware) -> tuple[Hardware, dict[str, float]]:
 
 
 def machine_values(machine: Hardware, hardware: Hardware) -> dict[str, float]:
-    """The figures of `hardware` for the symbols of `machine`."""
+    """The figures that `hardware` gives for the symbols of `machine`, by name."""
     values = {name: float(getattr(hardware, name)) for name in _SCALARS}
     return values | {
         _peak_name(size): hardware.flops_per_second(size) for size, _ in machine.peak_flops
@@ -55,13 +60,13 @@ RUN_SYMBOLS = ("micro_batches", "stages", "chunks", "memory_bound_bytes")
 
 
 def axis_symbols(axes: Sequence[str], taken: Collection[str]) -> tuple[sympy.Symbol, ...]:
-    """A symbol for every axis: its name, or `batch_ranks` where something else is called `batch`."""
+    """A symbol for the number of ranks of every axis: the axis' name, or `batch_ranks` where `batch` is taken."""
     others = {*taken, *RUN_SYMBOLS}
     return tuple(symbol(f"{name}_ranks" if name in others else name) for name in axes)
 
 
 def link_symbols(axes: Sequence[str]) -> tuple[Link, ...]:
-    """A link of symbols for every axis: `bandwidth_tp`, `latency_tp` and so on."""
+    """The link along every mesh axis, with symbols in place of figures: `bandwidth_tp`, `latency_tp` and so on."""
     return tuple(
         Link(**{field: symbol(f"{short}_{axis}") for field, short in _LINK.items()})
         for axis in axes
@@ -69,16 +74,16 @@ def link_symbols(axes: Sequence[str]) -> tuple[Link, ...]:
 
 
 def link_values(link: Link, axis: str) -> dict[str, Quantity]:
-    """The value of every symbol of an axis' link."""
+    """The figures of the link along a mesh axis by the names of their symbols, such as `bandwidth_tp`."""
     return {f"{short}_{axis}": getattr(link, field) for field, short in _LINK.items()}
 
 
 def link_of(values: Mapping[str, Quantity], axis: str) -> Link:
-    """The link of an axis, from the values of its symbols."""
+    """The link along a mesh axis, from the values of its symbols; the inverse of `link_values`."""
     return Link(**{field: values[f"{short}_{axis}"] for field, short in _LINK.items()})
 
 
-# Fields of a link and how its symbols are called.
+# Fields of a link, and what the names of their symbols begin with.
 _LINK = {
     "bandwidth_bytes_per_second": "bandwidth", "latency_seconds": "latency",
     "start_seconds": "start", "fill_seconds": "fill", "reduce_gain": "reduce_gain",
@@ -87,10 +92,10 @@ _LINK = {
 
 
 def factor_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
-    """A symbol for every factor that a rule speaks of; those of repeated layers share one.
+    """A symbol for the size of every factor; the same factor in repeated layers has the same symbol.
 
-    `layers.0.mlp.up.weight[0]` and `layers.1.mlp.up.weight[0]` are both `up_0` while they are of one
-    size; what differs in size gets a number.
+    `layers.0.mlp.up.weight[0]` and `layers.1.mlp.up.weight[0]` are both `up_0` if they have the same size. If not, the
+    second becomes `up_0_2`.
     """
     taken: dict[str, int] = {}
     found: dict[str, sympy.Symbol] = {}
@@ -105,7 +110,7 @@ def factor_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
 
 
 def _short(name: str) -> str:
-    """`layers.0.mlp.up.weight[0].1` -> `up_0_1`, a name that a formula can bear."""
+    """A short name of a factor for formulas: `layers.0.mlp.up.weight[0].1` -> `up_0_1`."""
     path, bracket, index = name.partition("[")
     parts = [p for p in path.split(".") if not p.isdigit() and p not in ("weight", "bias")]
     tail = index.replace("]", "").replace(".", "_")
@@ -114,15 +119,16 @@ def _short(name: str) -> str:
 
 @dataclass(frozen=True)
 class Expressions:
-    """The items and holdings of a plan as expressions.
+    """Everything that a step does and keeps under a plan, with formulas over symbols in place of numbers.
 
     Attributes:
-        items, holdings: see `autopar.cost_model.items`.
-        boundary_bytes: what crosses from layer to layer.
-        layers: repeated layers of the whole model.
+        items: work of a step, such as matrix products and collectives, see `autopar.cost_model.items.Item`.
+        holdings: memory of a rank, such as parameters and saved activations, see `autopar.cost_model.items.Holding`.
+        boundary_bytes: size of the activations that one repeated layer passes to the next.
+        layers: number of repeated layers in the whole model.
         machine: the hardware with a symbol for every figure.
-        values: the value of every symbol at the sizes and the hardware they were made with.
-        recomputes: whether the items contain recomputation, so that no formula has to add it.
+        values: value of every symbol for the model and the hardware that the formulas were made with, by name.
+        recomputes: whether `items` already contain recomputed work; a step then adds none.
     """
 
     items: tuple[Item, ...]
@@ -181,7 +187,11 @@ class Expressions:
         )  # fmt: skip
 
     def at(self, **values: Quantity) -> Expressions:
-        """The same with numbers, or arrays of one shape, in place of symbols."""
+        """The same with numbers, or arrays of equal shape, in place of symbols.
+
+        Args:
+            values: values of symbols that differ from `self.values`.
+        """
         given = {**self.values, **values}
         numbers = iter(self._formulas.at([given[str(s)] for s in self._symbols]))
         scalars = {name: given[name] for name in _SCALARS}
@@ -221,7 +231,7 @@ class Expressions:
 
 
 def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
-    """The symbol for the number of layers of every stack, by its path."""
+    """The symbol for the number of layers in every list of repeated layers, by the path of the list."""
     single = len(graph.stacks) == 1
     return {
         stack.path: symbol("layers" if single else f"layers_{stack.path.replace('.', '_')}")
@@ -230,7 +240,7 @@ def layer_symbols(graph: Graph) -> dict[str, sympy.Symbol]:
 
 
 def merged_items(items: Any) -> tuple[Item, ...]:
-    """Items that differ only in their count, and in what they are of, as one."""
+    """Joins items that differ only in `count` and `of`, and adds up their counts."""
     counts: dict[Item, Quantity] = {}
     for item in items:
         key = dataclasses.replace(item, count=0, of="")
@@ -239,7 +249,7 @@ def merged_items(items: Any) -> tuple[Item, ...]:
 
 
 def merged_holdings(holdings: Any) -> tuple[Holding, ...]:
-    """Holdings of one name as one."""
+    """Joins holdings that differ only in `bytes` and `of`, and adds up their bytes."""
     sums: dict[Holding, Quantity] = {}
     for holding in holdings:
         key = dataclasses.replace(holding, bytes=0, of="")

@@ -1,4 +1,4 @@
-"""Autograd, node by node and below."""
+"""What autopar needs from autograd beyond its public API: nodes, hooks and dispatch keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = type[torch.autograd.Function]
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Inside it, custom ops are dispatched to their kernels instead of their autograd formulas."""
+    """Context in which custom ops are dispatched to their kernels instead of their autograd formulas."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -31,16 +31,16 @@ class _Handed(torch.autograd.Function):
 
 
 def handed_on(x: Tensor) -> Tensor:
-    """A contiguous tensor of the same values that autograd neither saves nor takes for a view.
+    """A contiguous tensor with the same values, which no autograd node saves and which is not a view.
 
-    So it can be detached in place when its graph is no longer needed.
+    So the caller can detach it in place when its graph is no longer needed.
     """
     return _Handed.apply(x.contiguous()) if x.requires_grad else x.contiguous()
 
 
 @torch.no_grad()
 def run_node(node: Node, gradients: Sequence[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
-    """Runs one node of an autograd graph and none behind it.
+    """Runs one node of an autograd graph, and none of the nodes that follow it in backward.
 
     Args:
         gradients: gradient of each result of the node; None for a result that has none.
@@ -78,7 +78,7 @@ def _as_input(node: Node, number: int, gradient: Tensor) -> Tensor:
 
 
 def backward_hooks_of(x: Tensor | nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that are registered on the backward of a parameter or a module."""
+    """The backward hooks that are registered on a parameter or a module."""
     if isinstance(x, nn.Module):
         tables: tuple[Any, ...] = (x._backward_pre_hooks, x._backward_hooks)
     else:
@@ -87,7 +87,7 @@ def backward_hooks_of(x: Tensor | nn.Module) -> list[Callable[..., Any]]:
 
 
 def has_backward_hooks(x: Tensor | nn.Module) -> bool:
-    """Whether hooks are registered on the backward of a parameter or a module."""
+    """Whether a parameter or a module has backward hooks."""
     return bool(backward_hooks_of(x))
 
 
@@ -99,14 +99,15 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
 
 @contextmanager
 def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> Iterator[None]:
-    """Inside, every application of an autograd.Function is made by `take(apply, function, args, kwargs)`.
+    """Context in which every application of an autograd.Function goes through `take(apply, function, args, kwargs)`.
 
-    That is so for `apply` methods, too, that were looked up before (`rounded = Round.apply`).
+    This also catches `apply` methods that were looked up before the context began (`rounded = Round.apply`).
 
     Args:
-        take: gets torch's own `apply`, to be called as `apply(function, *args, **kwargs)`.
+        take: function that replaces the application. Its first argument is torch's own `apply`, which it calls as
+            `apply(function, *args, **kwargs)`.
     """
-    # Function.apply itself may have been looked up; what it calls has not.
+    # A user may hold Function.apply already, but the functions that it calls are looked up at each call.
     functions: Any = torch.autograd.function
     base, transformed = functions._SingleLevelFunction, functions.custom_function_call
 
@@ -130,21 +131,21 @@ def applying_functions_by(take: Callable[[Apply, Function, Any, Any], Any]) -> I
 
 @contextmanager
 def outside_of_traces() -> Iterator[None]:
-    """Inside, tensors compute as they do when nothing is traced, with autograd on."""
+    """Context inside a trace in which ops run as they do outside it: nothing is recorded, and autograd is on."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    # The modes of torch functions would write a change of the grad mode into the graph.
+    # An active TorchFunctionMode would record the change of the grad mode in the graph.
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
         yield
 
 
 def in_functorch_transform() -> bool:
-    """Whether vmap, grad or another transform of torch.func is being computed."""
+    """Whether the caller runs inside vmap, grad or another transform of torch.func."""
     return torch._C._are_functorch_transforms_active()
 
 
 def traced_ops(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.Graph:
-    """The graph of ATen ops that a function of fake tensors runs, those of its derivatives included."""
+    """The graph of ATen ops that a function runs on fake tensors, including the ops of derivatives that it computes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function)(*examples).graph
@@ -152,13 +153,13 @@ def traced_ops(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.G
 
 @contextmanager
 def noting_forward() -> Iterator[None]:
-    """Inside, every node of autograd's graph notes where its forward ran, for `forward_of_running_node`."""
+    """Context in which every autograd node records the traceback of its forward, for `forward_of_running_node`."""
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         yield
 
 
 def forward_of_running_node() -> list[str] | None:
-    """The lines of the traceback of the forward whose backward autograd runs now; None where it runs none.
+    """Lines of the forward's traceback for the autograd node that runs now; None where no node runs.
 
     The list is empty for a node that was made outside of `noting_forward`.
     """

@@ -1,13 +1,14 @@
 """Factors: names for the model's dimensions, and from them every op's choices.
 
-Each letter of each rule starts as a factor of its own. Where a tensor flows from one op to another,
-its dims' lists of factors are unified; where the lists are cut differently (4096 against 32, 128) the
-coarser factor is refined, everywhere it flows, weights included. Where neither size divides the other
-(2, 3 against 3, 2) the consumer's dim stays whole.
+A rule names the dims of an op by letters, such as `b k, k j -> b j`. At first each letter of each op is a factor
+of its own. Where one op takes the result of another, the two lists of factors of each dim are unified. Where the lists
+are cut differently (4096 against 32, 128) the coarser factor is split, and with it every tensor that has the
+factor, weights included. Where neither size divides the other (2, 3 against 3, 2) the op that takes the tensor cannot
+split this dim.
 
-Factors are identified by what flows into what, never by size. Their identity gives names and roles;
-the choices of an op depend on its own letters alone, so that queries and keys, which are both `seq`,
-can still be split apart.
+Two dims have the same factor because a tensor flows from one to the other, never because their sizes agree. Factors
+give names and roles to dims. The choices of an op depend only on its own letters: queries and keys of an
+attention op both have the factor `seq`, and each can be split without the other.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from autopar.rules.spec import Hidden, Letters, Spec
 class Atom:
     """A factor during unification.
 
-    It holds a size; once it is split, its parts; once it is unified, the factor that it equals.
+    It has a size. Once it is split, `parts` has its parts; once it is unified, `same` has the factor that it equals.
     """
 
     __slots__ = ("parts", "same", "size")
@@ -73,7 +74,7 @@ class Atom:
 
 
 def leaves(atoms: Iterable[Atom]) -> list[Atom]:
-    """The unrefined factors of a list of factors, in order."""
+    """The factors of a list, each that was split replaced by its parts, in order."""
     return [leaf for atom in atoms for leaf in atom.leaves()]
 
 
@@ -86,7 +87,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
     """
     a, b = leaves(left)[::-1], leaves(right)[::-1]
     while a and b:
-        # A refinement below may have cut an atom that still waits in a list.
+        # An earlier pass through this loop may have split an atom that is still in a list.
         x, y = _front(a), _front(b)
         if x is y:
             continue
@@ -101,7 +102,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
             return False
     if any(
         atom.size == 0 for atom in (*a, *b)
-    ):  # a dim without elements, which some rule takes for one
+    ):  # a dim of size 0, which some rule counts as size 1
         return False
     assert not a and not b, "unify needs lists of the same total size"
     return True
@@ -122,10 +123,10 @@ class Analysis:
 
     Attributes:
         graph: tensors, ops and factors as the search sees them.
-        specs: name of an fx node -> the rule of its op (`Spec`).
-        letters: name of an fx node -> letter of its spec -> labels that choices give its factors, most significant
-            first: `("j",)`, or `("j.0", "j.1")` where the letter was cut into two factors.
-        names: name of an fx node -> names of the tensors that it returns.
+        specs: name of an fx node -> the rule of its op, see `autopar.rules.spec.Spec`.
+        letters: name of an fx node -> letter of its spec -> labels of its factors in choices, most significant
+            first: `("j",)`, or `("j.0", "j.1")` where the letter was split into two factors.
+        names: name of an fx node -> names of the tensors that the node returns.
     """
 
     graph: Graph
@@ -140,7 +141,7 @@ def analyze(captured: Captured) -> Analysis:
 
 
 def hidden_name(node: str, hidden: Hidden) -> str:
-    """The name of a tensor that only the backward of a node sees."""
+    """The name of a tensor that a node saves for its own backward and does not return."""
     return f"{node}:{hidden.name}"
 
 
@@ -245,7 +246,7 @@ class _Analyzer:
             }
 
     def _forget_unreached(self) -> None:
-        """What an op makes needs no gradient where none comes from the results, as on the way to an index."""
+        """Removes from `needs_grad` the tensors that no differentiable path connects to a result, such as an index."""
         reached = {self.names[node.name][0] for node in output_nodes(self.captured.module)}
         made: set[str] = set()
         for node in reversed(self.nodes):
@@ -258,7 +259,7 @@ class _Analyzer:
         self.needs_grad -= made - reached
 
     def _add_hidden(self, node: str, hidden: Hidden, own: Mapping[str, Atom]) -> None:
-        """A tensor that only backward sees; what no letter counts is a last dim of its own."""
+        """Adds a tensor that only backward uses; its last dim has size `hidden.times` if that is more than 1."""
         atoms = [[own[x] for x in dim] for dim in hidden.letters]
         if hidden.times > 1:
             atoms.append([Atom(hidden.times)])
@@ -281,7 +282,7 @@ class _Analyzer:
     def _flow(
         self, node: str, atoms: list[list[Atom]], letters: Letters, own: Mapping[str, Atom]
     ) -> None:
-        """Unifies a tensor's dims with an operand's; what cannot be unified stays whole here."""
+        """Unifies the dims of a tensor with those of an operand; a dim where that fails is not split in this op."""
         for factors, dim in zip(atoms, letters, strict=True):
             if dim and not unify(factors, [own[letter] for letter in dim]):
                 self.conflicts[node].update(dim)
@@ -301,7 +302,7 @@ class _Analyzer:
         )
 
     def _formats(self, name: str, value: TorchTensor) -> dict[str, int]:
-        """The formats of a parameter at rest and of its gradient, where they differ from that in use."""
+        """Element sizes of a stored parameter and of its gradient, where they differ from the size in use."""
         parameter, used = self.captured.parameters.get(name), value.dtype.itemsize
         if parameter is None:
             return {}
@@ -350,7 +351,7 @@ class _Analyzer:
             )  # fmt: skip
 
     def _labels_over(self, node: str, over: str) -> Iterable[str]:
-        """Labels of the choices that split a letter, or, of `t>e`, that exchange rows."""
+        """Labels of the choices that split a letter or, for `t>e`, exchange rows between these letters."""
         letter, *groups = split_factors(over)
         ends = [EXCHANGED + self._leaves(node, each)[0].label for each in groups] or [""]
         return (leaf.label + end for leaf in self._leaves(node, letter) for end in ends)
@@ -380,9 +381,10 @@ class _Analyzer:
             yield Choice(label, states, (P,) * made)
 
     def _is_function_of_parameters(self, name: str) -> bool:
-        """Casts of weights, position embeddings: what the whole batch shares. Backward is linear in the
-        gradient, so that partial gradients pass through it to the parameter, and are added up there
-        with all others.
+        """Whether an op's results depend on parameters and not on inputs, as casts of weights do.
+
+        All ranks of a data-parallel axis can then run the op in V. Its backward is linear in the gradient, so that
+        partial gradients pass through it to the parameter, where they are summed with all others.
         """
         results = self.names[name]
         return not self.of_inputs.intersection(results) and bool(
@@ -390,7 +392,7 @@ class _Analyzer:
         )
 
     def _exchanged(self, name: str, spec: Spec) -> Iterable[Choice]:
-        """Choices that split some tensors by rows and others by what rows are exchanged for."""
+        """Choices `t>e` of an op: tensors with rows are split by rows, and the other tensors by experts or the like."""
         for rows, groups in spec.exchanges:
             if self.conflicts[name].intersection((rows, groups)):
                 continue
@@ -402,7 +404,7 @@ class _Analyzer:
     def _split(
         self, name: str, spec: Spec, parts: list[tuple[str, int]], label: str, leaf: Atom
     ) -> Choice:
-        """Splits every tensor by the first of these parts of letters that it has."""
+        """The choice that splits each tensor of an op by the first of these parts of letters that the tensor has."""
         own, letter = self.letters[name], parts[0][0]
         summed = letter in spec.sums
 
@@ -440,7 +442,7 @@ class _Analyzer:
 def _position(
     letters: Letters, letter: str, part: int, own: Mapping[str, Atom]
 ) -> tuple[int, int] | None:
-    """Dim and factor at which part `part` of a letter stands in a tensor."""
+    """Position of part `part` of a letter in a tensor: its dim, and its number among the dim's factors."""
     for dim, names in enumerate(letters):
         if letter in names:
             before = names[: names.index(letter)]
@@ -455,16 +457,17 @@ def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the innermost module a node came from, without the wrapper's prefix."""
+    """Path of the innermost module that called a node, without the prefix of the wrapper that capture adds."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model").removeprefix(".")
 
 
 def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor]]:
-    """Names by where a factor is first met: inputs (batch, seq), parameters, then anywhere.
+    """Names and roles of all factors. A factor takes its name from the first place where it occurs.
 
-    The heads of a cache that is an input are heads of the model, and no dim of its own.
+    Inputs come first (batch, seq), then parameters, then all other tensors. A factor that is both a dim of an input and
+    the heads of attention, as in a cache of keys and values, does not take its name or role from the input.
     """
     names: dict[int, str] = {}
     taken: dict[str, Factor] = {}
@@ -517,10 +520,14 @@ def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor
 
 
 def _batch_of_inputs(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> dict[int, bool]:
-    """Whether factors of inputs are the batch, where the ops say otherwise than that it is the leading dim.
+    """Factors of inputs -> whether they are the batch, for inputs whose batch is not their leading dim.
 
-    In some layouts another dim is (torch.nn.LSTM and torch.nn.MultiheadAttention, unless `batch_first`). It is
-    the first dim over which samples meet in none of the ops that keep some `apart`; the leading dim if that is one.
+    That is so for torch.nn.LSTM and torch.nn.MultiheadAttention without `batch_first`. Some ops compute every sample
+    separately, and their rules tell over which dims. The batch is the leading dim if all these ops agree that it is
+    such a dim, else the first dim of which they do.
+
+    Args:
+        apart: for each op that computes samples separately, the factors over which it does.
     """
     matrices = {id(x) for name in analyzer.captured.parameters for x in _of(analyzer, name)}
     found: dict[int, bool] = {}
@@ -536,7 +543,7 @@ def _batch_of_inputs(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> 
 
 
 def _heads(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> set[int]:
-    """Columns of matrices by which products of activations are independent: the heads of attention."""
+    """The heads of attention: factors of weights' columns over which products of two activations are batched."""
     columns = {
         id(x)
         for node, spec in analyzer.specs.items()
@@ -547,7 +554,7 @@ def _heads(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> set[int]:
 
 
 def _batch_of_op(analyzer: _Analyzer, node: str) -> frozenset[int]:
-    """Factors over which samples do not meet in an op: those its rule names, or of a product of activations."""
+    """Factors over which an op computes samples separately: those of its rule, or the batch of a product."""
     spec = analyzer.specs[node]
     letters = set(spec.batch)
     if spec.sums and _varies(analyzer, node, spec) == {True}:
@@ -556,7 +563,7 @@ def _batch_of_op(analyzer: _Analyzer, node: str) -> frozenset[int]:
 
 
 def _columns(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
-    """Letters of a product that its results have from what is made of parameters alone."""
+    """Letters of a product's result that come only from operands computed from parameters."""
     of_model, of_inputs = (
         {x for name, letters in zip(analyzer.taken[node], spec.operands, strict=True)
          if (name in analyzer.of_inputs) is varies for dim in letters for x in dim}
@@ -574,13 +581,13 @@ def _of(analyzer: _Analyzer, tensor: str) -> list[Atom]:
 
 
 def _counts_matrices(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
-    """Letters of a batched product whose one factor is made of parameters alone: `e c d, e d f -> e c f`."""
+    """Batch letters of a batched product of an activation and a weight, such as `e` in `e c d, e d f -> e c f`."""
     varies = {name in analyzer.of_inputs for name in analyzer.taken[node]}
     return _common(spec) if spec.sums and varies == {True, False} else set()
 
 
 def _varies(analyzer: _Analyzer, node: str, spec: Spec) -> set[bool]:
-    """Whether what a product multiplies depends on inputs; what is added to it aside."""
+    """For the factors of a product, whether they depend on inputs, as a set; an added bias does not count."""
     factors = [x for i, x in enumerate(analyzer.taken[node]) if i not in spec.additive]
     return {name in analyzer.of_inputs for name in factors} if len(factors) > 1 else set()
 
@@ -592,5 +599,5 @@ def _common(spec: Spec) -> set[str]:
 
 
 def _input_name(name: str, dim: int, is_batch: bool) -> str:
-    """`seq` is the other of the first two dims."""
+    """Name of a dim of an input: `batch`, `seq` for the other of the first two dims, or such as `mask[2]`."""
     return "batch" if is_batch else "seq" if dim < 2 else f"{name}[{dim}]"

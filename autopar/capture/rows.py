@@ -1,4 +1,4 @@
-"""Rows of a batch: which tensors have a row for every sample, and a part of their rows."""
+"""Rows of a batch: which tensors have one row for each sample, and which rows a replica takes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from autopar.errors import StepError
 
 
 def have_rows(shapes: Sequence[Sequence[int]]) -> list[bool]:
-    """For every shape whether it has a row for every sample: as many as the first shape with dims."""
+    """For each shape, whether the tensor has one row for each sample.
+
+    The number of samples is dim 0 of the first shape that has dims.
+
+    >>> have_rows([(8, 16), (8,), (16,), ()])
+    [True, True, False, False]
+    """
     rows = next((shape[0] for shape in shapes if shape), None)
     return [bool(shape) and shape[0] == rows for shape in shapes]
 
 
 def rows_of_replica(tensors: Sequence[Tensor], number: int, replicas: int) -> list[Tensor]:
-    """The rows that one of several replicas trains on; what has no row for every sample is whole.
+    """The part of each tensor that one replica trains on; a tensor without a row for each sample is passed on whole.
 
     Raises StepError where the replicas do not divide the rows.
     """
@@ -36,7 +42,7 @@ def rows_of_replica(tensors: Sequence[Tensor], number: int, replicas: int) -> li
 def arguments_of_replica(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int, replicas: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step with the rows of one replica. Raises StepError, as `rows_of_replica`."""
+    """The arguments of a step, cut to the rows of one replica. Raises StepError, as `rows_of_replica` does."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     found = iter(rows_of_replica([x for x in leaves if isinstance(x, Tensor)], number, replicas))
     whole = [next(found) if isinstance(x, Tensor) else x for x in leaves]

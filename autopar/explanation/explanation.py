@@ -1,4 +1,4 @@
-"""A plan's costs for people: as text and data, and answers to what would change them."""
+"""The cost of a plan for users: as text and data, with answers to questions such as what another machine changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autopar.units import format_bytes, format_seconds
 class Explanation(PlanCost, JupyterMixin):
     """The cost of one plan on one cluster, with answers to questions about it.
 
-    With pipeline stages, sensitivities and solutions use the closed-form estimate, not the simulation.
+    With pipeline stages `sensitivity` and `solve_for` use the closed-form estimate, not the simulated schedule.
     """
 
     def __rich__(self) -> RenderableType:
@@ -42,7 +42,7 @@ class Explanation(PlanCost, JupyterMixin):
 
     @property
     def _choices(self) -> tuple[str, ...]:
-        """What the search says it chose, without prices of its own."""
+        """The search's notes on its choices, without those on times and stages, which the report prints itself."""
         return tuple(n for n in self.plan.notes if kind_of(n) not in ("price", "stages"))
 
     @property
@@ -59,31 +59,35 @@ class Explanation(PlanCost, JupyterMixin):
     # --- questions
 
     def sensitivity(self) -> dict[str, float]:
-        """Change of the step's time, as a fraction, per 1 % more of every symbol it depends on.
+        """Relative change of the step's time T when a symbol x grows by 1 %, for every symbol that T depends on.
 
-        It is 0.01 x / T dT/dx, whose derivative is taken by a step in the complex plane, which is exact to
-        rounding (Squire and Trapp 1998). Axes and stages of one are left out; the largest change comes
-        first. With pipeline stages it is the change of the closed form.
+        The change is 0.01 x / T dT/dx. A step in the complex plane gives the derivative exactly up to rounding
+        (Squire and Trapp 1998). Symbols of axes with one rank, and of stages where there is one, are left out. The
+        largest change comes first. With pipeline stages, T is the time of the closed form.
         """
         return solving.sensitivity(self)
 
     def solve_for(self, name: str) -> LargestFit:
-        """The largest value of a size such as `batch` at which a rank's memory is just enough.
+        """The largest value of a size such as `batch` for which the plan still fits into a rank's memory.
 
-        With pipeline stages the memory is that of the closed form. Raises AutoparError for a name that is no
-        symbol of the memory, or if nothing fits.
+        With pipeline stages the memory is that of the closed form. Raises AutoparError if the memory does not depend on
+        a symbol of this name, or if no value fits.
         """
         return solving.solve_for(self, name)
 
     def what_if(self, *, search: bool = False, **changes: float) -> Explanation:
-        """This plan on another machine or at other sizes; with `search` the plan that would then be chosen.
+        """The cost of this plan on another machine or at other sizes.
 
-        Names of symbols take values in their own units (`batch=64`, `memory_bytes_per_second=4.8e12`);
-        `hbm_bytes` is the memory of a rank; `link_bandwidth`, `link_latency`, `flops`,
-        `memory_bandwidth` and `host_speed` take factors: 2 is twice as much. Raises AutoparError for
-        any other name, and for values that are not positive. A search starts from another machine,
-        not from other sizes: those need another capture. So does a pipeline, because its schedule is run
-        with the figures of the graph; `closed_form.what_if` takes all names.
+        A simulated pipeline and a new search accept changes of the machine only: other sizes need another capture. For
+        a pipeline, `closed_form.what_if` accepts sizes too.
+
+        Args:
+            search: whether to search a new plan for the changed machine, in place of keeping this one.
+            changes: new values. A symbol takes a value in its own unit (`batch=64`, `memory_bytes_per_second=4.8e12`),
+                `hbm_bytes` the memory of a rank; `link_bandwidth`, `link_latency`, `flops`, `memory_bandwidth` and
+                `host_speed` take factors: 2 is twice as much.
+
+        Raises AutoparError for any other name, and for values that are not positive.
         """
         if search:
             return self._searched_again(changes)
@@ -105,7 +109,7 @@ class Explanation(PlanCost, JupyterMixin):
         return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
 
     def _on_changed(self, changes: Mapping[str, float]) -> Explanation:
-        """This pipeline, run on the changed machine."""
+        """The cost of this plan with pipeline stages, whose schedule is simulated on the changed machine."""
         changed = self.closed_form.what_if(search=False, **changes)  # refuses unknown names
         others = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
         if others:
@@ -121,7 +125,7 @@ class Explanation(PlanCost, JupyterMixin):
         )
 
     def _searched_again(self, changes: Mapping[str, float]) -> Explanation:
-        """The best plan under the same recipe on the changed machine."""
+        """The cost of the best plan under the same recipe on the changed machine."""
         changed = self.closed_form.what_if(search=False, **changes)  # refuses unknown names
         sizes = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
         if sizes:
@@ -155,11 +159,11 @@ class Explanation(PlanCost, JupyterMixin):
         )
 
     def events(self) -> tuple[Event, ...]:
-        """The predicted step as a timeline of compute and communication lanes."""
+        """The predicted step as a timeline, with one lane for compute and one for communication along each axis."""
         return timeline(self.step)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything a page shows, with units in the keys."""
+        """The plan, its cost and all figures of its HTML report, as data for JSON, with units in the keys."""
         return {
             "plan": self.plan.to_json(),
             "cluster": {"name": str(self.cluster), "ranks": self.cluster.ranks},
@@ -184,7 +188,7 @@ class Explanation(PlanCost, JupyterMixin):
         }  # fmt: skip
 
     def _pipeline_json(self) -> dict[str, Any]:
-        """The stages and the simulated schedule; nothing without a pipeline."""
+        """The stages and the simulated schedule, as part of `to_json`; empty without pipeline stages."""
         run = self.simulated
         if run is None:
             return {}

@@ -1,12 +1,12 @@
-"""Lightning: a strategy that splits what a `LightningModule` computes.
+"""Lightning: a strategy that runs the networks of a `LightningModule` on all ranks, split by plans.
 
     trainer = lightning.Trainer(strategy=AutoparStrategy(mesh={"dp": 2}, recipe="zero3"))
     trainer = lightning.Trainer(strategy="autopar")             # after `import autopar.integrations.lightning`
 
-A LightningModule's steps are Python that logs, and may call `backward` and optimizers itself. So the steps stay as they
-are, and the networks that they call run under the backend of torch.compile (docs/backend.md): every rank has the batch
-of all ranks, and sees whole results, losses and gradients. Parameters, gradients and optimizer states lie in shards
-where the recipe has them so.
+A LightningModule's steps are Python code, which logs and may call `backward` and optimizers itself. So the steps run
+unchanged on every rank, with the batch of all ranks, and the networks that they call run under autopar's backend of
+torch.compile (docs/backend.md). The steps see whole results and losses. Parameters, gradients and optimizer
+states are stored in shards where the recipe says so.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _STORED_SPLIT = ("zero1", "zero2", "zero3", "fsdp")
 
 
 class AutoparStrategy(DDPStrategy):
-    """A strategy over all ranks, whose networks run by plans and whose parameters lie in shards as the recipe says.
+    """A strategy that splits networks over all ranks by plans, and stores parameters in shards as the recipe says.
 
-    A data loader of the module gives one rank's batch, and `training_step` gets that of all ranks; with
-    `split_batches=True` the loader's batch is that of all ranks already.
+    A data loader gives the batch of one rank, and `training_step` gets the batches of all ranks joined. With
+    `split_batches=True` the loader gives the batch of all ranks itself.
     """
 
     strategy_name = "autopar"
@@ -55,12 +55,12 @@ class AutoparStrategy(DDPStrategy):
         options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes what is asked of the plans, and what `DDPStrategy` takes about processes.
+        """Sets the options of the plans, and those of `DDPStrategy` for processes.
 
         Args:
-            mesh: the axes and their sizes; by default one axis `dp` of all ranks.
+            mesh: axes of the device mesh and their sizes; by default one axis `dp` of all ranks.
             recipe: constraints on the plans, for all axes or by axis.
-            split_batches: whether a data loader's batch is that of all ranks; else that of one rank.
+            split_batches: whether a data loader gives the batch of all ranks; if not, it gives that of one rank.
             options: further options of the backend, such as `{"executor": "inductor"}`.
             kwargs: keyword arguments of `DDPStrategy` about devices and processes.
         """
@@ -72,10 +72,10 @@ class AutoparStrategy(DDPStrategy):
     # --- setting up
 
     def setup(self, trainer: Trainer) -> None:
-        """Makes the module's networks run by plans, and then its optimizers."""
+        """Compiles the module's networks and shards its parameters, and then makes its optimizers."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        # Lightning would replace the loaders' samplers by ones that always shuffle and give each rank other rows.
+        # Lightning would replace the loaders' samplers by ones that always shuffle and give every rank different rows.
         trainer._accelerator_connector.use_distributed_sampler = False
         module = self.lightning_module
         self.precision_plugin.convert_module(module)
@@ -104,25 +104,25 @@ class AutoparStrategy(DDPStrategy):
         self._ready = module
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """A loader that gives every rank the batch of all ranks; the ranks shuffle alike."""
+        """A loader that gives every rank the batch of all ranks, which all ranks shuffle in the same order."""
         own = generator_of(dataloader) if isinstance(dataloader, DataLoader) else None
         draw_alike(self.root_device, *([] if own is None else [own]))
         if self._split_batches or not isinstance(dataloader, DataLoader):
             return dataloader
         return with_batches_of_all(dataloader, self.world_size)
 
-    # --- what ranks have in common is there already
+    # --- collectives of Lightning: every rank already has the values of the whole batch
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What is given: a mean or a sum over the batch of all ranks is one already."""
+        """The tensor as it is: each rank has computed its mean or sum over the batch of all ranks."""
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """What is given: it is of the batch of all ranks already, as in one process."""
+        """The tensor as it is: it belongs to the batch of all ranks already, as in one process."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decide so."""
+        """Whether all ranks have a true `decision`; with `all=False` whether any rank has."""
         count = torch.tensor(int(decision), device=self.root_device)
         if self.world_size > 1:
             dist.all_reduce(count)
@@ -140,7 +140,7 @@ class AutoparStrategy(DDPStrategy):
         return self._whole(getattr(optimizer, "_optimizer", optimizer).state_dict())
 
     def _whole(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The values with every DTensor gathered, for the first rank alone to keep."""
+        """The values with every DTensor gathered; only the first rank keeps them, the others get None."""
 
         def gathered(x: Any) -> Any:
             found = x.full_tensor() if isinstance(x, DTensor) else x
@@ -150,7 +150,7 @@ class AutoparStrategy(DDPStrategy):
         return found
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads whole states of optimizers, of which each rank takes its part."""
+        """Loads the whole states of the optimizers from a checkpoint; each rank takes its own shards."""
         states = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(_cut_optimizer_state(optimizer, state))
@@ -165,16 +165,16 @@ class AutoparStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the strategy by its name."""
+        """Registers the strategy with Lightning, so that `Trainer(strategy="autopar")` finds it."""
         strategy_registry.register(
             cls.strategy_name, cls, description="splits what a LightningModule computes, by plans"
         )
 
 
 def networks(module: nn.Module) -> Iterator[nn.Module]:
-    """The networks that a LightningModule's steps may call: itself if it has a forward, and its children.
+    """The networks that a LightningModule's steps may call: the module itself if it has a forward, and its children.
 
-    Modules without parameters, such as metrics, are none; a list or dict of modules stands for its members.
+    Children without parameters, such as metrics, are left out. For a ModuleList or ModuleDict its members are taken.
     """
     if type(module).forward not in (LightningModule.forward, nn.Module.forward):
         yield module
@@ -188,7 +188,7 @@ def networks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _storage(recipe: RecipeLike, mesh: Mapping[str, int]) -> RecipeLike:
-    """How parameters lie: in shards along the axes whose recipe stores them so, else whole."""
+    """The recipe by which parameters are stored: in shards along the axes whose recipe does so, else whole."""
     if isinstance(recipe, str):
         return recipe if recipe in _STORED_SPLIT else "ddp"
     return {
@@ -199,12 +199,12 @@ def _storage(recipe: RecipeLike, mesh: Mapping[str, int]) -> RecipeLike:
 
 
 def _nobody_else() -> bool:
-    """Whether a metric of torchmetrics has to add up what ranks have: no, as each sees the batch of all."""
+    """Whether a metric of torchmetrics reduces over ranks: no, because each rank sees the batch of all ranks."""
     return False
 
 
 def _cut_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with the tensors of a parameter's shape cut as the parameter lies."""
+    """The state with each tensor that has its parameter's shape cut to this rank's shard of the parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def cut(value: Any, parameter: Tensor) -> Any:

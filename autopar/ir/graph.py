@@ -1,7 +1,8 @@
 """The model as the search sees it: tensors with factored dims, and ops with choices.
 
-Nothing here knows torch. `autopar.analysis.factors` makes a `Graph` of a captured model; the search picks one
-`Choice` per op and mesh axis, and one storage per parameter; `autopar.passes` carries them out.
+This module does not import torch. `autopar.analysis.factors` makes a `Graph` from a captured model. The search picks
+one `Choice` per op and mesh axis, and one storage layout per parameter. `autopar.passes` then rewrites the model's
+graph into the program of one rank.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.precision import MixedPrecision
 
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
-VARIED = (
-    "~"  # label of the choice that takes and gives V: the same work everywhere, for different uses
-)
+VARIED = "~"  # label of the choice with operands and results in V: every rank does all the work
 PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
 EXCHANGED = ">"  # `t>e`: split by `t` outside the op and by `e` inside it, see `Choice`
 
@@ -31,13 +30,13 @@ class Tensor:
     Attributes:
         name: unique in the graph.
         dims: factor sizes of each dim, most significant first.
-        factors: names of those factors, of the same structure; "" for a factor nobody named.
+        factors: names of the factors, one for each size in `dims`; "" for a factor without a name.
         itemsize_bytes: bytes of one element.
-        needs_grad: whether a gradient flows back through it.
-        stored_itemsize_bytes: bytes of one element of a parameter at rest, None where it is used in the
-            format that it is stored in.
-        gradient_itemsize_bytes: bytes of one element of a parameter's gradient while it is added up and
-            reduced, None for those of the parameter in use.
+        needs_grad: whether backward computes its gradient.
+        stored_itemsize_bytes: bytes of one element of a parameter between steps; None where that is the
+            number format in which ops use it.
+        gradient_itemsize_bytes: bytes of one element of a parameter's gradient while it is accumulated and
+            reduced; None for `itemsize_bytes`.
     """
 
     name: str
@@ -54,17 +53,21 @@ class Tensor:
 
     @property
     def is_cast(self) -> bool:
-        """Whether a parameter is used in another format than it is stored in."""
+        """Whether a parameter is cast from its stored number format to another one for use."""
         return self.at_rest is not self
 
     @cached_property
     def at_rest(self) -> Tensor:
-        """A parameter as it lies between steps."""
+        """This tensor with the element size that it is stored in between steps."""
         return self._in_format(self.stored_itemsize_bytes)
 
     @cached_property
     def gradient(self) -> Tensor:
-        """A parameter's gradient while it is added up and reduced; that of an activation is like itself."""
+        """Description of this tensor's gradient: the same dims, with the element size of gradients.
+
+        Only a parameter's gradient may have another element size than the tensor. Then it is that of the gradient while
+        it is accumulated and reduced.
+        """
         return self._in_format(self.gradient_itemsize_bytes)
 
     @property
@@ -82,7 +85,7 @@ class Tensor:
 
     @property
     def formats(self) -> tuple[int, int | None, int | None]:
-        """The item sizes that a price depends on."""
+        """Element sizes in use, in storage and of the gradient, as they are in the fields."""
         return self.itemsize_bytes, self.stored_itemsize_bytes, self.gradient_itemsize_bytes
 
 
@@ -91,15 +94,15 @@ class Choice:
     """One way to run an op along one mesh axis.
 
     Attributes:
-        label: `-` (split nothing), `~` (split nothing, V in and out), a factor of the op's rule such
-            as `k` or `k.1`, `+...` (pass P), or `t>e`: rows come and go split by the factor `t`, and change hands
-            inside the op, where the work is split by `e`.
-        operands: the state each tensor operand must be in, in the order of `Op.operands`.
-        results: the state each tensor result is then in.
-        size: size of the factor that is split, of `t>e` that of `e`; the axis size must divide it. 0 where nothing is
-            split.
-        factor: the name of that factor in the whole graph, "" where nothing is split.
-        stretch: arithmetic of the slowest part, as a multiple of its share of the op's.
+        label: `-` (splits nothing), `~` (splits nothing, operands and results in V), a factor of the op's rule such
+            as `k` or `k.1`, `+...` (a linear op applied to partial sums, P), or `t>e`: operands and results are split
+            by the factor `t`, and inside the op ranks exchange rows so that the work is split by `e`.
+        operands: the state that each tensor operand must be in, in the order of `Op.operands`.
+        results: the state that each tensor result is then in.
+        size: size of the factor that is split, which the axis size must divide; for `t>e` that of `e`, 0 where nothing
+            is split.
+        factor: name of this factor in the whole graph, "" where nothing is split.
+        stretch: work of the rank that has most of it, divided by an equal share of the op's work.
     """
 
     label: str
@@ -119,9 +122,9 @@ class Leaf(NamedTuple):
     """One factor of an op's iteration space.
 
     Attributes:
-        label: label of the choice that splits it, whether or not the op offers that choice.
-        factor: its name in the whole graph.
-        size: elements.
+        label: label of the choice that splits this factor, whether or not the op offers that choice.
+        factor: name of the factor in the whole graph.
+        size: number of elements.
     """
 
     label: str
@@ -133,8 +136,9 @@ class Leaf(NamedTuple):
 class Work:
     """Floating-point operations of one loop nest: `coefficient` times the product of all leaves.
 
-    For a product of matrices `rows` are of the first operand and the result, `columns` of the second
-    and the result, `inner` summed away, and `batch` in all three. Any other work has rows only.
+    In a matrix product, `rows` are the factors that the first operand and the result have, `columns` those that the
+    second operand and the result have, `inner` those that are summed over, and `batch` those that all three have. Any
+    other work has only rows.
     """
 
     coefficient: float
@@ -159,14 +163,14 @@ class Work:
 
 @dataclass(frozen=True)
 class OwnCollective:
-    """A collective of an op's own, which its parts run among themselves.
+    """A collective inside an op: the ranks among which the op is split run it while they compute.
 
     Attributes:
-        labels: along every axis on which the op has one of these there is one such collective.
-        forward: its name, as in `autopar.ir.conversion`.
+        labels: labels of the choices that need this collective; it runs along each axis whose choice is among them.
+        forward: name of the collective in forward, as in `autopar.ir.conversion`.
         backward: name of the collective that runs on the gradient, "" where nothing is sent.
-        itemsize_bytes: bytes of the message for one point of its leaves.
-        leaves: factors of the message that a rank puts in.
+        itemsize_bytes: bytes of the message for one point of the product of `leaves`.
+        leaves: factors of the tensor that a rank sends.
     """
 
     labels: frozenset[str]
@@ -185,15 +189,15 @@ class Op:
         kind: the operator, such as `aten.linear`.
         operands: names of its tensor operands (one may occur twice).
         results: names of its tensor results, those of `hidden` last.
-        choices: the ways to run it along one mesh axis; the first is always `-`, which splits nothing.
+        choices: the ways to run the op along one mesh axis; the first is always `-`, which splits nothing.
         flops: forward floating-point operations of the whole op; an element-wise op counts one per element.
         saved: names of the operands and results that autograd keeps for backward.
         hidden: names of the results that only its own backward sees: masks, statistics, copies.
-        is_view: whether it moves no data: its results lie in the memory of its first operand.
-        module: path of the module it came from, "" at the top.
-        has_rule: False for an op without a rule, which therefore runs replicated.
-        work: the same operations divided into loop nests; those of all nests add up to `flops`.
-        collectives: collectives inside the op itself, each with the choices under which it runs.
+        is_view: whether the op copies no data: its results share the memory of its first operand.
+        module: path of the module that called the op, "" for the model itself.
+        has_rule: whether the op has a rule that says how it can be split; without one it runs replicated.
+        work: the operations of `flops`, divided into loop nests.
+        collectives: collectives inside the op, each with the choices under which it runs.
     """
 
     name: str
@@ -225,11 +229,11 @@ class Factor:
 
     Attributes:
         name: such as `batch`, `seq` or `mlp.up.out`.
-        size: elements.
-        roles: among "batch" (leading dim of an input, or that which ops take for their samples, and rows
-            joined of it), "input" (any other dim of an input but the heads of attention),
-            "parameter" (occurs in a parameter), "normalized" (some op normalizes over it) and "expert"
-            (counts matrices of which a row meets some, as those of a mixture of experts).
+        size: number of elements.
+        roles: among "batch" (the leading dim of an input or the dim over which ops treat samples separately,
+            and dims that are concatenated from such dims), "input" (any other dim of an input except attention heads),
+            "parameter" (a dim of a parameter), "normalized" (some op normalizes over it) and "expert"
+            (numbers the matrices of which each row uses only some, as in a mixture of experts).
     """
 
     name: str
@@ -243,8 +247,8 @@ class Stack:
 
     Attributes:
         path: qualified name of the list of layers.
-        layers: how many the model has.
-        captured: how many of them the graph has; where fewer, the middle one stands for the rest.
+        layers: number of layers in the model.
+        captured: number of layers in the graph; where it is smaller, the middle layer stands for those left out.
     """
 
     path: str
@@ -264,9 +268,9 @@ class Stack:
 
 
 def find_stacks(ops: Iterable[Op]) -> tuple[Stack, ...]:
-    """Lists of modules whose members `path.0`, `path.1` ... all have ops; the outermost of each path.
+    """Lists of modules whose members `path.0`, `path.1` ... all have ops; of nested lists only the outermost.
 
-    Every layer stands for itself: they need not be alike.
+    All layers of such a list are in the graph, and they need not be alike.
     """
     found: dict[str, set[int]] = {}
     for op in ops:
@@ -294,9 +298,9 @@ class Graph:
         inputs: input name -> tensor name; a rank can take any part of an input for free.
         outputs: names of the result tensors; see `delivered`.
         factors: every named factor.
-        stacks: its repeated layers; a captured layer may stand for many, see `stands_for`.
-        precision: the policy it was captured under, None where every parameter is used as it is stored.
-        whole_outputs: whether every result is delivered whole, on every rank.
+        stacks: lists of repeated layers; one captured layer may stand for many, see `stands_for`.
+        precision: mixed-precision policy of the capture; None where ops use parameters in their stored format.
+        whole_outputs: whether every rank returns the whole of every result.
         copies: op, parameter or buffer of a graph with few layers -> its names in the whole model, one for
             every layer that it stands for; empty where the graph has all layers.
     """
@@ -314,7 +318,10 @@ class Graph:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def delivered(self, layout: Layout) -> Layout:
-        """The layout in which a result that is made in this one leaves: without P, or whole."""
+        """The layout in which the program returns a result that its op leaves in this layout.
+
+        Partial sums are reduced, and with `whole_outputs` split results are gathered.
+        """
         return tuple(R if self.whole_outputs or s.kind == "P" else s for s in layout)
 
     def stack_of(self, name: str) -> tuple[Stack, int] | None:
@@ -327,7 +334,7 @@ class Graph:
 
     @cached_property
     def stands_for(self) -> Mapping[str, int]:
-        """Names of ops, tensors and parameters that stand for several -> how many; others for one."""
+        """How many layers an op, tensor or parameter stands for, by name; names that stand for one are left out."""
         modules = {op.name: op.module for op in self.ops}
         modules |= {name: op.module for op in self.ops for name in op.results}
         modules |= {name: name for name in self.parameters}
@@ -343,7 +350,7 @@ class Graph:
 
     @cached_property
     def edge_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Whole shapes of inputs and parameters, by `input tokens` or `parameter up.weight`."""
+        """Global shapes of inputs and parameters, by keys such as `input tokens` and `parameter up.weight`."""
         edges = [(f"input {name}", tensor) for name, tensor in self.inputs.items()]
         edges += [(f"parameter {name}", tensor) for name, tensor in self.parameters.items()]
         return {name: tuple(self.tensors[tensor].shape) for name, tensor in edges}
@@ -354,7 +361,7 @@ class Graph:
 
     @cached_property
     def producer(self) -> Mapping[str, Op]:
-        """Tensor name -> the op that makes it; leaves have none."""
+        """Tensor name -> the op that computes it; inputs, parameters and buffers have no entry."""
         return {name: op for op in self.ops for name in op.results}
 
 
@@ -362,13 +369,13 @@ Labels = tuple[str, ...]  # the label of an op's choice on every mesh axis
 
 
 def operand_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
-    """The layout each tensor operand of `op` must have, given its choice on every axis."""
+    """The layout that each tensor operand of `op` must have, given the op's choice on every axis."""
     chosen = [op.choice(label) for label in labels]
     return tuple(tuple(c.operands[i] for c in chosen) for i in range(len(op.operands)))
 
 
 def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
-    """The layout each tensor result of `op` then has."""
+    """The layout of each tensor result of `op`, given the op's choice on every axis."""
     chosen = [op.choice(label) for label in labels]
     return tuple(tuple(c.results[i] for c in chosen) for i in range(len(op.results)))
 
@@ -383,7 +390,10 @@ def split_factors(label: str) -> tuple[str, ...]:
 
 
 def go_together(labels: Labels) -> bool:
-    """Whether an op can run by these choices at once: what some axis exchanges rows for, no axis splits in another way.
+    """Whether an op can run under these choices on several axes at once.
+
+    It cannot where one axis exchanges rows so that the work is split by a factor, and another axis splits the same
+    factor without an exchange.
 
     >>> go_together(("t.0>e", "t.1>e")), go_together(("t.0>e", "e"))
     (True, False)
@@ -397,7 +407,7 @@ def _letter(label: str) -> str:
 
 
 def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
-    """Whether every operand and result of `op` can be cut as these choices ask, and the choices go together."""
+    """Whether these choices go together and every operand and result of `op` divides as they require."""
     if not go_together(labels):
         return False
     names = (*op.operands, *op.results)

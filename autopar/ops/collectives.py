@@ -1,19 +1,19 @@
-"""The collectives of the rewritten graph, as differentiable custom ops.
+"""The collectives of the graph of one rank, as differentiable custom ops.
 
-All ops share one signature,
+All ops have the same signature,
 
     torch.ops.autopar.NAME(x, dims, size, group, backward) -> Tensor
 
-where `dims` are dimensions of `x` (none, one, or for all-to-all the dim to gather and the dim to cut; see
-`CollectiveCall` for the position of an owner among them),
-`size` is the number of ranks of the group, `group` is the name of a mesh axis until the graph is
-bound to process groups and a c10d group name afterwards, and `backward` names the transposed op of
-autopar/ir/conversion.py, which autograd runs on the gradient with the dims reversed. `dispatch` and `combine` of
-`autopar.ops.exchange` have the table of counts behind that, and no dims.
+where `dims` are dimensions of `x`: none, one, or for all-to-all the dim to gather and the dim to split. `size` is the
+number of ranks in the group. `group` is the name of a mesh axis; when the graph is bound to process groups it becomes
+a c10d group name. `backward` names the transposed op of autopar/ir/conversion.py, which autograd runs on the gradient
+with the dims reversed. `dispatch` and `combine` of `autopar.ops.exchange` have no dims, and a table of counts as a
+last argument.
 
-`LOCAL` states what every op means for the tensors of all ranks at once. It is the definition; the
-process-group kernels in `KERNELS`, built on `torch.ops._c10d_functional`, must agree with it. The ops of a tensor
-that one rank owns are no ops of a graph yet: parameters alone are stored so, and `autopar.runtime.transfer` runs them.
+`LOCAL` defines every op by the tensors of all ranks of a group. The kernels in `KERNELS`, which run on process groups
+by `torch.ops._c10d_functional`, must agree with it. Some ops of `LOCAL`, such as `broadcast`, convert tensors that
+one rank owns (the state `O(i)`). They have no kernel: only parameters have owners, and `autopar.runtime.transfer`
+converts these outside the graph. Among their `dims` are positions of owners, see `CollectiveCall`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.ops.nodes import schema
 
 SIGNATURE = "(Tensor x, int[] dims, int size, str group, str backward) -> Tensor"
 
-# --- the definition: shards of all ranks of a group, and the position of one of them -> its result
+# --- definitions: local tensors of all ranks of a group, and the position of one rank -> its result
 
 
 def _keep_first(shards: Sequence[Tensor], position: int) -> Tensor:
@@ -67,12 +67,12 @@ def _exchange(shards: Sequence[Tensor], position: int, gathered: int, cut: int) 
 
 
 def nothing(x: Tensor) -> Tensor:
-    """What a rank holds of a tensor like `x` that another rank owns: a first dim of 0, and no memory."""
+    """The local tensor on a rank that does not own `x`: a tensor without elements, whose dim 0 is 0."""
     return x.new_empty((0, *x.shape[1:]))
 
 
 def seen(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor in another shape; what holds nothing of such a tensor still does."""
+    """The tensor in another shape; a tensor from `nothing` gets this shape with a dim 0 of 0."""
     if x.numel() == 0 and all(shape):
         return x.reshape((0, *shape[1:]))
     return x.reshape(tuple(shape))
@@ -91,10 +91,10 @@ LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[Any]], Tensor]] = {
     "shard": lambda xs, i, dims: _cut(xs[i], dims[0], len(xs), i).contiguous(),
     "pad": lambda xs, i, dims: _widen(xs[i], dims[0], len(xs), i),
     "all_to_all": lambda xs, i, dims: _exchange(xs, i, *dims),
-    # of rows that change hands, with the tables of all ranks in place of dims
+    # exchanges of rows, with the tables of counts of all ranks in place of dims
     "dispatch": lambda xs, i, tables: dispatched(xs, tables, i),
     "combine": lambda xs, i, tables: combined(xs, tables, i),
-    # of a tensor that one rank owns
+    # conversions of a tensor that one rank owns
     "broadcast": lambda xs, i, owner: xs[owner[0]],
     "reduce": lambda xs, i, owner: _at_owner(_sum(xs), i == owner[0]),
     "keep": lambda xs, i, owner: _at_owner(xs[i], i == owner[0]),
@@ -106,16 +106,16 @@ LOCAL: dict[str, Callable[[Sequence[Tensor], int, Sequence[Any]], Tensor]] = {
 
 
 class Collective(NamedTuple):
-    """A collective of a rewritten graph, read from its node.
+    """A collective of a rank's graph, read from its node.
 
     Attributes:
-        name: operator in `torch.ops.autopar`, one of `KERNELS`.
-        x: node of the local tensor that a rank puts in.
-        dims: dimensions of `x`, as the operator takes them.
-        size: number of ranks of the group.
-        group: name of the mesh axis; once the graph is bound, of the c10d group.
-        backward: the transposed operator, which autograd runs on the gradient.
-        counts: node of the table of rows that change hands, of a `dispatch` or `combine`.
+        name: name of the op in `torch.ops.autopar`.
+        x: node of the local tensor.
+        dims: dimensions of `x`, as the op takes them.
+        size: number of ranks in the group.
+        group: name of the mesh axis; in a bound graph, c10d name of the process group.
+        backward: name of the transposed op, which autograd runs on the gradient.
+        counts: node of the table of row counts, for `dispatch` and `combine`; None for the others.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Collective(NamedTuple):
         return self.x, list(self.dims), self.size, self.group, self.backward, *counts
 
     def call(self, mesh: Mesh) -> CollectiveCall:
-        """The same along an axis of a mesh, of a graph that is not bound to groups yet."""
+        """The collective as plain data, with the position of its mesh axis; only for a graph that is not bound yet."""
         return CollectiveCall(self.name, self.backward, self.dims, mesh.index(self.group))
 
 
@@ -162,9 +162,9 @@ def _rank(group: str) -> int:
 
 
 def _on_bytes(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Runs a kernel that only moves data; backends know no bool.
+    """Runs a kernel that only moves data, and sends bool as uint8, because backends do not support bool.
 
-    Converted, not seen as bytes: Inductor's C++ (torch 2.13) cannot look values up through such a view.
+    The tensor is converted and not viewed as uint8: Inductor's C++ (torch 2.13) cannot index through such a view.
     """
     if x.dtype is torch.bool:
         return kernel(x.to(torch.uint8)).to(torch.bool)
@@ -173,7 +173,7 @@ def _on_bytes(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def naming_failures(collective: str, group: str) -> Iterator[None]:
-    """Turns what communication raises in a group of this c10d name into a PeerError."""
+    """Context that turns an error of communication in the group with this c10d name into a PeerError."""
     try:
         yield
     except RuntimeError as error:
@@ -226,12 +226,12 @@ def _group_partial(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
 
 
 def _group_vary(x: Tensor, dims: list[int], size: int, group: str) -> Tensor:
-    # An alias that a compiled graph returns is made again outside it, without our backward.
+    # A compiled graph that returns an alias makes the alias anew outside the graph, without this op's backward.
     return x.clone() if _torch.is_functional(x) else x.view_as(x)
 
 
 def _group_exchange(name: str, x: Tensor, counts: Tensor, size: int, group: str) -> Tensor:
-    """`dispatch` or `combine`; what a rank sends lies by rank, and so does what it gets."""
+    """Runs `dispatch` or `combine`. Sent rows are ordered by receiving rank, received rows by sending rank."""
     sent, received = table_of(counts, size)
     if name == "combine":
         x, sent, received = turned(x, received.t()), received, sent
@@ -258,7 +258,7 @@ KERNELS: dict[str, Callable[[Tensor, list[int], int, str], Tensor]] = {
     "all_to_all": _group_all_to_all,
 }
 
-# Into these a compiler looks: what it sees is the same on every rank. The others are one op to it.
+# Ops that a compiler may trace into, because their code is the same on every rank. The others stay one op for it.
 FUNCTIONAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
@@ -266,7 +266,19 @@ FUNCTIONAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_al
 
 
 def result_shape(name: str, shape: Sequence[int], dims: Sequence[int], size: int) -> list[int]:
-    """Shape of the result of op `name` for one rank's `x` of the given shape, on a rank that holds something."""
+    """Shape of an op's result on one rank.
+
+    A rank that does not own the result has a tensor without elements instead, see `nothing`.
+
+    Args:
+        name: name of the op, such as "all_gather".
+        shape: shape of the rank's local tensor.
+        dims: dimensions, as the op takes them.
+        size: number of ranks in the group.
+
+    >>> result_shape("all_gather", (4, 6), [0], 2), result_shape("reduce_scatter", (4, 6), [1], 2)
+    ([8, 6], [4, 3])
+    """
     result = list(shape)
     grows = {"all_gather": dims, "pad": dims, "all_to_all": dims[:1], "gather": dims[:1]}.get(
         name, ()
@@ -282,7 +294,7 @@ def result_shape(name: str, shape: Sequence[int], dims: Sequence[int], size: int
 
 
 # [Note: backward inside forward] A model that calls torch.autograd.grad in its forward (a gradient penalty, a
-# physics-informed loss) runs backward while Dynamo watches the frame, which would compile the backward of a
+# physics-informed loss) runs backward inside a frame that Dynamo traces. Dynamo would then compile the backward of a
 # collective as if it were the user's code.
 
 
@@ -314,12 +326,13 @@ def _register(library: torch.library.Library, name: str) -> None:
         return KERNELS[name](x, dims, size, group)
 
     def fake(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
-        return x.new_empty(result_shape(name, x.shape, dims, size))  # all kernels' is contiguous
+        # The result of every kernel is contiguous.
+        return x.new_empty(result_shape(name, x.shape, dims, size))
 
     def autograd(x: Tensor, dims: list[int], size: int, group: str, backward: str) -> Tensor:
         return _Transposed.apply(x, (name, dims, size, group, backward))
 
-    if name == "vary":  # whose result lies in the memory of `x`: no op below autograd
+    if name == "vary":  # its result shares the memory of `x`, so it has no kernel below autograd
         library.define(name + SIGNATURE.replace("Tensor", "Tensor(a)"))
         library.impl(name, autograd, "CompositeImplicitAutograd")
         return
@@ -338,7 +351,7 @@ def _register_exchange(library: torch.library.Library, name: str) -> None:
     def fake(
         x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
     ) -> Tensor:
-        return x.new_empty(x.shape)  # as if the experts were evenly used
+        return x.new_empty(x.shape)  # the size if all experts get as many rows
 
     def autograd(
         x: Tensor, dims: list[int], size: int, group: str, backward: str, counts: Tensor
@@ -352,16 +365,16 @@ def _register_exchange(library: torch.library.Library, name: str) -> None:
 
 
 def _register_on_host(library: torch.library.Library) -> None:
-    """`on_host(x)`: the tensor in the host's memory, whatever device the graph is moved to."""
+    """Defines `on_host(x)`, which copies a tensor to the host's memory on every device."""
     library.define("on_host(Tensor x) -> Tensor")
     library.impl("on_host", lambda x: x.cpu(), "CompositeExplicitAutograd")
     library.impl("on_host", torch.empty_like, "Meta")
 
 
 def register() -> torch.library.Library:
-    """Defines `torch.ops.autopar.*`; the ops live as long as the returned library.
+    """Defines `torch.ops.autopar.*`; the ops exist as long as the returned library.
 
-    Called once, below: importing this module is what makes the ops exist.
+    The import of this module calls it once, below.
     """
     library = torch.library.Library("autopar", "DEF")
     for name in KERNELS:
@@ -376,5 +389,5 @@ LIBRARY = register()
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The c10d name under which the kernels find a process group again."""
+    """The c10d name of a process group, by which the kernels find it."""
     return group.group_name

@@ -1,4 +1,8 @@
-"""Flat collectives: those of several tensors at once, in one buffer, started before they are waited for."""
+"""Flat collectives: one collective for several tensors, which are copied into one flat buffer.
+
+A function `start_*` starts the collective and returns at once; `Started.wait` waits for it and gives the results. Each
+tensor comes with its `Hop`, the conversion step that it takes; all hops of a collective are of one kind along one axis.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,14 @@ from autopar.runtime.world import World
 
 @dataclass
 class Started:
-    """A collective under way and what to do with its result; without work, it is done."""
+    """A collective that was started.
+
+    Attributes:
+        hops: the hop of each tensor.
+        work: handle of torch.distributed to wait for; None if the collective has ended.
+        group: process group of the collective.
+        unpack: function that gives the result of each tensor once the collective has ended.
+    """
 
     hops: list[Hop]
     work: Any
@@ -72,7 +83,12 @@ def start_all_gather(hops: list[Hop], tensors: list[Tensor], world: World) -> St
 
 
 def join(rows: Tensor, hop: Hop) -> Tensor:
-    """One row per rank -> the shards concatenated along the hop's dim."""
+    """The gathered tensor of one hop: its shards concatenated along the hop's dim.
+
+    Args:
+        rows: flat shards of the tensor, one row for each rank.
+        hop: all-gather of the tensor, or gather to its owner.
+    """
     shards = rows.unflatten(1, hop.viewed) if hop.viewed else rows.view(hop.size)
     return shards.movedim(0, hop.dims[0]).reshape(hop.result).contiguous()
 
@@ -94,7 +110,13 @@ def start_reduce_scatter(hops: list[Hop], tensors: list[Tensor], world: World) -
 
 
 def stack(hops: list[Hop], tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    """The parts that go to rank i, of all tensors, as row i."""
+    """The flat input of a reduce-scatter or scatter: row i has the parts of all tensors that rank i gets.
+
+    Args:
+        hops: hop of each tensor.
+        tensors: local tensors, which are cut along the last dim of their hop's `dims`.
+        sizes: number of elements of each tensor's part.
+    """
     size = hops[0].size
     cut = [
         x.unflatten(h.dims[-1], (size, -1)).movedim(h.dims[-1], 0)

@@ -1,4 +1,4 @@
-"""Gradients of one step, kept apart from those that are there."""
+"""Gradients of one step, without adding them to those that are already in `.grad`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Result = TypeVar("Result")
 def gradients_of(
     run: Callable[[], Result], parameters: Sequence[nn.Parameter]
 ) -> tuple[Result, list[Tensor | None]]:
-    """Runs a step; `.grad` is afterwards as it was, and the gradients of the step are returned.
+    """Runs a step and returns its gradients; `.grad` of every parameter is left as it was.
 
     Args:
-        run: the step.
+        run: function that runs the step.
         parameters: the trained parameters that this rank holds.
 
     Returns:
-        The result of `run`, and the gradient of each parameter; None of one that got none.
+        The result of `run`, and the gradient of each parameter, None for a parameter without one.
     """
     before = [p.grad for p in parameters]
     for p in parameters:

@@ -1,7 +1,7 @@
-"""The compiled module: a user's model that runs as programs on this rank.
+"""The compiled module: the user's model, which runs on all ranks by a plan.
 
-It has the model's submodules, parameters and buffers under their own names, so that optimizers,
-checkpoints, `train()` and `eval()` find everything where it was.
+It has the model's submodules, parameters and buffers under their original names, so that optimizers,
+checkpoints, `train()` and `eval()` work as they did before.
 """
 
 from __future__ import annotations
@@ -68,35 +68,35 @@ log = logging.getLogger("autopar")
 
 @contextlib.contextmanager
 def _lasting() -> Iterator[None]:
-    """Inside it inference mode is off: tensors that are made in it can take no part in training later."""
+    """Context without inference mode, because tensors made in inference mode could not be trained later."""
     is_grad_enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
         yield
 
 
 class CompiledModule(nn.Module):
-    """A model that runs on all ranks, as `autopar.compile` returns it.
+    """A model that runs on all ranks; `autopar.compile` returns it.
 
-    `step(*batch)` runs forward and backward of a global batch and leaves gradients; `model(*inputs)` runs
-    the forward alone. Everything else is as in the model that was compiled: parameters, buffers,
-    `state_dict` and attributes have their original names.
+    `step(*batch)` runs forward and backward of a global batch and leaves gradients in `.grad`. `model(*inputs)` runs
+    only the forward. Parameters, buffers, the keys of `state_dict` and attributes have the names that they have in the
+    original model.
     """
 
     def __init__(self, model: nn.Module, planner: ProgramMaker, settings: Settings) -> None:
         super().__init__()
-        self._hooked = backward_hooks(model)  # adoption leaves the hooks of parameters behind
+        self._hooked = backward_hooks(model)  # DTensors replace parameters without their hooks
         self._placement = Placement(model, settings)
         self._planner, self._settings = planner, settings
         self._plan: Plan | None = None
         self._micro_batches = settings.micro_batches
-        self._returns_loss = settings.returns_loss  # until a capture shows that it does not
+        self._returns_loss = settings.returns_loss  # until a capture shows otherwise
         self._kept = KeptPrograms()
         replicas = settings.replicas
         self._comparison = Comparison(
             settings.timeout_seconds, replicas.ranks if replicas else None
         )
         self._shapes = BatchShapes(settings.batch, self._comparison, settings.batch_ranks)
-        self._meetings: Meetings | None = None  # of replicas, once there is a plan
+        self._meetings: Meetings | None = None  # between replicas, once there is a plan
         self._recaptures = Recaptures(self._comparison)
         self._seeds = Seeds()
         self._steps = 0
@@ -106,7 +106,7 @@ class CompiledModule(nn.Module):
         self._scaler = LossScaler(settings.loss_scaling)
         self._optimizer = HeldOptimizer()
         self._unread = ""  # why parameters have no values
-        # The tables themselves are shared, so that names need no prefix and changes are seen by both.
+        # Both modules share these dicts, so that names need no prefix and a change to one changes the other.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, table, getattr(model, table))
         object.__setattr__(self, "_original", model)
@@ -116,31 +116,30 @@ class CompiledModule(nn.Module):
     # --- running
 
     def step(self, *batch: Any, **kwargs: Any) -> Any:
-        """Runs forward and backward of one global batch; gradients are then ready in `.grad`.
+        """Runs forward and backward of one global batch and leaves the gradients in `.grad`.
 
-        Under `torch.no_grad()` only the loss is computed, and gradients are left alone. Under schedules that update
-        parameters inside of a step (docs/versions.md) an attached optimizer has taken its steps, and no gradients are
-        left.
+        Under `torch.no_grad()` it computes only the loss and does not change gradients. Schedules that update
+        parameters inside a step (docs/versions.md) call the attached optimizer, and leave no gradients.
 
         Args:
-            batch: the model's inputs, and behind them what the loss function takes besides the model's
-                result. Each tensor is of the global shape, of which this rank takes its part, or of the
-                shape of that part. The first shape is global, or with batch="local" that of a part; another
-                one is captured and planned when it first comes, the parameters staying where they lie
-                (docs/shapes.md).
+            batch: the model's inputs, and after them the arguments of the loss function that follow the model's
+                result. In the first step every rank gives the whole batch, of which it computes its part; with
+                batch="local" it gives only its own rows. Later each tensor may be given whole or as this
+                part. For a new shape the model is captured and planned once more, and parameters keep their
+                layouts (docs/shapes.md).
             kwargs: keyword arguments of the model.
 
         Returns:
-            The loss of the whole batch, of shape `()`, the same on every rank; or, where the loss function or the
-            model returns `(loss, extras)` with any tree behind the loss, such a tuple. Extra results are those of the
-            whole batch, too, whole on every rank, or with outputs="dtensor" split as the plan has them
-            (docs/training.md). A mean over what a mask leaves is a mean over the
-            whole batch; a loss that is neither a mean, a sum nor a ratio of sums over rows is the mean of the
-            micro-batches' losses, with a warning. Of replicas that meet every so many steps (docs/local_steps.md)
-            each gets the results of its own rows.
+            The loss of the whole batch, of shape `()`, the same on every rank. If the loss function or the model
+            returns `(loss, extras)`, where `extras` is any tree of tensors, `step` returns such a tuple. Extra
+            results belong to the whole batch and are whole on every rank; with outputs="dtensor" they are DTensors in
+            the layout of the plan (docs/training.md). A loss that averages over unmasked tokens averages over
+            those of the whole batch. A loss that is not a mean, a sum or a ratio of sums over rows is averaged
+            over micro-batches, with a warning. Replicas that meet every K steps (docs/local_steps.md) each
+            return the results of their own rows.
 
-        Raises StepError where the ranks give other shapes or values, or none, and for an extra result that several
-        micro-batches do not give; PeerError if another rank died or hangs.
+        Raises StepError if the ranks give different shapes or values, or one gives none, and for an extra result
+        that cannot be put together from several micro-batches; PeerError if another rank died or hangs.
         """
         arguments = self._rows_of_step(Arguments.of(batch, kwargs))
         ready = self._program(arguments, is_step=True)
@@ -156,7 +155,7 @@ class CompiledModule(nn.Module):
         return loss_first(unflatten_outputs(ready.bound.program, results))
 
     def _check_updates(self, pipeline: Pipeline | None) -> None:
-        """Raises StepError where a step that updates parameters has no optimizer, or cannot do what was asked."""
+        """Raises StepError if a step that updates parameters has no optimizer, or an option that it cannot take."""
         self._optimizer.check(pipeline)
         if self._settings.skip_nonfinite:
             refuse_gradients(pipeline, "skip_nonfinite=True")
@@ -164,7 +163,7 @@ class CompiledModule(nn.Module):
             refuse_gradients(pipeline, "A loss scale")
 
     def _step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
-        """Runs a step; returns its results, the loss last."""
+        """Runs a step; returns its results, with the loss as the last."""
         bound = ready.bound
         arguments = self._as_cut(ready, arguments)
         parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
@@ -195,7 +194,7 @@ class CompiledModule(nn.Module):
     def _warn_of_loss(
         self, bound: BoundProgram | BoundPipeline, loss: Tensor, arguments: Arguments
     ) -> None:
-        """Warns once of a loss that is not finite; ranks that give rows of their own all look at theirs."""
+        """Warns once of a loss that is not finite; ranks with different losses each check their own."""
         step = self._finite.found(loss, self._steps)
         if step is None:
             return
@@ -208,13 +207,14 @@ class CompiledModule(nn.Module):
             warn_together(message, stacklevel=4)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result, in the layout of the plan: local tensors, or DTensors if asked for.
+        """The model's result in the layout of the plan: local tensors, or DTensors with outputs="dtensor".
 
-        Inputs are as in `step`. With autograd on the result is differentiable: `model(x, y).backward()` of a model that
-        returns its loss leaves the gradients that `step(x, y)` leaves. Through pipeline stages or several micro-batches
-        it runs as `step` does, backward included, and gives the loss (and extra results) alone.
+        Inputs are as in `step`. With autograd on, the result is differentiable: if the model returns its loss,
+        `model(x, y).backward()` leaves the gradients that `step(x, y)` leaves. With pipeline stages or several
+        micro-batches the call then runs backward at once, as `step` does, and returns only the loss (and extra
+        results).
 
-        Raises StepError through pipeline stages with autograd on, where the model does not return its loss.
+        Raises StepError with autograd on where there are pipeline stages and the model does not return its loss.
         """
         arguments = Arguments.of(args, kwargs)
         if self._settings.replicas is not None and torch.is_grad_enabled():
@@ -230,7 +230,7 @@ class CompiledModule(nn.Module):
         return self._forward(arguments, as_dtensors=self._settings.outputs == "dtensor")
 
     def _forward(self, arguments: Arguments, *, as_dtensors: bool) -> Any:
-        """The results of a forward, in the layouts of its plan."""
+        """The results of a forward, in the layouts of the plan."""
         ready = self._program(arguments, is_step=False)
         bound = ready.bound
         if isinstance(bound, BoundPipeline) and torch.is_grad_enabled():
@@ -258,14 +258,14 @@ class CompiledModule(nn.Module):
         return unflatten_outputs(bound.program, outputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's own `generate`, as models of transformers have it, with forwards by the plan of training.
+        """Runs the model's own `generate`, as models of transformers have it; its forwards run by the plan of training.
 
-        Every rank calls it with the same whole prompts and gets the tokens that one device gives, from the first
-        rank's state of torch's generator if they are sampled. Keys and values are kept in the layouts of the plan
-        (docs/checkpoints.md).
+        Every rank calls it with the same whole prompts and gets the tokens that a single device gives. If tokens are
+        sampled, all ranks use the first rank's state of torch's random generator. Keys and values are cached in the
+        layouts of the plan (docs/checkpoints.md).
 
-        Raises PlanError before there is a plan; StepError with batch="local", and for a model that is no causal
-        language model or arguments that such forwards cannot serve; PeerError if another rank died or hangs.
+        Raises PlanError before there is a plan; StepError with batch="local", for a model that is not a causal
+        language model, and for arguments that it does not support; PeerError if another rank died or hangs.
         """
         keeps = self.plan.pipeline is None
         if self._settings.batch == "local":
@@ -281,12 +281,12 @@ class CompiledModule(nn.Module):
         return generate(self._original, run, args, kwargs, keeps=keeps)
 
     def _trains_in_parts(self) -> bool:
-        """Whether a forward under autograd is a step through stages or several micro-batches, as far as is known."""
+        """Whether `model(...)` runs a whole step: with autograd, a returned loss, and stages or micro-batches."""
         in_parts = self.has_stages or (self._micro_batches or 1) > 1
         return in_parts and self._returns_loss and torch.is_grad_enabled()
 
     def _differentiable_step(self, arguments: Arguments) -> Any:
-        """The results of a step whose gradients wait for the backward of the loss."""
+        """The results of a step whose gradients get into `.grad` when the caller runs backward of the loss."""
         ready = self._program(arguments, is_step=True)
         refuse_gradients(ready.bound.program.plan.pipeline, "model(...) with autograd on")
         results = with_deferred_gradients(lambda: self._step(ready, arguments), self._trained())
@@ -299,13 +299,13 @@ class CompiledModule(nn.Module):
         return [p for p in self._original.parameters() if p.requires_grad]
 
     def _as_cut(self, ready: ReadyProgram, arguments: Arguments) -> Arguments:
-        """The arguments as the program can cut them."""
+        """The arguments as the program cuts them; with batch="local" parts are gathered if it cuts in another way."""
         if self._settings.batch != "local":
             return arguments
         return whole_or_own(ready.bound.program, arguments, ready.count, ready.bound.world)
 
     def prepare(self, *batch: Any, **kwargs: Any) -> None:
-        """Captures and plans for a batch of this shape, given as `step` takes it, before `step` meets it."""
+        """Captures and plans in advance for a batch of this shape, which is given as to `step`; every rank calls it."""
         arguments = Arguments.of(batch, kwargs)
         self._shapes.compare(arguments, "")
         if self._settings.batch == "local":
@@ -313,7 +313,7 @@ class CompiledModule(nn.Module):
         self._add(self._rows_of_step(arguments), is_step=True)
 
     def _rows_of_step(self, arguments: Arguments) -> Arguments:
-        """The rows of a step that this rank's replica trains on; all where there are no replicas."""
+        """The arguments with the rows that this rank's replica trains on; all rows where there are no replicas."""
         replicas = self._settings.replicas
         if replicas is None or self._settings.batch == "local":
             return arguments
@@ -322,33 +322,33 @@ class CompiledModule(nn.Module):
         return replace(arguments, tensors=tuple(own))
 
     def meet(self) -> None:
-        """Lets replicas meet now, before the step at which they would; every rank calls it.
+        """Holds a meeting of the replicas now, before it is due: they exchange parameters, which are then equal.
 
-        All of them then have the same parameters (docs/local_steps.md). Without replicas, or where they have met since
-        the last step, it does nothing. Raises PeerError if another rank died or hangs.
+        Every rank calls this (docs/local_steps.md). Without replicas it does nothing, nor where no step was run since
+        the last meeting. Raises PeerError if another rank died or hangs.
         """
         if self._meetings is not None:
             self._meetings.hold()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives steps the optimizer that they call, under schedules that update inside of a step (docs/versions.md).
+        """Sets the optimizer that `step` calls under schedules that update inside a step (docs/versions.md).
 
-        With `schedule="pipedream"` and its kin, `step` updates after every micro-batch or after some, and leaves no
-        gradients. Every rank calls this once, before the first step, with an optimizer of its own parameters. A call
-        of `optimizer.step()` that stays in the loop finds no gradients and changes nothing.
+        With `schedule="pipedream"` and the like, `step` updates parameters after every micro-batch or every few, and
+        leaves no gradients. Every rank calls this once, before the first step, with an optimizer of its own parameters.
+        A call of `optimizer.step()` in the training loop finds no gradients and changes nothing.
         """
         self._optimizer.hold(optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales all gradients so that their norm over the whole model is at most `max_norm`.
 
-        As torch.nn.utils.clip_grad_norm_ does for one device, whatever the plan. Every rank calls it.
+        It gives what torch.nn.utils.clip_grad_norm_ gives on a single device. Every rank calls this.
 
         Returns:
             The norm before clipping, of shape `()`, the same on every rank.
 
-        Raises StepError for a `norm_type` that is none and where steps update parameters themselves, PeerError if
-        another rank died or hangs.
+        Raises StepError for a `norm_type` that is not supported and where steps update parameters themselves, PeerError
+        if another rank died or hangs.
         """
         if self._plan is not None:
             refuse_gradients(self._plan.pipeline, "clip_grad_norm_")
@@ -368,14 +368,14 @@ class CompiledModule(nn.Module):
             raise world.explain(error, f"Looking at the gradients of step {self._steps}") from error
 
     def _counted(self, world: World) -> dict[str, Any]:
-        """Which gradients this rank counts in a norm, and with whom it shares them out."""
+        """Arguments of a norm over all stages: the group of the stages, and the gradients that another rank counts."""
         stages = None if world.pipe is None else world.pipe.group
         return {"stages": stages, "counted_elsewhere": self._placement.part.counted_elsewhere}
 
     # --- programs
 
     def _program(self, arguments: Arguments, *, is_step: bool) -> ReadyProgram:
-        """The program for these arguments, made now if there is none."""
+        """The program for arguments of these shapes; captured and planned now if there is none."""
         if self._unread:
             raise StepError(f"{self._unread}. Call model.load_weights, or compile the model again.")
         known = self._kept.fitting(arguments, is_step=is_step)
@@ -392,9 +392,8 @@ class CompiledModule(nn.Module):
             if alike:
                 return self._add_again(alike[0], arguments.of_shapes(shapes), is_step=is_step)
             return self._add(arguments.of_shapes(shapes), is_step=is_step)
-        except (
-            Exception
-        ) as error:  # the model's own, too, which fails for shapes that were guessed wrongly
+        except Exception as error:
+            # The model itself may have raised it, because the shapes were guessed wrongly.
             is_other = isinstance(error, AutoparError) and not isinstance(error, CaptureError)
             if shapes == arguments.shapes or is_other:
                 raise
@@ -445,7 +444,7 @@ class CompiledModule(nn.Module):
     def _add_again(
         self, earlier: ReadyProgram, arguments: Arguments, *, is_step: bool
     ) -> ReadyProgram:
-        """Captures anew what a Python value has changed since; says which, and how often."""
+        """Captures the model again after a Python value that it reads has changed; warns which one, and how often."""
         difference = earlier.broken()
         assert difference is not None, "its guards do not hold"
         if isinstance(earlier.bound, BoundPipeline) and not earlier.structure.has_flags():
@@ -454,7 +453,7 @@ class CompiledModule(nn.Module):
                 "own pipeline stage can see. Compile the model again, or plan it without stages."
             )
         self._recaptures.learn(earlier.guards)
-        # A rank whose Python did not change would not come: those that are here find out in time.
+        # A rank on which the value did not change does not get here: the others find that out within the timeout.
         why = f"{difference}, for which the model is captured again."
         self._recaptures.compare(self._recaptures.numbers, why)
         start = time.perf_counter()
@@ -463,7 +462,7 @@ class CompiledModule(nn.Module):
         return ready
 
     def _count(self, arguments: Arguments) -> int | None:
-        """Number of micro-batches of a step: that of the first, where it divides the batch; None if open."""
+        """Number of micro-batches of a step: that of the first if it divides the batch; None if the search decides."""
         first, fixed = self._kept.first_step, self._placement.fixed
         if first is None:
             return self._micro_batches
@@ -477,7 +476,7 @@ class CompiledModule(nn.Module):
     def _stand_ins(
         self, arguments: Arguments, count: int
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Inside it the model is fit to be captured, with these arguments of one micro-batch."""
+        """Context in which the model can be captured, and arguments of one micro-batch to capture it with."""
         examples, device = first_micro_batch(arguments, count), self._settings.device
         with stand_ins(self._original, examples, device, self._placement.part.absent) as fakes:
             yield arguments.rebuild(fakes)
@@ -500,20 +499,20 @@ class CompiledModule(nn.Module):
         )  # fmt: skip
 
     def _state(self) -> tuple[object, ...]:
-        """What of torch's modes is built into a program: the casts of autocast, and the default dtype.
+        """Global modes that a program depends on: autocast and its dtype, the default dtype, and training.
 
-        Modes of modules that the forward reads have guards.
+        The `training` flags of submodules have guards.
         """
         device = self._settings.device.type
         casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         return (casts, torch.get_default_dtype(), self._original.training)
 
     def _as_captured(self) -> AbstractContextManager[Any]:
-        """Inside it autocast is off: its casts are in the graph, and so are regions without it."""
+        """Context without autocast, whose casts are in the captured graph already."""
         return torch.autocast(self._settings.device.type, enabled=False)
 
     def _place(self, programs: Programs) -> None:
-        """Puts the model to rest as its first program has it."""
+        """Puts the parameters into the layouts between steps that the first plan gives them, and reads weights."""
         self._placement.place(programs, self._planner.world())
         self._plan = programs.whole.plan
         store, replicas = self._placement.store, self._settings.replicas
@@ -524,16 +523,16 @@ class CompiledModule(nn.Module):
             self._unread = f"The weights at {self._settings.weights.path} were not read to the end"
             self.load_weights(self._settings.weights.path)
 
-    # --- weights of others
+    # --- weights in files
 
     def load_weights(self, path: PathLike) -> None:
         """Copies weights from a folder or file of safetensors, such as `save_pretrained` of transformers writes.
 
-        Every rank calls this, and reads its own shards alone. Names are those of `state_dict()`; values are
-        cast to the model's formats.
+        Every rank calls this and reads only its own shards. The files use the names of `state_dict()`; values are
+        cast to the model's dtypes.
 
         Raises PlanError before there is a plan; AutoparError on every rank for files that are missing,
-        damaged or of another model, naming what differs; PeerError if another rank died or hangs.
+        damaged or of another model, which names the differences; PeerError if another rank died or hangs.
         """
         _ = self.plan
         read_weights(self, path)
@@ -542,10 +541,10 @@ class CompiledModule(nn.Module):
             self._meetings.begin_again()
 
     def export(self, folder: PathLike) -> None:
-        """Writes plain weights, as a single device has them, to a folder that all ranks see.
+        """Writes whole weights, as a single device has them, to a folder that all ranks see.
 
-        Every rank calls this. The folder gets safetensors files of about 5 GB with an index, and the
-        model's `config`, if it is of transformers, whose `from_pretrained` then reads it. A tied parameter
+        Every rank calls this. The folder gets safetensors files of about 5 GB with an index. If the model has a
+        `config` of transformers, the folder gets it too, and `from_pretrained` can read the folder. A tied parameter
         is written once. No rank holds the whole model; the first one holds one tensor at a time.
 
         Raises PlanError before there is a plan; AutoparError on every rank for what cannot be written;
@@ -556,7 +555,7 @@ class CompiledModule(nn.Module):
             self._meetings.require("Exporting weights")
         write_weights(self, folder, original=self._original)
 
-    # --- what was chosen
+    # --- the plan
 
     @property
     def plan(self) -> Plan:
@@ -570,31 +569,31 @@ class CompiledModule(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps skipped: those that overflowed under a loss scale and, with `skip_nonfinite=True`, those
+        """The number of skipped steps: those that overflowed under a loss scale and, with `skip_nonfinite=True`, those
         whose loss or gradients were not finite.
         """
         return self._skipping.count + self._scaler.skipped
 
     @property
     def loss_scale(self) -> float:
-        """The number that the backward of the next step begins with; 1.0 where the loss is not scaled."""
+        """The factor by which the next step scales the loss for backward; 1.0 without loss scaling."""
         return self._scaler.scale
 
     @property
     def has_stages(self) -> bool:
-        """Whether a mesh with pipeline stages was asked for, or the plan has stages."""
+        """Whether the plan has pipeline stages; before there is a plan, whether the requested mesh has."""
         fixed = self._placement.fixed
         return self._settings.has_stages if fixed is None else fixed.pipeline is not None
 
     def explain(self) -> object:
-        """The plan and its reasons with the model's own names; prints as tables."""
+        """The plan and the reasons for it, with the names of the model's modules; it prints as tables."""
         return self._planner.explain(self.plan)
 
-    # --- the model behind
+    # --- the original model
 
     @property
     def original(self) -> nn.Module:
-        """The model that was compiled; its parameters are the compiled module's."""
+        """The model that was compiled; the compiled module has the same parameters."""
         return self._original
 
     def train(self, mode: bool = True) -> CompiledModule:
@@ -604,11 +603,11 @@ class CompiledModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own state dict; parameters are DTensors where there are process groups.
+        """The state dict of the model; with process groups its parameters are DTensors.
 
-        With pipeline stages, that of the stages on this rank: those of all ranks make up the model's, which
-        is how torch.distributed.checkpoint takes them. Of replicas that meet every so many steps only after a meeting:
-        StepError where they differ.
+        With pipeline stages it has the parameters of the stages on this rank; torch.distributed.checkpoint joins the
+        state dicts of all ranks. Raises StepError where replicas have run steps since their last meeting, because their
+        parameters then differ.
         """
         if self._meetings is not None:
             self._meetings.refuse_differences("A state dict")
@@ -616,7 +615,7 @@ class CompiledModule(nn.Module):
         return self._placement.part.only_own(state, kwargs.get("prefix", ""))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads into the model, as `nn.Module.load_state_dict` does; `assign` only before the first call."""
+        """Loads a state dict as `nn.Module.load_state_dict` does. Raises StepError for `assign=True` after planning."""
         if kwargs.get("assign") and self._placement.store is not None:
             raise StepError(
                 "load_state_dict(assign=True) would replace the parameters that the plan has placed; "

@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of the model's parameters, which every plan shares.
+"""An optimizer's state by names of parameters, which are the same under every plan.
 
-torch.optim numbers parameters in the order of the optimizer's groups, and a rank of a pipeline has only
-some of them. By name, states of all ranks come together, and each rank finds its own again.
+torch.optim numbers parameters in the order of the optimizer's groups, and a pipeline rank has only the parameters of
+its stages. So numbers differ between ranks and plans, and a checkpoint stores the state of every parameter by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from autopar.errors import AutoparError
 from autopar.runtime.block_states import formats_here
 
 _NO_OPTIONS = ("params", "param_names")
-Group = tuple[list[str], dict[str, Any]]  # names of parameters, and what they share, such as `lr`
+Group = tuple[
+    list[str], dict[str, Any]
+]  # names of parameters, and options of the group such as `lr`
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class OptimizerState:
     """The state of an optimizer, by parameter.
 
     Attributes:
-        tensors: parameter -> key -> tensor, for the parameters that have been stepped.
-        values: the same for what is no tensor.
-        groups: every parameter is in one.
+        tensors: name of a parameter -> key such as `exp_avg` -> tensor, for parameters that have a state.
+        values: the same for entries of the state that are not tensors.
+        groups: names of the parameters and the options of every group.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -39,14 +41,14 @@ class OptimizerState:
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter -> the first one."""
+    """The names of tied parameters: each further name -> the name that `named_parameters` gives the parameter."""
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 def read_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """The state by name. Raises AutoparError for a parameter that is not the model's."""
+    """The state of an optimizer by names. Raises AutoparError for a parameter that the model does not have."""
     states, groups, parameters = [], [], []
     for names, group in _named_groups(model, optimizer):
         parameters += group["params"]
@@ -66,10 +68,16 @@ def read_state(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
 
 
 def empty_like(parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor for a parameter's state of this global shape.
+    """A tensor without values yet for one entry of a parameter's state.
 
-    What is of the parameter's shape lies as the parameter does; numbers are plain tensors, and so is
-    `step` even of a parameter that is a number, as torch.optim has it; all else is whole on every rank.
+    A state of the parameter's shape gets the parameter's layout. A state of shape `()` is a plain tensor, as `step`
+    always is in torch.optim. Any other state is replicated.
+
+    Args:
+        parameter: parameter that the state belongs to.
+        key: key of the state, such as `exp_avg`.
+        shape: global shape of the state.
+        dtype: dtype of the state.
     """
     if key != "step" and shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -81,7 +89,7 @@ def empty_like(parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torc
 
 
 def placed_like(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
-    """A whole tensor of a parameter's state, as `empty_like` has it lie."""
+    """A whole tensor of a parameter's state, converted to the layout that `empty_like` gives it."""
     room = empty_like(parameter, key, value.shape, value.dtype)
     if not isinstance(room, DTensor):
         return value.clone()
@@ -91,11 +99,12 @@ def placed_like(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
 def plain_groups(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> list[tuple[Group, list[int]]]:
-    """The groups of a plain optimizer's `state_dict()` by names, each with the numbers it gives its parameters.
+    """The groups of a plain optimizer's `state_dict()`: names, options, and the numbers of the parameters.
 
-    Names are its `param_names`, or those of `optimizer` in the same groups and order.
+    Names are the state's `param_names`. Without them they are the names of the parameters at the same positions in the
+    groups of `optimizer`.
 
-    Raises AutoparError where these have other groups.
+    Raises AutoparError if `optimizer` has groups of other sizes.
     """
     saved, live = state["param_groups"], _named_groups(model, optimizer)
     counts = [len(group["params"]) for group in saved]
@@ -117,12 +126,13 @@ def plain_groups(
 
 
 class Restorer:
-    """Brings a saved state into an optimizer.
+    """Loads a saved state into an optimizer, matching parameters by name.
 
     Args:
-        model, optimizer: whose parameters are found by name.
-        groups: as they were saved.
-        saved_ties: `ties` of the model that was saved.
+        model: model whose parameters the optimizer updates.
+        optimizer: optimizer that gets the state.
+        groups: saved groups, with names of parameters and options.
+        saved_ties: names of tied parameters in the saved model, as `ties` returned them.
     """
 
     def __init__(
@@ -138,7 +148,7 @@ class Restorer:
         self._groups = list(_named_groups(model, optimizer))
 
     def formats(self) -> dict[tuple[str, str], Tensor]:
-        """(name under which it was saved, key) -> state that has another number format than its parameter."""
+        """(saved name of a parameter, key) -> state whose dtype differs from that of the parameter."""
         return {
             (name, key): state
             for name, parameter in self.sources().items()
@@ -146,7 +156,7 @@ class Restorer:
         }
 
     def sources(self) -> dict[str, nn.Parameter]:
-        """Name under which it was saved -> parameter; those the saved optimizer had not are left out."""
+        """Saved name of a parameter -> the parameter; those that the saved optimizer did not have are left out."""
         found = {}
         for names, group in self._groups:
             for name, parameter in zip(names, group["params"], strict=True):
@@ -156,13 +166,13 @@ class Restorer:
         return found
 
     def _source(self, name: str) -> str | None:
-        """A parameter that several stages hold has other names there."""
+        """The name that a parameter was saved under, which may be another one of a tied parameter's names."""
         own = [name, *(other for other, first in self._ties.items() if first == name)]
         candidates = own + [self._saved_ties[each] for each in own if each in self._saved_ties]
         return next((each for each in candidates if each in self._options), None)
 
     def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads states, by the names of `sources`, and options of groups."""
+        """Loads states, which are given by the names of `sources`, and the options of the groups."""
         numbers: dict[int, Mapping[str, Any]] = {}
         groups = self._optimizer.state_dict()["param_groups"]
         for (names, live), group in zip(self._groups, groups, strict=True):
@@ -173,12 +183,16 @@ class Restorer:
                     numbers[number] = states[source]
         own, parameters = self.formats(), self.sources()
         self._optimizer.load_state_dict({"state": numbers, "param_groups": groups})
-        for (name, key), state in own.items():  # which torch.optim casts to the parameter's format
+        # torch.optim has cast these states to the parameter's dtype.
+        for (name, key), state in own.items():
             if key in states.get(name, {}):
                 self._optimizer.state[parameters[name]][key] = state
 
     def _shared_options(self, sources: list[str | None], live: dict[str, Any]) -> dict[str, Any]:
-        """The options that a group was saved with; tensors where the live group has tensors."""
+        """The saved options of a group; an option is a tensor if it is one in the optimizer that gets it.
+
+        Raises AutoparError if parameters of the group were saved with different options.
+        """
         known = [source for source in sources if source is not None]
         if not known:
             return {}
@@ -195,7 +209,7 @@ class Restorer:
 
 
 def _like(live: Any, value: Any) -> Any:
-    """An option of a group as a tensor or a number, whichever the live group has."""
+    """An option of a group as a tensor or a number, whichever the optimizer that gets it has."""
     if isinstance(live, Tensor):
         return torch.as_tensor(value, dtype=live.dtype, device=live.device)
     is_number = isinstance(live, (int, float)) and isinstance(value, Tensor)

@@ -1,8 +1,8 @@
-"""Weights as others write and read them: safetensors files with the names of the state dict, and no plan.
+"""Weights in plain safetensors files, such as transformers writes and reads: whole tensors by names of the state dict.
 
-To read, each rank takes the byte ranges of its own shards and puts them where the plan has the parameters.
-To write, each rank saves its own shards to a folder beside, and the first rank joins them into plain files, one
-tensor at a time, so that no rank holds the whole model. torch.distributed.checkpoint reads and saves the shards.
+To read, each rank reads the byte ranges of its own shards. To write, each rank saves its own shards to a temporary
+folder, and the first rank joins them into plain files, one tensor at a time, so that no rank holds the whole
+model. torch.distributed.checkpoint reads and saves the shards.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from autopar.errors import AutoparError
 from autopar.runtime.optimizer_state import ties
 from autopar.runtime.together import Together
 
-FILE_BYTES = 5 * 10**9  # as transformers' save_pretrained cuts
+FILE_BYTES = 5 * 10**9  # size at which save_pretrained of transformers begins the next file
 _INDEX = "model.safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 _JOINED = "model-*-of-*.safetensors"
 _OPEN_FILES = 256  # shards that are open at a time; the usual limit of a process is 1,024 files
-# The words of the safetensors format for torch's formats.
+# The names of dtypes in the safetensors format.
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
@@ -51,12 +51,12 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Files of weights.
+    """Safetensors files with the weights of one model.
 
     Attributes:
-        path: the folder or file that was given.
-        files: the safetensors files that count; a folder may have others.
-        saved: name of a tensor -> its shape, dtype and parts.
+        path: folder or file that the user named.
+        files: paths of the safetensors files to read; a folder may have others.
+        saved: name of a tensor in the files -> its shape, dtype and chunks.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class WeightFiles:
 
     @staticmethod
     def at(path: PathLike) -> WeightFiles:
-        """The files at a path. Raises AutoparError where there are none, or damaged ones."""
+        """The files at a path. Raises AutoparError if there are none, or if one is damaged."""
         given = Path(path).resolve()
         try:
             files = [str(file) for file in _files_at(given)]
@@ -80,7 +80,7 @@ class WeightFiles:
         return WeightFiles(given, files, saved)
 
     def names(self, model: nn.Module) -> dict[str, str]:
-        """Name in the model's state dict -> name in the files; of tied names any may be in the files."""
+        """Name in the model's state dict -> name in the files, which may have any one of the names of tied tensors."""
         first = ties(model)
         groups: dict[str, list[str]] = {}
         for name in (*first.values(), *first):
@@ -96,14 +96,18 @@ class WeightFiles:
         return found
 
     def check(self, model: nn.Module) -> None:
-        """Raises AutoparError unless these are the weights of a whole model, naming what differs."""
+        """Raises AutoparError, which names the differences, unless the files have exactly the tensors of this model."""
         problems = self.problems(model)
         strangers = sorted(set(self.saved) - self.readable(model))
         problems += [f"{name}, which the model lacks" for name in strangers]
         self.refuse(problems)
 
     def refuse(self, problems: Sequence[str]) -> None:
-        """Raises AutoparError for what differs from the model, if anything does."""
+        """Raises AutoparError if there are problems.
+
+        Args:
+            problems: differences between the files and the model, one phrase for each, for the message of the error.
+        """
         if problems:
             raise AutoparError(
                 f"The weights at {self.path} are of another model: {few(problems)}. Names are those of "
@@ -111,7 +115,7 @@ class WeightFiles:
             )
 
     def problems(self, model: nn.Module) -> list[str]:
-        """What of the model's state dict the files lack, or have in another shape."""
+        """The tensors of the model's state dict that the files lack or have in another shape, one phrase for each."""
         state = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
         names = self.names(model)
         found = [f"{name} is not there" for name in state if name not in names]
@@ -122,13 +126,13 @@ class WeightFiles:
         return found
 
     def readable(self, model: nn.Module) -> set[str]:
-        """All names under which the model can read a tensor."""
+        """Names of the tensors that both the model and the files have: those in the model and those in the files."""
         names = self.names(model)
         return {*names, *names.values()}
 
 
 def _files_at(given: Path) -> list[Path]:
-    """The safetensors files that a path stands for, as transformers chooses them."""
+    """The safetensors files that a path names: the file itself, or those of a folder as transformers chooses them."""
     if given.is_file():
         return [given]
     if (given / _ONE_FILE).is_file():
@@ -173,10 +177,10 @@ def _reader(files: Sequence[str]) -> dcp.HuggingFaceStorageReader:
 def read_weights(model: nn.Module, path: PathLike) -> None:
     """Copies weights from safetensors files into a model, whose parameters may be DTensors.
 
-    Every rank calls this; values are cast to the model's formats.
+    Every rank calls this; values are cast to the model's dtypes.
 
-    Raises AutoparError on every rank for files that are missing, damaged or of another model, naming
-    what differs; PeerError if another rank died or hangs.
+    Raises AutoparError on every rank for files that are missing, damaged or of another model, which names
+    the differences; PeerError if another rank died or hangs.
     """
     ranks = Together(f"Reading the weights at {path}")
     files, room, own = ranks.each(lambda: _opened(model, path))
@@ -188,7 +192,7 @@ def read_weights(model: nn.Module, path: PathLike) -> None:
 
 
 def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: Together) -> None:
-    """Raises AutoparError, before anything is read into the model, if names of one tensor have several values."""
+    """Raises AutoparError, before the model changes, if the files have different values for tied names."""
     state = model.state_dict()
     pairs = [
         (a, b) for a, b in ties(model).items() if {a, b} <= {*files.saved} and {a, b} <= {*state}
@@ -210,7 +214,7 @@ def _refuse_torn_ties(files: WeightFiles, model: nn.Module, ranks: Together) -> 
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bytes of this rank's part, by which values that are no numbers are equal too."""
+    """The bytes of this rank's local tensor. Comparing bytes makes a NaN equal to itself."""
     return _local(x).contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -221,7 +225,7 @@ def _local(x: Tensor) -> Tensor:
 def _opened(
     model: nn.Module, path: PathLike
 ) -> tuple[WeightFiles, dict[str, Tensor | DTensor], set[str]]:
-    """The files, the tensors to read into by their names there, and all names that the model can read."""
+    """The files at a path, the tensors to read into by their names in the files, and `WeightFiles.readable`."""
     files = WeightFiles.at(path)
     files.refuse(files.problems(model))
     state = model.state_dict()
@@ -235,11 +239,15 @@ def _opened(
 def write_weights(
     model: nn.Module, folder: PathLike, *, original: nn.Module, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Writes a model's state dict as plain safetensors files with an index, and its `config` beside them.
+    """Writes a model's state dict as plain safetensors files with an index, and its `config` into the same folder.
 
-    Every rank calls this, with a folder that all of them see; `original` is the user's own model. A tied
-    parameter is written once, under its first name, as `safetensors.torch.save_model` does it. Files of
-    the same names are replaced when all are complete.
+    Every rank calls this. A tied parameter is written once, under its first name, as `safetensors.torch.save_model`
+    does it. Files of the same names are replaced when all new ones are complete.
+
+    Args:
+        folder: folder that all ranks see.
+        original: the user's own model, which has the `config`.
+        file_bytes: size after which the next file begins.
 
     Raises AutoparError on every rank for what cannot be written; PeerError if another rank died or hangs.
     """
@@ -259,7 +267,7 @@ def write_weights(
 
 
 def file_numbers(sizes_bytes: Mapping[str, int], file_bytes: int) -> dict[str, int]:
-    """Name -> number of the file it goes to, from 1: files are filled in order up to `file_bytes`.
+    """Name of a tensor -> number of its file, from 1. Files are filled in order up to `file_bytes`.
 
     >>> file_numbers({"a": 3, "b": 3, "c": 9}, 6)
     {'a': 1, 'b': 1, 'c': 2}
@@ -275,7 +283,10 @@ def file_numbers(sizes_bytes: Mapping[str, int], file_bytes: int) -> dict[str, i
 
 
 def _once(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict, tied ones under their first name."""
+    """The tensors of the state dict, each tied tensor only under its first name.
+
+    Raises AutoparError for entries that are not tensors, and for dtypes that safetensors does not have.
+    """
     state, further = model.state_dict(), ties(model)
     others = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if others:
@@ -293,7 +304,7 @@ def _once(model: nn.Module) -> dict[str, Tensor]:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that are contiguous, no two of them in the same memory, as safetensors wants them."""
+    """The tensors, copied where safetensors requires it: all are contiguous, and no two share memory."""
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():
@@ -305,7 +316,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _finish(partial: Path, target: Path, numbers: Mapping[str, int], model: nn.Module) -> None:
-    """Joins the shards of all ranks, and puts plain files and configurations into their folder."""
+    """Joins the shards of all ranks, and moves plain files and configurations into the target folder."""
     for config in _configs(model):
         config.save_pretrained(str(partial))
     shards = sorted(str(file) for file in partial.glob("*.safetensors"))
@@ -313,7 +324,7 @@ def _finish(partial: Path, target: Path, numbers: Mapping[str, int], model: nn.M
     for shard in shards:
         os.unlink(shard)
     target.mkdir(parents=True, exist_ok=True)
-    # Old files and new ones never stand under one index.
+    # The old index goes first and the new one comes last, so that no index ever lists old and new files.
     for old in (target / _INDEX, target / _ONE_FILE, *target.glob(_JOINED)):
         old.unlink(missing_ok=True)
     for file in sorted(partial.iterdir(), key=lambda file: file.name == _INDEX):
@@ -324,7 +335,7 @@ def _finish(partial: Path, target: Path, numbers: Mapping[str, int], model: nn.M
 def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
     """Writes whole tensors to plain files, one at a time; returns the index of these files.
 
-    torch's own consolidation writes tensors without dims as zeros, and fails for integers (torch 2.13).
+    The function for this in torch 2.13 writes tensors of shape `()` as zeros, and fails for integers.
     """
     metadata = _reader(shards).read_metadata()
     weight_map: dict[str, str] = {}
@@ -345,7 +356,7 @@ def _join(shards: Sequence[str], folder: Path, numbers: Mapping[str, int]) -> di
 
 
 def _header(kinds: Mapping[str, Any]) -> bytes:
-    """The beginning of a safetensors file: the length of a JSON text, and the text with each tensor's place."""
+    """The header of a safetensors file: the length of a JSON text, and this text with the place of each tensor."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, kind in kinds.items():
@@ -360,7 +371,7 @@ def _header(kinds: Mapping[str, Any]) -> bytes:
 def _whole(
     name: str, kind: Any, places: Mapping[MetadataIndex, Any], opened: Callable[[str], Any]
 ) -> Tensor:
-    """A tensor, put together from the parts that the ranks have written to files, which `opened` opens."""
+    """A whole tensor, put together from the chunks that ranks have written to files; `opened` opens a file."""
     whole = torch.empty(kind.size, dtype=kind.properties.dtype)
     for chunk in kind.chunks:
         place = places[MetadataIndex(name, chunk.offsets)]
@@ -371,7 +382,7 @@ def _whole(
 
 
 def _configs(model: nn.Module) -> Iterable[Any]:
-    """The configurations of a model of transformers or diffusers; of another, none."""
+    """The configurations of a model of transformers or diffusers; none for any other model."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "architectures"):
         config.architectures = [type(model).__name__]

@@ -1,24 +1,29 @@
 """The mixed-integer program of one mesh axis, given the choices on the others.
 
-Let x[c, k] be 1 if op class c takes choice k along the axis, p[e, i] be 1 if parameter e follows
-strategy i, and let y[e, g, s, t] pay for converting tensor e from layout s to layout t. Layouts are
-full: what the axis leaves open stands beside what the other axes have, so every price is the price
-of the whole plan. The consumers of e whose operands agree on the other axes form a group g, and
-within it pay for a conversion once; z[c, s, t] says which one consumer c makes use of:
+The variables are
+
+    x[c, k]         1 if op class c (ops of repeated layers that decide alike) takes choice k along the axis
+    p[e, i]         1 if parameter e is stored by strategy i
+    y[e, g, s, t]   1 if tensor e is converted from layout s to layout t for its consumers in group g
+    z[c, s, t]      1 if consumer c uses the conversion from s to t
+
+A layout has the states on all axes: the state that is open on this axis, and the given states on the others. So every
+cost is that of the whole plan. Consumers of e that need the same states on the other axes form a group g; a group pays
+for each conversion once. The program is
 
     minimize    sum of seconds * (x, p, y)
     subject to  sum_k x[c, k] = 1,  sum_i p[e, i] = 1
-                sum_s z[c, s, t] = x[c, t]     what c needs in layout t comes from somewhere
-                sum_t z[c, s, t] = x[e, s]     what is made in layout s goes somewhere
+                sum_s z[c, s, t] = x[c, t]     c gets the operand in the layout t that it needs
+                sum_t z[c, s, t] = x[e, s]     c gets it from the layout s that e has
                 z[c, s, t] <= y[e, g, s, t]    for every consumer c of e in g
-                T >= bytes of every block that are there for a moment
-                T + bytes of parameters and of what is saved <= bound
+                T >= bytes that exist only while a block runs, for every block
+                T + bytes of parameters and of saved activations <= bound
 
-where x[c, t] sums the choices that need layout t, x[e, s] those (or the strategies) that make e in
-s. The z of one consumer are the polytope of a transport problem. (One y instead of the z of all
-consumers, with inequalities, is smaller and as right for integers; its relaxation is up to 14 % off
-on Llama and took seconds to close, while this one was integral whenever memory did not bind.) The y
-and z need not be declared integer.
+where x[c, t] is the sum of x over the choices of c that need layout t, and x[e, s] the sum over the choices (for a
+parameter, over the strategies) that give e in layout s. The z of one consumer form the polytope of a transport
+problem, so y and z need not be declared integer. (A program without z, with inequalities on y, is smaller and has the
+same integer solutions. But its linear relaxation is up to 14 % off on Llama, and closing this gap took seconds; the
+relaxation with z was integral whenever the memory bound did not matter.)
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ from autopar.search.parameters import Strategy, fastest, pareto
 from autopar.search.problem import Assignment, Problem
 from autopar.search.solver import MixedIntegerProgram, Objective
 
-_ByLayout = dict[Layout, list[int]]  # layout -> the columns under which a tensor is needed in it
-_ByTiered = dict[TieredLayout, list[int]]  # place -> the columns under which a tensor is made there
+_ByLayout = dict[Layout, list[int]]  # layout -> the columns that need a tensor in this layout
+_ByTiered = dict[TieredLayout, list[int]]  # layout and tier -> the columns that give a tensor so
 _Prices = dict[tuple[TieredLayout, Layout], float | None]
 _T = TypeVar("_T")
 _K = TypeVar("_K")
@@ -42,15 +47,15 @@ _K = TypeVar("_K")
 
 @dataclass(frozen=True)
 class Outcome:
-    """An assignment with its composed price.
+    """An assignment, which has a choice for every op class and a layout for every parameter and input, and its cost.
 
     Attributes:
-        assignment: the decisions.
+        assignment: the choices and layouts.
         seconds: duration of a step.
         bytes: peak memory of a rank, in bytes.
-        gap: relative gap that the solver left open.
-        shape: number of rows, columns and binaries of the program.
-        thrifty: whether strategies that save memory for time were in it.
+        gap: relative optimality gap at which the solver stopped.
+        shape: numbers of rows, columns and binary variables of the program.
+        thrifty: whether the program had strategies that take more time to save memory.
     """
 
     assignment: Assignment
@@ -62,11 +67,14 @@ class Outcome:
 
 
 class AxisProgram:
-    """Builds and reads the program of one axis.
+    """The mixed-integer program of one mesh axis, while the choices on the other axes are fixed.
 
-    With `thrifty=False` a parameter has only the fastest of the strategies that serve it equally;
-    what is then found is the fastest plan if memory is no matter. With `thrifty=True` it has all
-    that save bytes for their seconds.
+    Args:
+        problem: the folded graph with its costs.
+        axis: position of the mesh axis whose choices the program decides.
+        given: assignment whose choices on the other axes are kept.
+        thrifty: with False, the program has only the fastest storage strategy of a parameter for each layout
+            in use, which is enough if memory does not matter. With True it also has slower ones that save memory.
     """
 
     def __init__(self, problem: Problem, axis: int, given: Assignment, *, thrifty: bool) -> None:
@@ -90,7 +98,12 @@ class AxisProgram:
     def solve(
         self, *, minimize: Objective = "seconds", max_bytes: float | None = None
     ) -> Outcome | None:
-        """The best assignment, or None if no assignment stays within `max_bytes`."""
+        """Solves the program; None if no assignment stays within `max_bytes`.
+
+        Args:
+            minimize: objective, the duration of a step or the memory of a rank.
+            max_bytes: bound on the peak memory of a rank, in bytes; None for no bound.
+        """
         solution = self.program.solve(minimize=minimize, max_bytes=max_bytes)
         if solution is None:
             return None
@@ -132,7 +145,7 @@ class AxisProgram:
         self.program.row(list(columns), lower=1.0, upper=1.0)
 
     def _labels(self, index: int) -> list[tuple[int, Labels]]:
-        """The columns that decide for a class, each with the labels the class then has."""
+        """The columns that decide for an op class, each with the labels that the class gets if the column is 1."""
         maker = self.problem.collapsed.get(index)
         if maker is None:
             return list(self._ops[index].items())
@@ -154,14 +167,14 @@ class AxisProgram:
             self._convert(index, self._made(index), demands)
 
     def _demand(self, index: int, position: int) -> _ByLayout:
-        """The layouts in which a class needs an operand."""
+        """The layouts in which an op class can need one of its operands."""
         return _columns(
             (self.problem.layouts(index, labels).operands[position], column)
             for column, labels in self._labels(index)
         )
 
     def _made(self, index: int) -> _ByTiered:
-        """The layouts in which a tensor is made."""
+        """The layouts in which the op class that computes a tensor can give it."""
         maker = self.problem.made[index]
         return _columns(
             (TieredLayout(maker.layout(self.problem.layouts(maker.index, labels).results)), column)
@@ -169,7 +182,7 @@ class AxisProgram:
         )
 
     def _input(self, index: int, demands: list[_ByLayout]) -> _ByTiered:
-        """An input is taken whole, or as one of its consumers needs it."""
+        """The layouts of an input: whole on every rank, or as one of its consumers needs it."""
         layouts = {self.problem.whole: None}
         for demand in demands:
             layouts |= {tuple(s if s.kind == "S" else R for s in layout): None for layout in demand}
@@ -179,7 +192,7 @@ class AxisProgram:
         return _columns((TieredLayout(layout), column) for column, layout in options.items())
 
     def _parameter(self, index: int, demands: list[_ByLayout]) -> _ByTiered:
-        """Where a parameter with several consumers, or none, may be resident."""
+        """The resident layouts of a parameter that has several consumers, or none."""
         needed = _needed([layout for demand in demands for layout in demand], self.problem)
         by_resident: dict[TieredLayout, list[Strategy]] = {}
         for strategy in self.problem.strategies[index]:
@@ -200,7 +213,7 @@ class AxisProgram:
         )
 
     def _add_lone_parameter(self, index: int, demand: _ByLayout) -> None:
-        """A parameter with one consumer: its best strategies are known for each layout needed."""
+        """Adds a parameter with one consumer, for which the best strategies are known for each layout that it needs."""
         count = self.problem.entries[index].count
         options = self._parameters[index] = {}
         for target, needing in demand.items():
@@ -233,7 +246,7 @@ class AxisProgram:
             self._convert_group(index, sources, group, mine)
 
     def _elsewhere(self, layout: Layout) -> Layout:
-        """A layout without the axis that is being decided."""
+        """The states of a layout on the other axes."""
         return layout[: self.axis] + layout[self.axis + 1 :]
 
     def _convert_group(
@@ -262,13 +275,13 @@ class AxisProgram:
     def _pay(
         self, columns: list[int], index: int, source: TieredLayout, target: Layout, prices: _Prices
     ) -> None:
-        """Charges a conversion to the columns that lead to it."""
+        """Adds the seconds of a conversion to the columns that require it."""
         self._charge(columns, prices[source, target])
         if prices[source, target] is not None:
             self._gather(columns, index, source, target)
 
     def _price(self, index: int, source: TieredLayout, target: Layout) -> float | None:
-        """Seconds of a conversion, None where a parameter may not be used so."""
+        """Seconds of a conversion; None where the recipe forbids to use a parameter in this layout."""
         problem = self.problem
         if problem.entries[index].leaf == "parameter":
             needed = _needed([target], problem)
@@ -296,7 +309,7 @@ class AxisProgram:
         demands: list[_ByLayout],
         delivered: dict[TieredLayout, Layout],
     ) -> None:
-        """Adds the y and z of a group and the rows that tie them to what is made and needed."""
+        """Adds y and z of a group of consumers, and the rows that contain them."""
         y = {
             pair: self.program.continuous(seconds=price)
             for pair, price in prices.items()
@@ -318,7 +331,7 @@ class AxisProgram:
     def _transport(
         self, z: dict[tuple[TieredLayout, Layout], int], sources: _ByTiered, demand: _ByLayout
     ) -> None:
-        """What is made in a layout goes somewhere, what is needed in one comes from somewhere."""
+        """Adds the rows of a transport problem: z sums to what each layout needs, and to what each layout gives."""
         for target, columns in demand.items():
             into = [column for (_, t), column in z.items() if t == target]
             self.program.row(into, columns, lower=0.0, upper=0.0)
@@ -339,7 +352,7 @@ class AxisProgram:
                 self._keep(entry.count * self.problem.bytes(name, layout), keeping)
 
     def _memory(self, index: int, position: int, name: str) -> dict[tuple[str, Layout], list[int]]:
-        """Memory that a class may keep -> the columns under which it does."""
+        """(tensor, layout) that an op class can save for backward -> the columns under which it does."""
         found: dict[tuple[str, Layout], list[int]] = {}
         for column, labels in self._labels(index):
             layouts = self.problem.layouts(index, labels)
@@ -355,10 +368,10 @@ class AxisProgram:
         for columns in keeping:
             self.program.row([kept], columns, lower=0.0, upper=math.inf)
 
-    # Memory that is there for a moment
+    # Memory that exists only while a block runs
 
     def _work(self, column: int, index: int, labels: Labels) -> None:
-        """Notes what the ops of a class need while they run."""
+        """Records the bytes that an op class needs only while it runs, under a column."""
         prices = self.problem.prices
         if self._thrifty and (size := prices.working_bytes(index, labels)):
             for block, counts in enumerate(prices.blocks):
@@ -366,7 +379,7 @@ class AxisProgram:
                     self._note(block, "working", [column], counts[index] * size)
 
     def _gather(self, columns: list[int], index: int, source: TieredLayout, target: Layout) -> None:
-        """Notes the copies of parameters that a conversion gathers, and their gradients."""
+        """Records the bytes of parameters that a conversion gathers, and of their gradients, under columns."""
         if self._thrifty and self.problem.entries[index].leaf == "parameter":
             prices = self.problem.prices
             size = 2 * prices.gathered_bytes(index, source, target)
@@ -379,7 +392,7 @@ class AxisProgram:
             noted[column] = noted.get(column, 0.0) + size_bytes
 
     def _add_transient(self) -> None:
-        """The transient is one column, at least the bytes of every block and kind; see `Step._transient`."""
+        """Adds T as a column, which is at least the bytes of every block and kind; see `Step._transient`."""
         most = max((sum(noted.values()) for noted in self._moments.values()), default=0.0)
         if not most:
             return
@@ -390,12 +403,12 @@ class AxisProgram:
 
 
 def _needed(layouts: list[Layout], problem: Problem) -> list[frozenset[State]]:
-    """For every axis the states that the uses of a parameter need."""
+    """For every axis, the states in which the uses of a parameter need it."""
     return [frozenset(layout[a] for layout in layouts) for a in range(len(problem.mesh.axes))]
 
 
 def _columns(pairs: Iterable[tuple[_K, int]]) -> dict[_K, list[int]]:
-    """The columns that have each key."""
+    """Groups pairs of key and column: the columns of each key."""
     found: dict[_K, list[int]] = {}
     for key, column in pairs:
         found.setdefault(key, []).append(column)

@@ -1,26 +1,24 @@
 """Recipes: named sets of constraints on the search, as rows of a table.
 
-A recipe says, for one mesh axis, which factors ops may split and which they must, and how
-parameters may be stored. It knows factors by their roles (`autopar.ir.Factor.roles`), never by
-name:
+A recipe constrains one mesh axis: which factors (named model dimensions) ops may split, which they must split, and how
+parameters may be stored. It selects factors by their roles (`autopar.ir.Factor.roles`), never by name:
 
-    batch    the leading dim of an input, or that which its ops take for their samples
-    model    a dim of a parameter that is no dim of an input, is not normalized and counts no experts:
+    batch    the leading dim of an input, or the dim over which ops compute samples separately
+    model    a dim of a parameter that is not a dim of an input, is not normalized over and does not number experts:
              Megatron's columns and rows (heads, ffn), but not the residual stream
     seq      any other dim of an input
-    expert   the dim of a weight that counts the experts of a mixture
+    expert   the dim of a weight that numbers the experts of a mixture
 
-and every op may always run unsplit or pass P through. Text: one recipe for all axes, `zero3`, or
-one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
+Under every recipe an op may also run unsplit, or apply a linear op to partial sums. A recipe is written as one name for
+all axes, `zero3`, or one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
 
-The recipes of the pipeline axis `pp` are its schedules, of which those of `autopar.ir.VERSIONED` change what is
-trained, and `naive-pp`, which is GPipe with a single
-micro-batch. `split_recipe` takes them out before the rest is resolved: `1f1b` alone leaves all other axes
-to `auto`, and `pp:1f1b,dp:zero1` does not.
+The recipes of the pipeline axis `pp` are its schedules, and `naive-pp`, which is GPipe with a single micro-batch. (The
+schedules of `autopar.ir.VERSIONED` change the result of training.) `split_recipe` separates these recipes from those of
+the other axes. `1f1b` alone leaves all other axes to `auto`; in `pp:1f1b,dp:zero1` the axis `dp` has its own recipe.
 
-The recipes `local:K`, `geo:K` and `diloco:K` make an axis one of replicas, which meet every K steps
-(`autopar.ir.meeting`). They change what is trained, and so the search never takes one by itself: `split_meeting` takes
-them out before the rest is resolved.
+Under the recipes `local:K`, `geo:K` and `diloco:K` the ranks along an axis belong to different replicas of the model,
+which exchange parameters every K steps (`autopar.ir.meeting`). The result of training is then another one, so the
+search never chooses such a recipe by itself. `meeting_of` reads it, and `split_recipe` leaves it out.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def is_expert(roles: Roles) -> bool:
 
 
 class Tiering(NamedTuple):
-    """The tier that a parameter is stored in, and that of its resident layout in a step."""
+    """Memory of a parameter: the tier where it is stored between steps, and the tier where it is during a step."""
 
     stored: Tier
     resident: Tier
@@ -81,16 +79,18 @@ class Recipe:
     """One row: constraints on one mesh axis.
 
     Attributes:
-        name: as users write it. may: kinds of factors that ops may split; None for any. must:
-        kinds of factors that every op able to split one must split one of. products_must: the same
-        for contractions with a parameter alone, and before `must`. stacks_must: the same for ops that
-        stack parameters along a factor of `products_must` which none of them has. stages: ZeRO stages that a
-        parameter may have; 3 includes parameters stored as they are used. gathers: whether a
-        parameter stored split may be used in another layout. tier: memory that parameters are stored in, and
-        with them gradients and optimizer states. resident_tier: memory that they are in during a step, where they are
-        used in the layout that they are stored in, or gathered from it. owner: the rank of the axis that all
-        parameters are stored on, `ANY` to spread them over its ranks; None where parameters have no owner. meaning:
-        for people.
+        name: name of the recipe, as users write it.
+        meaning: description of the recipe for users.
+        may: kinds of factors that ops may split; None for any.
+        must: kinds of factors of which an op has to split one, if it can split any.
+        products_must: the same for products with a parameter only; it comes before `must`.
+        stacks_must: the same for ops that stack parameters along a new dim, which is of a kind of `products_must`.
+        stages: ZeRO stages that a parameter may have; 3 includes parameters that ops use in their stored layout.
+        gathers: whether a parameter that is stored split may be gathered for use.
+        tier: memory in which parameters, their gradients and optimizer states are stored.
+        resident_tier: memory in which parameters are during a step, if their resident layout is the stored one.
+        owner: rank of the axis on which all parameters are stored, `ANY` to spread them over the ranks; None where
+            parameters have no owner.
     """
 
     name: str
@@ -170,9 +170,9 @@ RecipeLike = str | Mapping[str, str]
 
 
 def split_recipe(recipe: RecipeLike) -> tuple[str, RecipeLike]:
-    """(recipe of the pipeline axis, "" for none; recipe of the axes inside a stage).
+    """The recipe of the pipeline axis ("" for none), and the recipe of the axes inside a stage.
 
-    Raises RecipeError for a recipe that is none of the pipeline axis and is given to it.
+    Raises RecipeError where the pipeline axis is given a recipe that only other axes can have.
     """
     named = _parse(_inside_replica(recipe))
     if isinstance(named, str):
@@ -187,7 +187,7 @@ def split_recipe(recipe: RecipeLike) -> tuple[str, RecipeLike]:
 
 
 def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
-    """The replicas that a recipe asks for on the mesh of all ranks; None where it names none.
+    """The replicas that a recipe asks for on the mesh of all ranks; None for a recipe without replicas.
 
     >>> str(meeting_of("far:diloco:10,dp:zero3", Mesh.parse("far=2,dp=4")))
     'every 10 steps diloco momentum=0.9 rate=0.7'
@@ -220,7 +220,7 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
 
 
 def _is_meeting(name: object) -> bool:
-    """Whether a recipe is one of replicas, such as `local:4`."""
+    """Whether a recipe asks for replicas, such as `local:4`."""
     if not isinstance(name, str):
         return False
     rule, colon, steps = name.partition(":")
@@ -245,7 +245,7 @@ def _check_pipeline_recipe(name: object) -> None:
 
 
 def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
-    """The row for every axis of the mesh. Raises RecipeError for an unknown recipe or axis."""
+    """The row of the table for every axis of the mesh. Raises RecipeError for an unknown recipe or axis."""
     named = _parse(recipe)
     schedule, _ = split_recipe(recipe)
     if schedule:
@@ -267,7 +267,7 @@ def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
 
 
 def format_recipe(recipe: RecipeLike) -> str:
-    """The text of a recipe, with aliases resolved; the inverse of what `resolve` reads."""
+    """The text of a recipe, with aliases resolved; every function here that takes a recipe can read it."""
     named = _parse(recipe)
     if isinstance(named, str):
         return named if named in PIPELINE_RECIPES or _is_meeting(named) else _row(named).name
@@ -284,7 +284,7 @@ def is_open(recipe: RecipeLike) -> bool:
 
 
 def recipe_axes(recipe: RecipeLike) -> tuple[str, ...]:
-    """The axes a recipe names, none if it is one for all."""
+    """The axes that a recipe names; none if it is one recipe for all axes."""
     named = _parse(recipe)
     return () if isinstance(named, str) else tuple(named)
 
@@ -326,7 +326,7 @@ def _row(name: str) -> Recipe:
 
 
 def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
-    """A parameter's gradients are reduced over all axes once per step, or all per micro-batch."""
+    """Raises RecipeError if one axis reduces gradients once per step and another after each micro-batch."""
     stages = {row.stages: (row.name, axis) for row, axis in zip(rows, mesh.names, strict=True)}
     if (1,) in stages and (2,) in stages:
         (once, first), (often, second) = stages[(1,)], stages[(2,)]
@@ -338,12 +338,12 @@ def _check_reductions(rows: Sequence[Recipe], mesh: Mesh) -> None:
 
 
 def check_versions(schedule: str, inside: RecipeLike, mesh: Mesh) -> None:
-    """Raises RecipeError unless every axis inside a stage has a recipe that stores parameters as they are used.
+    """Raises RecipeError unless ops use parameters in their stored layout, along every axis inside a stage.
 
-    A schedule without a flush keeps several versions of them, and copies of those that are gathered would be more.
+    A schedule without a flush keeps several versions of the parameters. It does not support gathered copies of them.
 
     Args:
-        schedule: name of such a schedule.
+        schedule: name of a schedule without a flush.
         inside: recipe of the axes inside a stage.
         mesh: mesh of a stage.
     """
@@ -358,7 +358,12 @@ def check_versions(schedule: str, inside: RecipeLike, mesh: Mesh) -> None:
 
 
 class ChoiceFilter:
-    """Which choices of an op the recipe of one axis leaves."""
+    """Selects the choices of an op that the recipe of one mesh axis allows.
+
+    Args:
+        graph: the captured model, whose factors have roles.
+        recipe: the row of the axis.
+    """
 
     def __init__(self, graph: Graph, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -367,7 +372,7 @@ class ChoiceFilter:
         self._activations = _activations(graph)
 
     def allowed(self, op: Op, legal: Sequence[Choice]) -> list[Choice]:
-        """The choices among `legal` that the recipe leaves to `op`; never none if `-` is there."""
+        """The choices among `legal` that the recipe allows for `op`; at least one if `legal` has the choice `-`."""
         recipe = self.recipe
         if recipe.may is None:
             return list(legal)
@@ -392,15 +397,15 @@ class ChoiceFilter:
         ]
 
     def roles(self, choice: Choice) -> Roles:
-        """Roles of the factor that `choice` splits."""
+        """Roles of the factor that `choice` splits; none if it splits nothing."""
         factor = self._graph.factors.get(choice.factor)
         return factor.roles if factor else frozenset()
 
     def _of_stack(self, op: Op) -> tuple[Which, ...]:
-        """What must be split where `op` stacks experts that are parameters of their own.
+        """Kinds of factors of which `op` has to split one, if it stacks experts that are separate parameters.
 
-        No part of one counts experts, so that each lies split along its width; stacked, all are exchanged for
-        whole matrices of fewer experts (an all-to-all).
+        No dim of such a parameter numbers experts, so each one is stored split along its width. After stacking, an
+        all-to-all gives each rank the whole matrices of some experts.
         """
         if not self.recipe.stacks_must or not self._from_parameters.issuperset(op.operands):
             return ()
@@ -414,22 +419,22 @@ class ChoiceFilter:
         return {f for tensor in tensors for dim in tensor.factors for f in dim if f}
 
     def _is_product(self, op: Op) -> bool:
-        """Whether `op` sums over a dim of a matrix that comes from a parameter (or looks it up)."""
+        """Whether `op` sums over a dim of a matrix that comes from a parameter, as a product or an embedding does."""
         sums = any(c.splits and any(s.kind == "P" for s in c.results) for c in op.choices)
         return sums and any(name in self._from_parameters for name in op.operands)
 
 
 def _of_batch(must: Iterable[Which]) -> tuple[Which, ...]:
-    """The kinds among `must` that are the batch: ranks may be given their own samples of every input."""
+    """The kind `batch` if `must` has it: of every input, ranks can take their own samples."""
     return tuple(kind for kind in must if kind is is_batch)
 
 
 def _activations(graph: Graph) -> frozenset[str]:
     """Tensors that depend on a parameter.
 
-    The others are tables of positions, masks, and targets. A recipe does not insist on splitting these along
-    the sequence: it saves little, and an op that needs a table whole would have to gather it. The search
-    decides by price. Their samples are split like those of every input.
+    Other tensors are position tables, masks and targets. A recipe does not require that these are split along
+    the sequence: that saves little, and an op that needs the whole table would have to gather it. So the search
+    decides by cost. It does require that they are split along the batch.
     """
     found = set(graph.parameters.values())
     for op in graph.ops:

@@ -1,4 +1,8 @@
-"""A plan for one of several replicas that meet every so many steps, and a sentence that says what they change."""
+"""Adds the meetings of replicas to the plan of one replica.
+
+Replicas train separate copies of the model on their own rows, and exchange parameters every K steps: a meeting
+(`autopar.ir.meeting`). All replicas run the same plan, which the search makes for the mesh of one replica.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,10 @@ from autopar.units import counted, format_bytes, format_seconds
 
 
 def with_meeting(found: Planned, request: Request) -> Planned:
-    """The plan of a replica with its meetings, their price, and a note; itself where the request has none."""
+    """The plan of one replica with meetings added: when they are held, what they cost, and a note for the user.
+
+    A request without replicas gives back the plan as it was found.
+    """
     meeting = request.meeting
     if meeting is None:
         return found
@@ -30,13 +37,13 @@ def with_meeting(found: Planned, request: Request) -> Planned:
 
 
 def _whole_recipe(meeting: Meeting, inside: RecipeLike) -> str:
-    """The recipe of all axes, given that of those inside a replica."""
+    """The recipe of all axes: that of the axis of the replicas, and the recipe of the axes inside a replica."""
     others = dict(inside) if isinstance(inside, Mapping) else {}
     return format_recipe({meeting.axis: f"{meeting.rule}:{meeting.steps}", **others})
 
 
 def _sentence(graph: Graph, meeting: Meeting, step: Step) -> str:
-    """What is not the single device's result any more, how old it can be, and what that buys."""
+    """Text of the note: why the result is not that of a single device, and how many bytes and seconds a step saves."""
     items = [i for i in step.items if i.phase == "meet" and i.resource == meeting.axis]
     scales = [meeting.steps * _gradient_scale(graph, i.of, step.run.training_state) for i in items]
     sizes = [float(i.count * i.traffic_bytes) for i in items]
@@ -56,7 +63,7 @@ def _sentence(graph: Graph, meeting: Meeting, step: Step) -> str:
 
 
 def _gradient_scale(graph: Graph, name: str, state: TrainingState) -> float:
-    """Bytes of a parameter's gradient, which data parallelism sends, for each byte that is stored of the parameter."""
+    """Bytes of a parameter's gradient, which data parallelism would send, for each byte of the stored parameter."""
     tensor = graph.tensors[graph.parameters[name]]
     own = state.gradient_bytes or tensor.gradient_scale * tensor.itemsize_bytes
     return own / tensor.at_rest.itemsize_bytes

@@ -1,9 +1,10 @@
 """The search for a plan on one mesh, for any bound on memory.
 
-Descents from many starts (`autopar.search.descent`) find the best assignment of the folded graph. It is
-expanded to the whole graph, composed again node by node, and must cost what the folded graph said. One
-axis is solved to a proven optimum (to 0.01 % where memory binds). Over several axes the result is a local
-optimum: no single axis can be improved while the others stay.
+The search works on a folded graph, in which repeated layers are one layer that counts several times. Descents from
+many starts (`autopar.search.descent`) find the best choices for it. They are then expanded to the whole graph, whose
+cost is computed node by node and must equal the cost of the folded graph. On a mesh of one axis the result is a
+proven optimum (to 0.01 % where the memory bound matters). On several axes it is a local optimum: no single axis can
+be improved while the others stay.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from autopar.search.problem import Assignment, Problem
 from autopar.search.recipes import ON_DEVICE, RecipeLike, Tiering, format_recipe, resolve
 from autopar.units import format_bytes
 
-_TOLERANCE = 1e-6  # relative, between the price of the folded graph and that of the plan
+_TOLERANCE = 1e-6  # relative, between the cost of the folded graph and that of the plan
 
 
 class Choices(TypedDict, total=False):
-    """What a search on one mesh is told in addition to graph, mesh and hardware; all of it is optional.
+    """Optional arguments of a search on one mesh, besides graph, mesh and hardware.
 
     Attributes:
         recipe: constraints, see `autopar.search.recipes`; by default none.
-        pins: single choices that are fixed, see `autopar.search.pins`.
+        pins: single choices that the user fixes, see `autopar.search.pins`.
         micro_batches: number of micro-batches of a step; by default 1.
-        fingerprint: hash of the captured model, which the plan notes.
-        fixed_storage: parameters whose plan is already made, by name.
-        repeats: whether repeated blocks are folded into one; by default they are.
-        software: figures of the runtime; by default autopar's own.
-        training_state: bytes that training keeps in addition to parameters; by default `FULL`.
-        tiers: tiers that a parameter may be stored and used in where no recipe has one; by default the device.
+        fingerprint: hash of the captured model, which the plan records.
+        fixed_storage: name of a parameter -> the layouts that it has to have, because an earlier plan placed it.
+        repeats: whether repeated layers are folded into one; by default they are.
+        software: figures of the runtime, such as what it overlaps; by default those of autopar.
+        training_state: gradients and optimizer states that training keeps for each parameter; by default `FULL`.
+        tiers: memories in which parameters may be, where no recipe names one; by default only the device.
     """
 
     recipe: RecipeLike
@@ -69,12 +70,13 @@ def search(
 
     Args:
         graph: the captured model, at the size of one micro-batch.
-        hardware: figures that the prices are made of.
-        memory_bytes: bound on the bytes of a rank; None for no bound.
-        choices: further choices, see `Choices`.
+        mesh: axes of the device mesh and their sizes.
+        hardware: machine whose figures give the times.
+        memory_bytes: bound on the peak memory of a rank, in bytes; None for no bound.
+        choices: optional arguments, see `Choices`.
 
-    Raises RecipeError for a recipe or pin that cannot hold, MeshError for an axis that divides
-    nothing, SearchError if no plan fits into memory.
+    Raises RecipeError for a recipe or pin that this model and mesh cannot satisfy, MeshError for an axis along which
+    nothing in the model can be split, SearchError if no plan fits into memory.
     """
     return search_with_cost(
         graph, mesh, hardware=hardware, memory_bytes=memory_bytes, **choices
@@ -83,15 +85,15 @@ def search(
 
 @dataclass(frozen=True)
 class Found:
-    """A plan with its price and what is known about its optimality.
+    """A plan with its cost, and what the search knows about its optimality.
 
     Attributes:
         plan: the plan.
-        cost: composed time and memory of the plan.
-        gap: the largest relative gap that the solver left open along one axis, 0 if proven.
-        programs: rows, columns and binaries of the program of every axis, in order.
-        descents: seconds of the plan that every start ended in, inf where it did not fit.
-        is_tight: whether something faster was found that does not fit.
+        cost: time and memory of a step.
+        gap: largest relative optimality gap that the solver left along one axis; 0 for a proven optimum.
+        programs: numbers of rows, columns and binary variables of the mixed-integer program of every axis, in order.
+        descents: for every start, seconds of a step of the plan that it led to; inf where that plan did not fit.
+        is_tight: whether the search found a faster plan that does not fit into memory.
     """
 
     plan: Plan
@@ -110,19 +112,19 @@ def search_with_cost(
     memory_bytes: int | None = None,
     **choices: Unpack[Choices],
 ) -> Found:
-    """`search`, with the figures behind its plan."""
+    """The same search as `search`, with the cost of the plan and figures of the search."""
     return MeshSearch.of(graph, mesh, hardware=hardware, **choices).within(memory_bytes)
 
 
 @dataclass(frozen=True)
 class MeshSearch:
-    """A search on one mesh that can be asked for several bounds, and solves again only what a bound changes.
+    """A search on one mesh for several memory bounds in turn; a new bound solves again only what it changes.
 
     Attributes:
-        problem: the folded graph with its prices and its solutions.
-        recipe: constraints, which the plan notes.
-        fingerprint: hash of the captured model, which the plan notes.
-        hardware, software, training_state: what the prices are made of.
+        problem: the folded graph with the costs of its choices, and the solutions found so far.
+        recipe: constraints, which the plan records.
+        fingerprint: hash of the captured model, which the plan records.
+        hardware, software, training_state: figures that costs are computed from.
     """
 
     problem: Problem
@@ -149,9 +151,9 @@ class MeshSearch:
         training_state: TrainingState = FULL,
         tiers: Sequence[Tiering] = (ON_DEVICE,),
     ) -> MeshSearch:
-        """The search that `search` makes, before a bound is known.
+        """A search without a memory bound yet.
 
-        Arguments and errors are those of `search`, and the defaults here are those of `Choices`.
+        Arguments and errors are those of `search`, with the defaults of `Choices`.
         """
         mesh = Mesh.of(mesh)
         if PIPELINE_AXIS in mesh.names:
@@ -166,7 +168,7 @@ class MeshSearch:
         return cls(problem, recipe, fingerprint, hardware, software, training_state)
 
     def within(self, memory_bytes: int | None) -> Found:
-        """The fastest plan within a bound. Raises SearchError if no plan fits into memory."""
+        """The fastest plan within a memory bound. Raises SearchError if no plan fits."""
         problem, recipe = self.problem, format_recipe(self.recipe)
         found = descents(problem, memory_bytes)
         best = best_of(found, memory_bytes)
@@ -180,12 +182,12 @@ class MeshSearch:
         return spread
 
     def smallest(self) -> Found:
-        """The plan that takes least memory, of those that no bound leads to."""
+        """The plan with the smallest peak memory that the search finds, whether or not it fits."""
         found = descents(self.problem, 0)
         return self._found(best_of(found, 0), found, None)
 
     def _found(self, best: Descent, found: Sequence[Descent], memory_bytes: int | None) -> Found:
-        """A plan with its notes."""
+        """The plan of the best descent for the whole graph, with owners of parameters and notes."""
         problem, recipe = self.problem, format_recipe(self.recipe)
         plan = expand(problem, best.assignment, recipe, self.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
@@ -212,19 +214,21 @@ class MeshSearch:
         return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
 
     def named(self) -> Iterator[tuple[float, MeshSearch]]:
-        """The same search under every combination of recipes for the open axes.
+        """The same search under every combination of recipes for the axes that have the recipe `auto`.
 
         Yields:
-            Composed seconds of the fastest plan that splits ops alike, with any memory, and the search.
+            Seconds of a step of the fastest plan under this combination without a memory bound, and the search.
         """
         for seconds, problem in named_recipes(self.problem):
             yield seconds, replace(self, problem=problem)
 
 
 def meshes_of(world_size: int, named: Sequence[str] = ()) -> Iterator[Mesh]:
-    """All meshes of at most two axes, dp and tp, with `world_size` ranks.
+    """All meshes with `world_size` ranks and at most the two axes dp and tp.
 
-    A recipe that names one axis is tried on that axis alone too, one that names both on two axes only.
+    Args:
+        named: axes that the recipe names. If it names one, the mesh of this axis alone is among the results; if it
+            names both, only meshes with both are.
     """
     if world_size == 1:
         yield Mesh(tuple((name, 1) for name in named or ("dp",)))
@@ -238,7 +242,7 @@ def meshes_of(world_size: int, named: Sequence[str] = ()) -> Iterator[Mesh]:
 
 
 def expand(problem: Problem, assignment: Assignment, recipe: str, fingerprint: str) -> Plan:
-    """The plan for the whole graph: what a class or entry decided, for every member."""
+    """The plan for the whole graph: each op and tensor gets the choice of the folded one that stands for it."""
     graph, entries = problem.graph, problem.entries
     at = {name: (index, entry) for index, entry in enumerate(entries) for name in entry.names}
 
