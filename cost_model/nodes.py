@@ -92,7 +92,12 @@ class NodePricer:
     # --- ops
 
     def op(self, op: Op, labels: Labels) -> Iterator[Item]:
-        """Forward and backward of an op, and the collectives that its parts run inside it."""
+        """Items of an op under its choices: forward, backward, and the collectives inside the op.
+
+        Args:
+            op: op of the graph.
+            labels: label of the op's choice on every mesh axis.
+        """
         region, count = self.place(op.name, op.module)
         pricing = OpPrice.of(op, labels, self.graph.tensors, self.sizes, self.hardware, self.inner)
         kernels = int(not self.inner.issuperset(op.results))

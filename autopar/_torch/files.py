@@ -32,7 +32,7 @@ def map_file(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 class _StatesElsewhere:
-    """Parameters that make tensors alike by `make_empty`."""
+    """Parameters for which `torch.zeros_like` and the like allocate tensors by `make_empty`."""
 
     make_empty: MakeEmpty
 
@@ -53,11 +53,11 @@ class _StatesElsewhere:
 
 
 class ParameterInFile(_StatesElsewhere, nn.Parameter):
-    """A plain parameter, see [Note: states in files]."""
+    """A parameter that is a plain tensor; its optimizer states are made in files, see [Note: states in files]."""
 
 
 class DTensorInFile(_StatesElsewhere, DTensor):
-    """A parameter that is a DTensor, see [Note: states in files]."""
+    """A parameter that is a DTensor; its optimizer states are made in files, see [Note: states in files]."""
 
 
 def _alike(parameter: Any, options: Mapping[str, Any]) -> Tensor:

@@ -49,19 +49,19 @@ class WatchedStage(PipelineStage):
         return result
 
     def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-        """The receives of a micro-batch's forward, into new buffers."""
+        """The receive operations of a micro-batch's forward, with new buffers."""
         if not self.is_first:
             _make_buffers(self.args_recv_info[number], self.received, self.device)
         return super().get_fwd_recv_ops(number)
 
     def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
-        """The receives of a micro-batch's backward, into new buffers."""
+        """The receive operations of a micro-batch's backward, with new buffers."""
         if self.has_backward and not self.is_last:
             _make_buffers(self.grad_recv_info[number], self.sent, self.device)
         return super().get_bwd_recv_ops(number)
 
     def forward_one_chunk(self, number: int, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """The forward of a micro-batch; without a backward to come, what it received is freed."""
+        """Runs the forward of a micro-batch; frees the received activations if no backward will follow."""
         output = super().forward_one_chunk(number, *args, **kwargs)
         if not self.has_backward:
             _free_buffers(self.args_recv_info[number])
@@ -74,7 +74,14 @@ class WatchedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """The backward of a micro-batch, or the first half of it; what it received is then freed."""
+        """Runs the backward of a micro-batch, and frees the activations and gradients that it received.
+
+        Args:
+            number: number of the micro-batch.
+            loss: loss of the micro-batch, on the last stage.
+            full_backward: whether gradients of inputs and parameters are computed; if not, only those of inputs.
+            last_backward: whether no other micro-batch of the step has its backward later.
+        """
         if not self.has_backward:
             return
         arrived = () if self.is_first else self.args_recv_info[number]
@@ -96,7 +103,7 @@ class WatchedStage(PipelineStage):
             self.after_backward(number)  # the graph is gone, and with it what it held of the leaves
 
     def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:
-        """The second half of a micro-batch's backward, which makes gradients of parameters."""
+        """Runs the second half of a micro-batch's backward, which computes the gradients of parameters."""
         if not self.has_backward:
             return
         self.before_backward(number, last=last_backward)

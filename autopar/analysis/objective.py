@@ -90,7 +90,11 @@ class Objective:
         return [(each[0].double() / (scale * denominator.double())).item() for each in found]
 
     def shares_of_groups(self, shares: Sequence[float], size: int) -> list[float]:
-        """The share of each micro-batch in the loss of its group of so many, given those in the loss of the batch.
+        """The share of each micro-batch in the loss of its group.
+
+        Args:
+            shares: share of each micro-batch in the loss of the whole batch.
+            size: number of consecutive micro-batches that form a group.
 
         >>> Objective("mean").shares_of_groups([0.25, 0.25, 0.25, 0.25], 2)
         [0.5, 0.5, 0.5, 0.5]

@@ -62,17 +62,17 @@ class Timed(NamedTuple):
     link: tuple[int, int] | None
 
 
-# A send's direction, and where the stage lies to which it goes; which direction a computation waits for.
+# Direction of a send, and the step from its stage to the receiving one; direction that a computation waits for.
 _SENDS: Mapping[Kind, tuple[str, int]] = {"SEND_F": ("forward", 1), "SEND_B": ("backward", -1)}
 _COMPUTES: Mapping[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W": "", "U": ""}
 
 
 class ActionLists(tuple[tuple[Action, ...], ...]):
-    """The actions of every pipeline rank, in order. What follows from them is found once."""
+    """The actions of every pipeline rank, in order. Properties that are computed from them are cached."""
 
     @classmethod
     def of(cls, actions: Actions) -> ActionLists:
-        """The same actions; lists that are such already stay what they are."""
+        """The actions as `ActionLists`; if they are `ActionLists` already, the same object, with what it has cached."""
         return actions if isinstance(actions, cls) else cls(map(tuple, actions))
 
     @cached_property

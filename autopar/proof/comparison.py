@@ -42,7 +42,7 @@ class PlanResults:
 
 
 def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
-    """The largest absolute error of an entry, of every tensor on its worst rank."""
+    """The largest absolute error of an entry of every tensor, over all ranks."""
     errors: dict[Key, float] = {("loss", ""): largest_difference(plan.losses, reference.loss)}
     mesh = plan.program.plan.mesh
     for spec in plan.program.parameters:
@@ -65,7 +65,7 @@ def plan_errors(plan: PlanResults, reference: Results) -> dict[Key, float]:
 def own_errors(
     samples: Sequence[Results], keys: Iterable[Key], reference: Results
 ) -> dict[Key, float]:
-    """The same for runs of a single device, the largest of them."""
+    """The largest absolute error of an entry of every tensor, over several runs of a single device."""
     return {
         key: max(
             (_difference(_value(x, key), _value(reference, key)) for x in samples), key=nan_last
@@ -75,7 +75,7 @@ def own_errors(
 
 
 def float64_verdicts(errors: Mapping[Key, float], reference: Results, step: int) -> list[Verdict]:
-    """What is left of an error in float64 arithmetic must be below the tolerance, relative to the tensor's size."""
+    """Verdicts on a run in float64: errors relative to the tensor's largest entry have to stay below the tolerance."""
     scales = _scales(errors, reference)
     return [
         Verdict(kind, name, step, "float64", error, 0.0, TOLERANCE_FLOAT64 * scale, scale)
@@ -90,7 +90,15 @@ def rounding_verdicts(
     dtypes: Mapping[Key, torch.dtype],
     arithmetic: str,
 ) -> list[Verdict]:
-    """In the model's own arithmetic an error must be of the size of the single device's."""
+    """Verdicts on a run in the model's own arithmetic: an error has to be about as large as that of a single device.
+
+    Args:
+        errors: errors of the plan, by tensor.
+        own: errors of a single device in the same arithmetic, by tensor.
+        reference: results of a single device in float64.
+        dtypes: dtype of every tensor, whose rounding enters the bound.
+        arithmetic: name of the arithmetic, for the report.
+    """
     scales = _scales(errors, reference)
     verdicts = []
     for key, error in errors.items():
@@ -101,7 +109,7 @@ def rounding_verdicts(
 
 
 def dtypes_of(plan: PlanResults) -> dict[Key, torch.dtype]:
-    """The element type of every compared tensor as the plan gives it."""
+    """The dtype of every compared tensor, as the ranks return it."""
     found: dict[Key, torch.dtype] = {("loss", ""): plan.losses[0].dtype}
     found |= {("gradient", name): ranks[0].dtype for name, ranks in plan.stored.items()}
     return found | {("buffer", name): ranks[0].dtype for name, ranks in plan.buffers.items()}

@@ -231,6 +231,10 @@ def flattens(tensor: torch.Tensor, *shapes: Sequence[int]) -> bool:
 
 
 def plain(shape: Sequence[int], prefix: str = "d") -> tuple[Letters, dict[str, int]]:
-    """One letter per dim of a size other than 1: `d0`, `d1` ..., and their sizes."""
+    """Letters for a tensor that a rule treats dim by dim, and their sizes; a dim of size 1 gets no letter.
+
+    >>> plain((8, 1, 4))
+    ((('d0',), (), ('d2',)), {'d0': 8, 'd2': 4})
+    """
     letters = tuple((f"{prefix}{i}",) if size != 1 else () for i, size in enumerate(shape))
     return letters, {f"{prefix}{i}": size for i, size in enumerate(shape) if size != 1}

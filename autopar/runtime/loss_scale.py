@@ -122,7 +122,7 @@ class LossScaler:
         return result
 
     def warn_of_forward(self) -> None:
-        """Says once that a forward whose backward the caller runs is not scaled."""
+        """Warns once that the loss of `model(...)` is not scaled, because the caller runs its backward."""
         if self._scaling is not None and not self._warned and torch.is_grad_enabled():
             self._warned = True
             warn_together(
@@ -133,11 +133,11 @@ class LossScaler:
             )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The scale and its history, for a checkpoint."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Goes on from a checkpoint, or from the first scale where it has none."""
+        """Takes the scale from a checkpoint's state; None leaves the first scale."""
         if self._scaling is not None and state is not None and self._scaling.growth > 1:
             self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
 

@@ -48,15 +48,15 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class GivenMesh:
-    """A search on one mesh.
+    """A search for the plan of one given mesh, with or without pipeline stages.
 
     Attributes:
         graph: the analyzed model, at the size of one captured batch.
-        request: the question, with a mesh.
-        fingerprint: hash of the captured graph, which the plan notes.
+        request: what the user asks for, including the mesh.
+        fingerprint: hash of the captured graph, which the plan records.
         captured: number of captured batches that make a step.
         fixed_storage: layouts of parameters that are placed already; None where they are open.
-        faster_than_seconds: seconds of a known step; stages are searched only for a shorter one.
+        faster_than_seconds: duration of a known step; with stages only a shorter one counts.
     """
 
     graph: Graph

@@ -364,9 +364,9 @@ def trials_of(
 
 
 def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:
-    """Numbers of pipeline ranks to choose from, and those to choose from if none of the first has a plan.
+    """Numbers of pipeline ranks to try first, and those to try if no plan with the first ones fits.
 
-    A recipe that names no schedule asks for no stages: then there are some only where nothing fits without.
+    A recipe without a schedule does not ask for pipeline stages. They are then tried only if nothing fits without.
     """
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     depths = [depth for depth in divisors(request.ranks) if depth <= _blocks(graph)]

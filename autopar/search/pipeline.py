@@ -62,14 +62,14 @@ def search_pipeline(
 
     Args:
         graph: the captured model with all its layers, at the size of a micro-batch.
-        request: the question, with a mesh that has the axis `pp`. An open schedule is chosen among
+        request: what the user asks for, with a mesh that has the axis `pp`. An open schedule is chosen among
             `SEARCHED_SCHEDULES`, open chunks among `searched_chunks`, an open number of micro-batches
             among the divisors of the batch; open recomputation is that of the fewest blocks that fit.
         captured_micro_batches: number of captured batches that make a step.
         fingerprint, fixed_storage: as in `search`.
         faster_than_seconds: seconds of a known step; settings that take as long are left out.
 
-    Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot hold, PlanError for
+    Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot be satisfied, PlanError for
     micro-batches that the schedule refuses, SearchError with more stages than blocks and where no plan
     fits, or none is faster than the known step.
     """

@@ -213,19 +213,19 @@ class Problem:
         return self._layouts[key]
 
     def op_seconds(self, index: int, labels: Labels) -> float:
-        """What all ops of a class add to a step, with what they send inside themselves."""
+        """Seconds that all ops of a class add to a step, including collectives inside the ops."""
         key = (index, labels)
         if key not in self._op_seconds:
             self._op_seconds[key] = self._seconds(self.prices.op(index, labels))
         return self._op_seconds[key]
 
     def conversion_seconds(self, index: int, source: TieredLayout, target: Layout) -> float:
-        """What converting all tensors of an entry adds to a step, forward and backward."""
+        """Seconds that a conversion adds to a step, forward and backward, over all tensors that an entry stands for."""
         return self.entries[index].count * self._convert(index, source, target)
 
     def _convert(self, index: int, source: TieredLayout, target: Layout) -> float:
         items = self.prices.conversion(index, source, target)
-        key = id(items)  # they live as long as the prices
+        key = id(items)  # these lists exist as long as the prices
         if key not in self._conversions:
             self._conversions[key] = self._seconds(items)
         return self._conversions[key]
