@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.step import Step
-from autopar.ir import Graph, Mesh, Op, Plan
+from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.units import format_bytes, format_seconds
@@ -185,7 +185,8 @@ def _op_rows(plan: Plan, graph: Graph, words: Words) -> Iterable[tuple[str, tupl
 def _split(op: Op, label: str, words: Words = NO_WORDS) -> str:
     choice = op.choice(label)
     if choice.splits:
-        return words.get(choice.factor, "") or _numbers_out(choice.factor)
+        name = words.get(choice.factor, "") or _numbers_out(choice.factor)
+        return f"{name} (rows exchanged)" if EXCHANGED in label else name
     return {"-": "-", "~": "-"}.get(label, "partial sums")
 
 

@@ -283,3 +283,21 @@ def test_a_model_behind_torch_compile_drops_nothing(two_ranks: Ranks) -> None:
     (first, said), (second, _) = two_ranks.run(behind_torch_compile)
     assert far([first, second], alone("skewed")) == []
     assert "1 combine, 2 dispatch" in said[0]  # rows, and their weights
+
+
+def first_nan() -> tuple[str, str, str, int]:
+    """The first NaN of a step in which what an expert of the last rank makes is too large."""
+    model, batch = subject("skewed")
+    made = autopar.compile(model, example_inputs=batch, loss_fn=square, mesh={"ep": 2}, recipe="ep")
+    with torch.no_grad():
+        for name, x in made.named_parameters():
+            if name == "up" and dist.get_rank() == 1:
+                x.to_local()[-1] = 1e308  # type: ignore[attr-defined]
+    found = autopar.find_nan(made, *batch)
+    assert found is not None
+    return found.what, found.op, found.phase, found.rank
+
+
+def test_find_nan_names_the_op_and_the_rank_of_an_expert(two_ranks: Ranks) -> None:
+    expected = ("NaN", "aten.silu.default", "forward", 1)  # of an infinity below zero
+    assert two_ranks.run(first_nan) == [expected] * 2
