@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.backend import graphs
+from autopar.errors import AutoparError
 from autopar.ops.collectives import group_name
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of
 from tests.runtime.ranks import Ranks
@@ -55,6 +56,21 @@ def differing() -> list[str]:
 
 def test_rows_come_back_and_gradients_take_the_same_way(two_ranks: Ranks) -> None:
     assert two_ranks.run(differing) == [[], []]
+
+
+def nowhere() -> str:
+    """What is said of a row that no expert has."""
+    group = group_name(dist.group.WORLD)  # type: ignore[arg-type]
+    with pytest.raises(AutoparError) as error:
+        torch.ops.autopar.dispatch(
+            torch.ones(3, 2), [], 2, group, "combine", torch.ones(2, 2, dtype=torch.int32)
+        )
+    return str(error.value)
+
+
+def test_a_row_without_an_expert_is_an_error_before_anything_is_sent(two_ranks: Ranks) -> None:
+    said = "dispatch: 2 of 3 rows have an expert from 0 to 1, and all must."
+    assert all(message.startswith(said) for message in two_ranks.run(nowhere))
 
 
 def square(y: Tensor) -> Tensor:
