@@ -108,12 +108,18 @@ def find_nan(model: CompiledModule, *batch: Any, **kwargs: Any) -> NonFinite | N
     ('NaN', 'aten.log.default', 'forward')
     """
     _check(model)
-    arguments = Arguments.of(batch, kwargs)
+    arguments = model._rows_of_step(Arguments.of(batch, kwargs))
     watch, given = _NonFiniteWatch(), _given(model, arguments)
-    if _is_finite(model, arguments, watch):
+    is_finite = _is_finite(model, arguments, watch)
+    # Replicas that meet every so many steps each have a loss of their own, so that one alone may be NaN.
+    every = Together("Looking for NaN").everyones((is_finite, given or watch.found()))
+    if all(finite for finite, _ in every):
         return None
-    every = Together("Looking for NaN").everyones(given or watch.found())
-    found = [replace(each, rank=rank) for rank, each in enumerate(every) if each is not None]
+    found = [
+        replace(each, rank=rank)
+        for rank, (finite, each) in enumerate(every)
+        if each is not None and not finite
+    ]
     first = min(found, key=_position, default=None)
     return first or NonFinite("NaN or infinity", _PHASES[-1], 0, "a collective")
 
@@ -123,13 +129,19 @@ def _position(found: NonFinite) -> tuple[int, bool, int, int]:
 
 
 def _is_finite(model: CompiledModule, arguments: Arguments, watch: _NonFiniteWatch) -> bool:
-    """Runs a step that changes nothing under watch; whether its loss and gradients are finite, on every rank alike."""
+    """Runs a step that changes nothing under watch; whether its loss and gradients are finite.
+
+    All ranks of a replica find the same. Gradients that overflow under a loss scale are gone after the step, which was
+    skipped then.
+    """
     ready = model._program(arguments, is_step=True)
 
     def run() -> bool:
+        skipped = model._scaler.skipped
         with _torch.noting_forward(), watch:
             loss = model._step(ready, arguments)[-1]
-        return bool(loss.isfinite().all() & model._gradient_norm(math.inf).isfinite())
+        is_finite = loss.isfinite().all() & model._gradient_norm(math.inf).isfinite()
+        return bool(is_finite) and model._scaler.skipped == skipped
 
     with _unchanged(model, ready.bound.program):
         return gradients_of(run, model._trained())[0]

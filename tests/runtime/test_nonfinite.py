@@ -141,6 +141,50 @@ def test_the_rank_that_made_it_is_named_on_all(two_ranks: Ranks) -> None:
     assert (both[0].rank, both[0].module, both[0].phase) == (1, "share", "forward")
 
 
+class RootOfSum(nn.Module):
+    """NaN in backward where the sum of a row is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(-1).abs().sqrt()
+
+
+def test_a_nan_that_made_a_loss_scale_skip_the_step_is_named() -> None:
+    made = autopar.compile(
+        nn.Sequential(nn.Linear(4, 4, bias=False), RootOfSum()), loss_fn=_mean, precision="fp16",
+        loss_scale=autopar.LossScaling(initial=2.0**8),
+    )  # fmt: skip
+    x = torch.rand(8, 4)
+    assert autopar.find_nan(made, x + 1) is None
+    x[6] = 0
+    found = autopar.find_nan(made, x)
+    assert found is not None and (found.what, found.phase) == ("NaN", "backward")
+    assert made.skipped_steps == 0 and made.loss_scale == 256
+
+
+def test_a_loss_scale_that_is_too_large_makes_an_infinity() -> None:
+    made = autopar.compile(nn.Linear(4, 4), loss_fn=_mean, precision="fp16", loss_scale=2.0**40)
+    found = autopar.find_nan(made, torch.rand(8, 4))
+    assert found is not None and (found.what, found.phase) == ("infinity", "backward")
+
+
+def _mean(y: Tensor) -> Tensor:
+    return y.float().mean()
+
+
+@pytest.mark.multiprocess
+def test_a_replica_looks_at_its_own_rows(two_ranks: Ranks) -> None:
+    """The last four of the eight rows are those of rank 1."""
+    (bad, good), other = two_ranks.run(_of_replicas)
+    assert [bad, good] == other and good is None
+    assert bad is not None and bad.rank == 1 and bad.operands[0].startswith("[4, 4] ")
+
+
+@captured_once()
+def _of_replicas() -> list[NonFinite | None]:
+    made = model(mesh={"far": 2}, recipe={"far": "local:3"})
+    return [autopar.find_nan(made, *batch(bad=6)), autopar.find_nan(made, *batch())]
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_stages_name_it_too(two_ranks: Ranks, schedule: str) -> None:
