@@ -34,6 +34,7 @@ from autopar.runtime.gradients import gradients_of
 from autopar.runtime.inputs import Arguments
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.together import Together
+from autopar.runtime.versions import refuse_gradients
 
 _PHASES = ("input or parameter", "forward", "backward", "sum over ranks")
 # Their results are memory as it was found.
@@ -135,6 +136,7 @@ def _is_finite(model: CompiledModule, arguments: Arguments, watch: _NonFiniteWat
     skipped then.
     """
     ready = model._program(arguments, is_step=True)
+    refuse_gradients(ready.bound.program.plan.pipeline, "find_nan")
 
     def run() -> bool:
         skipped = model._scaler.skipped

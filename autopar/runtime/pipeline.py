@@ -120,16 +120,26 @@ class BoundPipeline:
         self._shares, self._scale, self._extras = own, scale, {}
         for runner in self._runners.values():
             runner.begin()
-        if self._versions is not None and torch.is_grad_enabled():
-            seen, runners = self._versions.seen, self._runners.items()
-            self._stage_versions = {number: run.versions(seen[number]) for number, run in runners}
-        losses = self._run_schedule(batch)
-        self._stage_versions = {}
+        with self._versions_of_step():
+            losses = self._run_schedule(batch)
         for runner in self._runners.values():
             runner.end()
         if self._versions is not None:
             losses = [x * (y / z) for x, y, z in zip(losses, shares[-1], own, strict=False)]
         return StepResults(self._loss(losses), self._joined(len(batch), shares))
+
+    @contextlib.contextmanager
+    def _versions_of_step(self) -> Iterator[None]:
+        """Inside it every stage keeps the versions of its parameters that micro-batches need."""
+        if self._versions is not None and torch.is_grad_enabled():
+            seen, runners = self._versions.seen, self._runners.items()
+            self._stage_versions = {number: run.versions(seen[number]) for number, run in runners}
+        try:
+            yield
+        finally:
+            for each in self._stage_versions.values():
+                each.end()
+            self._stage_versions = {}
 
     def _run_schedule(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
         trains = torch.is_grad_enabled()

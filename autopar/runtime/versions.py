@@ -100,6 +100,11 @@ class StageVersions:
         self._newest += 1
         self._leaves[self._newest] = self._residents.leaves
 
+    def end(self) -> None:
+        """After a step, or after one that failed: the newest version is in use, and the others are gone."""
+        self._residents.leaves = self._leaves[self._newest]
+        self._leaves = {}
+
     def _is_needed(self, version: int, micro_batch: int) -> bool:
         """Whether a micro-batch after this one sees a version."""
         return self._last.get(version, -1) > micro_batch

@@ -12,6 +12,16 @@ def test_the_local_tensor_is_the_storage_of_the_dtensor(parameter):
     assert parameter.full_tensor().tolist() == [1, 2, 3, 4]
 
 
+def test_another_local_tensor_takes_the_place_of_the_first(parameter):
+    before = _torch.local_tensor(parameter)
+    _torch.set_local_tensor(parameter, before.clone())
+    parameter.data.add_(1)
+    assert parameter.full_tensor().tolist() == [1, 2, 3, 4] and before.tolist() == [0, 1, 2, 3]
+    plain = torch.nn.Parameter(torch.zeros(2))
+    _torch.set_local_tensor(plain, torch.ones(2))
+    assert plain.tolist() == [1, 1]
+
+
 def test_a_dtensor_over_a_meta_shard(parameter):
     made = _torch.dtensor(
         torch.empty(4, 3, device="meta"), parameter.device_mesh, [Replicate()], (4, 3)

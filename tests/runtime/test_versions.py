@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.ir import VERSIONED
+from autopar.runtime.versions import StageVersions
 from tests.runtime.models import Batch, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, full_state
@@ -223,6 +224,7 @@ def refusals() -> list[str]:
     says(made.attach_optimizer, 3)
     made.attach_optimizer(optimizer_of("sgd", made))
     says(made.clip_grad_norm_, 1.0)
+    says(autopar.find_nan, made, *batches[0])
     skipping = autopar.compile(make(2, 32)[0], recipe="2bw", skip_nonfinite=True, **options)
     skipping.attach_optimizer(optimizer_of("sgd", skipping))
     says(skipping.step, *batches[0])
@@ -234,12 +236,13 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_says_so(two_ranks: Ranks) -> None:
     for found in two_ranks.run(refusals):
-        no_optimizer, no_torch, clipping, skipping, flushing = found
+        no_optimizer, no_torch, clipping, finding, skipping, flushing = found
         assert "no optimizer was given. Call model.attach_optimizer(optimizer) once" in no_optimizer
         assert "attach_optimizer was given int" in no_torch
         assert clipping.startswith(
             "clip_grad_norm_ needs the gradients of a whole step, and the sch"
         )
+        assert finding.startswith("find_nan needs the gradients of a whole step")
         assert skipping.startswith("skip_nonfinite=True needs the gradients of a whole step")
         assert 'call optimizer.step() after each step, or ask for schedule="pipedream"' in flushing
 
@@ -270,3 +273,54 @@ class WithLoss(nn.Module):
 def test_a_call_with_autograd_is_refused(two_ranks: Ranks) -> None:
     for message in two_ranks.run(calls_a_model_that_returns_its_loss):
         assert message.startswith("model(...) with autograd on needs the gradients of a whole step")
+
+
+# --- without ranks
+
+
+class OneParameter:
+    """Residents of a parameter that is used as it is stored, and the reducer and optimizer of them."""
+
+    def __init__(self) -> None:
+        self.parameter = nn.Parameter(torch.zeros(()))
+        self.kept = [self]
+        self.leaves = [self.parameter.detach()]
+        self.attached = 0
+
+    def copy_at_rest(self) -> None:
+        self.parameter.data = self.parameter.detach().clone()
+
+    def refresh(self) -> bool:
+        is_new = self.leaves[0].data_ptr() != self.parameter.data_ptr()
+        self.leaves[0] = self.parameter.detach()
+        return is_new
+
+    def attach(self) -> None:
+        self.attached += 1
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.parameter.add_(1)
+
+
+def test_a_version_is_copied_only_while_a_micro_batch_needs_it() -> None:
+    one: Any = OneParameter()
+    versions = StageVersions(one, one, seen=(0, 0, 1, 2))
+    found = []
+    for number in range(4):
+        versions.use(number)
+        found.append(one.leaves[0].item())
+        versions.update(number, one)
+    assert found == [0, 0, 1, 2] and one.parameter.item() == 4
+    # Micro-batch 1 needs 0, 2 needs 1 and 3 needs 2 beside the newest; the last update needs nothing.
+    assert one.attached == 3
+
+
+def test_a_step_that_fails_leaves_the_newest_version_in_use() -> None:
+    one: Any = OneParameter()
+    versions = StageVersions(one, one, seen=(0, 0, 1, 2))
+    versions.update(0, one)
+    versions.use(1)
+    assert one.leaves[0].item() == 0
+    versions.end()
+    assert one.leaves[0].item() == 1 == one.parameter.item()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError, PlanError, RecipeError
+from autopar.explanation.launch import launch
 from autopar.ir import VERSIONED
 from autopar.ir.note import kind_of
 from autopar.pipeline.executed import ExecutedStep
@@ -94,6 +95,11 @@ def test_a_flush_at_every_update_would_take_longer() -> None:
     words = sentence("pipedream").split("takes about ")[1]
     inside, _, flushed = words.partition(" in place of ")
     assert inside.endswith("ms") and float(inside.split()[0]) < 0.5 * float(flushed.split()[0])
+
+
+def test_what_launches_the_plan_attaches_an_optimizer() -> None:
+    line = "model.attach_optimizer(optimizer)"
+    assert line in launch(explained("2bw")) and line not in launch(explained("1f1b"))
 
 
 def test_the_plan_reads_back() -> None:

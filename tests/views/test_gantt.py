@@ -32,6 +32,12 @@ def test_a_step_in_a_terminal():
     ]
 
 
+def test_updates_are_bars():
+    found = lines(step("pipedream", update_seconds=1.0), 40)
+    assert found[-1] == "█ forward   ▓ backward   ░ update"
+    assert [line.count("░") for line in found[1:3]] == [3, 3]
+
+
 def test_peaks_stand_at_the_end_of_their_rows():
     found = lines(step(saved_bytes=1e9), 60)
     assert found[0] == "step 12.0 s, bubble 25.0 %, peak 2.00 GB on rank 0 at 1.00 s"
