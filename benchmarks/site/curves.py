@@ -10,15 +10,40 @@ from autopar.views.markup import Markup, tag
 from autopar.views.svg import Linear, bounds, line, text
 from benchmarks.site.drawing import COLOURS, MARGIN, WIDTH, centred, picture
 
-_LOCAL_STEPS = Path(__file__).parents[1] / "local_steps" / "losses.json"
+_BENCHMARKS = Path(__file__).parents[1]
 _HEIGHT, _LEFT, _TOP, _BOTTOM = 300.0, 44.0, 44.0, 40.0
-_KEY = 92.0  # width of an entry of the key
-_DASHES = ("", "", "5 4", "")  # the third curve lies on the second
+_LETTER = 7.0  # width of a letter of the key
+_DASHES = ("", "", "5 4", "")  # the third curve of local steps lies on the second
 
 
 def local_steps() -> str:
     """The loss of a small GPT by step, under data parallelism and by replicas that meet every eight steps."""
-    document = json.loads(_LOCAL_STEPS.read_text())
+    return _losses(
+        "local_steps", "step", "loss in nats per byte, mean over the replicas",
+        "Loss of a byte-level GPT on four ranks over {} steps: data parallelism, and replicas that meet every eight "
+        "steps; all end below the entropy of single bytes",
+    )  # fmt: skip
+
+
+def versions() -> str:
+    """The loss of a small GPT by update, under 1F1B with a flush at every update and under schedules without."""
+    return _losses(
+        "versions", "update", "loss in nats per byte, mean over the rows of 32 updates",
+        "Loss of a byte-level GPT in four stages over {} updates: 1F1B with a flush at every update, and schedules "
+        "without a flush; all end below the entropy of single bytes",
+    )  # fmt: skip
+
+
+def _losses(folder: str, unit: str, below: str, label: str) -> str:
+    """The curves that a benchmark wrote.
+
+    Args:
+        folder: name of the benchmark's folder.
+        unit: what the curves go by.
+        below: words under the picture.
+        label: words for who cannot see it, with a place for the number of units.
+    """
+    document = json.loads((_BENCHMARKS / folder / "losses.json").read_text())
     curves: dict[str, list[float]] = document["losses_nats"]
     entropy, steps = document["entropy_nats"], document["steps_of_a_point"]
     low, high = bounds([entropy, *(loss for curve in curves.values() for loss in curve)])
@@ -26,37 +51,38 @@ def local_steps() -> str:
     across = Linear(0, count * steps, _LEFT, WIDTH - MARGIN)
     down = Linear(low, high, _HEIGHT - _BOTTOM, _TOP)
     return picture(
-        f"Loss of a byte-level GPT on four ranks over {count * steps} steps: data parallelism, and replicas that meet "
-        "every eight steps; all end below the entropy of single bytes",
+        label.format(count * steps),
         _HEIGHT,
-        *_axes(across, down),
+        *_axes(across, down, unit, below),
         line(_LEFT, down(entropy), WIDTH - MARGIN, down(entropy), class_="pale"),
         text(WIDTH - MARGIN, down(entropy) - 5, "entropy of single bytes", class_="small", text_anchor="end"),
         *_drawn(curves, across, down, steps),
     )  # fmt: skip
 
 
-def _axes(across: Linear, down: Linear) -> Iterator[Markup]:
+def _axes(across: Linear, down: Linear, unit: str, below: str) -> Iterator[Markup]:
     yield line(_LEFT, _TOP, _LEFT, _HEIGHT - _BOTTOM, class_="edge")
     yield line(_LEFT, _HEIGHT - _BOTTOM, WIDTH - MARGIN, _HEIGHT - _BOTTOM, class_="edge")
     for tick in across.ticks(5)[:-1]:
         yield centred(across(tick), _HEIGHT - _BOTTOM + 16, f"{tick:g}")
     for tick in down.ticks(5):
         yield text(_LEFT - 6, down(tick) + 4, f"{tick:g}", class_="small", text_anchor="end")
-    yield text(WIDTH - MARGIN, _HEIGHT - _BOTTOM + 16, "step", class_="small", text_anchor="end")
-    yield text(MARGIN, _HEIGHT - 8, "loss in nats per byte, mean over the replicas", class_="small")
+    yield text(WIDTH - MARGIN, _HEIGHT - _BOTTOM + 16, unit, class_="small", text_anchor="end")
+    yield text(MARGIN, _HEIGHT - 8, below, class_="small")
 
 
 def _drawn(
     curves: dict[str, list[float]], across: Linear, down: Linear, steps: int
 ) -> Iterator[Markup]:
-    for number, (recipe, losses) in enumerate(curves.items()):
-        colour, x = COLOURS[number].fill, _LEFT + number * _KEY
+    x = _LEFT
+    for number, (name, losses) in enumerate(curves.items()):
+        colour = COLOURS[number].fill
         dashes = _DASHES[number % len(_DASHES)]
         middles = [(across((i + 0.5) * steps), down(loss)) for i, loss in enumerate(losses)]
         yield _curve(middles, colour, dashes)
         yield _curve([(x, 22), (x + 20, 22)], colour, dashes)
-        yield text(x + 26, 26, recipe, class_="small")
+        yield text(x + 26, 26, name, class_="small")
+        x += 43 + _LETTER * len(name)
 
 
 def _curve(points: Sequence[tuple[float, float]], colour: str, dashes: str) -> Markup:

@@ -33,6 +33,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
     "search": tensors.search,
     "shapes": flows.shapes,
     "verify": flows.verify,
+    "versions": curves.versions,
 }
 
 
