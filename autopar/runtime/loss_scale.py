@@ -144,7 +144,13 @@ class LossScaler:
     def _change(self, scaling: LossScaling, is_finite: bool) -> None:
         if not is_finite:
             self.skipped += 1
-            self._good_steps, self.scale = 0, self.scale * scaling.backoff
+            before, self._good_steps, self.scale = self.scale, 0, self.scale * scaling.backoff
+            if self.scale < 1 <= before:
+                warn_together(
+                    f"The loss scale fell below 1, to {self.scale:g}, after {self.skipped} skipped steps: gradients "
+                    "are NaN or infinite at any scale. autopar.find_nan(model, *batch) names the op that makes them.",
+                    stacklevel=5,
+                )
             return
         self._good_steps += 1
         if self._good_steps == scaling.growth_steps:

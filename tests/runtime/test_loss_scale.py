@@ -171,6 +171,22 @@ def test_a_checkpoint_holds_the_scale(tmp_path: Path) -> None:
     assert constant.loss_scale == 8
 
 
+@pytest.mark.filterwarnings("ignore:The loss of step 1")
+def test_a_scale_below_one_is_said_once() -> None:
+    """No scale helps gradients that are NaN."""
+    made = autopar.compile(
+        small(), loss_fn=square, precision="fp16", loss_scale=LossScaling(initial=2.0)
+    )
+    x, y = torch.full((8, 8), math.nan), torch.zeros(8, 8)
+    made.step(x, y)
+    with pytest.warns(
+        UserWarning, match=r"fell below 1, to 0\.5, after 2 skipped.*find_nan"
+    ) as said:
+        made.step(x, y)
+        made.step(x, y)
+    assert len(said) == 1
+
+
 def test_a_forward_says_that_it_is_not_scaled() -> None:
     made = autopar.compile(Tiny(), precision="fp16")
     with pytest.warns(UserWarning, match="its backward is not scaled"):
