@@ -39,7 +39,7 @@ from autopar.search.candidates import Space
 from autopar.search.causes import where_time_goes
 from autopar.search.comparison import compared, smallest
 from autopar.search.given import Planned
-from autopar.search.intents import expand_pins, has_closed_form
+from autopar.search.intents import check_closed_form, expand_pins, has_closed_form
 from autopar.search.notes import head_factors, undivided_lines
 from autopar.search.outer import Explored, Searched, closed_forms, space_of
 from autopar.search.pipeline_settings import Priced as PricedPipeline
@@ -212,7 +212,11 @@ class Question:
 
     @cached_property
     def settings(self) -> tuple[PricedCandidate, ...]:
-        """Closed forms of every setting that the request leaves, fastest first. Raises AutoparError for none."""
+        """Closed forms of every setting that the request leaves, fastest first.
+
+        Raises AutoparError where there are none, or where the request asks for what has no closed form.
+        """
+        check_closed_form(self.request)
         return closed_forms(self.space, self._posed[1])
 
     def priced(self, settings: Sequence[PricedCandidate]) -> list[PricedCandidate]:

@@ -7,13 +7,15 @@ from fnmatch import fnmatchcase
 
 from autopar.cost_model.compute import is_product
 from autopar.cost_model.hardware import Hardware
-from autopar.errors import RecipeError
-from autopar.ir import Graph
+from autopar.errors import MeshError, RecipeError
+from autopar.ir import PIPELINE_AXIS, Graph
 from autopar.ir.recompute import PARTITIONED, Recompute
 from autopar.search import search
-from autopar.search.recipes import ALIASES
+from autopar.search.recipes import ALIASES, asks_for_replicas, format_recipe
 from autopar.search.request import AXES, Request
 from autopar.search.settings import DATA, TENSOR, ClusterSetting
+
+_KNOWN_AXES = (*AXES, PIPELINE_AXIS)  # of the meshes that closed forms price
 
 
 def recomputations(request: Request) -> tuple[Recompute | float, ...]:
@@ -32,8 +34,32 @@ def has_closed_form(request: Request) -> bool:
     given = {"": inside} if isinstance(inside, str) else inside
     known = {"": (*DATA, *TENSOR), "dp": DATA, "tp": TENSOR}
     return all(
-        ALIASES.get(name, name) in ("auto", *known.get(axis, ())) for axis, name in given.items()
+        axis in known and ALIASES.get(name, name) in ("auto", *known[axis])
+        for axis, name in given.items()
     )
+
+
+def check_closed_form(request: Request) -> None:
+    """Raises RecipeError or MeshError where a request asks for what closed forms cannot price, with what can."""
+    if asks_for_replicas(request.recipe):
+        raise RecipeError(
+            f"The recipe {format_recipe(request.recipe)!r} trains replicas that meet every so many steps, which is not "
+            "the result of a single device. `autopar fit` and `autopar compare` do not price that; `autopar explain` "
+            "does on a given --mesh."
+        )
+    if not has_closed_form(request):
+        raise RecipeError(
+            f"`autopar fit` and `autopar compare` price the recipes auto, {', '.join((*DATA, *TENSOR))}, or by axis "
+            f"dp:{'|'.join(DATA)} and tp:{'|'.join(TENSOR)}, and the recipe {format_recipe(request.recipe)!r} is "
+            "another. `autopar explain` prices it on a given --mesh."
+        )
+    axes = request.mesh.axes if request.mesh else ()
+    others = [name for name, size in axes if size > 1 and name not in _KNOWN_AXES]
+    if others:
+        raise MeshError(
+            f"`autopar fit` and `autopar compare` price meshes of the axes {', '.join(_KNOWN_AXES)}, and the mesh "
+            f"{request.mesh} has {', '.join(others)}. Name its axes so; or `autopar explain` prices any mesh."
+        )
 
 
 def allows(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
@@ -76,28 +102,12 @@ def _recipes(request: Request) -> Mapping[str, str]:
     """The recipe of dp and of tp; "" where the axis must have one rank."""
     inside = request.inside
     if not isinstance(inside, str):
-        return {"dp": "auto", "tp": "auto"} | _named_recipes(request, inside)
+        named = {axis: ALIASES.get(name, name) for axis, name in inside.items()}
+        return {"dp": "auto", "tp": "auto"} | named
     name = ALIASES.get(inside, inside)
     if name == "auto":
         return {"dp": name, "tp": name}
-    if name not in (*DATA, *TENSOR):
-        raise RecipeError(
-            f"Cannot search meshes for the recipe {request.recipe!r}; choose among "
-            f"{', '.join((*DATA, *TENSOR))}, or give --mesh to use it as it is."
-        )
     return {"dp": name, "tp": ""} if name in DATA else {"dp": "", "tp": name}
-
-
-def _named_recipes(request: Request, inside: Mapping[str, str]) -> dict[str, str]:
-    known = {"dp": ("auto", *DATA), "tp": ("auto", *TENSOR)}
-    found = {axis: ALIASES.get(name, name) for axis, name in inside.items()}
-    for axis, name in found.items():
-        if name not in known.get(axis, ()):
-            raise RecipeError(
-                f"Cannot search meshes for the recipe {request.recipe!r}: '{axis}:{name}' is none of "
-                f"dp:{'|'.join(DATA)} and tp:{'|'.join(TENSOR)}. Give --mesh to use it as it is."
-            )
-    return found
 
 
 def _stays_inside(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:

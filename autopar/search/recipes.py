@@ -194,11 +194,7 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
 
     Raises RecipeError for replicas along several axes, along one that is not the first, or without a mesh.
     """
-    named = _parse(recipe)
-    if isinstance(named, str):
-        axes = {"": named} if _is_meeting(named) else {}
-    else:
-        axes = {axis: name for axis, name in named.items() if _is_meeting(name)}
+    named, axes = _parse(recipe), _meetings(recipe)
     if not axes:
         return None
     (axis, name), *others = axes.items()
@@ -217,6 +213,22 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
         )
     rule, _, steps = name.partition(":")
     return Meeting(axis, dict(mesh.axes)[axis], int(steps), rule)  # type: ignore[arg-type]
+
+
+def asks_for_replicas(recipe: RecipeLike) -> bool:
+    """Whether a recipe asks for replicas, along whichever axis and on whichever mesh.
+
+    >>> asks_for_replicas("far:diloco:10,dp:zero3"), asks_for_replicas("zero3")
+    (True, False)
+    """
+    return bool(_meetings(recipe))
+
+
+def _meetings(recipe: RecipeLike) -> dict[str, str]:
+    """The recipes of replicas by their axes, of which "" is the one that is not named."""
+    named = _parse(recipe)
+    by_axis = {"": named} if isinstance(named, str) else named
+    return {axis: name for axis, name in by_axis.items() if _is_meeting(name)}
 
 
 def _is_meeting(name: object) -> bool:

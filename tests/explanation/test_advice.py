@@ -123,8 +123,26 @@ def test_an_axis_can_be_kept_inside_a_node():
 def test_wishes_that_exclude_each_other():
     with pytest.raises(SearchError, match="--no dp, --no tp rule out all of them"):
         _ = ask(without=frozenset({"dp", "tp"})).settings
-    with pytest.raises(RecipeError, match="Give --mesh to use it as it is"):
-        _ = ask(recipe="dp:tp").settings
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "says"),
+    [
+        (None, "dp:tp", "price the recipes auto, ddp, zero1"),
+        ("dp=8", "diloco:10", "'diloco:10' trains replicas .* not the result of a single device"),
+        ("dp=8", "local:10", "`autopar explain` does"),
+        ("far=2,dp=4", "far:diloco:10,dp:zero3", "trains replicas"),
+        ("dp=8", "parameter-server", "'parameter-server' is another. `autopar explain` prices it"),
+        ("dp=8", "zero-infinity", "'zero-infinity' is another"),
+        ("tp=4,tq=2", "tp:tp,tq:tp", "and the recipe 'tp:tp,tq:tp' is another"),
+        ("tp=4,tq=2", "auto", "meshes of the axes dp, tp, pp, and the mesh tp=4,tq=2 has tq"),
+    ],
+)  # fmt: skip
+def test_what_has_no_closed_form_is_refused_before_capture(mesh, recipe, says):
+    asked = ask(cluster="h100x8", mesh=mesh and Mesh.parse(mesh), recipe=recipe)
+    with pytest.raises(AutoparError, match=says):
+        _ = asked.settings
+    assert not asked._captured
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_help():
