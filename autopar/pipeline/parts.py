@@ -101,25 +101,25 @@ def count_repeating(graph: Graph) -> int:
     return sum(part.may_repeat for part in find_parts(graph, block_starts(graph)))
 
 
-def end_of_repeats(parts: Sequence[Part], begin: int, recompute: Recompute) -> int:
-    """The end (exclusive) of the parts that a stage beginning at part `begin` recomputes in backward.
+def ends_of_repeats(parts: Sequence[Part], recompute: Recompute) -> list[int]:
+    """For every part the end (exclusive) of those that a stage which begins with it recomputes in backward.
 
     The stage may end earlier. Parts in the range that may not repeat are not recomputed. Two parts of one
     block count as one block.
     """
-    end, blocks = begin, 0
-    latest = None
     most = blocks_again(recompute, len(parts))
-    for number in range(begin, len(parts)) if most else ():
-        part = parts[number]
-        if not part.may_repeat:
-            continue
-        blocks += part.block != latest
-        latest = part.block
-        if blocks > most:
-            break
-        end = number + 1
-    return end
+    again = [number for number, part in enumerate(parts) if part.may_repeat]
+    block = 0  # of the recomputed ones, from 0 on
+    blocks = [block]
+    for one, other in itertools.pairwise(again):
+        block += parts[one].block != parts[other].block
+        blocks.append(block)
+    found = []
+    for begin in range(len(parts)):
+        first = bisect.bisect_left(again, begin)
+        past = bisect.bisect_left(blocks, blocks[first] + most) if first < len(again) else first
+        found.append(again[past - 1] + 1 if past > first else begin)
+    return found
 
 
 def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozenset[int]]:
@@ -127,10 +127,11 @@ def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozens
     cuts = plan.pipeline.cuts if plan.pipeline else ()
     parts = find_parts(graph, {*block_starts(graph), *cuts})
     edges = [0, *(i for i, part in enumerate(parts) if part.start in cuts), len(parts)]
+    ends = ends_of_repeats(parts, plan.recompute)
     again = (
         i
         for begin, end in itertools.pairwise(edges)
-        for i in range(begin, min(end, end_of_repeats(parts[:end], begin, plan.recompute)))
+        for i in range(begin, min(end, ends[begin]))
         if parts[i].may_repeat
     )
     return parts, frozenset(again)

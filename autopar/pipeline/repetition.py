@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.ir import Graph, Stack
@@ -87,13 +88,23 @@ class Repetition:
 
     def group_of(self, block: int) -> Group | None:
         """The group that a captured block belongs to."""
-        return next((group for group in self.groups if block in group), None)
+        return self._places[block][1]
 
     def at(self, block: int, copy: int = 0) -> int:
         """The place of a captured block's copy in the whole model."""
-        before = sum((g.times - 1) * g.length for g in self.groups if g.end <= block)
-        group = self.group_of(block)
-        return block + before + (copy * group.length if group else 0)
+        place, group = self._places[block]
+        return place + (copy * group.length if group else 0)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, Group | None], ...]:
+        """The place of every captured block's first copy, and the group that the block belongs to."""
+        return tuple(
+            (
+                block + sum((g.times - 1) * g.length for g in self.groups if g.end <= block),
+                next((group for group in self.groups if block in group), None),
+            )
+            for block in range(len(self.blocks))
+        )
 
     def all_of(self, block: int) -> tuple[int, ...]:
         """The places of all copies of a captured block."""

@@ -7,9 +7,8 @@ For every micro-batch in flight a stage holds the tensors that its ops keep for 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,23 +20,8 @@ from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.repetition import Places
-from autopar.pipeline.stretches import Turn, carries, has, largest, sums
-
-
-class Staying(NamedTuple):
-    """Memory that stays for backward, in blocks of the whole model.
-
-    Attributes:
-        bytes: its size.
-        kept: blocks that keep it where nothing is recomputed.
-        entering: blocks that keep it where they are recomputed: it enters them.
-        spans: pairs of the block that makes it and the last block that uses it, where it crosses between blocks.
-    """
-
-    bytes: float
-    kept: tuple[int, ...]
-    entering: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
+from autopar.pipeline.staying import Staying, StayingBytes
+from autopar.pipeline.stretches import has, sums
 
 
 class StageBytes:
@@ -87,27 +71,18 @@ class StageBytes:
                 total += size * has(units, n)
         return total + sums(single)
 
-    def saved(self, turn: Turn, memories: Sequence[Staying]) -> np.ndarray:
-        """Bytes that stay of a micro-batch: tensors that ops keep, and values that a stage received and sent."""
-        n = self.blocks.n
-        once, again, total = np.zeros(n), np.zeros(n), np.zeros((n + 1, n + 1))
-        for each in _alike(memories):
-            if not each.spans and len({*each.kept, *each.entering}) == 1:
-                # It is in one sum or in the other.
-                once[list(each.kept)] += each.bytes
-                again[list(each.entering)] += each.bytes
-                continue
-            there = turn.has(each.entering, each.kept)
-            total += each.bytes * (there | carries(each.spans, n) if each.spans else there)
-        return total + turn.first(sums(again)) + turn.then(sums(once))
-
     @cached_property
-    def memories(self) -> list[Staying]:
+    def stays(self) -> StayingBytes:
         """All memory that stays for backward or crosses between blocks, where whole blocks are recomputed."""
-        return self.memories_with(self._staying(self.blocks.unit_repeats))
+        memories = self._memories(self._staying(self.blocks.unit_repeats))
+        return StayingBytes(memories, self._moments, self.blocks.repeating, keeps_part=False)
 
-    def memories_with(self, entering: Mapping[Memory, Sequence[int]]) -> list[Staying]:
+    def stays_with(self, entering: Mapping[Memory, Sequence[int]]) -> StayingBytes:
         """The same, where `entering` says which memory stays of recomputed blocks, and for which captured parts."""
+        memories = self._memories(entering)
+        return StayingBytes(memories, self._moments, self.blocks.repeating, keeps_part=True)
+
+    def _memories(self, entering: Mapping[Memory, Sequence[int]]) -> list[Staying]:
         kept, wires = self._staying({}), self._wires
         entering = dict(entering)
         found = [self._take_slice(each, kept, entering) for each in self._slices(kept, entering)]
@@ -197,43 +172,17 @@ class StageBytes:
             n for n, made in makers.items() if made is None or self.blocks.unit[made.name] != unit
         )
 
-    def transient(self, turn: Turn, memories: Sequence[Staying], *, keeps_part: bool) -> np.ndarray:
-        """The largest block's transient bytes: the loss or gathered parameters with gradients, and recomputed tensors.
-
-        Recomputed tensors count only as far as they exceed the memory that later blocks have freed by then.
-
-        Args:
-            turn: the block of every stage at which recomputation ends.
-            memories: the memory that stays for backward.
-            keeps_part: whether recomputed blocks keep some of their tensors, as with selected ops.
-        """
+    @cached_property
+    def _moments(self) -> np.ndarray:
+        """Bytes that every block has for a moment: the loss, or gathered parameters with gradients."""
         blocks = self.blocks
         gathered, losses = np.zeros(blocks.n), np.zeros(blocks.n)
-        again, alone = np.zeros(blocks.n), np.zeros(blocks.n)
         for h in blocks.holdings:
             if h.kind == "gathered":
                 gathered[blocks.all_of(blocks.unit.get(h.of, blocks.units - 1))] += h.bytes
             elif h.kind == "working":
                 losses[blocks.all_of(blocks.unit[h.of])] += h.bytes / blocks.times(h.of)
-        for each in memories:
-            if each.kept:
-                stays = keeps_part and each.kept[0] in each.entering
-                again[each.kept[0]] += 0 if stays else each.bytes
-                if len(each.kept) == 1 and not each.spans:
-                    alone[each.kept[0]] += each.bytes
-        moment = np.maximum(losses, 2 * gathered)
-        beyond = turn.first(largest((moment + again) * blocks.repeating))
-        beyond = beyond - turn.then(sums(alone))
-        return np.maximum(largest(moment), beyond)
-
-
-def _alike(memories: Sequence[Staying]) -> Iterator[Staying]:
-    """Yields the memory that stays for the same blocks, summed up."""
-    sizes: dict[tuple[Any, ...], float] = {}
-    for size, *where in memories:
-        sizes[tuple(where)] = sizes.get(tuple(where), 0.0) + size
-    for (kept, entering, spans), size in sizes.items():
-        yield Staying(size, kept, entering, spans)
+        return np.maximum(losses, 2 * gathered)
 
 
 def _places(places: Places, units: Iterable[int]) -> tuple[int, ...]:

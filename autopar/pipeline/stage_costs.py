@@ -29,14 +29,15 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.crossings import Crossings
-from autopar.pipeline.parts import block_starts, end_of_repeats
+from autopar.pipeline.parts import block_starts, ends_of_repeats
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.recomputable import BlockChoices, Memory
 from autopar.pipeline.selectable import SelectableOps
 from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_bytes import StageBytes
 from autopar.pipeline.stage_seconds import StageSeconds
-from autopar.pipeline.stage_table import StageTable
+from autopar.pipeline.stage_table import StageTable, WholeModel
+from autopar.pipeline.staying import StayingBytes
 from autopar.pipeline.stretches import Turn, sums
 
 
@@ -115,6 +116,7 @@ class StageTables:
         self.memory = StageBytes(self.blocks, self._crossings)
         self._seconds, self._selectable = StageSeconds(self.blocks), SelectableOps(self.blocks)
         self._found: dict[Recompute, StageTable] = {}
+        self._wholes: dict[Recompute, WholeModel] = {}
 
     @property
     def repeating_blocks(self) -> int:
@@ -129,20 +131,49 @@ class StageTables:
     def at(self, recompute: Recompute) -> StageTable:
         """The table where so many blocks of every stage are recomputed."""
         if recompute not in self._found:
-            blocks = self.blocks
-            ends = [end_of_repeats(blocks.parts, i, recompute) for i in range(blocks.n)]
-            self._found[recompute] = self._with(recompute, Turn.of([*ends, blocks.n]))
+            self._found[recompute] = self._with(recompute, Turn.of(self._turns(recompute)))
         return self._found[recompute]
 
-    def _with(self, recompute: Recompute, turn: Turn) -> StageTable:
-        time, memory = self._seconds, self.memory
-        work, recomputed, memories = time.work, time.work.recomputed, memory.memories
+    def whole(self, recompute: Recompute) -> WholeModel:
+        """Figures of the table that bound every plan of stages, without the table."""
         if isinstance(recompute, Selection):
-            memories = memory.memories_with(self._selectable.kept_with(recompute))
+            return self.at(recompute).whole
+        if recompute not in self._wholes:
+            self._wholes[recompute] = self._whole(recompute)
+        return self._wholes[recompute]
+
+    def _whole(self, recompute: Recompute) -> WholeModel:
+        turns, every = self._turns(recompute), np.arange(self.blocks.n + 1)
+        whole = Turn.among(turns, every[:1, None], every[-1:])
+        # All blocks as one stage, and then every block as one.
+        stages = Turn.among(turns, np.append(0, every[:-1]), np.append(every[-1], every[1:]))
+        forward, backward, _ = self._directions(recompute, stages)
+        both, *blocks = (forward + backward).tolist()
+        ((saved,),) = self._stays(recompute).saved(whole)
+        return WholeModel(both, max(blocks), float(self._kept_bytes[0, -1]), float(saved))
+
+    def _turns(self, recompute: Recompute) -> list[int]:
+        return [*ends_of_repeats(self.blocks.parts, recompute), self.blocks.n]
+
+    def _stays(self, recompute: Recompute) -> StayingBytes:
+        """The memory that stays for backward; that of selected ops is found for every selection."""
+        if isinstance(recompute, Selection):
+            return self.memory.stays_with(self._selectable.kept_with(recompute))
+        return self.memory.stays
+
+    def _directions(
+        self, recompute: Recompute, turn: Turn
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of forward, of backward, and of the computation of backward."""
+        time, recomputed = self._seconds, self._seconds.work.recomputed
+        if isinstance(recompute, Selection):
             recomputed = time.recomputed_work(self._selectable.selected(recompute))
-        again = turn.first(sums(recomputed * self.blocks.repeating[:, None, None]))
-        second = sums(work.backward) + again
-        forward, backward = time.directions(sums(work.forward), second)
+        return time.directions(turn, recomputed * self.blocks.repeating[:, None, None])
+
+    def _with(self, recompute: Recompute, turn: Turn) -> StageTable:
+        time, work = self._seconds, self._seconds.work
+        forward, backward, computing = self._directions(recompute, turn)
+        stays = self._stays(recompute)
         sent, gradients = self._crossings.sent
         return StageTable(
             starts=self.starts,
@@ -151,13 +182,11 @@ class StageTables:
             forward_seconds=forward,
             backward_seconds=backward,
             weight_seconds=np.minimum(sums(work.weights), backward),
-            once_seconds=time.once(sums(work.once), second) + self._optimizer_seconds,
-            saved_bytes=memory.saved(turn, memories),
+            once_seconds=time.once(sums(work.once), computing) + self._optimizer_seconds,
+            saved_bytes=stays.saved(turn),
             kept_bytes=self._kept_bytes,
-            version_bytes=self.memory.held({"parameters": 1}),
-            transient_bytes=memory.transient(
-                turn, memories, keeps_part=isinstance(recompute, Selection)
-            ),
+            version_bytes=self._version_bytes,
+            transient_bytes=stays.transient(turn),
             sent_bytes=sent,
             gradient_bytes=gradients,
             send_seconds=self._crossings.send_seconds(sent),
@@ -168,6 +197,11 @@ class StageTables:
     def _kept_bytes(self) -> np.ndarray:
         """Bytes that a stage holds all the time."""
         return self.memory.held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1})
+
+    @cached_property
+    def _version_bytes(self) -> np.ndarray:
+        """Bytes of one more version of a stage's parameters."""
+        return self.memory.held({"parameters": 1})
 
     @cached_property
     def _optimizer_seconds(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,7 +13,9 @@ from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.step import REGIONS
 from autopar.pipeline.priced_blocks import PricedBlocks
-from autopar.pipeline.stretches import ratio
+from autopar.pipeline.stretches import Turn, ratio
+
+_Columns = Sequence[np.ndarray]  # seconds of every stage, by column of a block's work
 
 # Seconds of a block in one direction, as columns: computation, communication of parameters and gradients,
 # communication of activations, the wait for the host op by op, and its sum where the host runs ahead.
@@ -114,36 +117,65 @@ class StageSeconds:
         return frozenset(found)
 
     def directions(
-        self, forward: np.ndarray, backward: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of both directions, each given as work of shape `(n + 1, n + 1, 3, 5)`.
+        self, turn: Turn, recomputed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds of forward, of backward, and of the computation of backward, of every stage.
 
-        What is hidden is found region by region for both together, as `autopar.cost_model.step` does
-        it, and attributed to each direction by its part of the communication.
+        What is hidden is found region by region for both directions together, as `autopar.cost_model.step`
+        does it, and attributed to each direction by its part of the communication.
+
+        Args:
+            turn: the block at which recomputation ends, of every stage.
+            recomputed: work of every recomputed block, of the shape of `BlockWork.recomputed`.
         """
-        software, both = self.blocks.software, forward + backward
-        compute, stored, activations, _, ahead = np.moveaxis(both, -1, 0)
+        found = np.zeros((3, *turn.turns.shape))
+        for region in range(len(REGIONS)):
+            there, back, again = (
+                work[:, region] for work in (self.work.forward, self.work.backward, recomputed)
+            )
+            if there.any() or back.any() or again.any():
+                forward = _columns(turn.sums, there)
+                backward = [
+                    a + b for a, b in zip(_columns(turn.sums, back), _columns(turn.first, again), strict=True)
+                ]  # fmt: skip
+                found[:2] += self._exposed(forward, backward)
+                found[2] += backward[_COMPUTE]
+        return found[0], found[1], found[2]
+
+    def _exposed(self, forward: _Columns, backward: _Columns) -> np.ndarray:
+        """Seconds of both directions in one region, given its work by column."""
+        software = self.blocks.software
+        compute, stored, activations, _, ahead = both = [
+            a + b for a, b in zip(forward, backward, strict=True)
+        ]
         own = software.hides * np.minimum(stored, compute)
         other = software.hides_activations * np.minimum(activations, compute)
-        late = np.maximum(0, ahead + own + other)
-        device = both[..., :3].sum(-1)
+        late, device = np.maximum(0, ahead + own + other), _busy(both)
 
-        def seconds(work: np.ndarray) -> np.ndarray:
-            hidden = own * ratio(work[..., _STORED], stored)
-            hidden = hidden + other * ratio(work[..., _ACTIVATIONS], activations)
-            busy = work[..., :3].sum(-1)
-            waits = late * ratio(busy, device) if software.runs_ahead else work[..., _WAITS]
-            return np.asarray((busy - hidden + waits).sum(-1))
+        def seconds(work: _Columns) -> np.ndarray:
+            hidden = own * ratio(work[_STORED], stored)
+            hidden = hidden + other * ratio(work[_ACTIVATIONS], activations)
+            busy = _busy(work)
+            waits = late * ratio(busy, device) if software.runs_ahead else work[_WAITS]
+            return np.asarray(busy - hidden + waits)
 
-        return seconds(forward), seconds(backward)
+        return np.stack([seconds(forward), seconds(backward)])
 
-    def once(self, once: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    def once(self, once: np.ndarray, computing: np.ndarray) -> np.ndarray:
         """Seconds of gathers and reductions once a step, of shape `(n + 1, n + 1)`.
 
         Args:
             once: seconds of both, one after the other, of shape `(n + 1, n + 1, 2)`.
-            backward: work of backward, which hides reductions, of shape `(n + 1, n + 1, 3, 5)`.
+            computing: seconds of the computation of backward, which hides reductions, of shape `(n + 1, n + 1)`.
         """
         gathers, reductions = np.moveaxis(once, -1, 0)
-        computing = backward[..., _COMPUTE].sum(-1)
         return gathers + reductions - self.blocks.software.hides * np.minimum(reductions, computing)
+
+
+def _columns(over: Callable[[np.ndarray], np.ndarray], rows: np.ndarray) -> _Columns:
+    """Every column of work over stages; 0 for one without work."""
+    return [over(column) if column.any() else np.zeros(()) for column in rows.T]
+
+
+def _busy(work: _Columns) -> np.ndarray:
+    return np.asarray(work[_COMPUTE] + work[_STORED] + work[_ACTIVATIONS])

@@ -6,11 +6,28 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.ir.recompute import Recompute
 from autopar.pipeline.simulation import StageCosts
+
+
+class WholeModel(NamedTuple):
+    """Figures that bound every way to cut a model into stages.
+
+    Attributes:
+        seconds: forward and backward of a micro-batch through all blocks, as one stage.
+        block_seconds: the same of the slowest block, as a stage of its own.
+        kept_bytes: parameters, gradients, optimizer states and buffers of all blocks.
+        saved_bytes: saved activations of a micro-batch in all blocks.
+    """
+
+    seconds: float
+    block_seconds: float
+    kept_bytes: float
+    saved_bytes: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,14 @@ class StageTable:
         whole = whole + self.send_seconds[None, :] + self.gradient_seconds[:, None]
         begin, end = np.indices(whole.shape)
         return np.where(begin < end, whole, np.inf)
+
+    @property
+    def whole(self) -> WholeModel:
+        """Figures of all blocks."""
+        both, all_blocks = self.forward_seconds + self.backward_seconds, (0, self.blocks)
+        slowest = float(np.diagonal(both, offset=1).max())
+        kept, saved = float(self.kept_bytes[all_blocks]), float(self.saved_bytes[all_blocks])
+        return WholeModel(float(both[all_blocks]), slowest, kept, saved)
 
     def most_repeating(self, cuts: Sequence[int]) -> int:
         """The largest number of blocks of a stage that may be recomputed."""

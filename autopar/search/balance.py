@@ -35,7 +35,7 @@ from autopar.errors import SearchError
 from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import Actions, actions, splits_backward, waits_for_sends
 from autopar.pipeline.simulation import simulate
-from autopar.pipeline.stage_table import StageTable
+from autopar.pipeline.stage_table import StageTable, WholeModel
 from autopar.search.shape import Shape
 from autopar.units import format_bytes
 
@@ -112,27 +112,23 @@ def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balanc
     return _Problem(table, shape, math.inf).of(cuts)
 
 
-def mean_bytes(table: StageTable, shape: Shape) -> float:
+def mean_bytes(whole: WholeModel, shape: Shape) -> float:
     """A lower bound on the fullest rank: the mean over ranks, if stages shared nothing and cut nowhere."""
-    whole = 0, table.blocks
-    saved = shape.least_in_flight * table.saved_bytes[whole]
-    return float(table.kept_bytes[whole] + saved) / shape.ranks
+    return (whole.kept_bytes + shape.least_in_flight * whole.saved_bytes) / shape.ranks
 
 
-def never_waiting_seconds(table: StageTable, shape: Shape, alone: StageTable) -> float:
+def never_waiting_seconds(whole: WholeModel, shape: Shape, alone: WholeModel) -> float:
     """A lower bound on a step of any cuts: no rank ever waits.
 
     Args:
-        table: the stages.
+        whole: all blocks.
         shape: the pipeline before it is cut.
-        alone: the stages with no more recomputation than a block has anywhere in a stage.
+        alone: all blocks with no more recomputation than a block has anywhere in a stage.
 
     Returns:
         Seconds of equal ranks, or of a rank with nothing but the largest block if these are more.
     """
-    whole = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1])
-    blocks = np.diagonal(alone.forward_seconds + alone.backward_seconds, offset=1)
-    return shape.micro_batches * max(whole / shape.ranks, float(blocks.max()))
+    return shape.micro_batches * max(whole.seconds / shape.ranks, alone.block_seconds)
 
 
 def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> float:
@@ -159,22 +155,42 @@ def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> flo
 
 
 class _Problem:
-    """One search for cuts.
-
-    Attributes:
-        held: what stage s holds at most with blocks i up to j, at `[s, i, j]`.
-
-    The stages of a rank do not hold their most at the same time, so that a rank takes less than the sum of
-    `held`; see `Shape.flights`.
-    """
+    """One search for cuts."""
 
     def __init__(self, table: StageTable, shape: Shape, memory_bytes: float) -> None:
         self.table, self.shape, self.memory_bytes = table, shape, memory_bytes
         self.flights = shape.in_flight()
-        flights = np.array(self.flights, dtype=float)[:, None, None]
         self.versions = shape.further_versions
-        self.held = table.kept_bytes + flights * table.saved_bytes + table.transient_bytes
-        self.held = self.held + self.versions[:, None, None] * table.version_bytes
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """What every stage holds at most, as `_windows` of what blocks hold.
+
+        The stages of a rank do not hold their most at the same time, so that a rank takes less than the sum of these;
+        see `Shape.flights`.
+        """
+        table, flights = self.table, np.array(self.flights, dtype=float)[:, None, None]
+        figures = (table.saved_bytes, table.kept_bytes, table.transient_bytes)
+        saved, kept, transient = map(self._windows, figures)
+        versions = self.versions[:, None, None] * self._windows(table.version_bytes)
+        return np.asarray(kept + flights * saved + transient + versions)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Seconds of every stage, as `_windows` of those of blocks."""
+        return self._windows(self.table.seconds)
+
+    def _windows(self, figures: np.ndarray) -> np.ndarray:
+        """The part of a table that each stage may be, of shape `(stages, w, w)`.
+
+        Stage s begins with one of the blocks from s on and leaves one to each stage after it: the stage from block
+        s + a up to block s + 1 + b stands at `[s, a, b]`. So an end is at the index of the begin that follows it.
+        """
+        stages, (row, column) = self.shape.stages, figures.strides
+        width = len(figures) - stages
+        return np.lib.stride_tricks.as_strided(
+            figures[:, 1:], (stages, width, width), (row + column, row, column), writeable=False
+        )
 
     def least_overfull(self, executed: bool = False) -> Balance:
         """The fastest cuts that fit, or those that miss by least."""
@@ -182,14 +198,20 @@ class _Problem:
 
     def can_fit(self) -> bool:
         """Whether the cuts that miss by least fit. No descent takes more memory than where it began."""
-        begins = self._starts() if self.shape.chunks > 1 else ()
-        return any(self._excess(self.of(cuts)) == 0 for cuts in begins) or (
+        if self.shape.chunks == 1:
+            return self._has_cuts(self.memory_bytes)
+        return any(self._excess(self.of(cuts)) == 0 for cuts in self._starts()) or (
             self._excess(self.least_overfull()) == 0
         )
 
+    def _has_cuts(self, bound: float) -> bool:
+        """Whether some cuts leave no stage more than a bound."""
+        weights = np.where(self.held <= bound, self.seconds, np.inf)
+        return math.isfinite(_least_largest(weights))
+
     def _one_each(self) -> Balance:
         """The best cuts for ranks of one stage, or the smallest if none fit."""
-        cuts = _best_cuts(self.table.seconds, self.held, self.memory_bytes)
+        cuts = _best_cuts(self.seconds, self.held, self.memory_bytes)
         return self.of(self.smallest() if cuts is None else cuts)
 
     def _several_each(self, executed: bool) -> Balance:
@@ -206,13 +228,13 @@ class _Problem:
         yield self.smallest()
         yield tuple(stage * blocks // stages for stage in range(1, stages))
         for bound in (self.memory_bytes / self.shape.chunks, np.inf):
-            cuts = _best_cuts(self.table.seconds, self.held, bound)
+            cuts = _best_cuts(self.seconds, self.held, bound)
             if cuts is not None:
                 yield cuts
 
     def smallest(self) -> tuple[int, ...]:
         """The cuts whose largest stage is smallest, in memory."""
-        weights = np.where(np.isfinite(self.table.seconds), self.held, np.inf)
+        weights = np.where(np.isfinite(self.seconds), self.held, np.inf)
         return _earliest(weights <= _least_largest(weights) * _ROUNDING)
 
     def _descend(self, best: Balance) -> Balance:
@@ -352,7 +374,7 @@ def _best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int
 
 
 def _least_largest(weights: np.ndarray) -> float:
-    """The least possible largest weight; `weights` has shape `(stages, n + 1, n + 1)`."""
+    """The least possible largest weight, given those of the stages by their windows."""
     best = np.full(weights.shape[1], np.inf)
     best[0] = 0.0
     for stage in weights:
@@ -363,15 +385,15 @@ def _least_largest(weights: np.ndarray) -> float:
 def _earliest(allowed: np.ndarray) -> tuple[int, ...]:
     """The cuts of which the first is as early as it can be, then the second, and so on."""
     last = allowed.shape[1] - 1
-    ends = np.arange(last + 1) == last  # from which blocks the stages to come reach the end
+    ends = np.arange(last + 1) == last  # from which begins the stages to come reach the end
     reach = [ends]
     for stage in allowed[:0:-1]:
         ends = (stage & ends[None, :]).any(axis=1)
         reach.append(ends)
     cuts, begin = [], 0
-    for stage, possible in zip(allowed[:-1], reach[:0:-1], strict=True):
+    for number, (stage, possible) in enumerate(zip(allowed[:-1], reach[:0:-1], strict=True)):
         begin = int(np.argmax(stage[begin] & possible))
-        cuts.append(begin)
+        cuts.append(number + 1 + begin)
     return tuple(cuts)
 
 

@@ -157,6 +157,9 @@ class _Outer:
     captured: int
     fingerprint: str
     fixed_storage: Mapping[str, ParameterPlan] | None
+    faster_than_seconds: float = (
+        math.inf
+    )  # stages of a given mesh are searched only for a shorter step
 
     @property
     def rows(self) -> int:
@@ -213,15 +216,18 @@ class _Outer:
         if held < _WORTH_MOVING * request.bound_bytes:
             return found
         try:
-            other = self.run() if request.mesh is not None else self._on_trial(found)
+            other = self._near(found)
         except (MeshError, PlanError, RecipeError, SearchError):
             return found
         return other if other.best.key < best.key else found
 
-    def _on_trial(self, found: Searched) -> Searched:
-        """This search on the mesh and with the micro-batches of a known plan alone."""
+    def _near(self, found: Searched) -> Searched:
+        """This search on the mesh and micro-batches of a known plan, for one that is about as fast."""
+        faster_than_seconds = _SHOWN * found.best.price.step_seconds
+        if self.request.mesh is not None:
+            return replace(self, faster_than_seconds=faster_than_seconds).run()
         trial = found.trial._replace(known=None)
-        return found._replace(best=self._exact(trial), trial=trial)
+        return found._replace(best=self._exact(trial, faster_than_seconds), trial=trial)
 
     def _recounted(self, tried: _Tried, explored: Explored | None) -> list[Trial]:
         """The best mesh with numbers of micro-batches that were not tried on it.
@@ -272,7 +278,9 @@ class _Outer:
         while trials:
             trial = trials.pop(0)
             try:
-                planned = self._exact(trial)
+                planned = self._exact(
+                    trial, self.faster_than_seconds if self.request.has_stages else math.inf
+                )
             except SearchError as error:
                 trials = trials[-1:] if isinstance(error, StateError) else trials
                 if not found and not trials:

@@ -112,12 +112,15 @@ class _Search:
         self.stage_mesh = without_pipeline(self.mesh)
         self.graphs: dict[int, Graph] = {}
         self.inside: dict[int, MeshSearch] = {}
+        self.choices: list[Plan] = []
 
     def run(self) -> PipelineFound:
         self._search_shares()
         if self.request.offload:
             inside = self._inside(self.asked_micro_batches or self.captured)
-            self._price_plan(_Inner(inside.smallest().plan, 0.0))
+            smallest = _Inner(inside.smallest().plan, 0.0)
+            if self._is_new(smallest):
+                self._price_plan(smallest)
         if self.found:
             self._search_again()
         self._search_recipes()
@@ -146,9 +149,12 @@ class _Search:
                 and self._promised_seconds(seen) >= _WORTH * self.found.best_seconds
             ):
                 break
-            seen = len(self.found.overfull)
             inside = self._inside(self.asked_micro_batches or self.captured)
-            self._price_plan(self._stage_plan(share, inside))
+            inner = self._stage_plan(share, inside)
+            if inner is not None and not self._is_new(inner):
+                continue
+            seen = len(self.found.overfull)
+            self._price_plan(inner)
 
     def _promised_seconds(self, seen: int) -> float:
         """Seconds of the fastest step among what did not fit, after the first `seen`."""
@@ -165,7 +171,8 @@ class _Search:
                     inner = self._stage_plan(1.0, under)
                 except (RecipeError, SearchError):
                     continue  # the recipe cannot hold here, or nothing under it fits
-                self._price_plan(inner)
+                if inner is not None and self._is_new(inner):
+                    self._price_plan(inner)
 
     def _price_plan(self, inner: _Inner | None) -> None:
         """Prices a plan of a stage's mesh with every number of micro-batches."""
@@ -173,6 +180,14 @@ class _Search:
             return
         for micro_batches in self._micro_batches():
             self._price_all(inner, micro_batches)
+
+    def _is_new(self, inner: _Inner) -> bool:
+        """Whether no plan that makes the same choices was priced; notes this one."""
+        choices = replace(inner.plan, notes=(), recipe="")
+        if choices in self.choices:
+            return False
+        self.choices.append(choices)
+        return True
 
     def _shares(self) -> tuple[float, ...]:
         """Parts of all stages' memory to search under.

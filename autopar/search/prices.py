@@ -191,6 +191,10 @@ class Prices:
             )
         return self._parameters[key]
 
+    def kind(self, index: int) -> int:
+        """A number that an entry shares with those whose prices are the same."""
+        return self._kinds[index]
+
     def optimizer_seconds(self, holdings: Iterable[Holding]) -> float:
         """Seconds that the optimizer takes for what a parameter holds."""
         touched: dict[Tier, float] = {}

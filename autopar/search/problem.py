@@ -168,6 +168,7 @@ class Problem:
     def _forget_prices(self) -> None:
         self._op_seconds: dict[tuple[int, Labels], float] = {}
         self._conversions: dict[int, float] = {}
+        self._kept: dict[object, Strategy] = {}
 
     def _constrain(self, recipes: Sequence[Recipe]) -> None:
         self.recipes = tuple(recipes)
@@ -394,10 +395,13 @@ class Problem:
 
     def _strategy(self, index: int, how: ParameterPlan) -> Strategy:
         """A way to keep one parameter of an entry, with what it adds to a step outside the graph."""
-        items, holdings = self.prices.parameter(index, how)
-        seconds = self._seconds(items) + self.prices.optimizer_seconds(holdings)
-        near = sum(h.bytes for h in holdings if h.tier == "device")
-        return Strategy(how, seconds, float(near))
+        key = (self.prices.kind(index), how)
+        if key not in self._kept:
+            items, holdings = self.prices.parameter(index, how)
+            seconds = self._seconds(items) + self.prices.optimizer_seconds(holdings)
+            near = sum(h.bytes for h in holdings if h.tier == "device")
+            self._kept[key] = Strategy(how, seconds, float(near))
+        return self._kept[key]
 
     def _collapse(self) -> tuple[dict[int, Made], dict[int, Made]]:
         """See [Note: collapse]. Returns (collapsed class -> its operand, entry -> its maker)."""

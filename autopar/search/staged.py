@@ -45,14 +45,20 @@ class Overfull:
     """A setting that does not fit.
 
     Attributes:
-        excess_bytes: bytes that the fullest rank has too much.
         table: the stages of the setting.
         shape: the setting's shape.
+        bound_bytes: the bound on the memory of a rank.
     """
 
-    excess_bytes: float
     table: StageTable
     shape: Shape
+    bound_bytes: float
+
+    @cached_property
+    def excess_bytes(self) -> float:
+        """Bytes that the fullest rank has too much, under the cuts that miss by least."""
+        least = least_overfull(self.table, self.shape, memory_bytes=self.bound_bytes)
+        return max(least.rank_bytes) - self.bound_bytes
 
     @cached_property
     def seconds(self) -> float:
@@ -163,12 +169,10 @@ class StagedPlan:
         cuts = self._balanced(setting, executed=executed)
         if cuts is None:
             return None
-        if max(cuts.rank_bytes) > self.bound:
-            excess = max(cuts.rank_bytes) - self.bound
-            table = self.tables.at(setting.recompute)
-            self.findings.overfull.append(Overfull(excess, table, setting.shape))
-            return None
         table = self.tables.at(setting.recompute)
+        if max(cuts.rank_bytes) > self.bound:
+            self.findings.overfull.append(Overfull(table, setting.shape, self.bound))
+            return None
         if least_seconds(table, setting.shape, cuts.cuts) >= self.findings.best_seconds:
             self.findings.has_slower = True
             return None
@@ -194,7 +198,10 @@ class StagedPlan:
     def _price_least(self, shape: Shape) -> None:
         """Prices a shape without recomputation, and where that does not fit with the least that does."""
         missed = len(self.findings.overfull)
-        self.price(Setting(shape, "none"))
+        if self._cannot_fit(shape, "none"):
+            self.findings.overfull.append(Overfull(self.tables.at("none"), shape, self.bound))
+        else:
+            self.price(Setting(shape, "none"))
         if len(self.findings.overfull) > missed:
             if self._selects:
                 self._price_selection(shape)
@@ -202,10 +209,10 @@ class StagedPlan:
 
     def _affords(self, shape: Shape, recompute: Recompute) -> bool:
         """Whether ranks that never wait would be faster than what was found."""
-        table = self.tables.at(recompute)
+        whole = self.tables.whole(recompute)
         # A number of blocks is recomputed in every stage: a block after them is not.
-        alone = self.tables.at("none") if isinstance(recompute, int) else table
-        return never_waiting_seconds(table, shape, alone) < self.findings.best_seconds
+        alone = self.tables.whole("none") if isinstance(recompute, int) else whole
+        return never_waiting_seconds(whole, shape, alone) < self.findings.best_seconds
 
     def _may_fit(self, shape: Shape) -> bool:
         """Whether anything may fit: False where even the mean rank has too much.
@@ -215,7 +222,15 @@ class StagedPlan:
         if math.isinf(self.bound):
             return True
         kinds: tuple[Recompute, ...] = ("none", "full", max(1, self.tables.repeating_blocks - 1))
-        return any(mean_bytes(self.tables.at(each), shape) <= self.bound for each in kinds)
+        return any(mean_bytes(self.tables.whole(each), shape) <= self.bound for each in kinds)
+
+    def _cannot_fit(self, shape: Shape, recompute: Recompute) -> bool:
+        """Whether even the mean rank has too much; False also where it cannot be cut into such a shape."""
+        try:
+            least_bytes = mean_bytes(self.tables.whole(recompute), shape)
+        except PlanError:
+            return False
+        return least_bytes > self.bound and shape.stages <= len(self.tables.parts)
 
     def _price_selection(self, shape: Shape) -> None:
         """Prices the selection of ops with the largest memory that fits."""
@@ -226,7 +241,11 @@ class StagedPlan:
 
     def _price_fewest(self, shape: Shape) -> None:
         """See [Note: fewest blocks]. Nothing is priced where the most that would still be faster does not fit."""
-        if self.findings and not any(self._fits(shape, each) for each in self._most(shape)):
+        if math.isfinite(self.findings.best_seconds) and not any(
+            self._fits(shape, each) for each in self._most(shape)
+        ):
+            if not self.findings:  # then it is said whether something slower fits
+                self.price(Setting(shape, "full"))
             return
         best = math.inf
         for again in self._from(shape, self._fewest(shape, partial(self._fits, shape))):
@@ -275,6 +294,8 @@ class StagedPlan:
     def _fits(self, shape: Shape, recompute: Recompute) -> bool:
         """Whether a setting fits; False, with the reason noted, where it cannot be."""
         setting = Setting(shape, recompute)
+        if self._cannot_fit(shape, recompute):
+            return False
         try:
             return can_fit(self.tables.at(recompute), shape, memory_bytes=self.bound)
         except (PlanError, SearchError) as error:

@@ -11,7 +11,8 @@ import pytest
 from autopar.cost_model import price
 from autopar.cost_model.software import Software
 from autopar.ir import Graph, Mesh, ParameterPlan, Pipeline, Plan, R
-from autopar.pipeline.stage_costs import costs_of_stages, stage_table
+from autopar.ir.recompute import Recompute
+from autopar.pipeline.stage_costs import StageTables, costs_of_stages, stage_table
 from autopar.pipeline.stage_table import StageTable
 from autopar.search import search
 from tests.search.stacked import Sizes, residual
@@ -167,3 +168,10 @@ def test_bytes_of_every_stage_by_sets() -> None:
         sizes = {n: 4 * int(np.prod(graph.tensors[n].shape)) for n in graph.tensors}
         assert found.saved_bytes[i, j] == sum(sizes[n] for n in saved | received | sent), (i, j)
         assert found.kept_bytes[i, j] == 4 * sum(sizes[n] for n in used_inside & parameters), (i, j)
+
+
+@pytest.mark.parametrize("recompute", ["none", 1, 2, "full"])
+def test_figures_of_the_whole_model_need_no_table(recompute: Recompute) -> None:
+    graph = residual(3)
+    tables = StageTables(graph, unsplit(graph), TOY, world=WORLD)
+    assert tables.whole(recompute) == tables.at(recompute).whole

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autopar.pipeline.stretches import Turn, carries, has, largest, ratio, sums
+from autopar.pipeline.stretches import Turn, has, largest, ratio, sums
 
 N = 5
 FIGURES = np.array([3.0, 0.0, 7.0, 1.0, 4.0])
@@ -21,21 +21,17 @@ def test_a_stretch_has_the_figures_of_its_blocks(i: int, j: int) -> None:
 
 
 @pytest.mark.parametrize(("i", "j"), STRETCHES)
-@pytest.mark.parametrize(("made", "last"), [(0, 4), (1, 2), (2, 3)])
-def test_a_stage_carries_what_crosses_one_of_its_ends(i: int, j: int, made: int, last: int) -> None:
-    crosses = [made < edge <= last for edge in (i, j)]
-    assert carries([(made, last)], N)[i, j] == (i < j and any(crosses))
-
-
-@pytest.mark.parametrize(("i", "j"), STRETCHES)
 def test_the_turn_parts_a_stretch_into_recomputed_blocks_and_others(i: int, j: int) -> None:
     turns = [2, 2, 4, 5, 5, 5]  # of the longest stretch from each block
     turn, at = Turn.of(turns), min(j, turns[i])
-    assert turn.first(sums(FIGURES))[i, j] == FIGURES[i:at].sum()
-    assert turn.then(sums(FIGURES))[i, j] == FIGURES[at:j].sum()
-    for first, then in (((0,), (4,)), ((1, 3), ()), ((), (0, 2)), ((2,), (2,))):
-        found = any(i <= k < at for k in first) or any(at <= k < j for k in then)
-        assert turn.has(first, then)[i, j] == found
+    assert turn.first(FIGURES)[i, j] == FIGURES[i:at].sum()
+    assert turn.then(FIGURES)[i, j] == FIGURES[at:j].sum()
+    assert turn.sums(FIGURES)[i, j] == FIGURES[i:j].sum()
+    alone = Turn.among(turns, np.array([i]), np.array([j]))
+    assert (*alone.first(FIGURES), *alone.then(FIGURES)) == (
+        turn.first(FIGURES)[i, j],
+        turn.then(FIGURES)[i, j],
+    )
 
 
 def test_a_ratio_to_nothing_is_nothing() -> None:

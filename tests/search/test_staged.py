@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.ir import Mesh, Plan
-from autopar.pipeline.stage_table import StageTable
+from autopar.pipeline.stage_table import StageTable, WholeModel
 from autopar.search.balance import least_overfull, never_waiting_seconds
 from autopar.search.shape import Shape
 from autopar.search.staged import Findings, StagedPlan
@@ -51,6 +51,9 @@ class Tables:
         seconds = [2.0] * number + [1.0] * (4 - number)
         return table(recompute, seconds, self.saved_bytes[recompute])
 
+    def whole(self, recompute) -> WholeModel:
+        return self.at(recompute).whole
+
 
 def staged(bound_bytes: float, known_seconds: float = math.inf) -> StagedPlan:
     """All blocks but one recomputed take least: what all of them take stands beside the last one."""
@@ -90,4 +93,4 @@ def test_a_block_that_no_stage_recomputes_bounds_no_step() -> None:
     recomputed.forward_seconds[0, 2] = 3.02
     alone = table("none", [0.01, 3.0], 0.0)
     assert least_overfull(recomputed, ONE_RANK, memory_bytes=math.inf).seconds == 3.02
-    assert never_waiting_seconds(recomputed, ONE_RANK, alone) == 3.02
+    assert never_waiting_seconds(recomputed.whole, ONE_RANK, alone.whole) == 3.02

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from typing import Any
 
 import pytest
 
 from autopar.cost_model.hardware import Disk, Host
 from autopar.errors import RecipeError, SearchError
+from autopar.ir import Plan
 from autopar.ir.note import kind_of
 from autopar.pipeline.composed import composed, step_of, stored_bytes
+from autopar.search import pipeline
 from autopar.search.given import Planned
 from autopar.search.outer import search_plan
 from autopar.search.request import Request
+from autopar.search.staged import StagedPlan
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY
 
@@ -160,3 +165,20 @@ def test_an_update_on_the_host_touches_nothing_on_the_device() -> None:
     seconds = next(term.value for term in step.time() if term.name == "optimizer")
     # of 4 parts, parameter, gradient and two moments: 2, 3, 2 and 2 times
     assert seconds == pytest.approx(kept * (2 + 3 + 2 + 2) / 4 / HOST.update_bytes_per_second)
+
+
+def test_plans_that_make_the_same_choices_are_priced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priced: list[Plan] = []
+
+    class Noting(StagedPlan):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            priced.append(dataclasses.replace(self.plan, notes=(), recipe=""))
+
+    monkeypatch.setattr(pipeline, "StagedPlan", Noting)
+    request = Request(WITH_HOST, mesh={"pp": 2, "dp": 2}, micro_batches=4, offload=True)
+    pipeline.search_pipeline(GRAPH, request, captured_micro_batches=4)
+    assert len(priced) > 1
+    assert all(one != other for one, other in itertools.combinations(priced, 2))
