@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,7 +174,7 @@ def compile(
     planner = Planner(
         request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=timeout_seconds,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None, assumed=assumed,
-        files=None if nvme is None else Files(Path(nvme)),
+        files=None if nvme is None else Files.at(nvme),
     )  # fmt: skip
     device_mesh = planner.device_mesh()
     settings = Settings(

@@ -224,6 +224,8 @@ class Planner:
     def _check_files(self, prepared: Prepared, plan: Plan) -> None:
         """Raises AutoparError on all ranks where one has no room for what the plan keeps in files."""
         if all(how.tier != "nvme" for how in plan.parameters.values()):
+            if self._files is not None:
+                warn_of_unused_folder(self._files, plan)
             return
         request = self._request
         needed_bytes = stored_bytes(
@@ -427,6 +429,15 @@ def warn_of_idle_axes(plan: Plan) -> None:
             f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
             stacklevel=2,
         )
+
+
+def warn_of_unused_folder(files: Files, plan: Plan) -> None:
+    """Warns that a folder was named for files, and that the plan keeps no parameters there."""
+    warn_together(
+        f"nvme={str(files.folder)!r} is not used: the plan, of the recipe {plan.recipe}, keeps no parameters in files. "
+        "Take the recipe 'zero-infinity-nvme', or leave nvme out.",
+        stacklevel=2,
+    )
 
 
 def warn_of_loss(obstacle: str, micro_batches: int) -> None:

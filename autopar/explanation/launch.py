@@ -15,6 +15,7 @@ from autopar.units import counted, format_bytes
 
 PLAN_FILE = "plan.json"
 SCRIPT = "train.py"
+FOLDER = "/a/folder/on/the/disk"  # where the reader's disk is, nobody else knows
 
 
 def asked(e: Explanation, model: str) -> tuple[tuple[str, str], ...]:
@@ -96,11 +97,17 @@ def launch(
     """
     lines = [] if saved is not None or e.graph.stands_for else [f"--save {PLAN_FILE}"]
     model = "model, loss_fn=loss_fn" if has_loss_fn else "model"
-    call = f"model = autopar.compile({model}, {_settings(e, saved)})"
+    files = f', nvme="{FOLDER}"' if _needs_files(e) else ""
+    call = f"model = autopar.compile({model}, {_settings(e, saved)}{files})"
     pipeline = e.plan.pipeline
     inside = pipeline is not None and pipeline.update_every > 0
     attach = ["model.attach_optimizer(optimizer)"] if inside else []
     return (*lines, call, *attach, _torchrun(e.cluster, e.ranks))
+
+
+def _needs_files(e: Explanation) -> bool:
+    """Whether the plan keeps parameters in files, for which `compile` has to be given a folder."""
+    return any(how.tier == "nvme" for how in e.plan.parameters.values())
 
 
 def _settings(e: Explanation, saved: Path | None) -> str:

@@ -32,6 +32,16 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @staticmethod
+    def at(folder: str | os.PathLike[str]) -> Files:
+        """Tensors in files of the folder that `compile(..., nvme=)` names. Raises AutoparError for what names none."""
+        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+            raise AutoparError(
+                f"nvme={folder!r} names no folder; give its path, such as nvme='/path/on/the/disk', or leave it out "
+                "where the plan keeps no parameters in files."
+            )
+        return Files(Path(folder))
+
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor in a new file. Raises AutoparError where the folder has no room, or cannot be written to."""
         size_bytes = shape.numel() * dtype.itemsize

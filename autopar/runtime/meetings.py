@@ -105,12 +105,21 @@ class Meetings:
 
     def refuse_differences(self, doing: str) -> None:
         """Raises StepError where replicas differ; see `require`."""
-        if self.steps:
+        if not self.steps:
+            return
+        found = (
+            f"{doing} needs replicas that are alike, and {self.steps} of {self.meeting.steps} steps were done since "
+            f"those along {self.meeting.axis} met."
+        )
+        if self.is_due:
             raise StepError(
-                f"{doing} needs replicas that are alike, and {self.steps} of {self.meeting.steps} steps were done "
-                f"since those along {self.meeting.axis} met. Do it after a multiple of {self.meeting.steps} steps, or "
-                "let them meet earlier: model.meet(), on every rank."
+                f"{found} Their meeting is due, and is held when the next step begins. Call model.meet() on every "
+                "rank, after the optimizer's step, to hold it now."
             )
+        raise StepError(
+            f"{found} Do it after a multiple of {self.meeting.steps} steps, or let them meet earlier: model.meet(), on "
+            "every rank."
+        )
 
     # --- checkpoints
 

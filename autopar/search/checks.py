@@ -44,7 +44,8 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
     """Raises SearchError if a recipe was asked for on an axis where it could split nothing.
 
     A recipe that keeps parameters in shards (ZeRO) is of use without any op that is split: a batch of 1 is
-    trained by every rank, from parameters, gradients and optimizer states of which each keeps a part.
+    trained by every rank, from parameters, gradients and optimizer states of which each keeps a part. Owners of whole
+    parameters are asked for so that ranks share the batch, so that they have to.
     """
     for position, (axis, size) in enumerate(plan.mesh.axes):
         recipe = recipes[position]
@@ -64,7 +65,7 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
 def _shards_parameters(plan: Plan, recipe: Recipe, position: int) -> bool:
     """Whether a recipe asks for parameters in shards along an axis, and the plan has some there."""
     asks = 0 not in recipe.stages
-    return asks and any(each.storage[position].kind in "SO" for each in plan.parameters.values())
+    return asks and any(each.storage[position].kind == "S" for each in plan.parameters.values())
 
 
 def _about_batch(graph: Graph, axis: str, size: int) -> str:

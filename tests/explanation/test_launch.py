@@ -70,6 +70,15 @@ def test_a_plan_of_few_captured_layers_is_launched_by_its_settings(explained: Ex
     )
 
 
+def test_a_plan_with_files_is_launched_with_a_folder(explained: Explanation) -> None:
+    plan = explained.plan
+    far = {name: replace(how, tier="nvme") for name, how in plan.parameters.items()}
+    call = launch(replace(explained, plan=replace(plan, parameters=far)))[1]
+    assert call == (
+        'model = autopar.compile(model, plan="plan.json", nvme="/a/folder/on/the/disk")'
+    )
+
+
 def test_the_page_shows_both(explained: Explanation) -> None:
     page = page_of(explained, "llama")
     html = to_html(page)

@@ -290,6 +290,16 @@ def test_replicas_that_differ_are_not_saved(two_ranks: Ranks, tmp_path: Any) -> 
     assert [text.split(" needs")[0] for text in said[1:]] == ["Exporting weights", "A state dict"]
 
 
+def test_the_remedy_of_a_meeting_that_is_due_is_to_hold_it() -> None:
+    made, _ = _built({"dp": 1}, "local:1")
+    made.step(*batches("mlp", 1)[0])
+    with pytest.raises(autopar.StepError) as caught:
+        made.state_dict()
+    assert "Their meeting is due" in str(caught.value) and "multiple" not in str(caught.value)
+    made.meet()
+    assert made.state_dict()
+
+
 # --- bytes and memory
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autopar.errors import RecipeError
+from autopar.errors import RecipeError, SearchError
 from autopar.ir import ANY, Mesh, O, ParameterPlan, Plan, R, V
 from autopar.ir.note import kind_of
 from autopar.search.outer import search_plan
@@ -63,6 +63,15 @@ def test_owners_are_given_by_bytes_the_largest_first() -> None:
     found = with_owners(GRAPH, open_, mesh)
     ordered = sorted(GRAPH.parameters, key=size, reverse=True)
     assert found[ordered[0]].storage == (O(0),) and found[ordered[1]].storage == (O(1),)
+
+
+@pytest.mark.parametrize("recipe", ["data-parallel", "parameter-server"])
+def test_owners_without_a_batch_that_can_be_shared_are_refused(recipe: str) -> None:
+    graph = residual(2, Sizes(batch=6, width=64, hidden=128, vocab=64))
+    with pytest.raises(
+        SearchError, match=r"splits nothing along dp=4: .* in a number that 4 divides"
+    ):
+        search_plan(graph, Request(TOY, mesh={"dp": 4}, recipe=recipe))  # type: ignore[arg-type]
 
 
 def test_what_has_no_owner_stays() -> None:
