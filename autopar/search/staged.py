@@ -294,8 +294,6 @@ class StagedPlan:
     def _fits(self, shape: Shape, recompute: Recompute) -> bool:
         """Whether a setting fits; False, with the reason noted, where it cannot be."""
         setting = Setting(shape, recompute)
-        if self._cannot_fit(shape, recompute):
-            return False
         try:
             return can_fit(self.tables.at(recompute), shape, memory_bytes=self.bound)
         except (PlanError, SearchError) as error:
