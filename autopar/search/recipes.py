@@ -203,6 +203,12 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
             f"The recipe {name!r} was asked for without a mesh. Say along which axis replicas lie, such as "
             f"mesh={{'dp': 4}}, recipe={name!r}."
         )
+    if PIPELINE_AXIS in mesh.names:
+        raise RecipeError(
+            f"The recipe {format_recipe(recipe)!r} was asked for on the mesh {mesh}: replicas and pipeline stages "
+            f"cannot be run together yet. Take a mesh without the axis {PIPELINE_AXIS}, such as "
+            f"mesh={{'dp': {mesh.size}}}, or a recipe without replicas, such as ddp."
+        )
     axis = axis or mesh.names[0]
     if others or (isinstance(named, str) and len(mesh.axes) > 1) or axis != mesh.names[0]:
         sizes = ", ".join(f"{each!r}: {size}" for each, size in mesh.axes)
@@ -267,15 +273,20 @@ def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
         )
     if isinstance(named, str):
         return tuple(_row(named) for _ in mesh.names)
-    unknown = [axis for axis in named if axis not in mesh.names]
+    check_recipe_axes(recipe, mesh)
+    rows = tuple(_row(named.get(axis, "auto"), axis) for axis in mesh.names)
+    _check_reductions(rows, mesh)
+    return rows
+
+
+def check_recipe_axes(recipe: RecipeLike, mesh: Mesh) -> None:
+    """Raises RecipeError if a recipe names an axis that the mesh does not have."""
+    unknown = [axis for axis in recipe_axes(recipe) if axis not in mesh.names]
     if unknown:
         raise RecipeError(
             f"The recipe {format_recipe(recipe)!r} names the axis {unknown[0]!r}, and the mesh "
             f"{mesh} has {', '.join(mesh.names)}."
         )
-    rows = tuple(_row(named.get(axis, "auto")) for axis in mesh.names)
-    _check_reductions(rows, mesh)
-    return rows
 
 
 def format_recipe(recipe: RecipeLike) -> str:
@@ -284,7 +295,7 @@ def format_recipe(recipe: RecipeLike) -> str:
     if isinstance(named, str):
         return named if named in PIPELINE_RECIPES or _is_meeting(named) else _row(named).name
     return ",".join(
-        f"{axis}:{name if axis == PIPELINE_AXIS or _is_meeting(name) else _row(name).name}"
+        f"{axis}:{name if axis == PIPELINE_AXIS or _is_meeting(name) else _row(name, axis).name}"
         for axis, name in named.items()
     )
 
@@ -318,11 +329,28 @@ def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
             raise RecipeError(
                 f"Cannot read {part!r} in the recipe {recipe!r}; write dp:zero3,tp:tp."
             )
+        _check_rule(part.strip(), axis, name)
         named[axis] = name
     return named
 
 
-def _row(name: str) -> Recipe:
+def _check_rule(text: str, rule: str, steps: str) -> None:
+    """Raises RecipeError for `rule:steps` where `rule` is one of meetings, and `steps` no recipe of an axis."""
+    if rule not in RULES or steps in {*RECIPES, *ALIASES, *PIPELINE_RECIPES} or _is_meeting(steps):
+        return
+    if _is_meeting(text):
+        raise RecipeError(
+            f"{text!r} stands beside the recipes of other axes, and does not say along which axis replicas lie. Put "
+            f"the first axis of the mesh before it, such as far:{text}."
+        )
+    further = " Other numbers of the outer optimizer stand in a plan (docs/local_steps.md)."
+    raise RecipeError(
+        f"Cannot read {text!r}: after '{rule}:' stands the number of steps from one meeting of the replicas to the "
+        f"next, and {steps!r} is no whole number. Write {rule}:4, for example.{further if ':' in steps else ''}"
+    )
+
+
+def _row(name: str, axis: str = "") -> Recipe:
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if _is_meeting(name):
         raise RecipeError(
@@ -330,10 +358,16 @@ def _row(name: str) -> Recipe:
             "autopar.explain take; here it cannot be carried out. Choose another recipe, such as ddp."
         )
     if not isinstance(name, str) or name not in RECIPES:
+        rule, colon, steps = str(name).partition(":")
+        if colon:
+            _check_rule(str(name), rule, steps)
         known = ", ".join([*RECIPES, *(f"{a} (= {b})" for a, b in ALIASES.items())])
         known += f"; for the first axis of a mesh {', '.join(MEETING_RECIPES)}"
         known += f"; and for the axis {PIPELINE_AXIS} {', '.join(PIPELINE_RECIPES)}"
-        raise RecipeError(f"There is no recipe {name!r}; choose among {known}.")
+        asked = f"There is no recipe {name!r}" + (f" for the axis {axis!r}" if axis else "")
+        if str(name).isdigit():
+            known += f". Replicas that meet every {name} steps are of local:{name}, geo:{name} or diloco:{name}"
+        raise RecipeError(f"{asked}; choose among {known}.")
     return RECIPES[name]
 
 

@@ -41,6 +41,7 @@ from autopar.search.recipes import (
     USED_FROM_HOST,
     RecipeLike,
     Tiering,
+    check_recipe_axes,
     check_versions,
     format_recipe,
     meeting_of,
@@ -355,6 +356,8 @@ class Request:
         if self.has_stages:
             resolve(self.inside, without_pipeline(inside))
             return
+        if meeting is not None:
+            check_recipe_axes(self.recipe, mesh)
         resolve(self.inside if meeting else self.recipe, inside)
         if self.schedule is not None or self.chunks is not None:
             raise MeshError(
@@ -383,11 +386,6 @@ class Request:
 
     def _check_replicas(self, meeting: Meeting) -> None:
         """Raises the error of what replicas cannot have."""
-        if self.has_stages:
-            raise RecipeError(
-                f"Replicas along {meeting.axis} and pipeline stages on the mesh {self.mesh} cannot be run together "
-                f"yet; leave out the axis {PIPELINE_AXIS}, or name a recipe such as ddp for {meeting.axis}."
-            )
         if self.offload or "offload" in self._named_recipes():
             raise RecipeError(
                 f"Replicas along {meeting.axis} whose parameters lie in the host's memory cannot meet yet; choose a "
