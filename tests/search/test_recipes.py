@@ -175,8 +175,9 @@ def test_a_pin_fixes_the_choice_of_an_op() -> None:
         ({"norm.weight": "S(0)"}, "names no axis; write S(0)@dp"),
         (
             {"norm.weight": "P@tp"},
-            "asks to store it as P, and a parameter is stored as R or S(dim)",
+            "asks to store it as P, and a pin stores a parameter as R or S(dim)",
         ),
+        ({"norm.weight": "O(0)@tp"}, "Owners O(i) come from the recipes data-parallel and"),
         ({"cos_0": "z@tp"}, "asks cos_0 (cos) for the choice 'z', and its choices are -, s, e"),
     ],
 )
