@@ -120,7 +120,8 @@ _WHERE = (
                  help="Number of ranks, where --cluster names one GPU or none."),
     click.option("--hardware", metavar="GPU", help="The GPU of --mesh or --ranks; by default h100."),
     click.option("--recipe", default="auto", metavar="R",
-                 help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp."),
+                 help=f"One of {RECIPE_NAMES}, or per axis: pp:1f1b,dp:zero3,tp:tp+sp. fit and compare take auto, ddp, "
+                      "zero1 to zero3, tp, tp+sp and schedules with a flush."),
 )  # fmt: skip
 
 _INTENTS = (

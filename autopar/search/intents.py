@@ -41,11 +41,13 @@ def has_closed_form(request: Request) -> bool:
 
 def check_closed_form(request: Request) -> None:
     """Raises RecipeError or MeshError where a request asks for what closed forms cannot price, with what can."""
-    if asks_for_replicas(request.recipe):
+    if asks_for_replicas(request.recipe) or request.has_versions:
+        asked = f"the schedule {request.chosen_schedule} updates without waiting"
+        if asks_for_replicas(request.recipe):
+            asked = f"the recipe {format_recipe(request.recipe)!r} trains replicas that meet every so many steps"
         raise RecipeError(
-            f"The recipe {format_recipe(request.recipe)!r} trains replicas that meet every so many steps, which is not "
-            "the result of a single device. `autopar fit` and `autopar compare` do not price that; `autopar explain` "
-            "does on a given --mesh."
+            f"`autopar fit` and `autopar compare` price steps that give the result of a single device, and {asked}. "
+            "`autopar explain` prices that on a given --mesh."
         )
     if not has_closed_form(request):
         raise RecipeError(

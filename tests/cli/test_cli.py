@@ -352,7 +352,7 @@ def test_help_has_an_example(command):
         (["explain", "gpt2", "--cluster", "nowhere.toml"], "nowhere.toml"),
         (["explain", "gpt2", "--cluster", "h100x8", "--html", "no/such/a.html"], "no folder no/such"),
         (["fit", "gpt2", "--cluster", "h100x8", "--mesh", "x=8"], "the mesh x=8 has x"),
-        (["compare", "gpt2", "--cluster", "h100x8", "--mesh", "dp=8", "--recipe", "local:4"], "`autopar explain` does"),
+        (["compare", "gpt2", "--cluster", "h100x8", "--mesh", "dp=8", "--recipe", "local:4"], "explain` prices that"),
         (["diff", "a.json", "nowhere.json"], "Cannot read the plan a.json"),
         (["verify", "examples.gpt:example", "--mesh", "dp=2"], "needs real weights"),
         (["verify", "gpt2", "--mesh", "dp=2"], "write package.module:function"),

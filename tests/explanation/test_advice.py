@@ -129,9 +129,10 @@ def test_wishes_that_exclude_each_other():
     ("mesh", "recipe", "says"),
     [
         (None, "dp:tp", "price the recipes auto, ddp, zero1"),
-        ("dp=8", "diloco:10", "'diloco:10' trains replicas .* not the result of a single device"),
-        ("dp=8", "local:10", "`autopar explain` does"),
+        ("dp=8", "diloco:10", "give the result of a single device, and the recipe 'diloco:10' trains replicas"),
+        ("dp=8", "local:10", "`autopar explain` prices that on a given --mesh"),
         ("far=2,dp=4", "far:diloco:10,dp:zero3", "trains replicas"),
+        ("pp=4,dp=2", "pp:pipedream,dp:ddp", "and the schedule pipedream updates without waiting"),
         ("dp=8", "parameter-server", "'parameter-server' is another. `autopar explain` prices it"),
         ("dp=8", "zero-infinity", "'zero-infinity' is another"),
         ("tp=4,tq=2", "tp:tp,tq:tp", "and the recipe 'tp:tp,tq:tp' is another"),
@@ -139,7 +140,8 @@ def test_wishes_that_exclude_each_other():
     ],
 )  # fmt: skip
 def test_what_has_no_closed_form_is_refused_before_capture(mesh, recipe, says):
-    asked = ask(cluster="h100x8", mesh=mesh and Mesh.parse(mesh), recipe=recipe)
+    mesh = mesh and Mesh.parse(mesh)
+    asked = ask(cluster="h100x8", mesh=mesh, recipe=recipe, micro_batches=8)
     with pytest.raises(AutoparError, match=says):
         _ = asked.settings
     assert not asked._captured
