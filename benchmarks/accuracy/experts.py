@@ -130,7 +130,8 @@ class Case:
     def name(self) -> str:
         """What tells the case from the others."""
         model = self.preset.description
-        size = f"{model.layers}x{model.hidden}"  # makers run one name in several sizes
+        # makers run one name in several sizes
+        size = f"{model.layers}x{model.hidden}, {model.heads} heads"
         place = f"{self.cluster} b{self.batch} s{self.seq}"
         return f"{self.source} {self.preset.name} {size} {place} {self.choice}"
 

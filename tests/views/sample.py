@@ -249,8 +249,8 @@ SENSITIVITY = {
 
 
 COSTS = (
-    StageCosts(0.031, 0.066, 0.03, 1.1e9, None, 0.4e9, 9.2e9, 0.002, 0.0),
-    StageCosts(0.034, 0.071, 0.03, 1.2e9, None, 1.9e9, 9.8e9, 0.0, 0.002),
+    StageCosts(0.031, 0.066, 0.03, 1.1e9, None, 0.4e9, 9.2e9, send_forward_seconds=0.002),
+    StageCosts(0.034, 0.071, 0.03, 1.2e9, None, 1.9e9, 9.8e9, send_backward_seconds=0.002),
 )
 
 
