@@ -133,7 +133,7 @@ def search_plan(
 
     Parameters may be stored in the host's memory where no plan fits otherwise, and where that is faster than what
     fits otherwise (it may spare recomputation); a request may rule both out. They stay there during a step, too, where
-    not even that is enough.
+    not even that is enough, or where it is faster in turn.
 
     Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
     """
@@ -188,15 +188,16 @@ class _Outer:
         return Searched(best, trial, others, explored)
 
     def or_streaming(self) -> Searched:
-        """The plan; where none fits, that with parameters on the device for their uses alone."""
+        """The faster one of two plans: with parameters on the device all through a step, or for their uses alone."""
+        streaming = replace(self, request=self.request.but(streams=True))
         try:
-            return self.run()
+            found = self.run()
         except SearchError as error:
-            streaming = replace(self, request=self.request.but(streams=True))
             try:
                 return streaming.run()
             except SearchError:
                 raise error from None
+        return streaming.if_faster(found)
 
     def instead_of(self, error: SearchError) -> Searched:
         """The plan where another search found none; its error with that of this search where neither does."""
