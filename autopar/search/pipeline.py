@@ -117,10 +117,7 @@ class _Search:
     def run(self) -> PipelineFound:
         self._search_shares()
         if self.request.offload:
-            inside = self._inside(self.asked_micro_batches or self.captured)
-            smallest = _Inner(inside.smallest().plan, 0.0)
-            if self._is_new(smallest):
-                self._price_plan(smallest)
+            self._price_smallest(self._inside(self.asked_micro_batches or self.captured))
         if self.found:
             self._search_again()
         self._search_recipes()
@@ -173,6 +170,14 @@ class _Search:
                     continue  # the recipe cannot hold here, or nothing under it fits
                 if inner is not None and self._is_new(inner):
                     self._price_plan(inner)
+                if self.request.streams or (self.request.offload and not self.found):
+                    self._price_smallest(under)
+
+    def _price_smallest(self, inside: MeshSearch) -> None:
+        """Prices the plan of a stage's mesh that takes least memory."""
+        smallest = _Inner(inside.smallest().plan, 0.0)
+        if self._is_new(smallest):
+            self._price_plan(smallest)
 
     def _price_plan(self, inner: _Inner | None) -> None:
         """Prices a plan of a stage's mesh with every number of micro-batches."""
