@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from autopar.ir import Plan
 from autopar.ops.sharding import shard
-from autopar.program.program import Program
+from autopar.program.program import Program, TensorSpec
 from autopar.proof.lockstep import Ranks
 from autopar.proof.single_device import Results
 from autopar.proof.verdict import TOLERANCE_FLOAT64, Kind, Verdict, nan_last, rounding_bound
@@ -187,3 +188,26 @@ def _difference(value: Tensor, expected: Tensor) -> float:
         return 0.0
     exact = torch.promote_types(expected.dtype, torch.float64)
     return largest_entry(value.to(exact) - expected.to(exact))
+
+
+def whole_of_shards(spec: TensorSpec, shards: Sequence[Tensor], plan: Plan) -> Tensor:
+    """A tensor put together from the shards of all ranks of a parameter's storage."""
+    layout = plan.parameters[spec.name].storage
+    places = torch.arange(torch.Size(spec.shape).numel()).view(spec.shape)
+    whole = shards[0].new_empty(places.numel())
+    for rank, own in enumerate(shards):
+        whole[shard(places, spec.dims, layout, plan.mesh, rank).reshape(-1)] = own.reshape(-1)
+    return whole.view(spec.shape)
+
+
+def parameter_verdicts(
+    found: Sequence[nn.Module], expected: Sequence[nn.Module], step: int
+) -> Iterator[Verdict]:
+    """The parameters of models that a plan updated, against those of plain models."""
+    for ours, plain in zip(found, expected, strict=True):
+        own = dict(ours.named_parameters())
+        for name, x in plain.named_parameters():
+            scale = max(x.abs().max().item(), torch.finfo(torch.float64).tiny) if x.numel() else 1.0
+            error = (own[name] - x).abs().max().item() if x.numel() else 0.0
+            bound = TOLERANCE_FLOAT64 * scale
+            yield Verdict("parameter", name, step, "float64", error, 0.0, bound, scale)

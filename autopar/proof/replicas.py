@@ -18,13 +18,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from autopar.ir import Graph, Meeting, Plan
-from autopar.ops.sharding import shard
-from autopar.program.program import Program, TensorSpec
-from autopar.proof.comparison import PlanResults, float64_verdicts, held_gradient, plan_errors
+from autopar.ir import Graph, Meeting
+from autopar.program.program import Program
+from autopar.proof.comparison import (
+    PlanResults,
+    float64_verdicts,
+    held_gradient,
+    parameter_verdicts,
+    plan_errors,
+    whole_of_shards,
+)
 from autopar.proof.simulated_steps import simulated_steps
 from autopar.proof.single_device import Batch, Results, SingleDevice, copied
-from autopar.proof.verdict import TOLERANCE_FLOAT64, Verdict
+from autopar.proof.verdict import Verdict
 from autopar.runtime.outer_step import OuterStep
 
 SHOWN_STEPS = 3  # between meetings, at most: the program of every step is the same
@@ -161,26 +167,3 @@ def _whole_gradients(results: PlanResults) -> dict[str, Tensor]:
         for spec in results.program.parameters
         if spec.name in plan.parameters and spec.name not in results.program.frozen
     }
-
-
-def whole_of_shards(spec: TensorSpec, shards: Sequence[Tensor], plan: Plan) -> Tensor:
-    """A tensor put together from the shards of all ranks of a parameter's storage."""
-    layout = plan.parameters[spec.name].storage
-    places = torch.arange(torch.Size(spec.shape).numel()).view(spec.shape)
-    whole = shards[0].new_empty(places.numel())
-    for rank, own in enumerate(shards):
-        whole[shard(places, spec.dims, layout, plan.mesh, rank).reshape(-1)] = own.reshape(-1)
-    return whole.view(spec.shape)
-
-
-def parameter_verdicts(
-    found: Sequence[nn.Module], expected: Sequence[nn.Module], step: int
-) -> Iterator[Verdict]:
-    """The parameters of models that a plan updated, against those of plain models."""
-    for ours, plain in zip(found, expected, strict=True):
-        own = dict(ours.named_parameters())
-        for name, x in plain.named_parameters():
-            scale = max(x.abs().max().item(), torch.finfo(torch.float64).tiny) if x.numel() else 1.0
-            error = (own[name] - x).abs().max().item() if x.numel() else 0.0
-            bound = TOLERANCE_FLOAT64 * scale
-            yield Verdict("parameter", name, step, "float64", error, 0.0, bound, scale)

@@ -23,10 +23,16 @@ from autopar.pipeline.versions import WeightVersions
 from autopar.program.program import Program, TensorSpec
 from autopar.program.stages import cut_stages
 from autopar.proof import lockstep
-from autopar.proof.comparison import Key, float64_verdicts, held_gradient, largest_difference
+from autopar.proof.comparison import (
+    Key,
+    float64_verdicts,
+    held_gradient,
+    largest_difference,
+    parameter_verdicts,
+    whole_of_shards,
+)
 from autopar.proof.lockstep import Ranks
 from autopar.proof.rehearsal import Rehearsal, actions_of
-from autopar.proof.replicas import parameter_verdicts, whole_of_shards
 from autopar.proof.simulated_steps import named_inputs, prefixed_buffers
 from autopar.proof.single_device import Batch, Results, SingleDevice, copied
 from autopar.proof.verdict import Verdict

@@ -14,6 +14,11 @@ micro-batch. A rank of p holds about one part in p of what is kept, and of a mic
 first take p times the memory of a rank. Where nothing fits then, or what does not would be faster than what
 does, half of that and a quarter are tried too, which leads to plans that shard more.
 
+[Note: room by recomputation] The search inside keeps every activation. What recomputation spares may be taken by
+parameters, and where the host may store parameters, the device can hold any part of them. So layouts are then
+searched under the memory of a rank and what k recomputed blocks spare, for several k between none and all
+blocks. The same k are taken under every bound: a larger bound then allows every plan that a smaller one does.
+
 [Note: other micro-batches] The graph is captured for one number of micro-batches. Others are priced on the
 same graph at another batch (`batches.with_batch`) and, where its sizes still divide, with the same plan.
 """
@@ -28,8 +33,9 @@ from typing import NamedTuple
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, ParameterPlan, Plan, without_pipeline
 from autopar.ir.batches import captured_batch, fits_graph, with_batch
+from autopar.ir.recompute import Recompute
 from autopar.pipeline.stage_costs import StageTables
-from autopar.search.balance import balance
+from autopar.search.balance import balance, mean_bytes
 from autopar.search.pipeline_notes import notes_of, of_layouts
 from autopar.search.pipeline_settings import PipelineFound, divisors, shapes_of
 from autopar.search.recipes import format_recipe
@@ -39,9 +45,7 @@ from autopar.search.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
-# The same where the host may store parameters: how much the device keeps of them, and recomputation makes room for
-# it, is then a choice of its own. Laws over a ladder of bounds asked for steps no wider than these.
-_FAR_SHARES = (math.inf, 3.0, 2.5, 2.0, 1.75, 1.5, 1.375, 1.25, 1.125, 1.0, 0.75, 0.5, 0.25)
+_RUNGS = 12  # numbers of recomputed blocks for which layouts are searched, see [Note: room by recomputation]
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
 _EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
@@ -200,11 +204,30 @@ class _Search:
         On one rank the fastest plan comes first: recomputation may make room for it.
         """
         if self.request.offload:
-            return _FAR_SHARES
+            return self._shares_beside_recomputation()
         if not self._may_hold_state(self._inside(self.asked_micro_batches or self.captured)):
             return _SHARES[:1]
         may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
         return (math.inf, *_SHARES) if self.ranks == 1 and may_recompute else _SHARES
+
+    def _shares_beside_recomputation(self) -> tuple[float, ...]:
+        """All memory, the parts that recomputation may free, and those of a search without it.
+
+        See [Note: room by recomputation].
+        """
+        micro_batches = self.asked_micro_batches or self.captured
+        inner = self._stage_plan(math.inf, self._inside(micro_batches))
+        if inner is None or math.isinf(self.bound) or self.request.recompute == "none":
+            return (math.inf, *_SHARES)
+        tables = self._tables(inner.plan, micro_batches)
+        shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)))
+        whole_bytes = mean_bytes(tables.whole("none"), shape)
+        spared_bytes = [
+            whole_bytes - mean_bytes(tables.whole(each), shape)
+            for each in _rungs(tables.repeating_blocks)
+        ]
+        beside = {1.0 + spared / self.bound for spared in spared_bytes if spared > 0}
+        return (math.inf, *sorted(beside, reverse=True), *_SHARES)
 
     def _may_hold_state(self, inside: MeshSearch) -> bool:
         """Whether parameters and what training keeps of them may fit; if not, no recomputation helps."""
@@ -279,18 +302,21 @@ class _Search:
                 SearchError(f"the mesh {self.stage_mesh} does not divide so small micro-batches"),
             )
             return
-        software = self.request.software
-        tables = StageTables(
-            graph, replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
-            training_state=self.request.training_state, software=software,
-        )  # fmt: skip
-        staged = StagedPlan(tables, inner.share, software.step_seconds, self.found)
+        tables = self._tables(plan, micro_batches)
+        staged = StagedPlan(tables, inner.share, self.request.software.step_seconds, self.found)
         for shape in shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)):
             try:
                 staged.price_shape(shape, self.request.recompute)
             except PlanError as error:  # a schedule that does not run so many micro-batches
                 name = f"{shape.schedule}, {counted(micro_batches, 'micro-batch')}"
                 self.found.refuse(name, error)
+
+    def _tables(self, plan: Plan, micro_batches: int) -> StageTables:
+        """What stages of a plan cost with a number of micro-batches."""
+        return StageTables(
+            self._graph(micro_batches), replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
+            training_state=self.request.training_state, software=self.request.software,
+        )  # fmt: skip
 
     def _best_micro_batches(self) -> int:
         """The number of micro-batches of the best plan so far; the captured one where nothing is found."""
@@ -330,3 +356,13 @@ class _Search:
             return first
         lines = [f"{name}: {error}" for name, error in found.refused.items()]
         return type(first)("\n".join([f"No pipeline on the mesh {self.mesh} has a plan.", *lines]))
+
+
+def _rungs(blocks: int) -> tuple[Recompute, ...]:
+    """Numbers of recomputed blocks, evenly between one and all.
+
+    >>> _rungs(3)
+    (1, 2, 'full')
+    """
+    some = {round(blocks * rung / _RUNGS) for rung in range(1, _RUNGS)} | {blocks - 1}
+    return (*sorted(some & set(range(1, blocks))), "full")

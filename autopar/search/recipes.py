@@ -479,8 +479,8 @@ def _activations(graph: Graph) -> frozenset[str]:
     """Tensors that depend on a parameter.
 
     Other tensors are position tables, masks and targets. A recipe does not require that these are split along
-    the sequence: that saves little, and an op that needs the whole table would have to gather it. So the search
-    decides by cost. It does require that they are split along the batch.
+    the sequence. Splitting them saves little, and an op that needs the whole table would have to gather it, so the
+    search decides by cost. A recipe does require that they are split along the batch.
     """
     found = set(graph.parameters.values())
     for op in graph.ops:

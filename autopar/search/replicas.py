@@ -57,8 +57,8 @@ def _sentence(graph: Graph, meeting: Meeting, step: Step) -> str:
     seconds_words = f"{format_seconds(sum(times))} in place of {format_seconds(every_step[1])}"
     return (
         f"Not the result of a single device: {counted(meeting.replicas, 'replica')} along {meeting.axis} train on rows "
-        f"of their own and meet {meeting}, so that what one has of the others is {older}. Along {meeting.axis} a "
-        f"rank sends {size_words} of data parallelism, which takes about {seconds_words}."
+        f"of their own and meet {meeting}, so that what a replica knows of the others is {older}. Along "
+        f"{meeting.axis} a rank sends {size_words} of data parallelism, in about {seconds_words}."
     )
 
 

@@ -7,45 +7,38 @@ OMP_NUM_THREADS=1 python -m benchmarks.local_steps.run curves    losses of a sma
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import sys
-import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import autopar
 from autopar.capture.export import run_with_loss
-from benchmarks.parity.recipes import free_port
+from benchmarks.delayed import (
+    OPTIMIZERS,
+    optimizer_of,
+    random_batches,
+    record_losses,
+    relative_error,
+    training_text,
+)
 from benchmarks.tables import markdown_table
 from tests.runtime.ranks import Ranks
 from tests.support.delayed import train_replicas
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
-from text import batches, read_source, standard_library, unigram_entropy
+from text import batches
 
 LOSSES = Path(__file__).with_name("losses.json")
-EXACT_STEPS = 20
+ROWS = 8
 RECIPES = ("local:1", "local:4", "geo:4", "diloco:4")
-OPTIMIZERS = ("sgd", "adamw")
 CURVES = ("ddp", "local:8", "geo:8", "diloco:8")
 CURVE_STEPS, RANKS, LR, SMOOTHED = 480, 4, 4e-3, 20
-Batch = tuple[Tensor, Tensor]
-
-
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD or AdamW, whose eps lies above the noise of gradients that are zero but for rounding."""
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 
 
 # --- exactness
@@ -56,16 +49,9 @@ def small_model() -> GPT:
     return GPT(GPTConfig(seq_len=16, layers=2, heads=4, width=32)).double()
 
 
-def random_batches() -> list[Batch]:
-    """A batch of eight passages for each step."""
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(256, (EXACT_STEPS, 8, 17), generator=generator)
-    return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in text]
-
-
 def on_ranks(recipe: str, optimizer: str) -> tuple[dict[str, Tensor], float]:
     """This rank's parameters after the meeting behind the last step, and the bytes that it sent a step."""
-    given = random_batches()
+    given = random_batches(ROWS)
     model = autopar.compile(
         small_model(), loss_fn=loss_fn, mesh={"dp": dist.get_world_size()}, recipe=recipe,
         example_inputs=given[0],
@@ -108,7 +94,7 @@ def exact_rows(counts: tuple[int, ...]) -> list[tuple[str, ...]]:
             found = ranks.run(on_ranks, recipe, optimizer)
             rule, _, steps = ("local:1" if recipe == "ddp" else recipe).partition(":")
             reference = _reference(1 if recipe == "ddp" else count, rule, int(steps), optimizer)
-            error = max(_error(own, reference) for own, _ in found)
+            error = max(_largest_error(own, reference) for own, _ in found)
             share = found[0][1] / size_bytes
             rows.append((str(count), recipe, optimizer, f"{error:.1e}", f"{share:.4f}"))
         ranks.stop()
@@ -117,38 +103,22 @@ def exact_rows(counts: tuple[int, ...]) -> list[tuple[str, ...]]:
 
 def _reference(replicas: int, rule: str, steps: int, optimizer: str) -> dict[str, Tensor]:
     models, _ = train_replicas(
-        small_model(), random_batches(), lambda m, part: run_with_loss(m, part, {}, loss_fn),
+        small_model(), random_batches(ROWS), lambda m, part: run_with_loss(m, part, {}, loss_fn),
         lambda m: optimizer_of(optimizer, m), replicas=replicas, steps=steps, rule=rule,
     )  # fmt: skip
     return dict(models[0].named_parameters())
 
 
-def _error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of an entry, relative to the largest entry of its parameter (or to 1e-3)."""
-    return max(
-        ((found[name] - x).abs().max() / x.abs().max().clamp(min=1e-3)).item()
-        for name, x in expected.items()
-    )
+def _largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(relative_error(found[name], x) for name, x in expected.items())
 
 
 # --- losses
 
 
-def train_all(rank: int, port: int, path: str) -> None:
-    """Trains by every recipe as one of `RANKS` processes; the first writes the losses."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    found = {recipe: smoothed(losses(recipe)) for recipe in CURVES}
-    if rank == 0:
-        Path(path).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
 def losses(recipe: str) -> list[float]:
     """The loss of every step, the mean over the replicas: each has a fourth of the batch."""
-    text = read_source(standard_library(), limit_bytes=2_000_000)
+    text = training_text()
     model = autopar.compile(
         GPT(GPTConfig(seq_len=64, layers=2, heads=4, width=64), seed=0), loss_fn=loss_fn,
         mesh={"dp": dist.get_world_size()}, recipe=recipe,
@@ -167,6 +137,11 @@ def losses(recipe: str) -> list[float]:
     every: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, found)
     return [sum(column) / len(column) for column in zip(*every, strict=True)]
+
+
+def mean_losses(recipe: str) -> list[float]:
+    """The loss of every point of the picture."""
+    return smoothed(losses(recipe))
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -202,18 +177,7 @@ def exact(ranks: tuple[int, ...]) -> None:
 @main.command()
 def curves() -> None:
     """Trains by every recipe and writes `losses.json`, from which `benchmarks.site.pictures` draws."""
-    entropy = unigram_entropy(read_source(standard_library(), limit_bytes=2_000_000))
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "losses")
-        mp.spawn(train_all, (free_port(), path), RANKS)
-        found: dict[str, list[float]] = json.loads(Path(path).read_text())
-    document = {
-        "entropy_nats": round(entropy, 4), "steps_of_a_point": SMOOTHED,
-        "losses_nats": found,
-    }  # fmt: skip
-    LOSSES.write_text(json.dumps(document, indent=1) + "\n")
-    for recipe, values in found.items():
-        print(f"{recipe:10} {values[-1]:.3f} nats per byte, unigram entropy {entropy:.3f}")
+    record_losses(LOSSES, mean_losses, CURVES, ranks=RANKS, steps_of_a_point=SMOOTHED)
 
 
 if __name__ == "__main__":

@@ -7,46 +7,40 @@ OMP_NUM_THREADS=1 python -m benchmarks.versions.run curves    losses of a small 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.capture.export import run_with_loss
 from autopar.ir import VERSIONED
-from benchmarks.parity.recipes import free_port
+from benchmarks.delayed import (
+    OPTIMIZERS,
+    optimizer_of,
+    random_batches,
+    record_losses,
+    relative_error,
+    training_text,
+)
 from benchmarks.tables import markdown_table
 from tests.runtime.ranks import Ranks
 from tests.support.delayed import train_stages
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
-from text import batches, read_source, standard_library, unigram_entropy
+from text import batches
 
 LOSSES = Path(__file__).with_name("losses.json")
-EXACT_STEPS, OPTIMIZERS = 20, ("sgd", "adamw")
 CURVES = ("1f1b", *VERSIONED)
 STAGES, UPDATES, POINT_UPDATES, UPDATE_ROWS, LR = 4, 640, 32, 32, 2e-3
 Batch = tuple[Tensor, ...]
-
-
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD or AdamW, whose eps lies above the noise of gradients that are zero but for rounding."""
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 
 
 # --- exactness
@@ -55,13 +49,6 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def small_model() -> GPT:
     """A GPT of four layers in float64."""
     return GPT(GPTConfig(seq_len=16, layers=4, heads=4, width=32)).double()
-
-
-def random_batches(rows: int) -> list[Batch]:
-    """A batch of passages for each step."""
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(256, (EXACT_STEPS, rows, 17), generator=generator)
-    return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in text]
 
 
 def on_ranks(schedule: str, optimizer: str) -> tuple[dict[str, Tensor], list[float], int]:
@@ -91,7 +78,9 @@ def exact_rows(counts: tuple[int, ...]) -> list[tuple[str, ...]]:
             homes = {name: stage for own, _, stage in found for name in own}
             model, losses = _reference(schedule, optimizer, count, homes)
             expected = dict(model.named_parameters())
-            error = max(_error(x, expected[n]) for own, _, _ in found for n, x in own.items())
+            error = max(
+                relative_error(x, expected[n]) for own, _, _ in found for n, x in own.items()
+            )
             gap = max(
                 abs(x / y - 1) for _, own, _ in found for x, y in zip(own, losses, strict=True)
             )
@@ -112,24 +101,7 @@ def _reference(
     return model, losses
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of an entry, relative to the largest entry of its parameter (or to 1e-3)."""
-    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
-
-
 # --- losses
-
-
-def train_all(rank: int, port: int, path: str) -> None:
-    """Trains under every schedule as one of `STAGES` processes; the first writes the losses."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(STAGES))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    found = {schedule: losses(schedule) for schedule in CURVES}
-    if rank == 0:
-        Path(path).write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def losses(schedule: str) -> list[float]:
@@ -163,7 +135,7 @@ def _point(model: Any, optimizer: torch.optim.Optimizer, schedule: str, rows: Ba
 
 def _rows() -> Iterator[Batch]:
     """The rows of the updates of every point."""
-    text = read_source(standard_library(), limit_bytes=2_000_000)
+    text = training_text()
     every = batches(text, batch_size=POINT_UPDATES * UPDATE_ROWS, seq_len=64, seed=0)
     return itertools.islice(every, UPDATES // POINT_UPDATES)
 
@@ -189,18 +161,7 @@ def exact(ranks: tuple[int, ...]) -> None:
 @main.command()
 def curves() -> None:
     """Trains under every schedule and writes `losses.json`, from which `benchmarks.site.pictures` draws."""
-    entropy = unigram_entropy(read_source(standard_library(), limit_bytes=2_000_000))
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "losses")
-        mp.spawn(train_all, (free_port(), path), STAGES)
-        found: dict[str, list[float]] = json.loads(Path(path).read_text())
-    document = {
-        "entropy_nats": round(entropy, 4), "steps_of_a_point": POINT_UPDATES,
-        "losses_nats": found,
-    }  # fmt: skip
-    LOSSES.write_text(json.dumps(document, indent=1) + "\n")
-    for schedule, values in found.items():
-        print(f"{schedule:15} {values[-1]:.3f} nats per byte, unigram entropy {entropy:.3f}")
+    record_losses(LOSSES, losses, CURVES, ranks=STAGES, steps_of_a_point=POINT_UPDATES)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,17 @@ class Mixture(nn.Module):
         return x + (y.view(len(x), 2, -1) * share.unsqueeze(-1)).sum(1)
 
 
+class RootOfProduct(nn.Module):
+    """Its loss is finite at zero, where its gradient is infinity times zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).abs().sqrt().sum()
+
+
 def mean_square(y: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(y, target)
 

@@ -22,7 +22,7 @@ from autopar.runtime.tiers import Tiers
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_tiers import LAYERS, PARAMETERS, ROWS, WIDTH, network
-from tests.runtime.training import compiled, difference, single
+from tests.runtime.training import compiled, difference, distance_from_one_process, single
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -36,14 +36,8 @@ NVME = "zero-infinity-nvme"
 def test_training_equals_one_process(
     two_ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    steps = {name: options[name] for name in options if name == "steps"}
-    results = two_ranks.run(_trained, str(tmp_path), options)
-    assert all(difference(found, single("gpt", **steps)) < 1e-9 for found in results)
+    assert distance_from_one_process(two_ranks, NVME, nvme=str(tmp_path), **options) < 1e-9
     assert not list(tmp_path.iterdir())
-
-
-def _trained(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    return compiled("gpt", {"dp": 2}, NVME, nvme=folder, **options)
 
 
 def test_one_device_without_process_groups(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import autopar
 from autopar.errors import StepError
 from autopar.runtime.module import CompiledModule
 from autopar.runtime.nonfinite import NonFinite
-from tests.runtime.models import mean_square
+from tests.runtime.models import RootOfProduct, mean_square
 from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
@@ -75,19 +75,8 @@ def test_looking_changes_nothing() -> None:
     assert made._steps == 1
 
 
-class Root(nn.Module):
-    """Its loss is finite at zero; its gradient is infinity times zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).abs().sqrt().sum()
-
-
 def test_the_op_of_backward_is_named_with_the_infinity_before_it() -> None:
-    found = autopar.find_nan(autopar.compile(Root()), torch.ones(2))
+    found = autopar.find_nan(autopar.compile(RootOfProduct()), torch.ones(2))
     assert found is not None and found.before is not None
     assert (found.what, found.phase) == ("NaN", "backward")
     assert (found.before.what, found.before.phase) == ("infinity", "backward")

@@ -27,7 +27,13 @@ from autopar.runtime.transfer import Transfer, travel
 from autopar.runtime.world import World
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks
-from tests.runtime.training import compile_mlp, compiled, difference, single
+from tests.runtime.training import (
+    compile_mlp,
+    compiled,
+    difference,
+    distance_from_one_process,
+    single,
+)
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -48,13 +54,7 @@ MATRIX, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH  # bytes in float32
 def test_training_equals_one_process(
     two_ranks: Ranks, recipe: str, options: dict[str, Any]
 ) -> None:
-    steps = {name: options.pop(name) for name in ("steps",) if name in options}
-    results = two_ranks.run(_trained, recipe, steps, options)
-    assert all(difference(found, single("gpt", **steps)) < 1e-9 for found in results)
-
-
-def _trained(recipe: str, steps: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
-    return compiled("gpt", {"dp": 2}, recipe, **steps, **options)
+    assert distance_from_one_process(two_ranks, recipe, **options) < 1e-9
 
 
 def test_two_axes_of_which_one_has_owners(four_ranks: Ranks) -> None:

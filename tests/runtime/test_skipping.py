@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from tests.runtime.models import mean_square
+from tests.runtime.models import RootOfProduct, mean_square
 from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once
 
@@ -67,19 +67,10 @@ def test_ranks_skip_alike(two_ranks: Ranks, recipe: str, mesh: dict[str, int]) -
     assert two_ranks.run(both, recipe, mesh) == [(2, True)] * 2
 
 
-class Root(nn.Module):
-    """Its loss is finite at zero, and its gradient is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).abs().sqrt().sum()
-
-
 def test_gradients_alone_are_looked_at() -> None:
-    skips, goes_on = (autopar.compile(Root(), skip_nonfinite=skip) for skip in (True, False))
+    skips, goes_on = (
+        autopar.compile(RootOfProduct(), skip_nonfinite=skip) for skip in (True, False)
+    )
     for made in (skips, goes_on):
         assert made.step(torch.ones(2)) == 0
     assert skips.weight.grad is None and skips.skipped_steps == 1

@@ -18,7 +18,7 @@ from autopar.planning.planning import policy_of, prepare_step
 from autopar.runtime.tiers import Tiers
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks
-from tests.runtime.training import compiled, difference, single
+from tests.runtime.training import compiled, difference, distance_from_one_process, single
 from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
@@ -41,14 +41,7 @@ PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 def test_training_equals_one_process(
     two_ranks: Ranks, recipe: str, options: dict[str, Any]
 ) -> None:
-    steps = {name: options.pop(name) for name in ("steps",) if name in options}
-    expected = single("gpt", **steps)
-    results = two_ranks.run(_trained, recipe, steps, options)
-    assert all(difference(found, expected) < 1e-9 for found in results)
-
-
-def _trained(recipe: str, steps: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
-    return compiled("gpt", {"dp": 2}, recipe, **steps, **options)
+    assert distance_from_one_process(two_ranks, recipe, **options) < 1e-9
 
 
 def test_two_axes_of_which_one_offloads(four_ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from autopar.capture.export import run_with_loss
 from autopar.proof.random_plan import random_plan
 from autopar.proof.verdict import nan_last
 from tests.runtime.models import Batch, make, make_on, mean_square
+from tests.runtime.ranks import Ranks
 from tests.support.staged import captured_once, prepared_once
 
 Step = Callable[..., Tensor]
@@ -43,6 +44,17 @@ def train(model: nn.Module, step: Step, batch: Batch, *, steps: int = 3) -> dict
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, **full_state(model)}
+
+
+def distance_from_one_process(ranks: Ranks, recipe: Any, **options: Any) -> float:
+    """The largest difference of two ranks that train the small GPT by a recipe from one process that trains it."""
+    steps = {name: options[name] for name in ("steps",) if name in options}
+    found = ranks.run(_trained_gpt, recipe, options)
+    return max(difference(each, single("gpt", **steps)) for each in found)
+
+
+def _trained_gpt(recipe: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return compiled("gpt", DP, recipe, **options)
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

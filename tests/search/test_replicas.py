@@ -88,8 +88,8 @@ def test_the_plan_says_what_is_no_longer_the_result_of_one_device() -> None:
     (note,) = (n for n in explained("local:4").plan.notes if kind_of(n) == "replicas")
     assert note.startswith(
         "Not the result of a single device: 2 replicas along dp train on rows of their own and meet every 4 steps "
-        "local, so that what one has of the others is up to 3 steps old. Along dp a rank sends 4.16 kB a step in "
-        "place of 16.6 kB of data parallelism, which takes about "
+        "local, so that what a replica knows of the others is up to 3 steps old. Along dp a rank sends 4.16 kB a step "
+        "in place of 16.6 kB of data parallelism, in about "
     )
     assert note in " ".join(str(explained("local:4")).split())
 

@@ -60,6 +60,20 @@ def test_the_host_is_dropped_as_memory_grows_and_memory_never_makes_a_plan_slowe
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_recomputation_makes_room_for_parameters_that_the_host_would_store() -> None:
+    """Moves are slow here: a plan that recomputes one block and stores two parameters beats one with neither or one."""
+    slow = Host(
+        10**9, bandwidth_bytes_per_second=2e8, latency_seconds=1e-6, update_bytes_per_second=1e7
+    )
+    graph = residual(8, Sizes(batch=64, width=64, hidden=256, vocab=64))
+    request = Request(dataclasses.replace(TOY, host=slow), ranks=1, memory_bytes=4_885_010)
+    both = search_plan(graph, request).best
+    assert is_far(both) and both.plan.recompute not in ("none", "full")
+    for asked in ({"offload": False}, {"recompute": "none"}):
+        alone = search_plan(graph, request.but(**asked)).best
+        assert both.price.step_seconds < 0.97 * alone.price.step_seconds
+
+
 def test_parameters_stay_on_the_host_during_a_step_where_nothing_else_fits() -> None:
     """Less memory than resident parameters take: the plan moves some for each use, in every micro-batch and phase."""
     few, more = planned(least_near() // 5), planned(least_near() // 3)
