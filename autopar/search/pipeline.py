@@ -45,7 +45,7 @@ from autopar.search.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
-_RUNGS = 12  # numbers of recomputed blocks for which layouts are searched, see [Note: room by recomputation]
+_RUNGS = 4  # numbers of recomputed blocks for which layouts are searched, see [Note: room by recomputation]
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
 _EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
@@ -364,5 +364,5 @@ def _rungs(blocks: int) -> tuple[Recompute, ...]:
     >>> _rungs(3)
     (1, 2, 'full')
     """
-    some = {round(blocks * rung / _RUNGS) for rung in range(1, _RUNGS)} | {blocks - 1}
+    some = {round(blocks * rung / _RUNGS) for rung in range(1, _RUNGS)}
     return (*sorted(some & set(range(1, blocks))), "full")
