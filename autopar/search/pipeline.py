@@ -359,10 +359,10 @@ class _Search:
 
 
 def _rungs(blocks: int) -> tuple[Recompute, ...]:
-    """Numbers of recomputed blocks, evenly between one and all.
+    """Numbers of recomputed blocks: one, evenly between that and all, and all.
 
-    >>> _rungs(3)
-    (1, 2, 'full')
+    >>> _rungs(12)
+    (1, 3, 6, 9, 'full')
     """
-    some = {round(blocks * rung / _RUNGS) for rung in range(1, _RUNGS)}
+    some = {1, *(round(blocks * rung / _RUNGS) for rung in range(1, _RUNGS))}
     return (*sorted(some & set(range(1, blocks))), "full")
