@@ -1,4 +1,4 @@
-"""The words everyone shares: mesh, layout, conversion, graph, plan. Plain data, no torch."""
+"""The data types that all rooms share: mesh, layout, conversion, graph, plan. They need no torch."""
 
 from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, steps, walk
 from autopar.ir.graph import (

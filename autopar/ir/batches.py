@@ -1,4 +1,4 @@
-"""A captured graph at another batch: what a search over micro-batches prices without capturing again."""
+"""A captured graph with another batch size, so that the search can price micro-batches without a second capture."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from autopar.ir import Choice, Graph, Leaf, Op, OwnCollective, Plan, Tensor, Wor
 
 
 def captured_batch(graph: Graph) -> int:
-    """The rows of the batch that the graph was captured with; 1 where no input has a batch."""
+    """Number of rows of the batch with which the graph was captured; 1 where no input has a batch dim."""
     return max((graph.factors[name].size for name in batch_factors(graph)), default=1)
 
 
 def with_batch(graph: Graph, batch: int) -> Graph:
-    """The graph as a capture with so many rows would have given it.
+    """The graph with another number of rows, `batch`, in its batch.
 
-    Every size that is the batch is replaced: names of ops, choices and the way of the data stay what they
-    are. Sizes that the program computed from the batch in other ways stay too, so that this is for pricing;
-    what runs is captured anew. Raises SearchError for a graph without a batch.
+    Every size that is the batch size is replaced; names, choices and edges stay the same. Sizes that the model
+    computed from the batch size (such as its double) stay the same, too. The result is therefore good enough to price a
+    plan, and a model that is to run is captured again. Raises SearchError for a graph without a batch.
     """
     names = batch_factors(graph)
     if not names:
@@ -42,7 +42,7 @@ def with_batch(graph: Graph, batch: int) -> Graph:
 
 
 def fits_graph(plan: Plan, graph: Graph) -> bool:
-    """Whether the sizes of a graph divide as a plan for another batch of it asks."""
+    """Whether a plan that was made for another batch size is legal for this graph: everything it splits divides."""
     mesh = plan.mesh
     inputs = all(
         divides(graph.tensors[graph.inputs[name]].dims, layout, mesh)
@@ -52,9 +52,9 @@ def fits_graph(plan: Plan, graph: Graph) -> bool:
 
 
 def batch_factors(graph: Graph) -> list[str]:
-    """Names of the factors that are the batch: the largest batch dims of inputs.
+    """Names of the factors that are the batch: those of the largest size among the batch dims of inputs.
 
-    A table of positions has another, smaller one.
+    An input such as a table of positions has a smaller leading dim, which is not the batch.
     """
     of_inputs = {
         f for name in graph.inputs.values() for dim in graph.tensors[name].factors for f in dim

@@ -1,12 +1,13 @@
 """Conversions: the steps that turn one layout into another, and their transposes.
 
-Each step changes the state along one mesh axis, and has the transposed step as its backward:
+Each step changes the state along one mesh axis. Its backward is the transposed step. The two columns after each step
+name what the ranks of the axis run in forward and in backward:
 
     R -> V      nothing            all-reduce       P -> V      all-reduce      all-reduce
-    P -> R      all-reduce         nothing          R -> P      keep 1/n        nothing
-    S -> V      all-gather         reduce-scatter   V -> R      nothing         keep 1/n
+    P -> R      all-reduce         nothing          R -> P      first           nothing
+    S -> V      all-gather         reduce-scatter   V -> R      nothing         first
     P -> S      reduce-scatter     all-gather       S -> P      zero-pad        local slice
-    S -> R      all-gather         local slice      V -> P      keep 1/n        keep 1/n
+    S -> R      all-gather         local slice      V -> P      first           first
     R -> S      local slice        all-gather
     V -> S      local slice        zero-pad
     S -> S'     all-to-all         all-to-all
@@ -16,12 +17,14 @@ Each step changes the state along one mesh axis, and has the transposed step as 
     O -> P      fill               keep                 V -> O      keep        fill
     O(i) -> O(j)  send             send
 
-The owner keeps its copy and the others let go of theirs (`keep`); the others make zeros (`fill`).
+`first`: the first rank of the axis keeps its values, and the others get zeros, so that the sum is right.
+`keep`: the owner keeps its copy, and the others drop theirs. `fill`: the owner keeps its copy, and the others get
+zeros.
 
-[Note: nested splits] When axes a < t split the same factor, a is the major one: rank (i, j) holds the
-j-th part of the i-th part. While t holds its part, a can neither leave the factor nor arrive at it,
-because the parts would interleave. `steps` therefore moves the minor axis first where it must move
-anyway, and otherwise un-nests it (gather), moves the major one, and splits again.
+[Note: nested splits] When the axes a < t split the same factor, a is the major one: the rank at position i of a and j
+of t holds the j-th part of the i-th part. While t splits the factor, a can neither start nor stop splitting it: each
+rank would hold pieces of several parts. `steps` therefore converts t before a where t must change anyway. Otherwise
+it gathers along t, converts along a, and splits along t again.
 """
 
 from __future__ import annotations
@@ -111,9 +114,11 @@ class LayoutStep:
 
 @functools.cache
 def steps(source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
-    """The steps from one layout to another, in an order that respects nesting.
+    """The steps from one layout to another, in the order of [Note: nested splits]; none for equal layouts.
 
-    See [Note: nested splits]. The same layouts give no steps.
+    >>> from autopar.ir import P, R, S
+    >>> [(str(step.source), str(step.target)) for step in steps((P, R), (S(0), R))]
+    [('P', 'S(0)')]
     """
     current = list(source)
     goal = list(target)
@@ -135,7 +140,10 @@ def _next_legal(current: list[State], goal: list[State]) -> LayoutStep | None:
 
 
 def _detour(step: LayoutStep) -> LayoutStep:
-    """A chunk S(d.*) has no factor structure: it is gathered before anything else is done with it."""
+    """The step S -> R in place of a step from S to S of which one is S(d.*).
+
+    A chunk of S(d.*) does not follow the factors of its dim, so that no all-to-all leads to another split.
+    """
     if step.source.kind == step.target.kind == "S" and WHOLE in (
         step.source.factor,
         step.target.factor,
@@ -158,12 +166,12 @@ def _is_legal(step: LayoutStep, current: list[State], goal: list[State]) -> bool
 
 
 def _chunk_meets_factor(a: State, b: State) -> bool:
-    """Whether one state chunks a dim of which the other splits a factor."""
+    """Whether one state is S(d.*), and the other splits a factor of the same dim d."""
     return a.kind == b.kind == "S" and a.dim == b.dim and (a.factor == WHOLE) != (b.factor == WHOLE)
 
 
 def _unnest(current: list[State], goal: list[State]) -> LayoutStep:
-    """Gathers the most minor axis that stands in the way of a pending step."""
+    """The all-gather along the last axis whose split keeps an earlier axis from changing."""
     for axis in reversed(range(len(current))):
         state = current[axis]
         blocks = any(current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis))
@@ -177,17 +185,18 @@ def _unnest(current: list[State], goal: list[State]) -> LayoutStep:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A step as a call on the local tensor.
+    """A step as a call of a collective on the local tensor.
 
     Attributes:
-        name, backward: the op and its transpose, of `TRANSITIONS`.
-        dims: the dims of the (reshaped) local tensor it works on, in the order of the states that it leads from
-            and to. In place of a state O stands the position of the owner along the axis: (owner,) of a broadcast,
-            (owner, dim) of a scatter, (dim, owner) of a gather, (owner, next owner) of a send.
+        name, backward: names of the collective and of its transpose, as in `TRANSITIONS`.
+        dims: dims of the local tensor, viewed as `before`, on which the collective works: first the split dim of the
+            source state, then that of the target state. For a state O the list has the owner's position along the axis
+            instead: (owner,) for a broadcast, (owner, dim) for a scatter, (dim, owner) for a gather, (owner, next
+            owner) for a send.
         axis: position of the mesh axis.
-        before: the shape the local tensor is viewed in first, so that a minor factor is a dim of its
-            own; None where no view is needed.
-        after: the shape of the local tensor in its new layout, where a view was needed.
+        before: shape as which the local tensor is viewed before the call, so that an inner factor is a dim by itself;
+            None where no view is needed.
+        after: shape of the local tensor in its new layout; None where no view is needed.
     """
 
     name: str
@@ -199,7 +208,7 @@ class CollectiveCall:
 
 
 def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[CollectiveCall, ...]:
-    """The steps from one layout of a tensor to another, as calls; an axis of one rank needs none."""
+    """The calls of collectives that convert a tensor from one layout to another; an axis of one rank needs none."""
     result = []
     layout = source
     for step in steps(source, target):
@@ -237,7 +246,7 @@ def _call(
 def walk(
     dims: Dims, source: Layout, target: Layout, mesh: Mesh
 ) -> Iterator[tuple[LayoutStep, int, int]]:
-    """Yields every step with the elements that a rank holds before and after it."""
+    """Yields every step with the number of elements that a rank holds before it and after it."""
     layout = list(source)
     before = local_elements(dims, source, mesh)
     for step in steps(source, target):

@@ -20,7 +20,7 @@ from autopar.ir.precision import MixedPrecision
 UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
 VARIED = "~"  # label of the choice with operands and results in V: every rank does all the work
 PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
-EXCHANGED = ">"  # `t>e`: split by `t` outside the op and by `e` inside it, see `Choice`
+EXCHANGED = ">"  # separates the two factors of labels such as `t>e`, see `Choice`
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,12 @@ class Tensor:
     """A tensor of the captured graph, with its global (unsplit) sizes.
 
     Attributes:
-        name: unique in the graph.
-        dims: factor sizes of each dim, most significant first.
+        name: name of the tensor, unique in the graph.
+        dims: for every dim the sizes of its factors, most significant first (see `autopar.ir.layout`).
         factors: names of the factors, one for each size in `dims`; "" for a factor without a name.
         itemsize_bytes: bytes of one element.
-        needs_grad: whether backward computes its gradient.
-        stored_itemsize_bytes: bytes of one element of a parameter between steps; None where that is the
-            number format in which ops use it.
+        needs_grad: whether backward computes a gradient of the tensor.
+        stored_itemsize_bytes: bytes of one element of a parameter between steps; None for `itemsize_bytes`.
         gradient_itemsize_bytes: bytes of one element of a parameter's gradient while it is accumulated and
             reduced; None for `itemsize_bytes`.
     """
@@ -53,20 +52,19 @@ class Tensor:
 
     @property
     def is_cast(self) -> bool:
-        """Whether a parameter is cast from its stored number format to another one for use."""
+        """Whether ops use a parameter in another dtype than the one in which it is stored."""
         return self.at_rest is not self
 
     @cached_property
     def at_rest(self) -> Tensor:
-        """This tensor with the element size that it is stored in between steps."""
+        """This tensor with the element size that it has between steps."""
         return self._in_format(self.stored_itemsize_bytes)
 
     @cached_property
     def gradient(self) -> Tensor:
-        """Description of this tensor's gradient: the same dims, with the element size of gradients.
+        """This tensor's gradient: the same dims, with the element size that the gradient has while it is reduced.
 
-        Only a parameter's gradient may have another element size than the tensor. Then it is that of the gradient while
-        it is accumulated and reduced.
+        Only the gradient of a parameter can have another element size than the tensor itself.
         """
         return self._in_format(self.gradient_itemsize_bytes)
 
@@ -85,7 +83,7 @@ class Tensor:
 
     @property
     def formats(self) -> tuple[int, int | None, int | None]:
-        """Element sizes in use, in storage and of the gradient, as they are in the fields."""
+        """Bytes of one element in use, in storage and of the gradient; None means what it means in the fields."""
         return self.itemsize_bytes, self.stored_itemsize_bytes, self.gradient_itemsize_bytes
 
 
@@ -98,11 +96,11 @@ class Choice:
             as `k` or `k.1`, `+...` (a linear op applied to partial sums, P), or `t>e`: operands and results are split
             by the factor `t`, and inside the op ranks exchange rows so that the work is split by `e`.
         operands: the state that each tensor operand must be in, in the order of `Op.operands`.
-        results: the state that each tensor result is then in.
-        size: size of the factor that is split, which the axis size must divide; for `t>e` that of `e`, 0 where nothing
-            is split.
-        factor: name of this factor in the whole graph, "" where nothing is split.
-        stretch: work of the rank that has most of it, divided by an equal share of the op's work.
+        results: the state in which the op leaves each tensor result, in the order of `Op.results`.
+        size: size of the factor that is split, which the axis size must divide; for `t>e` the size of `e`; 0 where
+            nothing is split.
+        factor: name of the split factor in the whole graph; "" where nothing is split.
+        stretch: imbalance of the work: the work of the busiest rank, divided by the mean over the ranks.
     """
 
     label: str
@@ -122,7 +120,7 @@ class Leaf(NamedTuple):
     """One factor of an op's iteration space.
 
     Attributes:
-        label: label of the choice that splits this factor, whether or not the op offers that choice.
+        label: label that a choice splitting this factor has, or would have if the op offered one.
         factor: name of the factor in the whole graph.
         size: number of elements.
     """
@@ -134,10 +132,10 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations of one loop nest: `coefficient` times the product of all leaves.
+    """Floating-point operations of one loop nest: `coefficient` times the product of the sizes of all leaves.
 
-    In a matrix product, `rows` are the factors that the first operand and the result have, `columns` those that the
-    second operand and the result have, `inner` those that are summed over, and `batch` those that all three have. Any
+    In a matrix product, `rows` are the factors of the first operand and the result, `columns` those of the second
+    operand and the result, `inner` those of both operands (they are summed over), and `batch` those of all three. Any
     other work has only rows.
     """
 
@@ -153,7 +151,7 @@ class Work:
 
     @property
     def is_product(self) -> bool:
-        """Whether it multiplies matrices."""
+        """Whether this loop nest multiplies matrices."""
         return bool(self.inner)
 
     @property
@@ -163,14 +161,14 @@ class Work:
 
 @dataclass(frozen=True)
 class OwnCollective:
-    """A collective inside an op: the ranks among which the op is split run it while they compute.
+    """A collective that a split op runs as part of its computation, such as the exchange of rows between experts.
 
     Attributes:
         labels: labels of the choices that need this collective; it runs along each axis whose choice is among them.
         forward: name of the collective in forward, as in `autopar.ir.conversion`.
-        backward: name of the collective that runs on the gradient, "" where nothing is sent.
-        itemsize_bytes: bytes of the message for one point of the product of `leaves`.
-        leaves: factors of the tensor that a rank sends.
+        backward: name of the collective that runs on the gradient; "" for none.
+        itemsize_bytes: bytes of one element of the message.
+        leaves: factors of the message; the product of their sizes is its number of elements.
     """
 
     labels: frozenset[str]
@@ -185,18 +183,18 @@ class Op:
     """A node of the graph.
 
     Attributes:
-        name: unique; the name of the node in the captured graph.
+        name: name of the node in the captured graph, which is unique.
         kind: the operator, such as `aten.linear`.
-        operands: names of its tensor operands (one may occur twice).
-        results: names of its tensor results, those of `hidden` last.
+        operands: names of the tensor operands; a name may occur twice.
+        results: names of the tensor results, ending with those in `hidden`.
         choices: the ways to run the op along one mesh axis; the first is always `-`, which splits nothing.
         flops: forward floating-point operations of the whole op; an element-wise op counts one per element.
         saved: names of the operands and results that autograd keeps for backward.
-        hidden: names of the results that only its own backward sees: masks, statistics, copies.
+        hidden: names of results that only the op's own backward uses: masks, statistics, copies.
         is_view: whether the op copies no data: its results share the memory of its first operand.
         module: path of the module that called the op, "" for the model itself.
         has_rule: whether the op has a rule that says how it can be split; without one it runs replicated.
-        work: the operations of `flops`, divided into loop nests.
+        work: the loop nests to which the `flops` belong.
         collectives: collectives inside the op, each with the choices under which it runs.
     """
 
@@ -228,12 +226,12 @@ class Factor:
     """A named model dimension that runs through many tensors.
 
     Attributes:
-        name: such as `batch`, `seq` or `mlp.up.out`.
+        name: name such as `batch`, `seq` or `mlp.up.out`.
         size: number of elements.
-        roles: among "batch" (the leading dim of an input or the dim over which ops treat samples separately,
-            and dims that are concatenated from such dims), "input" (any other dim of an input except attention heads),
-            "parameter" (a dim of a parameter), "normalized" (some op normalizes over it) and "expert"
-            (numbers the matrices of which each row uses only some, as in a mixture of experts).
+        roles: words for where the factor occurs. "batch": the leading dim of an input, a dim over which ops treat
+            samples separately, or a concatenation of such dims. "input": any other dim of an input, except attention
+            heads. "parameter": a dim of a parameter. "normalized": a dim over which some op normalizes. "expert": the
+            dim that counts the experts of a mixture of experts.
     """
 
     name: str
@@ -268,9 +266,9 @@ class Stack:
 
 
 def find_stacks(ops: Iterable[Op]) -> tuple[Stack, ...]:
-    """Lists of modules whose members `path.0`, `path.1` ... all have ops; of nested lists only the outermost.
+    """The lists of layers (`path.0`, `path.1` ...) of a graph in which every layer is captured and has ops.
 
-    All layers of such a list are in the graph, and they need not be alike.
+    The layers of a list need not be alike. Of nested lists only the outermost is found.
     """
     found: dict[str, set[int]] = {}
     for op in ops:
@@ -292,17 +290,17 @@ class Graph:
     Attributes:
         tensors: every tensor by name.
         ops: every op, in topological order.
-        parameters: qualified parameter name -> tensor name. Tied parameters share one tensor and
-            stand here once, under the first of their names.
+        parameters: qualified parameter name -> tensor name. Tied parameters share one tensor and occur here once, under
+            the first of their names.
         buffers: qualified buffer name -> tensor name; buffers are stored replicated.
-        inputs: input name -> tensor name; a rank can take any part of an input for free.
+        inputs: input name -> tensor name. A rank can take any part of an input without communication.
         outputs: names of the result tensors; see `delivered`.
-        factors: every named factor.
+        factors: factor name -> factor.
         stacks: lists of repeated layers; one captured layer may stand for many, see `stands_for`.
-        precision: mixed-precision policy of the capture; None where ops use parameters in their stored format.
-        whole_outputs: whether every rank returns the whole of every result.
-        copies: op, parameter or buffer of a graph with few layers -> its names in the whole model, one for
-            every layer that it stands for; empty where the graph has all layers.
+        precision: mixed-precision policy of the capture; None where ops use parameters in their stored dtype.
+        whole_outputs: whether every rank returns every result unsplit.
+        copies: name of an op, parameter or buffer -> its names in the whole model, one for every layer that it stands
+            for; empty where the graph has all layers.
     """
 
     tensors: Mapping[str, Tensor]
@@ -318,7 +316,7 @@ class Graph:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def delivered(self, layout: Layout) -> Layout:
-        """The layout in which the program returns a result that its op leaves in this layout.
+        """The layout in which the program returns a result that the op computing it leaves in `layout`.
 
         Partial sums are reduced, and with `whole_outputs` split results are gathered.
         """
@@ -334,7 +332,7 @@ class Graph:
 
     @cached_property
     def stands_for(self) -> Mapping[str, int]:
-        """How many layers an op, tensor or parameter stands for, by name; names that stand for one are left out."""
+        """Op, tensor or parameter name -> number of layers for which it stands; names that stand for one are absent."""
         modules = {op.name: op.module for op in self.ops}
         modules |= {name: op.module for op in self.ops for name in op.results}
         modules |= {name: name for name in self.parameters}
@@ -381,7 +379,7 @@ def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
 
 
 def split_factors(label: str) -> tuple[str, ...]:
-    """The factors that a choice of this label splits, each as the label of the choice that splits it alone.
+    """The labels of a label such as `t.0>e`: the factor that is split outside the op, and the one split inside.
 
     >>> split_factors("t.0>e"), split_factors("t.0")
     (('t.0', 'e'), ('t.0',))
@@ -392,8 +390,8 @@ def split_factors(label: str) -> tuple[str, ...]:
 def go_together(labels: Labels) -> bool:
     """Whether an op can run under these choices on several axes at once.
 
-    It cannot where one axis exchanges rows so that the work is split by a factor, and another axis splits the same
-    factor without an exchange.
+    It cannot if one axis has a label such as `t>e` (the op exchanges rows, and its work is split by `e`) and another
+    axis splits `e` without an exchange.
 
     >>> go_together(("t.0>e", "t.1>e")), go_together(("t.0>e", "e"))
     (True, False)
@@ -407,7 +405,10 @@ def _letter(label: str) -> str:
 
 
 def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
-    """Whether these choices go together and every operand and result of `op` divides as they require."""
+    """Whether an op can run under these choices on the mesh.
+
+    The choices must go together, and every size that they split must divide by the number of parts.
+    """
     if not go_together(labels):
         return False
     names = (*op.operands, *op.results)

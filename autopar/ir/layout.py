@@ -6,14 +6,16 @@ For each mesh axis a tensor is in one of five states (docs/layouts.md):
     V        replicated, but each rank does different work with it   gradient: P
     S(d.f)   split along factor f of dim d                           gradient: S(d.f)
     P        partial: the value is the sum over the axis             gradient: R
-    O(i)     rank i of the axis has all of it, the others nothing    gradient: O(i)
+    O(i)     rank i of the axis holds all of it, the others nothing  gradient: O(i)
 
-A dim is an ordered list of factors, most significant first: after `view(4096 -> 32, 128)` the dim of
-size 4096 has the factors (32, 128) everywhere it flows, and S(0.1) splits the 128. When two axes
-split the same factor, the earlier axis is the major one, as in DTensor. S(d.*) cuts the whole dim
-into contiguous chunks whatever its factors are; only parameters at rest are kept so. So far O(i) is a
-storage of parameters, too. Local shapes here are those of a rank that has something: a rank that has nothing
-holds the same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
+A *factor* is one of the sizes whose product is the size of a dim, most significant first. After
+`x.view(32, 128)` of a dim of size 4096, that dim has the factors (32, 128) in every tensor that it runs through,
+and S(0.1) splits the 128. When two axes split the same factor, the earlier axis is the major one, as in DTensor.
+S(d.*) cuts dim d into contiguous chunks whatever its factors are. Only parameters between steps ("at rest") are in
+S(d.*) or O(i).
+
+Local shapes in this module are those of a rank that holds a part. Under O(i) the other ranks hold a tensor of the
+same shape with a first dim of 0, see `autopar.ops.collectives.seen`.
 
 Grammar of the text:  state = "R" | "V" | "P" | "S(" dim ["." (factor | "*")] ")"
                               | "O(" (rank | "*") ")"
@@ -32,13 +34,13 @@ from autopar.ir.mesh import Mesh
 
 Dims = tuple[
     tuple[int, ...], ...
-]  # factor sizes of every dim of a tensor; a dim of size 1 is (1,) or ()
-WHOLE = -1  # the factor of S(d.*)
-ANY = -1  # in O(*): which rank has the tensor is not decided yet, see `autopar.search.owners`
+]  # for every dim of a tensor the sizes of its factors; a dim of size 1 is (1,) or ()
+WHOLE = -1  # value of `State.factor` in S(d.*)
+ANY = -1  # value of `State.owner` in O(*): the search has not chosen the owner yet, see `autopar.search.owners`
 
 
 class State(NamedTuple):
-    """State of a tensor along one mesh axis; `dim` and `factor` are those of S alone, and `owner` that of O.
+    """State of a tensor along one mesh axis. Only S uses `dim` and `factor`, and only O uses `owner`.
 
     A named tuple, because searches hash states by the million.
     """
@@ -79,13 +81,17 @@ P = State("P")
 
 @functools.cache
 def S(dim: int, factor: int = 0) -> State:
-    """Split along `factor` of `dim`; `factor=WHOLE` cuts the dim into contiguous chunks."""
+    """The state of a tensor that is split along `factor` of `dim`; `factor=WHOLE` cuts the dim into contiguous chunks.
+
+    >>> str(S(1)), str(S(1, 2)), str(S(1, WHOLE))
+    ('S(1)', 'S(1.2)', 'S(1.*)')
+    """
     return State("S", dim, factor)
 
 
 @functools.cache
 def O(owner: int) -> State:  # noqa: E743
-    """All of it on rank `owner` of the axis, counted from 0, and nothing on the others."""
+    """The state of a tensor that rank `owner` of the axis (counted from 0) holds alone and whole."""
     return State("O", owner=owner)
 
 
@@ -140,25 +146,26 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
 
 
 def _canonical(state: State) -> State:
-    """The one object of an R, so that `is R` holds after parsing."""
+    """The module's own object `R`, `V` or `P` for an equal state, so that `state is R` holds after parsing."""
     return {"R": R, "V": V, "P": P}.get(state.kind, state)
 
 
 def has_owner(layout: Layout) -> bool:
-    """Whether along some axis one rank has all of the tensor."""
+    """Whether the layout has the state O along some axis: one rank there holds the whole tensor."""
     return any(state.kind == "O" for state in layout)
 
 
 def split_count(layout: Layout, mesh: Mesh, dim: int, factor: int) -> int:
-    """The number of parts that the layout cuts one factor into."""
+    """Number of parts into which the layout splits one factor of a dim: the product of the sizes of those axes."""
     cut = S(dim, factor)
     return math.prod(size for state, size in zip(layout, mesh.sizes, strict=True) if state == cut)
 
 
 def local_factors(dims: Dims, layout: Layout, mesh: Mesh) -> Dims:
-    """Factor sizes of the part of a tensor that one rank holds, if it holds something.
+    """Factor sizes of the part of a tensor that one rank holds.
 
-    A dim in S(d.*) has one factor, its chunk. Raises LayoutError where a factor does not divide.
+    A dim in S(d.*) has one factor, the size of the chunk. Raises LayoutError for a factor whose size the number of
+    parts does not divide.
     """
     return tuple(_local_dim(sizes, layout, mesh, dim) for dim, sizes in enumerate(dims))
 
@@ -184,7 +191,10 @@ def _divide(size: int, parts: int, layout: Layout, mesh: Mesh, dim: int) -> int:
 
 
 def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
-    """Whether every factor is divisible by what the layout cuts it into, and S(d.*) stands alone."""
+    """Whether a tensor can have this layout.
+
+    The number of parts must divide the size of every factor that is split, and a dim in S(d.*) must be in no other S.
+    """
     for dim, sizes in enumerate(dims):
         chunked = [state for state in layout if state == S(dim, WHOLE)]
         touched = [state for state in layout if state.kind == "S" and state.dim == dim]
@@ -198,11 +208,11 @@ def divides(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
 
 
 def lies_in_chunks(dims: Dims, layout: Layout, mesh: Mesh) -> bool:
-    """Whether each rank's part of every dim is one run of its entries, which is what DTensor calls `Shard(dim)`.
+    """Whether each rank's part of every dim is one run of neighbouring entries, as with DTensor's `Shard(dim)`.
 
-    S(d) and S(d.*) lie so. An inner factor does where earlier axes split all factors before it to the end: of 4
-    key-value heads with 2 query heads each, S(0)@tp and S(0.1)@tq give a rank of tp=4,tq=2 the one head of eight that
-    two nested `Shard(0)` give it.
+    S(d) and S(d.*) always give such runs. S(d.f) of an inner factor f does only where earlier axes split every factor
+    before f into parts of size 1. Example: a dim of 4 key-value heads with 2 query heads each. On the mesh tp=4,tq=2,
+    S(0)@tp S(0.1)@tq gives each rank one of the eight heads, the same one as two nested `Shard(0)`.
 
     >>> from autopar.ir import Mesh
     >>> lies_in_chunks(((4, 2, 16),), (S(0), S(0, 1)), Mesh.parse("tp=4,tq=2"))
@@ -230,7 +240,7 @@ def shape_of(dims: Dims) -> tuple[int, ...]:
 
 
 def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of the part of a tensor that one rank holds, if it holds something.
+    """Shape of the part of a tensor that one rank holds.
 
     Args:
         dims: for every dim of the tensor, the sizes of the factors whose product is the size of the dim: `(8,)`
@@ -248,7 +258,7 @@ def local_shape(dims: Dims, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
 
 
 def local_elements(dims: Dims, layout: Layout, mesh: Mesh) -> int:
-    """Number of elements of a tensor that one rank holds, if it holds something.
+    """Number of elements of a tensor that one rank holds.
 
     >>> from autopar.ir import Mesh
     >>> local_elements(((8,), (6,)), (S(0), S(1)), Mesh.parse("dp=4,tp=2"))

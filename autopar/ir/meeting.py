@@ -1,10 +1,10 @@
-"""How often the replicas of a model meet, and what happens then, as data.
+"""Replicas that average their parameters only every K steps (local SGD, DiLoCo), as data.
 
-Along one axis of the mesh of all ranks lie *replicas*: each has all parameters, trains on rows of its own, and
-takes its optimizer's steps alone. Every K steps the replicas meet, and all have the same parameters again. Every
-replica runs on a mesh of its own, and all those meshes are alike; the layouts of a plan are layouts on that mesh, as
-they are with pipeline stages. With n replicas, whose parameters are x_1 ... x_n, and the parameters x of
-the last meeting:
+The *replicas* lie along one axis of the mesh of all ranks. Each replica has all parameters, trains on its own rows of
+the batch, and takes its optimizer's steps without communicating with the others. Every K steps the replicas *meet*:
+they compute common parameters, with which all of them continue. All replicas run on meshes of the same axes, and the
+layouts of a plan are layouts on the mesh of one replica. Let x_1 ... x_n be the parameters of the n replicas, and x
+the common parameters after the last meeting. The rules of a meeting are:
 
     local     x := mean(x_i)                        local SGD (Stich 2019)
     geo       x := x + mean(x_i - x)                GEO-SGD of PaddlePaddle, where all replicas wait for each other
@@ -12,7 +12,7 @@ the last meeting:
               v := momentum v + d                   SGD with Nesterov's momentum, as torch.optim.SGD has it
               x := x - rate (d + momentum v)
 
-`geo` and `diloco` keep x, and `diloco` keeps v: as many further bytes as the parameters take, or twice as many.
+Between meetings `geo` keeps x (as many bytes as the parameters), and `diloco` keeps x and v (twice as many).
 The text of a meeting is `every 10 steps diloco momentum=0.9 rate=0.7`; only diloco has the two numbers.
 """
 
@@ -28,7 +28,7 @@ from autopar.ir.mesh import Mesh
 Rule = Literal["local", "geo", "diloco"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 MOMENTUM, RATE = 0.9, 0.7  # Douillard et al. 2023, section 3.1
-ALONE = ("own", 1)  # the axis of the mesh of a replica that is a single rank
+ALONE = ("own", 1)  # the only axis of the mesh of a replica, where a replica is a single rank
 _COPIES = {"local": 0, "geo": 1, "diloco": 2}
 _TEXT = re.compile(r"every (\d+) steps? (\w+)(?: momentum=(\S+) rate=(\S+))?")
 
@@ -42,8 +42,8 @@ class Meeting:
         replicas: number of replicas.
         steps: number of steps from one meeting to the next, K.
         rule: rule by which the replicas get their common parameters.
-        momentum: momentum of the outer optimizer; of the rule `diloco` alone.
-        rate: learning rate of the outer optimizer; of the rule `diloco` alone.
+        momentum: momentum of the outer optimizer; only the rule `diloco` uses it.
+        rate: learning rate of the outer optimizer; only the rule `diloco` uses it.
 
     >>> Meeting.parse("far", 2, "every 10 steps diloco momentum=0.9 rate=0.7").steps
     10
@@ -107,14 +107,14 @@ class Meeting:
 
 
 def mesh_of_replica(mesh: Mesh, axis: str) -> Mesh:
-    """The mesh of one replica: that of all ranks without the axis along which replicas lie.
+    """The mesh of one replica: the mesh of all ranks without the axis along which replicas lie.
 
-    Where no other axis is left, it is one axis of a single rank, so that there are layouts.
+    Where no other axis is left, the result has one axis of size 1, because every mesh needs an axis.
     """
     return Mesh(tuple(each for each in mesh.axes if each[0] != axis) or (ALONE,))
 
 
 def mesh_of_all(mesh: Mesh, meeting: Meeting) -> Mesh:
-    """The mesh of all ranks, given that of one replica."""
+    """The mesh of all ranks, given the mesh of one replica."""
     rest = () if mesh.axes == (ALONE,) else mesh.axes
     return Mesh(((meeting.axis, meeting.replicas), *rest))

@@ -1,6 +1,6 @@
-"""The device mesh as data: named axes with sizes, the earlier axis being the major one.
+"""The device mesh as data: named axes with sizes. The earlier axis is the major one.
 
-A mesh here names no device and needs no process group, so that plans can be made anywhere.
+Unlike `torch.distributed.DeviceMesh` it needs neither devices nor process groups, so that plans can be made anywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mesh | Mapping[str, int] | str) -> Mesh:
-        """Makes a mesh of a mapping from axis name to size, or of its text; a mesh is returned as it is.
+        """Makes a mesh from a mapping of axis names to sizes, or from its text; a mesh is returned as it is.
 
         Raises MeshError for anything else.
         """
@@ -106,7 +106,7 @@ class Mesh:
         return tuple(reversed(result))
 
     def peers(self, rank: int, axis: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in their position along `axis` alone, in order.
+        """The ranks of the group of `rank` along `axis`: those at the same position along every other axis, in order.
 
         >>> Mesh.parse("dp=2,tp=4").peers(6, axis=0)
         (2, 6)

@@ -1,4 +1,4 @@
-"""A note of a plan: a sentence for people, with the kind of thing that it says."""
+"""A note of a plan: a sentence for people, with a word for its subject."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
 
 class Note(str):
-    """A sentence that knows its kind, so that a page can leave out what it says itself.
+    """A string with a kind, so that a report can leave out the kinds of notes that it shows in another way.
 
     >>> note = Note("predicted on h100: 41.2 ms", "price")
     >>> note, note.kind
     ('predicted on h100: 41.2 ms', 'price')
 
     Attributes:
-        kind: "price" for time and memory as the search inside a stage adds them up, "stages" for cuts and
-            time of a pipeline, "runner-up" for the next best plan, "tiers" for what lies outside the devices,
-            "replicas" and "versions" for what is not the single device's result any more, "owners" for what single
-            ranks store, and "" for everything else.
+        kind: subject of the note. "price": time and memory that the search predicts for one stage. "stages": cuts and
+            time of a pipeline. "runner-up": the next best plan. "tiers": what is stored outside the devices.
+            "replicas" and "versions": differences from training on a single device. "owners": parameters that single
+            ranks store. "": anything else.
     """
 
     kind: str

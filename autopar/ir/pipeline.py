@@ -1,8 +1,8 @@
 """How a plan is cut into pipeline stages, as data.
 
 A pipeline of p ranks and v chunks has p * v stages: contiguous parts of the captured graph, in its order.
-Every stage runs on a mesh of its own, and all those meshes are alike; the layouts of a plan are layouts
-on that mesh. The mesh of all ranks has one more axis, `pp`, along which the stages lie.
+All stages run on meshes with the same axes, and the layouts of a plan are layouts on the mesh of one stage. The mesh
+of all ranks has one more axis, `pp`, along which the stages lie.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 
-# Schedule -> how its stages lie on the ranks: one each, in rounds (rank r has r, r + p, ...), or as a V
-# (rank r has r and 2p - 1 - r). They are those of torch.distributed.pipelining.
+# Schedule -> placement of its stages on the p ranks: "one" stage per rank, in "rounds" (rank r has the stages r,
+# r + p, ...), or as a "v" (rank r has the stages r and 2p - 1 - r). torch.distributed.pipelining has all of them.
 SCHEDULES = {
     "gpipe": "one",
     "1f1b": "one",
@@ -23,8 +23,9 @@ SCHEDULES = {
     "zbv": "v",
     "dualpipev": "v",
 }
-# Schedules without a flush at every update, with one stage a rank: see `autopar.pipeline.versions`. They change what
-# is trained, so that nothing but their name asks for one.
+# Schedules that update parameters without waiting until the pipeline is empty, with one stage per rank: see
+# `autopar.pipeline.versions`. Their gradients differ from those of one device, so the search never chooses one; a
+# user must name it.
 VERSIONED = ("pipedream", "pipedream-sync", "2bw")
 PLACEMENTS = SCHEDULES | dict.fromkeys(VERSIONED, "one")
 
@@ -36,7 +37,7 @@ class Pipeline:
     Attributes:
         ranks: size of the pipeline axis.
         schedule: one of `SCHEDULES` or `VERSIONED`.
-        cuts: names of the ops with which the stages after the first begin, in the graph's order.
+        cuts: name of the first op of every stage but the first, in the graph's order.
         position: index of the pipeline axis among the axes of the mesh of all ranks.
     """
 
@@ -74,12 +75,12 @@ class Pipeline:
 
     @property
     def chunks(self) -> int:
-        """Stages of each rank."""
+        """Number of stages that each pipeline rank has."""
         return self.stages // self.ranks
 
     @property
     def update_every(self) -> int:
-        """Number of micro-batches from one update to the next; 0 where a step ends with its only update."""
+        """Number of micro-batches between two updates inside of a step; 0 for the usual single update at its end."""
         if self.schedule not in VERSIONED:
             return 0
         return self.stages if self.schedule == "2bw" else 1
@@ -98,14 +99,14 @@ class Pipeline:
 def without_pipeline(mesh: Mesh) -> Mesh:
     """The mesh of one stage: the mesh of all ranks without its pipeline axis.
 
-    Where no other axis is left, it is one axis of a single rank, so that there are layouts.
+    Where no other axis is left, the result has one axis of size 1, because every mesh needs an axis.
     """
     axes = tuple(axis for axis in mesh.axes if axis[0] != PIPELINE_AXIS)
     return Mesh(axes or (("dp", 1),))
 
 
 def with_pipeline(mesh: Mesh, ranks: int, position: int) -> Mesh:
-    """The mesh of all ranks, given that of one stage."""
+    """The mesh of all ranks, given the mesh of one stage and the `position` of the new axis `pp` in it."""
     axes = list(mesh.axes)
     axes.insert(position, (PIPELINE_AXIS, ranks))
     return Mesh(tuple(axes))

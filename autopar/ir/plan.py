@@ -1,6 +1,7 @@
-"""A plan: every choice of a parallelization, as data.
+"""A plan: how one captured model is parallelized on one mesh, as data.
 
-The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
+`str(plan)` is the text of a plan, and `Plan.parse` reads it. Each line states one fact (this listing explains them in
+the right column):
 
     autopar plan 1
     mesh dp=2,tp=2
@@ -8,42 +9,45 @@ The text of a plan (`str(plan)`, read back by `Plan.parse`) is, one fact a line:
     recipe dp:zero3,tp:tp
     micro-batches 1
     replicas far: every 10 steps diloco momentum=0.9 rate=0.7
-                                                      the axis along which replicas lie that meet every so many
-                                                      steps, and how; see `autopar.ir.meeting`
-    pipeline 1f1b: linear_4 linear_8                  the schedule, and the op each further stage begins with
-    recompute 3 blocks                                the blocks that backward recomputes, `full` for all; or
+                                                      axis along which replicas lie, how often and by which rule
+                                                      they meet; see `autopar.ir.meeting`
+    pipeline 1f1b: linear_4 linear_8                  schedule, and the first op of every stage but the first
+    recompute 3 blocks                                blocks that backward recomputes, `full` for all of them; or
                                                       ops by block, {"layers.*": ["mlp.act/gelu"]}
-    precision bfloat16 reduce=float32                 where parameters are cast for use, see `MixedPrecision`
+    precision bfloat16 reduce=float32                 mixed-precision policy, see `MixedPrecision`
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
-    saved layers.*.input: S(1)@tp                     layout in which a block keeps a tensor from forward to
-                                                      backward; see below
+    saved layers.*.input: S(1)@tp                     layout in which a tensor is saved from forward to backward;
+                                                      see below
     parameter mlp.down.weight: S(0)@dp host | S(0)@dp | step
-                                                      a storage in another tier, see `autopar.ir.tier`; a resident
-                                                      layout may have one, too
-    parameter mlp.down.bias: O(1)@dp | V@dp | step    a storage on one rank of an axis, which updates it
-    input tokens: S(0)@dp
-    op linear_1: b j                                  one label per mesh axis
-    shape input tokens: 8 64                          whole shapes that the plan was made for
+                                                      a storage in the host's memory, see `autopar.ir.tier`; the
+                                                      resident layout may name a tier, too
+    parameter mlp.down.bias: O(1)@dp | V@dp | step    a storage on rank 1 of dp alone, which updates the parameter
+    input tokens: S(0)@dp                             layout of an input
+    op linear_1: b j                                  label of the op's choice on every mesh axis
+    shape input tokens: 8 64                          whole shape with which the plan was made
     note ...                                          what was chosen and why
-    note(price) ...                                   the same, of a kind; see `autopar.ir.note`
+    note(price) ...                                   a note of the kind "price", see `autopar.ir.note`
 
-A parameter lives in its *storage* layout between steps (as a DTensor), is converted once per step to
-its *resident* layout, and from there inside the graph to whatever each op takes. ZeRO's stages
-(Rajbhandari et al. 2020, section 5) are choices of these, see `zero_stage`. The optimizer runs where the
-storage lies: with a storage in the host's memory so do the optimizer's states and its update, and a
-parameter is brought to the device at the start of a step (ZeRO-Offload, Ren et al. 2021). With a resident layout in
-the host's memory, too, it is brought to the device for each use, in forward and again in backward (ZeRO-Infinity,
-Rajbhandari et al. 2021).
+Between steps a parameter lies in its *storage* layout (as a DTensor). Once per step it is converted to its
+*resident* layout, and inside the graph from there to the layout that each op takes. ZeRO's stages (Rajbhandari et
+al. 2020, section 5) are choices of these two layouts, see `zero_stage`.
 
-`saved NAME: LAYOUT` has the states S alone, each with its axis. NAME is the path of a block, in which `*`
-stands for any number and an exact path goes before a pattern, and then `input` for the first activation that
-enters the block, `input#2` for the second in the order of their first use, or the name of an op of the block as
-recomputation has it, such as `mlp.act/gelu`, for its result, or `mlp.up/linear<0` for its first operand as it was
-converted for the op (`autopar.ir.saved`).
+The optimizer updates a parameter, and keeps its states, where the storage lies. A storage in the host's memory is
+copied to the device at the start of each step (ZeRO-Offload, Ren et al. 2021). If the resident layout is in the
+host's memory, too, the parameter is copied to the device for each use, in forward and again in backward
+(ZeRO-Infinity, Rajbhandari et al. 2021).
 
-With pipeline stages the mesh in the text has the axis `pp`, and layouts and labels speak of the others:
-every stage lies on a mesh of its own, and those are alike. The same holds of the axis of replicas.
+The layout of a `saved` line has only states S. Its name begins with the path of a block, in which `*` stands for
+any number; a line with the exact path overrides a pattern. The rest of the name says which tensor of the block is
+meant (`autopar.ir.saved`):
+
+    .input            first activation that enters the block; `.input#2` is the second, in the order of first use
+    .mlp.act/gelu     result of this op
+    .mlp.up/linear<0  first operand of this op, after its conversion for the op
+
+With pipeline stages the mesh in the text has the axis `pp`. Layouts and labels leave it out: they are those of the
+mesh of one stage, which is the same for all stages. The axis of replicas is left out in the same way.
 """
 
 from __future__ import annotations
@@ -87,14 +91,14 @@ class ParameterPlan:
     """The layouts of one parameter on the mesh.
 
     Attributes:
-        storage: layout between steps; R, S or O of every axis.
+        storage: layout between steps; its states are R, S or O.
         resident: layout from the start of a step to its end.
-        reduce: whether the gradient of the resident copy goes back to the storage layout once per
-            step or after every micro-batch.
-        tier: memory of the storage, and with it of gradients and optimizer states between steps.
-        resident_tier: memory of the resident layout, no farther from the device than the storage.
+        reduce: whether the gradient of the resident copy is converted to the storage layout once per "step" or after
+            every "micro_batch".
+        tier: memory of the storage, and between steps also of gradients and optimizer states.
+        resident_tier: memory of the resident layout; it may not be farther from the device than `tier`.
 
-    Raises PlanError for a parameter that would be farther away in a step than between steps.
+    Raises PlanError where `resident_tier` is farther from the device than `tier`.
     """
 
     storage: Layout
@@ -112,11 +116,11 @@ class ParameterPlan:
 
     @property
     def in_use(self) -> TieredLayout:
-        """Where the parameter is from the start of a step to its end."""
+        """Layout and memory of the parameter from the start of a step to its end."""
         return TieredLayout(self.resident, self.resident_tier)
 
     def stored_text(self, mesh: Mesh) -> str:
-        """Where the parameter is stored, for people: `S(0)@dp host, used from host`."""
+        """Layout and memory of the parameter between steps, as words such as `S(0)@dp host, used from host`."""
         text = format_place(self.storage, self.tier, mesh)
         return text if self.resident_tier == "device" else f"{text}, used from {self.resident_tier}"
 
@@ -134,22 +138,21 @@ class Plan:
     """All choices for one captured model on one mesh.
 
     Attributes:
-        mesh: the axes, major first, on which each stage of the pipeline, or each replica, lies.
-        fingerprint: fingerprint of the captured graph that the plan was made for.
-        recipe: the recipe it was searched under, as text.
-        micro_batches: number of micro-batches that `step` cuts its batch into.
-        parameters: parameter name -> how it lies.
-        inputs: input name -> layout of the part each rank takes.
-        ops: op name -> the label of its choice on every axis.
-        notes: what was chosen and why, for people.
-        pipeline: how the model is cut into stages; None for a single stage.
-        recompute: the blocks of every stage, or the ops of every block, that backward recomputes; see
-            `autopar.ir.recompute`.
-        saved: name of a tensor that a block keeps for backward -> its layout until then; see `autopar.ir.saved`.
-        precision: the policy of the captured graph; None where parameters are used as they are stored.
-        shapes: whole shapes of inputs and parameters of the captured graph, by `input tokens` or
-            `parameter up.weight`; they say how another model differs. Empty where nobody noted them.
-        meeting: replicas that meet every so many steps; None where all ranks train one model in step.
+        mesh: mesh of one pipeline stage of one replica: the mesh of all ranks without the axes of both.
+        fingerprint: hash of the captured graph that the plan was made for.
+        recipe: text of the recipe (the user's constraints) under which the plan was searched.
+        micro_batches: number of micro-batches into which a step cuts its batch.
+        parameters: parameter name -> its layouts.
+        inputs: input name -> its layout.
+        ops: op name -> label of the op's choice on every axis.
+        notes: sentences for people about what was chosen and why.
+        pipeline: stages of the model; None for a single stage.
+        recompute: blocks of every stage, or ops of every block, that backward recomputes; see `autopar.ir.recompute`.
+        saved: name of a tensor that autograd saves -> its layout until backward; see `autopar.ir.saved`.
+        precision: mixed-precision policy of the captured graph; None where ops use parameters in their stored dtype.
+        shapes: global shapes of inputs and parameters, by keys such as `input tokens` and `parameter up.weight`. Errors
+            about a plan for another model compare them. Empty where the plan does not record shapes.
+        meeting: replicas that meet every K steps; None where all ranks train one model synchronously.
     """
 
     mesh: Mesh
@@ -191,7 +194,7 @@ class Plan:
         object.__setattr__(self, "notes", notes)  # a note is a line of the text
 
     def _check_meeting(self) -> None:
-        """Raises PlanError for what replicas cannot have yet."""
+        """Raises PlanError if the plan has replicas and a feature that replicas do not support yet."""
         if self.meeting is None:
             return
         if self.pipeline is not None:
@@ -212,13 +215,13 @@ class Plan:
 
     @property
     def world_mesh(self) -> Mesh:
-        """The mesh of all ranks: with the axes of the pipeline and of replicas, if there are any."""
+        """The mesh of all ranks, which includes the axes of the pipeline and of replicas."""
         mesh = self.replica_mesh
         return mesh if self.meeting is None else mesh_of_all(mesh, self.meeting)
 
     @property
     def replica_mesh(self) -> Mesh:
-        """The mesh of the ranks that train one model in step: with the pipeline's axis, if there is one."""
+        """The mesh of all ranks of one replica, which includes the axis of the pipeline."""
         if self.pipeline is None:
             return self.mesh
         return with_pipeline(self.mesh, self.pipeline.ranks, self.pipeline.position)
@@ -227,7 +230,7 @@ class Plan:
         return "\n".join(self._lines) + "\n"
 
     def _repr_html_(self) -> str:
-        """The plan in a notebook: what was chosen and why, and a fold with all of its lines."""
+        """HTML of the plan for a notebook: mesh, recipe and notes, and a collapsed list of all lines."""
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
         chosen = f"{self.world_mesh}, recipe {self.recipe}, micro-batches {self.micro_batches}"
         return (
@@ -271,7 +274,7 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Plan:
         """Reads the text of a plan, the inverse of `str`. Raises PlanError naming the line."""
-        # Not splitlines: names may have the other characters it splits at, such as a form feed.
+        # `splitlines` would also split at other characters that names may have, such as a form feed.
         lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
         head = [line.partition(" ") for line in lines[:5]]
         if [word for word, _, _ in head] != ["autopar", "mesh", "model", "recipe", "micro-batches"]:
@@ -317,7 +320,7 @@ class Plan:
         return [stored, format_place(how.resident, how.resident_tier, self.mesh), how.reduce]
 
     def _pipeline_json(self) -> dict[str, Any]:
-        """Fields that only some plans have: replicas, stages, recomputation, saved layouts, casts and shapes."""
+        """JSON fields that only some plans have: replicas, stages, recomputation, saved layouts, casts and shapes."""
         fields: dict[str, Any] = {}
         if self.meeting is not None:
             fields["replicas"] = [self.meeting.axis, str(self.meeting)]
@@ -335,9 +338,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, document: Any) -> Plan:
-        """Makes a plan of JSON values.
+        """Makes a plan from JSON values, the inverse of `to_json`.
 
-        Raises PlanError for another version, and for a part that is missing or cannot be read.
+        Raises PlanError for another version, and for a field that is missing or cannot be read.
         """
         if not isinstance(document, dict) or "version" not in document:
             raise PlanError("This is not a plan: it has no field 'version'.")
@@ -375,7 +378,7 @@ class Plan:
             raise PlanError(f"The plan is damaged: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, whole or not at all."""
+        """Writes the plan as JSON. The file is replaced in one move, so that a crash leaves the old one."""
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
         if not target.parent.is_dir():
@@ -394,7 +397,7 @@ class Plan:
 
 
 def read_document(path: str | os.PathLike[str]) -> Any:
-    """A JSON file in which no name stands twice. Raises PlanError naming the file and what is wrong."""
+    """Reads a JSON file. Raises PlanError if it is not JSON, or has a name twice in one object."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -409,7 +412,10 @@ def read_document(path: str | os.PathLike[str]) -> Any:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON leaves open which of two equal names counts (RFC 8259, section 4): a plan with two is none."""
+    """Makes a dictionary from the pairs of a JSON object. Raises ValueError if a name occurs twice.
+
+    JSON does not say which of two equal names counts (RFC 8259, section 4).
+    """
     document = dict(pairs)
     if len(document) < len(pairs):
         name, count = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -446,7 +452,7 @@ def _notes(notes: object) -> tuple[str, ...]:
 
 
 def _note(note: object) -> str:
-    """A text, or `{kind: text}`."""
+    """Reads one note from its JSON: a text, or `{kind: text}` for a note with a kind."""
     if isinstance(note, str):
         return note
     if isinstance(note, dict) and len(note) == 1:
@@ -459,7 +465,7 @@ def _note(note: object) -> str:
 
 
 def _note_word(note: str) -> str:
-    """`note`, or `note(price)` for a note of a kind."""
+    """First word of a note's line: `note`, or `note(price)` for a note of the kind "price"."""
     return f"note({kind})" if (kind := kind_of(note)) else "note"
 
 
@@ -550,7 +556,7 @@ def _labels(text: str, name: str, mesh: Mesh) -> Labels:
 
 
 def _sizes(text: str, number: int) -> list[int]:
-    """The inverse of how a shape is written: `8 64`, or `scalar`."""
+    """Reads the sizes of a shape, written as `8 64`, or `scalar` for no dims."""
     words = [] if text == _SCALAR else text.split(" ")
     if not all(word.isascii() and word.isdigit() for word in words):
         raise PlanError(f"Cannot read the shape {text!r} in line {number} of the plan; write 8 64.")

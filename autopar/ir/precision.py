@@ -1,8 +1,8 @@
-"""The number formats of a training step, as data: what a parameter is at rest, in use, and on its way back.
+"""The dtypes of a training step under mixed precision, as data.
 
-A parameter stays in its own format between steps, which is what the optimizer updates and a checkpoint
-holds. A step casts it once, before anything is gathered; ops and gathers see the cast copy. Gradients are
-added up and reduced in the format `reduce_dtype`, and land in `.grad` in the parameter's own.
+Between steps a parameter keeps its own dtype; the optimizer updates it, and checkpoints store it, in that dtype. A
+step casts the parameter once, before any all-gather, so that gathers and ops use the cast copy. Gradients are
+accumulated and reduced in `reduce_dtype`, and `.grad` has the parameter's own dtype.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class MixedPrecision:
     Attributes:
         param_dtype: dtype to which floating-point parameters and inputs of the model are cast for forward and
             backward. Buffers and the weights of batch normalization keep theirs.
-        reduce_dtype: dtype in which gradients are summed over micro-batches and ranks. None takes the dtype in
-            which each parameter is stored, while FSDP2 then takes `param_dtype`.
-        output_dtype: dtype to which the model's floating-point results are cast, before the loss function
-            sees them; None leaves them.
+        reduce_dtype: dtype in which gradients are summed over micro-batches and ranks. None means the dtype in
+            which each parameter is stored; with FSDP2, None means `param_dtype`.
+        output_dtype: dtype to which the model's floating-point results are cast before the loss function gets them;
+            None leaves them as they are.
 
     Raises AutoparError for a format that is none of `FORMATS`.
 
@@ -46,7 +46,7 @@ class MixedPrecision:
                 object.__setattr__(self, field, _format(given, field))
 
     def __str__(self) -> str:
-        """`bfloat16 reduce=float32`, the inverse of `parse`."""
+        """The policy as text such as `bfloat16 reduce=float32`; the inverse of `parse`."""
         named = (("reduce", self.reduce_dtype), ("output", self.output_dtype))
         return " ".join([self.param_dtype, *(f"{k}={v}" for k, v in named if v is not None)])
 
@@ -69,7 +69,10 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: object) -> MixedPrecision | None:
-        """A policy as `compile` takes it, or a bare `torch.dtype`. Raises AutoparError for anything else."""
+        """Makes a policy from what users may give: a policy, its text, a `torch.dtype`, or None for no policy.
+
+        Raises AutoparError for anything else.
+        """
         if given is None or isinstance(given, cls):
             return given
         return cls.parse(str(given))

@@ -1,17 +1,16 @@
-"""What a plan computes again in backward instead of keeping it from forward.
+"""Recomputation: what a plan computes again in backward (activation checkpointing), as data.
 
-    none                             nothing: autograd keeps all that it saves
-    3 blocks                         the first three blocks of every pipeline stage, whole
-    full                             all blocks, whole
-    {"layers.*": ["mlp.act/gelu"]}   some ops of every block, by name: a `Selection`
+    none                             nothing: autograd keeps every tensor that it saves
+    3 blocks                         the first three blocks of every pipeline stage
+    full                             all blocks
+    {"layers.*": ["mlp.act/gelu"]}   single ops of every block, by name: a `Selection`
 
-A number is Megatron-LM's `--recompute-method block --recompute-num-layers k`: the first k layers of each
-stage. Their activations live longest: when they are recomputed, the later blocks have already freed
-theirs, so recomputation needs no memory of its own until all blocks are recomputed.
+A number of blocks is Megatron-LM's `--recompute-method block --recompute-num-layers k`: the first k blocks of each
+stage, because their activations would be kept longest. When backward reaches them, the later blocks have freed their
+activations. Recomputing a block therefore raises the peak of memory only where all blocks are recomputed.
 
-A selection names the ops that are recomputed, as the selective recomputation of Korthikanti et al. 2022
-does with the core of attention. Everything else follows: autograd keeps a tensor if it needs it, directly
-or to recompute an op, and no recomputed op makes it.
+A selection names the ops that are recomputed, as in the selective recomputation of Korthikanti et al. 2022. Autograd
+then keeps a tensor if backward, or a recomputed op, needs it, and no recomputed op computes it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Selection:
     """The ops that are recomputed in backward, by block.
 
     Attributes:
-        blocks: path of a block, in which `*` stands for any number, and the names of its recomputed ops; an
-            exact path goes before a pattern. Names are those of `autopar.pipeline.recomputable`.
+        blocks: pairs of the path of a block, in which `*` stands for any number, and the names of its recomputed ops.
+            An exact path overrides a pattern. `autopar.pipeline.recomputable` gives ops these names.
 
     >>> chosen = Selection.of({"layers.*": ["mlp.act/gelu"]})
     >>> chosen.names("layers.7")
@@ -79,12 +78,12 @@ def path_pattern(path: str) -> str:
 
 Recompute = Literal["none", "full"] | int | Selection
 PARTITIONED: Literal["partitioned"] = "partitioned"
-# What can be asked of a search: also all blocks with their inputs in slices (`autopar.ir.saved`), and a part.
+# What a user can ask of a search: also "partitioned" and a float, see `check_wish`.
 RecomputeWish = Recompute | Literal["partitioned"] | float
 
 
 def check_recompute(recompute: object) -> None:
-    """Raises PlanError unless a plan can recompute this."""
+    """Raises PlanError unless the value is the recomputation of a plan: "none", "full", a number or a `Selection`."""
     if recompute in ("none", "full") or isinstance(recompute, Selection):
         return
     if type(recompute) is not int or recompute < 1:  # a bool is an int to isinstance
@@ -94,15 +93,15 @@ def check_recompute(recompute: object) -> None:
 
 
 def check_wish(wish: object) -> None:
-    """Raises PlanError unless a search takes `wish` as its recomputation.
+    """Raises PlanError unless `wish` is a recomputation that a user can ask of a search.
 
-    It takes None (the search decides), "none", "full", "partitioned" (all blocks, and what enters them in slices along
-    the axes that replicate it), a whole number of blocks from 1 on, a `Selection`, and a
-    float between 0 and 1, both excluded.
+    A user can ask for None (the search decides), "none", "full", "partitioned" (all blocks, whose inputs are saved in
+    slices along the axes that replicate them), a whole number of blocks from 1 on, a `Selection`, or a float
+    between 0 and 1, both excluded.
 
-    A float bounds the memory for activations, as `torch._functorch.config.activation_memory_budget` does. 1.0
-    would be what "none" keeps, 0.0 what "full" keeps, and the numbers between are linear. The search takes the
-    fastest recomputation within this bound on every pipeline stage.
+    A float bounds the memory for saved activations, as `torch._functorch.config.activation_memory_budget` does. 1.0
+    would be the memory that "none" keeps, 0.0 the memory that "full" keeps, and the bound is linear between them. The
+    search takes the fastest recomputation within this bound on every pipeline stage.
     """
     if wish is None or wish == PARTITIONED or (isinstance(wish, float) and 0 < wish < 1):
         return
@@ -131,7 +130,7 @@ def format_recompute(recompute: Recompute) -> str:
 
 
 def parse_recompute(text: str) -> Recompute:
-    """The inverse of `format_recompute`; a bare number is one of blocks. Raises PlanError."""
+    """The inverse of `format_recompute`; also reads `3` as 3 blocks. Raises PlanError."""
     if text.startswith("{"):
         return Selection.of(_json(text))
     number = text.removesuffix(" blocks").removesuffix(" block")
@@ -150,7 +149,10 @@ def _json(text: str) -> Any:
 
 
 def parse_wish(text: str) -> RecomputeWish:
-    """`none`, `full`, `partitioned`, a number of blocks such as `3`, or a part such as `0.5`. Raises PlanError."""
+    """Reads a user's `none`, `full`, `partitioned`, number of blocks such as `3`, or part such as `0.5`.
+
+    Raises PlanError for any other text.
+    """
     if text == PARTITIONED:
         return PARTITIONED
     whole, point, part = text.partition(".")
@@ -161,14 +163,14 @@ def parse_wish(text: str) -> RecomputeWish:
 
 
 def blocks_again(recompute: Recompute, blocks: int) -> int:
-    """How many of a stage's blocks recompute something."""
+    """Number of a stage's blocks that recompute something, given the number of its `blocks`."""
     if isinstance(recompute, int):
         return min(recompute, blocks)
     return 0 if recompute == "none" else blocks
 
 
 def words_of_recompute(recompute: Recompute) -> str:
-    """For people, after a comma: what is recomputed in backward; "" for nothing."""
+    """A clause for reports: what is recomputed in backward; "" for nothing."""
     if isinstance(recompute, Selection):
         return _words_of_selection(recompute)
     if isinstance(recompute, str):

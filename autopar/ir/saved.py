@@ -1,19 +1,19 @@
 """The layout in which a block keeps a tensor between forward and backward.
 
-Autograd keeps a tensor as its consumer took it. Along an axis that replicates the tensor (states R and V of
-`autopar.ir.layout`) every rank keeps the same, and a plan can say that each rank keeps a slice:
+Autograd saves a tensor in the layout in which the op used it. Along an axis that replicates the tensor (states R and
+V of `autopar.ir.layout`) all ranks would save the same values. A plan can say that each rank saves only a slice:
 
-    saved layers.*.input: S(1)@tp        the first activation that enters each of these blocks, by its dim 1
-    saved layers.5.input#2: S(0)@dp      the second one that enters a single block
-    saved layers.*.norm/layer_norm: S(1)@tp      the result of an op
-    saved layers.*.mlp.up/linear<0: S(1)@tp      an operand of an op, as it was converted for it
+    saved layers.*.input: S(1)@tp             the first activation that enters each layer, sliced along its dim 1
+    saved layers.5.input#2: S(0)@dp           the second activation that enters layer 5
+    saved layers.*.norm/layer_norm: S(1)@tp   the result of an op
+    saved layers.*.mlp.up/linear<0: S(1)@tp   the first operand of an op, after its conversion for the op
 
-The slice is free, since every rank has all of the tensor; when backward wants the tensor, one all-gather along
-the axis makes it whole. With blocks that are recomputed this is P_a, the partitioned activation checkpoints of
-ZeRO-R (Rajbhandari et al. 2020, section 6.1); of operands that sequence parallelism gathers it is Megatron-LM's
-second gather (Korthikanti et al. 2022, section 4.2.2).
+Taking the slice needs no communication, because every rank has the whole tensor. Before backward uses the tensor, one
+all-gather along the axis restores it. For the inputs of recomputed blocks this is P_a, the partitioned activation
+checkpoints of ZeRO-R (Rajbhandari et al. 2020, section 6.1). For operands that sequence parallelism gathers it is
+Megatron-LM's second gather (Korthikanti et al. 2022, section 4.2.2).
 
-An axis that a line does not name, and one along which the tensor is split already, is left alone.
+A `saved` line changes nothing along an axis that it does not name, or along which the tensor is split already.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SavedLayout:
     """The value of a `saved` line of a plan.
 
     Attributes:
-        split: for every axis S of the dim by which the tensor is sliced, or R where the axis is left alone.
+        split: one state per mesh axis: S(d) where each rank keeps a slice along dim d, R where nothing changes.
     """
 
     split: Layout
@@ -44,7 +44,7 @@ class SavedLayout:
 
     @classmethod
     def parse(cls, text: Any, name: str, mesh: Mesh) -> SavedLayout:
-        """Reads `S(1)@tp`. Raises PlanError for any state but S, and LayoutError or MeshError as layouts do."""
+        """Reads `S(1)@tp`. Raises PlanError for any state but S, and the errors of `parse_layout`."""
         if not isinstance(text, str):
             raise PlanError(
                 f"What is saved of {name} lies in a layout such as S(1)@tp, not {text!r}."
@@ -59,7 +59,7 @@ class SavedLayout:
         return cls(split)
 
     def of(self, layout: Layout) -> Layout:
-        """The layout of the slice of a tensor that lies in `layout`; an axis that splits it already stays.
+        """The layout in which a tensor is saved that has `layout` in forward; existing splits stay.
 
         >>> from autopar.ir import R, S, V
         >>> SavedLayout((R, S(1))).of((S(0), V)) == (S(0), S(1))
@@ -72,9 +72,10 @@ class SavedLayout:
 
 
 def can_slice(dims: Dims, layout: Layout, slice_layout: Layout, mesh: Mesh) -> bool:
-    """Whether a slice is there, and every rank can take it without asking another.
+    """Whether every rank can take its slice of the tensor without communication.
 
-    A split of a factor that a later axis splits already would interleave with it (see [Note: nested splits]).
+    The dims to slice must exist and divide. A factor that a later axis splits already cannot be sliced by an earlier
+    axis, see [Note: nested splits] in `autopar.ir.conversion`.
     """
     for old, new in zip(layout, slice_layout, strict=True):
         if new != old and new.kind == "S" and not (new.dim < len(dims) and dims[new.dim]):
@@ -87,7 +88,7 @@ def can_slice(dims: Dims, layout: Layout, slice_layout: Layout, mesh: Mesh) -> b
 
 
 def words_of_saved(saved: Mapping[str, SavedLayout], mesh: Mesh) -> str:
-    """For people, after a comma: what is kept in slices along which axes; "" for nothing.
+    """A clause for reports: which tensors are kept in slices, and along which axes; "" for none.
 
     >>> mesh = Mesh.parse("dp=2,tp=4")
     >>> words_of_saved({"layers.*.input": SavedLayout.parse("S(1)@tp", "it", mesh)}, mesh)
@@ -106,7 +107,7 @@ def words_of_saved(saved: Mapping[str, SavedLayout], mesh: Mesh) -> str:
 
 
 def parse_saved(document: object, mesh: Mesh) -> dict[str, SavedLayout]:
-    """Reads the `saved` lines of a plan, as texts by name. Raises PlanError."""
+    """Reads the `saved` part of a plan's JSON, a mapping from names to texts. Raises PlanError."""
     if not isinstance(document, Mapping):
         raise PlanError(f"The saved tensors of a plan are layouts by name, not {document!r}.")
     return {name: SavedLayout.parse(text, name, mesh) for name, text in document.items()}

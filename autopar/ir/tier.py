@@ -4,11 +4,11 @@
     host      the memory of the rank's machine, pinned so that an accelerator copies from it directly
     nvme      files on a disk of the rank's machine
 
-A layout says which part of a tensor a rank has; its tier says in which memory the rank keeps the part. The text
-of both is the layout with the tier behind it, `S(0)@dp host`; the device is left out.
+A layout says which part of a tensor a rank has. The tier says in which memory the rank keeps that part. The text of
+both is the layout followed by the tier, `S(0)@dp host`; the tier `device` is left out.
 
-Every tier has a link to the one before it, and a move takes one link: a tensor goes from a file to the host first, and
-from there to the device. The transpose of a move takes a gradient the other way.
+A *move* copies a tensor between two neighbouring tiers: from a file to the host, or from the host to the device. In
+backward the gradient takes the transposed move, in the other direction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINKS: dict[Tier, tuple[str, str]] = {
 
 
 class TieredLayout(NamedTuple):
-    """Where a tensor lies: the part that a rank has, and the memory of that part."""
+    """Where a tensor lies: its layout, and the memory in which each rank keeps its part."""
 
     layout: Layout
     tier: Tier = "device"
@@ -39,9 +39,9 @@ class Move(NamedTuple):
     """A copy over the link between two neighbouring tiers.
 
     Attributes:
-        name: name of the move.
-        backward: name of its transpose.
-        tier: the farther tier of the two, whose link it takes.
+        name: name of the move, such as `to_device`.
+        backward: name of the move in the other direction.
+        tier: the one of the two tiers that is farther from the device.
     """
 
     name: str
