@@ -1,8 +1,9 @@
-"""Time, traffic and memory of a partitioning, as numbers for a search and as formulas for people.
+"""Predicts time, traffic and memory of a plan: as numbers for the search, and as formulas for people.
 
-The figures come from `hardware` and `software`, the formulas from `collectives`, `compute` and
-`memory`; `price` sums them for a search, `items` lists them, `step` composes a whole step of them,
-and `symbols` makes expressions of it all.
+`hardware` and `software` have the figures of machines and runtimes; `collectives`, `compute` and `memory` have the
+formulas. `pricer` applies them to a plan and lists its `items`, from which `step` composes the time and memory of a
+whole step. `symbols` does the same with symbols in place of numbers. `price` is a simpler sum, with which tests check
+the search.
 """
 
 from autopar.cost_model.catalogue import (

@@ -1,9 +1,8 @@
-"""Arithmetic that works alike on floats, numpy arrays and sympy expressions.
+"""Arithmetic on floats, numpy arrays and sympy expressions alike.
 
-The formulas of the cost model are plain functions. Given numbers they price one plan, given arrays
-thousands of configurations, and given symbols they are the expressions that an explanation prints,
-differentiates and solves. Only the few functions that Python spells differently for the three
-live here.
+The formulas of the cost model are plain functions. With numbers they price one plan, with arrays thousands of
+configurations, and with symbols they give the expressions that an explanation prints, differentiates and solves. This
+module has the few functions that need different code for the three types.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import sympy
 
-Quantity: TypeAlias = Any  # float | np.ndarray | sympy.Expr; which one is the caller's business
+Quantity: TypeAlias = Any  # float | np.ndarray | sympy.Expr; the caller knows which
 
 
 def larger(a: Quantity, b: Quantity) -> Quantity:
@@ -48,7 +47,7 @@ def where(condition: Quantity, a: Quantity, b: Quantity) -> Quantity:
 
 
 def power(base: Quantity, exponent: Quantity) -> Quantity:
-    """`base` to a real exponent."""
+    """`base` to the power of a real exponent."""
     return base**exponent
 
 

@@ -1,4 +1,4 @@
-"""A cost as a tree: an expression with its value, and the parts that it is the sum of."""
+"""A cost as a tree: a formula with its value, and the parts of which it is the sum."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Breakdown:
     """One cost of a step.
 
     Attributes:
-        name: what it is, in words a person reads, such as `saved activations` or `aten.linear`.
+        name: name of the cost for people, such as `saved activations` or `aten.linear`.
         unit: unit of the value.
-        expression: formula in named symbols; its free symbols are those of the explanation.
-        value: value of the expression at the explanation's numbers, in `unit`.
-        parts: what it is made of, largest first. `value` is their sum, unless `note` says otherwise.
-        note: what a reader should know about it, such as "hidden behind compute".
+        expression: formula of the cost, in the symbols of the explanation.
+        value: value of the expression for the explained plan, in `unit`.
+        parts: the parts of the cost, largest first. `value` is their sum, unless `note` says otherwise.
+        note: remark for a reader, such as "hidden behind compute".
     """
 
     name: str
@@ -33,7 +33,7 @@ class Breakdown:
     note: str = ""
 
     def part(self, name: str) -> Breakdown:
-        """The direct part of this name. Raises KeyError listing what there is."""
+        """The direct part called `name`. Raises KeyError with the names of all parts."""
         for each in self.parts:
             if each.name == name:
                 return each
@@ -46,7 +46,7 @@ class Breakdown:
             yield from each.walk(depth + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Name, value under the key of its unit, expression as text, and parts."""
+        """The tree as JSON values: the name, the value (its key is the unit), the formula as text, and the parts."""
         return self._document(_TextPrinter())
 
     def _document(self, printer: _TextPrinter) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Breakdown:
 
 
 class _TextPrinter(StrPrinter):
-    """Prints a formula as `str` does, and a term that many formulas have in common only once."""
+    """Prints formulas as `str` does. A term that many formulas share is converted to text only once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ class _TextPrinter(StrPrinter):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that takes time on one lane of a predicted step.
+    """Work on one lane of the timeline of a predicted step.
 
     Attributes:
-        lane: "compute", or the name of a mesh axis for its communication.
-        name: such as `linear forward` or `all_gather layers.*.up.weight`.
-        start_seconds: from the start of the step.
-        duration_seconds: how long.
+        lane: "compute", or the name of a mesh axis for communication along it.
+        name: name such as `linear forward` or `all_gather layers.*.up.weight`.
+        start_seconds: time from the start of the step to the start of this work.
+        duration_seconds: duration of the work.
         detail: figures for a reader, with units in the keys.
     """
 
@@ -99,13 +99,13 @@ class Candidate:
 
     Attributes:
         name: mesh, recipe and schedule in a few words.
-        step_seconds: predicted.
-        memory_bytes: predicted peak of a rank.
-        traffic_bytes: sent by a rank in a step.
+        step_seconds: predicted duration of a step.
+        memory_bytes: predicted peak memory of a rank.
+        traffic_bytes: bytes that a rank sends in a step.
         binds: cause with the most seconds, such as "compute", "along tp" or "bubble".
-        fits: whether the memory is enough.
-        chosen: whether it is the plan that was chosen.
-        why_not: what it loses by, in words; "" for the chosen one.
+        fits: whether the peak memory fits the device.
+        chosen: whether this is the plan that was chosen.
+        why_not: reason why it was not chosen, in words; "" for the chosen plan.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Candidate:
 
 
 def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """Those that no other beats in both time and memory, fastest first."""
+    """The candidates for which no other needs both less time and less memory, fastest first."""
     front: list[Candidate] = []
     for each in sorted(candidates, key=lambda c: (c.step_seconds, c.memory_bytes)):
         if not front or each.memory_bytes < front[-1].memory_bytes:

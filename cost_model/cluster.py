@@ -1,4 +1,4 @@
-"""A cluster as people name it: `h100`, `h100x4`, `h100x8x16`, or a TOML file of one's own."""
+"""Clusters by their names: `h100` (one node), `h100x4` (4 GPUs of a node), `h100x8x16` (16 nodes), or a TOML file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Cluster:
     """A number of equal nodes.
 
     Attributes:
-        hardware: kind of every node; `hardware.devices_per_node` ranks in each.
-        nodes: how many.
+        hardware: figures of every node, which has `hardware.devices_per_node` ranks.
+        nodes: number of nodes.
     """
 
     hardware: Hardware
@@ -33,12 +33,12 @@ class Cluster:
 
     @property
     def devices_per_node(self) -> int:
-        """Ranks of a node."""
+        """Number of ranks in a node."""
         return self.hardware.devices_per_node
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks in all nodes."""
         return self.nodes * self.devices_per_node
 
     def __str__(self) -> str:
@@ -46,17 +46,17 @@ class Cluster:
 
 
 def find_cluster(given: Cluster | Hardware | str | os.PathLike[str]) -> Cluster:
-    """The cluster that is given by name, by the path of a TOML file, or as a value.
+    """The cluster for a name, the path of a TOML file, or a value.
 
     >>> find_cluster("h100x8x16").ranks
     128
 
     Args:
-        given: `h100x8x16` for 16 nodes of 8, `h100x4` for 4 in one node, `h100` for one whole node,
-            or the path of a `.toml` file; the file may carry sizes too, `my.toml x 4 x 2`. Figures of a
-            machine are one whole node of it, and a cluster is returned as it is.
+        given: a name: `h100x8x16` for 16 nodes of 8 GPUs, `h100x4` for 4 GPUs of one node, `h100` for one whole node.
+            Or the path of a `.toml` file, which sizes may follow: `my.toml x 4 x 2`. A `Hardware` means one whole node,
+            and a `Cluster` is returned as it is.
 
-    Raises AutoparError for what is not a positive number, an unknown GPU (with the nearest names),
+    Raises AutoparError for a size that is not a positive number, an unknown GPU (with the nearest names),
     more ranks than a node has, and a file that is missing or wrong.
     """
     if isinstance(given, Cluster):
@@ -77,7 +77,10 @@ def find_cluster(given: Cluster | Hardware | str | os.PathLike[str]) -> Cluster:
 
 
 def _split(text: str) -> tuple[str, str | None, str | None]:
-    """`h100x8x16` -> h100, 8, 16. An x inside a name, as in `mi300x` or `rtx4090`, is no separator."""
+    """Splits a name into GPU, size of a node and number of nodes: `h100x8x16` -> h100, 8, 16.
+
+    An x inside the name of a GPU, as in `mi300x` or `rtx4090`, separates nothing.
+    """
     stripped = text.strip()
     if not stripped:
         raise AutoparError("A cluster is named as h100x8x16 (16 nodes of 8), h100x4 or h100.")

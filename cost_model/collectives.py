@@ -1,13 +1,13 @@
 """Seconds of collectives and conversions, by the latency and bandwidth of a ring.
 
-A ring over n ranks takes n - 1 steps, and sends (n - 1) / n of the whole tensor over each link
-(Patarasuk and Yuan 2009). With B the bytes of the whole, which a rank holds on one side of the
-step, and t = (n - 1) / n  B / bandwidth:
+A ring over n ranks takes n - 1 steps, and sends (n - 1) / n of the whole tensor over each link (Patarasuk and Yuan
+2009). Let B be the bytes of the whole tensor, which a rank holds before or after the collective, and
+t = (n - 1) / n  B / bandwidth. The seconds are:
 
     all_gather      launch + start + (n - 1) latency + t + min(t, fill)      B after the step
     reduce_scatter  the same                                                 B before the step
-    all_reduce      both, with bandwidth * reduce_gain, and reduce_rounds (n - 1) latency
-    all_to_all      as all_gather, with bandwidth * exchange_gain and B the bytes that a rank holds
+    all_reduce        a reduce_scatter and an all_gather, with bandwidth * reduce_gain, and reduce_rounds (n - 1)
+    latency all_to_all      as all_gather, with bandwidth * exchange_gain and B the bytes that a rank holds
     dispatch, combine   the same, as if experts were evenly used: n - 1 of n rows go to other ranks (a guess)
     broadcast       launch + start + (n - 1) latency + B / bandwidth         B after the step
     reduce          the same                                                 B before the step
@@ -17,16 +17,16 @@ step, and t = (n - 1) / n  B / bandwidth:
     shard, pad, partial   read and written in the rank's own memory
     vary, keep      nothing
 
-A broadcast of a long tensor is a pipeline along the ring: every rank hands on what it has received, while more
-arrives. A reduce is a broadcast backwards. A scatter or gather is bound by the link of the one rank that has
-everything, over which (n - 1) / n of it goes (Chan, Heimlich, Purkayastha and van de Geijn, Collective communication:
-theory, practice, and experience, 2007, sections 3 and 4).
+A broadcast of a long tensor is a pipeline along the ring: every rank passes on one piece while it receives the next. A
+reduce is a broadcast in the opposite direction. A scatter or gather is limited by the link of the one rank that has
+the whole tensor, which carries (n - 1) / n of it (Chan, Heimlich, Purkayastha and van de Geijn, Collective
+communication: theory, practice, and experience, 2007, sections 3 and 4).
 
-A short message, which is over before the pipeline is full, takes its transfer time twice. The figures
-of `Link` that make a plain ring (its defaults) leave latency and bandwidth. Because reduce_gain is at
-most 2 and reduce_rounds at least 1, an all-reduce costs no less than its reduce-scatter.
+A short message ends before the pipeline is full, and takes its transfer time twice. With the default figures of `Link`
+only latency and bandwidth count, as in a plain ring. Because reduce_gain is at most 2 and reduce_rounds at least 1, an
+all-reduce never costs less than its reduce-scatter.
 
-An unknown name is an error, never zero.
+An unknown name of a collective is an error, never zero seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, steps
 
 
 class Seconds(NamedTuple):
-    """Time of something that runs once forward and once backward."""
+    """Seconds of work that runs once in forward and once in backward."""
 
     forward: float
     backward: float
@@ -56,9 +56,9 @@ BUCKET_BYTES = 25 * 2**20  # of torch's DistributedDataParallel; the runtime's d
 
 
 class _Message(NamedTuple):
-    """What a formula may look at.
+    """The arguments of a formula.
 
-    `bucketed` messages share a collective of `bucket_bytes` with others, and its latency.
+    A `bucketed` message shares a collective of `bucket_bytes`, and its latency, with other messages.
     """
 
     before_bytes: Quantity
@@ -71,7 +71,7 @@ class _Message(NamedTuple):
 
 
 def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:
-    """One way round the ring, at `gain` times the bandwidth of the link."""
+    """Seconds of n - 1 steps around the ring, at `gain` times the bandwidth of the link."""
     link = m.link
     hops = m.ranks - 1
     transfer = hops / m.ranks * whole_bytes / (link.bandwidth_bytes_per_second * gain)
@@ -82,7 +82,7 @@ def _ring(whole_bytes: Quantity, m: _Message, gain: Quantity = 1.0) -> Quantity:
 
 
 def _chain(whole_bytes: Quantity, m: _Message) -> Quantity:
-    """Once along the ring from the owner to the last rank, or back, cut so that all links work at once."""
+    """Seconds to pass a tensor along the ring from its owner to the last rank, in pieces so that all links are busy."""
     link, hops = m.link, m.ranks - 1
     transfer = whole_bytes / link.bandwidth_bytes_per_second
     start = _begin(m) + hops * link.latency_seconds
@@ -96,7 +96,7 @@ def _begin(m: _Message) -> Quantity:
 
 
 def _all_reduce(m: _Message) -> Quantity:
-    """There and back, less the latency that a tree saves."""
+    """Seconds of a reduce-scatter and an all-gather, less the latency that a tree saves."""
     gain = m.link.reduce_gain
     both = _ring(m.before_bytes, m, gain) + _ring(m.after_bytes, m, gain)
     saved = (2.0 - m.link.reduce_rounds) * (m.ranks - 1) * m.link.latency_seconds
@@ -104,7 +104,7 @@ def _all_reduce(m: _Message) -> Quantity:
 
 
 def _share(whole_bytes: Quantity, m: _Message) -> Quantity:
-    """The part of a bucket's start that one of its messages bears."""
+    """Fraction of a bucket's latency that counts for one of its messages."""
     return smaller(1.0, whole_bytes / m.bucket_bytes)
 
 
@@ -167,10 +167,10 @@ def collective_seconds(
     bucketed: bool = False,
     bucket_bytes: float = BUCKET_BYTES,
 ) -> Quantity:
-    """Seconds of one collective, named as in `autopar.ir.conversion`.
+    """Seconds of one collective, named as in `autopar.ir.conversion`; 0 for a single rank.
 
-    `before_bytes` and `after_bytes` are what one rank holds before and after it. A single rank pays
-    nothing. The arguments may be symbols, or arrays of one shape.
+    `before_bytes` and `after_bytes` are the bytes that one rank holds before and after the collective. The arguments
+    may be symbols, or arrays of one shape.
     """
     assert name in _FORMULAS, f"no formula for the collective {name!r}"
     if isinstance(ranks, int) and ranks == 1:
@@ -193,8 +193,7 @@ def conversion_seconds(
 ) -> Seconds:
     """Seconds to convert `tensor` between two layouts, and its gradient back if it has one.
 
-    The gradient of a parameter may travel in a number format of its own. `bucketed` conversions share
-    collectives with those of other tensors.
+    The gradient of a parameter counts in its own dtype. A `bucketed` conversion shares collectives with other tensors.
     """
     if source == target:
         return Seconds(0.0, 0.0)
@@ -217,8 +216,10 @@ def conversion_seconds(
 def own_collectives(
     op: Op, labels: Labels, sizes: Sizes
 ) -> Iterator[tuple[int, str, str, Quantity, Quantity]]:
-    """What the parts of `op` send each other inside it, of every collective: the axis, its name in
-    forward and in backward ("" for none), and the bytes that a rank holds before and after the forward.
+    """Yields the collectives that a split `op` runs as part of its computation.
+
+    For each one: the axis, its name in forward, its name in backward ("" for none), and the bytes that a rank holds
+    before and after the forward.
     """
     for each in op.collectives:
         before = each.itemsize_bytes * sizes.extent(each.leaves, labels)
@@ -229,7 +230,7 @@ def own_collectives(
 
 
 def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> Seconds:
-    """Seconds of the collectives that `op` runs itself; conversions of its operands are not among them."""
+    """Seconds of the collectives that `op` runs as part of its computation, without conversions of its operands."""
     forward = backward = 0.0
     for axis, name, back, before, after in own_collectives(op, labels, sizes):
         link, ranks = hardware.link(sizes.mesh, axis), sizes.axis(axis)

@@ -3,13 +3,12 @@
     product      launch + max(flops / (peak * efficiency(rows, columns, inner)), bytes / bandwidth)
     other        launch + max(flops / peak, bytes / bandwidth)
 
-`flops` and `bytes` are what the rank itself computes, reads and writes, all parts alike; where a split op
-computes more than its share (`Choice.stretch`), flops are those of the slowest part. The backward of a matrix
-product is two products of the same size, one per operand that needs a gradient; the backward of any
-other op reads and writes about what its forward did (Kaplan et al. 2020, section 2.1: 2N forward
-and 4N backward).
+`flops` is what one rank computes, and `bytes` what it reads and writes. Where the ranks have unequal work
+(`Choice.stretch`), `flops` are those of the busiest rank. The backward of a matrix product is two products of the same
+size, one per operand that needs a gradient. The backward of any other op reads and writes about as much as its
+forward (Kaplan et al. 2020, section 2.1: 2N forward and 4N backward).
 
-The formulas work on numbers and on symbols alike, see `autopar.cost_model.arith`.
+The formulas accept numbers and symbols, see `autopar.cost_model.arith`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Direction(NamedTuple):
     """One direction of an op on one rank.
 
     Attributes:
-        passes: number of times that the kernel runs, each with the following figures.
+        passes: number of times that the kernel runs; the figures below hold for one pass.
         seconds: device time, without the launch.
         traffic_bytes: bytes read and written in the device's own memory.
         flops: floating-point operations.
@@ -43,7 +42,7 @@ class Direction(NamedTuple):
 
 
 class OpPrice(NamedTuple):
-    """Both directions of an op."""
+    """The prices of an op in forward and in backward."""
 
     forward: Direction
     backward: Direction
@@ -58,7 +57,7 @@ class OpPrice(NamedTuple):
         hardware: Hardware,
         inner: frozenset[str] = frozenset(),
     ) -> OpPrice:
-        """Prices `op`, run with one choice per mesh axis; what is `inner` stays in registers."""
+        """Prices `op`, run with one choice per mesh axis. Tensors in `inner` stay in registers and cost no traffic."""
         if op.is_view:
             forward = Direction(1, 0.0, 0.0, 0.0)
         else:
@@ -75,7 +74,7 @@ class OpPrice(NamedTuple):
 def op_seconds(
     op: Op, labels: Labels, tensors: Mapping[str, Tensor], *, sizes: Sizes, hardware: Hardware
 ) -> Seconds:
-    """Seconds of `op`, run with one choice per mesh axis. A view moves nothing and is free."""
+    """Seconds of `op` with its launch, run with one choice per mesh axis. A view moves no data and takes 0 seconds."""
     if op.is_view:
         return Seconds(0.0, 0.0)
     forward, backward = OpPrice.of(op, labels, tensors, sizes, hardware)
@@ -100,10 +99,10 @@ def memory_seconds(traffic_bytes: Quantity, hardware: Hardware) -> Quantity:
 
 
 def efficiency(op: Op, work: Work, labels: Labels, sizes: Sizes, hardware: Hardware) -> Quantity:
-    """Fraction of the peak that a product of matrices reaches; 1 for work that is none.
+    """Fraction of the peak FLOP/s that a matrix product reaches; 1 for other work.
 
-    A tile that is short in one direction spends its time on loading: the fraction falls as
-    x / (x + half) with each extent. Fused attention has a fraction of its own.
+    A product that is short in one direction spends its time on loading. The fraction therefore has a factor
+    x / (x + half) for each extent x (rows, columns, inner). Fused attention has a fraction of its own.
     """
     if not work.is_product:
         return 1.0
@@ -119,15 +118,15 @@ def efficiency(op: Op, work: Work, labels: Labels, sizes: Sizes, hardware: Hardw
 
 
 def works(op: Op) -> tuple[Work, ...]:
-    """The loop nests of an op; one without shape where nobody described them."""
+    """The loop nests of an op; for an op without a description, one nest with all its flops and no shape."""
     return op.work or (Work(op.flops),)
 
 
 def backward_passes(op: Op, tensors: Mapping[str, Tensor]) -> float:
-    """How many times the forward's work the backward of `op` is.
+    """Work of the backward of `op`, as a multiple of the work of its forward.
 
-    A product of matrices has one product per operand that needs a gradient. Fused attention makes its
-    scores anew: five products instead of two (Dao 2023, FlashAttention-2, section 3.1.2).
+    The backward of a matrix product has one product per operand that needs a gradient. Fused attention recomputes its
+    scores: five products in backward for two in forward (Dao 2023, FlashAttention-2, section 3.1.2).
     """
     if not any(tensors[name].needs_grad for name in op.results):
         return 0
@@ -153,9 +152,9 @@ def local_bytes(
     sizes: Sizes,
     inner: frozenset[str] = frozenset(),
 ) -> Quantity:
-    """Bytes that one rank reads and writes: operands and results in their local sizes.
+    """Bytes that one rank reads and writes in an op: its operands and results in their local sizes.
 
-    A row of a table that is looked up is read as it is used, so that the table itself does not count.
+    The table of an embedding does not count: an op reads only the rows that it looks up, and they count as the result.
     """
     names = (*op.operands, *op.results)
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))
@@ -168,9 +167,9 @@ def local_bytes(
 
 
 def inner_tensors(graph: Graph) -> frozenset[str]:
-    """Tensors that never reach memory where chains of element-wise ops are one kernel.
+    """Names of tensors that stay in registers where chains of element-wise ops run as one kernel.
 
-    Those are what one element-wise op makes for the next, if nobody else wants it.
+    These are results of an element-wise op that only another element-wise op uses.
     """
     uses = Counter(name for op in graph.ops for name in op.operands)
     kept = {name for op in graph.ops for name in op.saved} | set(graph.outputs)
@@ -188,11 +187,11 @@ def _is_pointwise(op: Op) -> bool:
     return not op.is_view and op.has_rule and not is_product(op) and op.kind not in NOT_FUSED
 
 
-# What ends a chain: lookups, copies and losses have kernels of their own.
+# Lookups, copies and losses have kernels of their own, so that a chain ends there.
 NOT_FUSED = frozenset({"aten.embedding", "aten.cat", "aten.cross_entropy_loss", "aten.index"})
 
 
 def itemsize_bytes(op: Op, tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the numbers that the op computes with: its widest result's."""
+    """Bytes of one number in the op's arithmetic: those of its widest result."""
     seen = (name for name in op.results if name not in op.hidden)
     return max((tensors[name].itemsize_bytes for name in seen), default=4)

@@ -9,9 +9,9 @@ from autopar.cost_model.arith import Quantity
 
 
 class Cuts(NamedTuple):
-    """Layers of the first stage, of the largest in the middle, and of the last.
+    """Number of layers of the first stage, of the largest stage between the ends, and of the last stage.
 
-    A single stage is the first one.
+    With a single stage only `first` counts.
     """
 
     first: Quantity
@@ -20,7 +20,7 @@ class Cuts(NamedTuple):
 
 
 def equal_cuts(layers: Quantity, stages: Quantity) -> Cuts:
-    """The same share for every stage."""
+    """The same number of layers for every stage; it may be a fraction."""
     share = layers / stages
     return Cuts(share, share, share)
 
@@ -52,7 +52,10 @@ def cuts_by_weight(layers: int, stages: int, *, before: float = 0.0, after: floa
 
 
 def cuts_of_equal_ends(layers: int, stages: int) -> Cuts:
-    """Megatron's habit where stages do not divide the layers: each end takes the place of one."""
+    """The division of Megatron-LM users where the stages do not divide the layers.
+
+    The embedding and the head count as one layer each, so that the first and last stages have one layer less.
+    """
     if stages == 1 or layers % stages == 0:
         return equal_cuts(layers, stages)
     if stages == 2:

@@ -1,4 +1,4 @@
-"""Formulas evaluated at numbers: every sub-expression once, without code that is generated and compiled first.
+"""Evaluation of sympy formulas at numbers: each sub-expression is computed once, and no code is generated.
 
 `sympy.lambdify` looks for common sub-expressions by rebuilding every formula, which takes seconds for the
 formulas of a plan. These formulas share their sub-expressions already, because prices are built from prices.
@@ -32,12 +32,14 @@ _OPERATIONS: Mapping[type[sympy.Basic], Callable[..., Quantity]] = {
 
 
 class Formulas(NamedTuple):
-    """Expressions as a list of operations, each on results of earlier ones.
+    """Expressions as a list of operations. Every operation uses values that are known before it runs.
+
+    The values are numbered: first those of the symbols, then the constants, then the result of each operation.
 
     Attributes:
-        constants: numbers in the formulas; their places follow those of the symbols.
-        operations: function and places of the operands of each operation; its result takes the next place.
-        results: places of the values of the expressions.
+        constants: numbers that occur in the formulas.
+        operations: for each operation its function and the numbers of its operands.
+        results: for each expression the number of its value.
     """
 
     constants: tuple[Quantity, ...]
@@ -66,7 +68,7 @@ class Formulas(NamedTuple):
         )
 
     def at(self, values: Sequence[Quantity]) -> list[Quantity]:
-        """The values of the expressions where the symbols have these, as numbers or arrays of one shape."""
+        """The values of the expressions, given the values of the symbols: numbers, or arrays of one shape."""
         known: list[Quantity] = [*values, *self.constants]
         for function, operands in self.operations:
             known.append(function(*[known[place] for place in operands]))

@@ -1,4 +1,4 @@
-"""In which layouts a plan's tensors are made and needed: what every way to price it begins with."""
+"""The layouts in which a plan's tensors are produced and used; every price of a plan starts from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Flow:
     """The layouts of a graph's tensors under a plan.
 
     Attributes:
-        operands, results: op name -> the layouts it takes and gives.
-        produced: tensor name -> the layout it is made, held or fed in.
-        tiers: tensor name -> tier, of the parameters that are not on the device in a step.
-        targets: tensor name -> the distinct layouts its consumers need, each with the op that first does,
-            "" for the end of the graph; in order of first use.
-        saved: the memory that saved tensors lie in.
-        saved_roots: tensors whose memory autograd keeps.
+        operands, results: op name -> layouts of its operands, or of its results.
+        produced: tensor name -> layout in which an op produces the tensor, a rank holds it, or it is fed as an input.
+        tiers: tensor name of a parameter -> its tier during a step; parameters on the device are absent.
+        targets: tensor name -> the layouts in which ops use the tensor, in order of first use, each with the first op
+            that does; "" stands for the end of the graph.
+        saved: for every saved tensor, the tensor whose memory it shares.
+        saved_roots: names of the tensors whose memory autograd keeps.
     """
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
@@ -41,7 +41,7 @@ class Flow:
         }
 
     def place(self, name: str) -> TieredLayout:
-        """Where a tensor lies before its uses."""
+        """Layout and tier of a tensor before it is converted for its uses."""
         return TieredLayout(self.produced[name], self.tiers.get(name, "device"))
 
     def _produced(self, graph: Graph, plan: Plan) -> dict[str, Layout]:

@@ -1,7 +1,7 @@
-"""What the machines can do: explicit, frozen values, each with its source beside it.
+"""Figures of machines: peak FLOP/s, bandwidths, latencies, sizes of memory, each with its source.
 
-Bandwidths count in tens (1 GB is 1e9 bytes), per rank and per direction. The figures of machines one
-can name are in `autopar.cost_model.catalogue`, their file form in `hardware_toml`.
+Bandwidths are per rank and per direction, and 1 GB is 1e9 bytes. `autopar.cost_model.catalogue` has the machines with
+names such as `h100`, and `hardware_toml` reads and writes them as files.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Source:
     """Where a figure comes from.
 
     Attributes:
-        kind: the vendor's datasheet, measured (by whom), fitted (to what), or a guess.
-        text: who says so, or how.
+        kind: "datasheet" (of the vendor), "measured", "fitted" or "guess".
+        text: the datasheet, who measured it and how, or the data that it was fitted to.
     """
 
     kind: Kind
@@ -47,11 +47,11 @@ class Host:
     """One rank's share of the machine around its device.
 
     Attributes:
-        memory_bytes: memory of the host that a rank may use: of a node of n devices, an n-th; 0 where the device is
-            the processor, whose memory is `Hardware.memory_bytes` already.
+        memory_bytes: memory of the host that a rank may use: 1/n of it in a node of n devices; 0 where the device is
+            the CPU, whose memory is `Hardware.memory_bytes`.
         bandwidth_bytes_per_second: bandwidth between host and device, in one direction.
-        latency_seconds: duration of a copy of nothing.
-        update_bytes_per_second: rate at which the processor reads and writes what an optimizer updates.
+        latency_seconds: duration of a copy of no bytes.
+        update_bytes_per_second: bytes per second that the CPU reads and writes in an optimizer's update.
     """
 
     memory_bytes: int
@@ -65,10 +65,10 @@ class Disk:
     """One rank's share of the disks of its machine.
 
     Attributes:
-        memory_bytes: room for files of a rank: of a node of n devices, an n-th.
+        memory_bytes: space for the files of a rank: 1/n of the node's disks in a node of n devices.
         read_bytes_per_second: bandwidth from the disk to the host's memory.
         write_bytes_per_second: bandwidth from the host's memory to the disk.
-        latency_seconds: duration of a read of nothing.
+        latency_seconds: duration of a read of no bytes.
     """
 
     memory_bytes: int
@@ -78,7 +78,7 @@ class Disk:
 
     @property
     def update_bytes_per_second(self) -> float:
-        """Rate at which an optimizer reads and writes what lies in files: as many bytes one way as the other."""
+        """Bytes per second that an optimizer reads and writes in files, if it writes as many bytes as it reads."""
         return 2 / (1 / self.read_bytes_per_second + 1 / self.write_bytes_per_second)
 
 
@@ -91,25 +91,24 @@ class Hardware:
         peak_flops: pairs (itemsize in bytes, FLOP/s) of dense matrix products, itemsize rising.
         memory_bytes_per_second: bandwidth of the device's own memory.
         memory_bytes: capacity of the device's own memory.
-        launch_seconds: duration of a kernel that has nothing to do, from end to end.
+        launch_seconds: duration of a kernel without work, from launch to end.
         devices_per_node: ranks that reach each other over `inside_node`.
         inside_node: the link between two ranks of a node.
         across_nodes: the link of one rank to other nodes: its NIC, or its share of the node's.
         matmul_efficiency: fraction of `peak_flops` that large matrix products reach.
-        matmul_half_size: extent of rows, columns or inner dim at which a product reaches half of
-            that; 0 where it always does.
+        matmul_half_size: extent of rows, columns or inner dim at which a matrix product reaches half of
+            `matmul_efficiency`; 0 if products of any size reach all of it.
         memory_efficiency: fraction of `memory_bytes_per_second` that element-wise kernels reach.
-        attention_efficiency: fraction of `peak_flops` that fused attention reaches, all of the square
-            of scores counted, masked or not.
-        host_seconds: time of the processor to issue one op; the device waits if that is longer than its work.
-        reserved_bytes: device memory that no tensor can have: context, buffers of NCCL.
-        dtype_flops: pairs (number format, FLOP/s), as in `DTYPE_BYTES`.
-        wired_ranks: devices of which every pair has a wire of its own, all of which together are
-            `inside_node`; 0 where a switch gives every group the whole bandwidth.
-        reduce_gain_ranks: smallest group that `inside_node.reduce_gain` holds for.
-        host: the machine around the device; None where nobody said what it is, and nothing can be stored there.
-        nvme: the disks of that machine; None where nobody said what they are, and nothing can be stored there.
-        sources: pairs (figure, its source), such as `inside_node.latency_seconds`.
+        attention_efficiency: fraction of `peak_flops` that fused attention reaches; masked scores count as work.
+        host_seconds: time of the CPU to issue one op; the device waits if this is longer than its work.
+        reserved_bytes: device memory that tensors cannot use: CUDA context, buffers of NCCL.
+        dtype_flops: pairs (name of a dtype in `DTYPE_BYTES`, FLOP/s).
+        wired_ranks: number of devices that are connected by a wire for every pair, where `inside_node` is the sum of a
+            device's wires; 0 where a switch gives every group the whole bandwidth.
+        reduce_gain_ranks: size of the smallest group for which `inside_node.reduce_gain` holds.
+        host: memory of the machine around the device; None if it is not known, so that nothing can be stored there.
+        nvme: disks of that machine; None if they are not known, so that nothing can be stored there.
+        sources: pairs (name of a figure such as `inside_node.latency_seconds`, its source).
     """
 
     name: str
@@ -134,12 +133,12 @@ class Hardware:
     sources: tuple[tuple[str, Source], ...] = ()
 
     def flops_per_second(self, itemsize_bytes: int) -> float:
-        """Peak of the narrowest listed number format that holds elements of this size."""
+        """Peak FLOP/s for elements of this size: that of the narrowest listed size that holds them."""
         fitting = [flops for size, flops in self.peak_flops if size >= itemsize_bytes]
         return fitting[0] if fitting else self.peak_flops[-1][1]
 
     def dtype_flops_per_second(self, dtype: str) -> float:
-        """Peak for a number format of `DTYPE_BYTES`. Raises AutoparError where the device has none."""
+        """Peak FLOP/s for a dtype of `DTYPE_BYTES`. Raises AutoparError if the device has no figure for it."""
         known = dict(self.dtype_flops) or {
             _DTYPES[size]: flops for size, flops in self.peak_flops if size in _DTYPES
         }
@@ -150,7 +149,7 @@ class Hardware:
         return known[dtype]
 
     def with_tf32(self) -> Hardware:
-        """The same with products of float32 done in tf32 (`torch.backends.cuda.matmul`)."""
+        """This hardware where matrix products of float32 run in tf32 (`torch.backends.cuda.matmul.allow_tf32`)."""
         flops = self.dtype_flops_per_second("tf32")
         peaks = tuple((size, flops if size == 4 else peak) for size, peak in self.peak_flops)
         return dataclasses.replace(self, peak_flops=peaks)
@@ -158,7 +157,7 @@ class Hardware:
     def with_network(
         self, bandwidth_bytes_per_second: float, latency_seconds: float | None = None
     ) -> Hardware:
-        """The same with another NIC: each rank's own bandwidth, or its share of the node's."""
+        """This hardware with another bandwidth (per rank) and latency between nodes."""
         latency = self.across_nodes.latency_seconds if latency_seconds is None else latency_seconds
         link = dataclasses.replace(
             self.across_nodes,
@@ -168,17 +167,17 @@ class Hardware:
         return dataclasses.replace(self, across_nodes=link)
 
     def source(self, figure: str) -> Source:
-        """Where a figure comes from; a guess where nobody said."""
+        """The source of a figure; a guess if `sources` has none."""
         return dict(self.sources).get(figure, UNSTATED)
 
     def updates_per_second(self, tier: Tier) -> Quantity:
-        """Bytes per second that an optimizer reads and writes of what lies in a tier."""
+        """Bytes per second that an optimizer's update reads and writes in a tier."""
         if tier == "device":
             return self.memory_bytes_per_second * self.memory_efficiency
         return self.storing(tier).update_bytes_per_second
 
     def storing(self, tier: Tier) -> Host | Disk:
-        """The memory of a tier besides the device's. Raises AutoparError where the machine has none."""
+        """The memory of the tier host or nvme. Raises AutoparError if the machine has no figures for it."""
         tiers: dict[str, Host | Disk | None] = {"host": self.host, "nvme": self.nvme}
         if found := tiers.get(tier):
             return found
@@ -199,15 +198,15 @@ class Hardware:
         return memory.latency_seconds + size_bytes / rate
 
     def link(self, mesh: Mesh, axis: int) -> Link:
-        """The link that collectives along one axis of the mesh run at, see `links.axis_link`.
+        """The link of collectives along one axis of the mesh, see `links.axis_link`.
 
-        Ranks are numbered row-major, so the last axes are those that may fit inside a node.
+        Ranks are numbered row-major, so that the groups of the last axes lie closest together.
         """
         stride = math.prod(mesh.sizes[axis + 1 :])
         return self.axis_link(stride, mesh.sizes[axis], math.prod(mesh.sizes))
 
     def axis_link(self, stride: Quantity, size: Quantity, ranks: Quantity | None = None) -> Link:
-        """The same for groups of `size` ranks `stride` apart; also for arrays of sizes."""
+        """The link of groups of `size` ranks whose numbers differ by `stride`; both may be arrays."""
         return axis_link(self, stride, size, ranks)
 
 

@@ -1,4 +1,4 @@
-"""Hardware as a TOML file: the catalogue's own, a user's, and what `autopar calibrate` writes.
+"""Hardware as a TOML file: the files of the catalogue, of users, and those that `autopar calibrate` writes.
 
     name = "my-cluster"
     like = "h100"                      # optional: start from a machine of the catalogue
@@ -11,17 +11,17 @@
     [inside_node]                      # and [across_nodes]: the fields of `Link`
     bandwidth_bytes_per_second = {value = 350e9, kind = "measured", source = "nccl-tests"}
 
-    [host]                             # optional: the machine around a device, a rank's share; see `Host`
+    [host]              # optional: one rank's share of the machine around the devices; see `Host`
     memory_bytes = {value = 250_000_000_000, kind = "guess", source = "2 TB for 8 devices"}
 
-    [nvme]                             # optional: its disks, a rank's share; see `Disk`
+    [nvme]              # optional: one rank's share of the machine's disks; see `Disk`
     memory_bytes = {value = 3_840_000_000_000, kind = "guess", source = "a disk for each device"}
 
-    [[matmul]]                         # optional rows of what was measured, also [[collective]]
+    [[matmul]]          # optional rows of measurements, also [[collective]]
     rows = 1024
 
-Every figure has a value, a kind (datasheet, measured, fitted or guess) and a source. What is wrong
-with a file is said with its name and line.
+Every figure has a value, a kind (datasheet, measured, fitted or guess) and a source. An error about a file names the
+file and the line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LINKS = ("inside_node", "across_nodes")
 
 
 class _FigureRule(NamedTuple):
-    """What a figure may be, in words and as a test."""
+    """The values that a figure may have: in words, and as a function that tests a value."""
 
     words: str
     holds: Callable[[float], bool]
@@ -99,7 +99,7 @@ _NVME = {
     "write_bytes_per_second": _POSITIVE,
     "latency_seconds": _DURATION,
 }
-# Tables of the memories besides the device's, each whole or not there.
+# Tables of the memories other than the device's. A file gives all figures of such a table, or leaves the table out.
 _MEMORIES: Mapping[str, Mapping[str, _FigureRule]] = {"host": _HOST, "nvme": _NVME}
 _TABLES: Mapping[str, Mapping[str, _FigureRule]] = {
     "": _REQUIRED | _OPTIONAL | {"nodes": _COUNT},
@@ -111,12 +111,12 @@ _TABLES: Mapping[str, Mapping[str, _FigureRule]] = {
 
 @dataclass(frozen=True)
 class HardwareFile:
-    """What a file says.
+    """The contents of a hardware file.
 
     Attributes:
-        hardware: with the source of every figure.
-        nodes: number of nodes in the cluster; 1 where the file does not say.
-        curves: rows of measurements, by table.
+        hardware: the machine, with the source of every figure.
+        nodes: number of nodes in the cluster; 1 where the file has no number.
+        curves: rows of measurements, by table ("matmul" or "collective").
     """
 
     hardware: Hardware
@@ -125,7 +125,7 @@ class HardwareFile:
 
 
 def read_hardware(path: str | Path) -> HardwareFile:
-    """Reads a file. Raises AutoparError with its name and line."""
+    """Reads a hardware file. Raises AutoparError with the name of the file and the line of the error."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -135,18 +135,18 @@ def read_hardware(path: str | Path) -> HardwareFile:
 
 
 def parse_hardware(text: str, where: str) -> HardwareFile:
-    """The same for the text of a file; `where` is what messages call it."""
+    """Reads the text of a hardware file. Raises AutoparError, in which `where` names the file."""
     return _File(text, where).parse()
 
 
 def named_hardware(name: str) -> HardwareFile:
-    """Reads the file of the catalogue called `name`."""
+    """Reads the catalogue's file for the machine called `name`, such as `h100`."""
     return parse_hardware(_catalogue_text(name), f"{name}.toml")
 
 
 @cache
 def catalogue_names() -> tuple[str, ...]:
-    """Names of the catalogue's files, sorted."""
+    """Names of the machines in the catalogue, sorted."""
     files = resources.files("autopar.cost_model").joinpath("catalogue").iterdir()
     return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
 
@@ -157,7 +157,7 @@ def _catalogue_text(name: str) -> str:
 
 
 class _File:
-    """One file on its way to a `Hardware`; every complaint names a line of it."""
+    """Reader of one file; every error names a line of the file."""
 
     def __init__(self, text: str, where: str) -> None:
         self.text, self.where = text, where
@@ -179,7 +179,7 @@ class _File:
         return HardwareFile(hardware, int(nodes), MappingProxyType(curves))
 
     def _base(self) -> dict[str, tuple[float, Source]]:
-        """Figures of the machine that this one is `like`."""
+        """Figures of the catalogue's machine that the key `like` names; none without this key."""
         if "like" not in self.document:
             return {}
         name = self._text("like")
@@ -283,7 +283,7 @@ class _File:
 
 
 def line_of(text: str, path: tuple[str, ...]) -> int:
-    """The line, from 1, of the key at `path` or of the nearest thing around it."""
+    """Line number, from 1, of the key at `path`; if the key is missing, of the table around it."""
     table: tuple[str, ...] = ()
     best, depth = 1, 0
     for number, line in enumerate(text.splitlines(), start=1):
@@ -326,7 +326,7 @@ def _hardware(name: str, figures: Mapping[str, tuple[float, Source]]) -> Hardwar
 
 
 def _by_itemsize(flops: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """The peak for each size of element; a product of float32 is not done in tf32 unasked."""
+    """Pairs (bytes of an element, peak FLOP/s). The peak for float32 is not that of tf32, which users must turn on."""
     peaks: dict[int, float] = {}
     for dtype in ("float8", "bfloat16", "float16", "float32", "float64"):
         if dtype in flops:
@@ -339,7 +339,7 @@ def _link(table: str, values: Mapping[str, float]) -> Link:
 
 
 def _table(table: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a table, by their names in it."""
+    """The figures of one table, by their names inside the table."""
     prefix = f"{table}."
     return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
@@ -351,12 +351,12 @@ def save_hardware(
     nodes: int = 1,
     curves: Mapping[str, Sequence[Mapping[str, str | float]]] = MappingProxyType({}),
 ) -> None:
-    """Writes a file that `read_hardware` reads as the same hardware.
+    """Writes a hardware file; `read_hardware` reads it back as the same hardware.
 
-    A figure of `hardware.sources` is written with its source, any other as a guess.
+    A figure with an entry in `hardware.sources` is written with this source, any other figure as a guess.
 
     Args:
-        hardware: figures must be numbers.
+        hardware: the machine, with numbers as figures.
         path: path of the file, which is replaced.
         nodes: number of nodes in the cluster.
         curves: rows of measurements by table, `matmul` or `collective`.
@@ -370,7 +370,7 @@ def format_hardware(
     nodes: int = 1,
     curves: Mapping[str, Sequence[Mapping[str, str | float]]] = MappingProxyType({}),
 ) -> str:
-    """The text of such a file."""
+    """The text of the file that `save_hardware` writes."""
     lines = [f"name = {json.dumps(hardware.name, ensure_ascii=False)}"]
     if nodes != 1:
         lines.append(f'nodes = {{value = {nodes}, kind = "measured", source = "as run"}}')
@@ -396,7 +396,7 @@ def _flops(hardware: Hardware) -> dict[str, float]:
 
 
 def _entries(hardware: Hardware, table: str, values: Mapping[str, float]) -> Iterator[str]:
-    """Lines of a table; a figure at its default that nobody gave a source for is left out."""
+    """Lines of a table; a figure that has its default value and no source is left out."""
     default = {
         f.name: f.default for f in (*dataclasses.fields(Hardware), *dataclasses.fields(Link))
     }

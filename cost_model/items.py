@@ -1,8 +1,9 @@
-"""Everything a step does and everything a rank holds, as two flat lists of priced items.
+"""Everything that a step does and everything that a rank holds, as two flat lists: items and holdings.
 
-Every statement about a plan's cost (a sum, a breakdown, a timeline, a coefficient of the search) is a
-grouping of these lists. `autopar.cost_model.pricer` makes them. With `Sizes` and a `Hardware` of
-numbers the prices are numbers; with symbols they are expressions.
+An *item* is work with its seconds, such as a matrix product or an all-gather. A *holding* is memory with its bytes,
+such as a parameter. Every figure of a report and every coefficient of the search is a sum over some of them.
+`autopar.cost_model.pricer` makes the lists. The figures are numbers if sizes and hardware are numbers, and sympy
+expressions if they are symbols.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Item:
         name: kind of the op, or the collective and the tensor that it moves, without layer numbers.
         kind: kind of the op, or name of the collective.
         resource: "compute", the mesh axis along which a collective runs, or the tier whose link a move takes.
-        phase: part of the step. Forward and backward run once a micro-batch; gather runs once a
-            step; reduce runs once a step, or once a micro-batch where `every_micro_batch` is set; meet runs every K
-            steps, and its `count` is the mean of a step.
+        phase: part of the step. "forward" and "backward" run once per micro-batch; "gather" runs once per
+            step; "reduce" runs once per step, or once per micro-batch where `every_micro_batch` is set; "meet" runs
+            every K steps, and its `count` is the mean per step.
         region: position relative to the repeated layers: before, in or after them.
-        count: number of such executions in one phase.
+        count: number of executions in one phase.
         seconds: duration of one execution.
         traffic_bytes: bytes that one execution moves in the device's memory, or sends over the link.
         flops: floating-point operations of one execution.
@@ -43,12 +44,12 @@ class Item:
         carries: "activation", "parameter" or "gradient" for a collective or a move between memories, "" for compute.
         every_micro_batch: whether the item runs once a micro-batch.
         ranks: number of participating ranks.
-        of: op that the item is, or the first op that needs it; the parameter's name for the sums,
-            gathers and reductions of a parameter.
-        recomputed: change of the number of executions where the item's block is recomputed: 1 for work
-            of forward that recomputation repeats; 0 for work that it does not; -1 for a gather that
-            backward no longer needs, because the recomputed forward has made it.
-        moves: tensor that a conversion inside the graph moves; "" for all other work.
+        of: name of the op that does this work, or of the first op that needs its result; for work on a parameter
+            between steps, the parameter's name.
+        recomputed: number of executions that recomputation of the item's block adds: 1 for work of forward that is
+            repeated; 0 for work that is not; -1 for a gather in backward that is dropped, because the recomputed
+            forward has gathered the tensor already.
+        moves: name of the tensor that a conversion inside the graph converts; "" for all other work.
     """
 
     name: str
@@ -73,28 +74,29 @@ class Item:
 class Holding:
     """Memory of one kind on a rank.
 
-    Kinds that last: "parameters", "gradients", "optimizer", "buffers", "saved activations".
+    Lasting kinds: "parameters", "gradients", "optimizer", "buffers", "saved activations".
 
-    Kinds that exist only while one block (a layer) runs, of which the peak counts the largest block alone: "gathered"
-    (all-gathered copies of sharded parameters), "working" (operands of a loss), "made again" (activations that a block
-    saves while it is recomputed in backward).
+    Kinds that exist only while one block (a layer) runs: "gathered" (all-gathered copies of sharded parameters),
+    "working" (operands of a loss), "made again" (activations that a block saves while it is recomputed in backward).
+    The peak counts them for the largest block only.
 
-    "returned" is a credit: the activations of the blocks behind the last recomputed one, whose backward has freed them
-    before the first block is recomputed. It is subtracted from "made again".
+    "returned" is subtracted from "made again": the activations of the blocks after the last recomputed one. Backward
+    has freed them before it recomputes a block.
 
     Attributes:
         name: words for reports: path of the parameter or buffer with `*` for numbers of layers, or module and kind of
             the op that keeps the memory; the kind itself for "gathered", "made again" and "returned".
         kind: one of the kinds above.
         region: position relative to the repeated layers: before, in or after them.
-        bytes: size of everything the item stands for; of a single block for the kinds that exist while it runs.
-        of: name of the parameter, of a buffer's tensor, or of an op: the first that keeps the memory, or that uses the
-            gathered copy.
-        block: block during which the memory exists; "" for the kinds that last and for "returned".
-        tier: memory that it lies in.
-        is_stored: whether the optimizer reads or updates this memory. It is False of what the device holds for a step
-            only (the copy of a parameter that the host stores, and the sum of its gradients), and of what replicas keep
-            from one meeting to the next.
+        bytes: size of the memory in all layers that the op or parameter stands for; in a single block for the kinds
+            that exist only while a block runs.
+        of: name of the parameter, of a buffer's tensor, or of the first op that keeps the memory or uses the gathered
+            copy.
+        block: block during which the memory exists; "" for the lasting kinds and for "returned".
+        tier: tier in which the memory lies.
+        is_stored: whether the optimizer reads or updates this memory. It is False for copies that the device holds
+            during a step (of parameters and gradients stored on the host), and for what replicas keep from one meeting
+            to the next.
     """
 
     name: str
@@ -107,29 +109,30 @@ class Holding:
     is_stored: bool = True
 
 
-# How often an optimizer's update touches a byte: it reads and writes its states and the parameters; the gradient
-# is read for its norm, read, and set to zero.
+# Number of times that an optimizer's step reads or writes a byte: it reads and writes its states and the parameters,
+# reads a gradient twice (once for the norm), and sets it to zero.
 TOUCHED: Mapping[str, int] = MappingProxyType({"optimizer": 2, "gradients": 3, "parameters": 2})
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training keeps in addition to a parameter of the captured graph.
+    """The gradients, master copies and optimizer states that training keeps for every parameter.
 
-    Where a graph was captured under a mixed-precision policy, its tensors say their formats themselves
-    (`Tensor.at_rest`, `Tensor.gradient`), and `FULL` is right. The others are for graphs whose
-    parameters have the format of their use from the start, such as models described in bfloat16.
+    For a graph that was captured under a mixed-precision policy, `FULL` is right: its tensors have the dtypes of
+    storage and gradients (`Tensor.at_rest`, `Tensor.gradient`). The other values of this module are for graphs whose
+    parameters are in bfloat16 from the start.
 
     >>> TrainingState.parse("adamw8bit gradients=4 masters=4")
     TrainingState(adamw8bit gradients=4 masters=4)
 
     Attributes:
-        gradient_bytes: bytes of one element of a gradient; None for the parameter's own format.
-        master_bytes: bytes of one element of a second copy of the parameter, which the optimizer updates;
-            0 for none.
+        gradient_bytes: bytes of one element of a gradient; None for the dtype of the parameter.
+        master_bytes: bytes of one element of a master copy of the parameter, which the optimizer updates;
+            0 for no copy.
         optimizer: tensors that the optimizer keeps for a parameter.
-        fresh_gradient_bytes: bytes of one element of a micro-batch's gradient that stays next to the sum.
-        meeting_copies: number of tensors of a parameter's size and format that a replica keeps from one meeting to
+        fresh_gradient_bytes: bytes of one element of a micro-batch's gradient, where it is kept in addition to the
+            accumulated gradient; 0 where it is not.
+        meeting_copies: number of tensors of a parameter's size and dtype that a replica keeps from one meeting to
             the next (`autopar.ir.meeting`).
     """
 
@@ -140,7 +143,7 @@ class TrainingState:
     meeting_copies: int = 0
 
     def __str__(self) -> str:
-        """`adamw8bit gradients=4 masters=4`, as `parse` reads it."""
+        """Text such as `adamw8bit gradients=4 masters=4`; the inverse of `parse`."""
         words = [self.optimizer.name]
         words += [] if self.gradient_bytes is None else [f"gradients={self.gradient_bytes}"]
         return " ".join([*words, *([f"masters={self.master_bytes}"] * bool(self.master_bytes))])
@@ -150,11 +153,11 @@ class TrainingState:
 
     @classmethod
     def parse(cls, text: str, usual: TrainingState | None = None) -> TrainingState:
-        """Reads the name of an optimizer, and bytes of gradients and masters; each may be left out.
+        """Reads the name of an optimizer and the bytes per element of gradients and masters; each may be left out.
 
         Args:
             text: words such as `adamw8bit`, or `gradients=2 masters=0`.
-            usual: state that gives what the text leaves out; by default `FULL`.
+            usual: state whose values hold for what the text leaves out; by default `FULL`.
 
         Raises AutoparError for a word that is none of these.
         """
@@ -175,19 +178,22 @@ class TrainingState:
 
     @classmethod
     def of(cls, given: object) -> TrainingState:
-        """A state as `compile` takes it: a value, its text, or None for `FULL`. Raises AutoparError."""
+        """Makes a state from what users may give: a `TrainingState`, its text, or None for `FULL`.
+
+        Raises AutoparError for anything else.
+        """
         return given if isinstance(given, cls) else cls.parse(str(given or ""))
 
     def optimizer_bytes(
         self, tensor: Tensor, storage: Layout, sizes: Sizes, count: Quantity = 1
     ) -> Quantity:
-        """Bytes on a rank of masters and optimizer states of `count` parameters alike.
+        """Bytes that a rank needs for master copies and optimizer states of `count` equal parameters.
 
         Args:
-            tensor: the parameter as it lies between steps.
-            storage: its layout then.
+            tensor: the parameter as it is stored between steps.
+            storage: layout of the parameter between steps.
             sizes: local sizes of tensors on a rank.
-            count: number of such parameters.
+            count: number of equal parameters.
         """
         size = tensor.itemsize_bytes
         own = self.master_bytes or size

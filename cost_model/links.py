@@ -1,22 +1,22 @@
-"""What carries messages: a link, and the link that one axis of a mesh really runs at.
+"""Links: bandwidth and latency inside a node, between nodes, and of the groups of one mesh axis.
 
-The formulas of `collectives` see one `Link` per axis. `axis_link` makes it of the link inside a
-node and the link between nodes, for a group of `size` ranks that stand `stride` apart (a mesh axis
-of that size, whose later axes have `stride` ranks; ranks are numbered row-major):
+The formulas of `collectives` use one `Link` per mesh axis. `axis_link` computes it from the link inside a
+node and the link between nodes, for groups of n = `size` ranks whose numbers differ by `stride` (a mesh axis
+of n ranks, where the later axes together have `stride` ranks):
 
-    in a node        the node's own link; where every pair has a wire of its own instead of a switch,
-                     a group of n can use n - 1 of the wires
+    in a node        the link inside the node; where every pair of devices has its own wire instead of a switch,
+                     a group of n ranks can use n - 1 wires of each device
     between nodes    a ring enters and leaves each node once, over as many NICs as the group has
-                     ranks there: r NICs in the node where it has fewest; each step of the ring waits
+                     ranks there: r NICs in the node with the fewest; each step of the ring waits
                      for its slowest hop, which is one between nodes
-    two nodes        an all-reduce adds up inside each and exchanges the sums: every NIC sends its part
-                     once, where a ring sends it 2 (n - 1) / n times
+    two nodes        an all-reduce sums inside each node, and the nodes exchange the sums: every NIC sends its
+                     part once, where a ring would send it 2 (n - 1) / n times
     all to all       every rank sends the part that leaves its node, (n - r) of n - 1 shares, over
                      its own NIC
     point to point   one rank, one NIC
 
-Every rank has a NIC of its own (HGX, NVL72), or its share of the node's; so groups that run at the
-same time do not slow each other down beyond that share.
+Every rank has its own NIC (HGX, NVL72), or a share of the node's NICs. Groups that communicate at the same time
+therefore do not slow each other down.
 
 Evidence, all in public nccl-tests tables (`benchmarks/accuracy/collective_accuracy.py` prints the errors):
 rings over 10 nodes with 1, 2, 4, 8 ranks in each run at 48, 97, 195, 324 GB/s on NICs of 48 GB/s and
@@ -38,9 +38,9 @@ from autopar.cost_model.arith import Quantity, larger, smaller
 
 @dataclass(frozen=True)
 class Link:
-    """The link of one rank. With the default values a collective takes latency and bandwidth of a plain ring.
+    """The link of one rank; with the default values only bandwidth and latency count, as in a plain ring.
 
-    `autopar.cost_model.collectives` has the formulas.
+    `autopar.cost_model.collectives` has the formulas that use these figures.
 
     Attributes:
         bandwidth_bytes_per_second: rate at which a rank of a ring can send while it receives as much.
@@ -52,7 +52,7 @@ class Link:
         reduce_gain: bandwidth of an all-reduce, as a multiple of the ring's: 1, or up to 2 where switches do the
             additions (NVLink SHARP).
         reduce_rounds: number of rounds of the ring whose latency an all-reduce pays: 2 for reduce-scatter
-            and all-gather, 1 for a tree, which is the faster way between nodes.
+            and all-gather, 1 for a tree, which is faster between nodes.
         exchange_gain: bandwidth of an all-to-all, as a multiple of the ring's.
         send_gain: bandwidth of a point-to-point send, as a multiple of the ring's.
     """
@@ -89,13 +89,13 @@ class Wiring(Protocol):
 def axis_link(
     hardware: Wiring, stride: Quantity, size: Quantity, ranks: Quantity | None = None
 ) -> Link:
-    """The link of the groups of `size` ranks, `stride` apart.
+    """The link of groups of `size` ranks whose numbers differ by `stride`.
 
     Args:
-        hardware: its figures may be numbers or symbols.
-        stride, size: numbers, or arrays of one shape, which give a link of arrays.
-        ranks: number of ranks of the whole mesh; None for more than a node has. It matters only where groups fit
-            into a node but do not divide it, so that one of them lies across a boundary.
+        hardware: figures of the machine, as numbers or symbols.
+        stride, size: numbers, or arrays of one shape, which give a link whose figures are arrays.
+        ranks: number of ranks of the whole mesh; None for more ranks than a node has. It matters only where groups fit
+            into a node but do not divide it, so that one group has ranks in two nodes.
     """
     node = hardware.devices_per_node
     fits = (node % (stride * size)) == 0
@@ -107,10 +107,10 @@ def axis_link(
 
 
 def ranks_in_node(hardware: Wiring, stride: Quantity, size: Quantity) -> Quantity:
-    """Ranks of such a group in the node where it has fewest, of groups larger than a node.
+    """Number of ranks that a group spanning several nodes has in the node where it has the fewest.
 
-    The groups cut nodes at multiples of gcd(stride * size, ranks of a node), and a cut of that
-    length holds at least its length // stride ranks, or it would not be counted.
+    The boundaries of groups lie in a node at multiples of g = gcd(stride * size, ranks of a node), so that a group has
+    at least g // stride ranks in each of its nodes.
     """
     return larger(1, _gcd(stride * size, hardware.devices_per_node) // stride)
 
@@ -131,14 +131,14 @@ def _inside(hardware: Wiring, size: Quantity) -> Link:
 
 
 def _wires(hardware: Wiring, size: Quantity) -> Quantity:
-    """Fraction of a device's wires that a group in a node uses: all of them where there is a switch."""
+    """Fraction of a device's wires that a group inside a node can use; 1 where a switch connects the devices."""
     if not hardware.wired_ranks:
         return 1.0
     return larger(1, smaller(size, hardware.wired_ranks) - 1) / (hardware.wired_ranks - 1)
 
 
 def _across(hardware: Wiring, stride: Quantity, size: Quantity) -> Link:
-    """None of its figures is better than that of a group of the same size inside one node."""
+    """The link of groups that span nodes. None of its figures is better than inside a node."""
     out, here = hardware.across_nodes, ranks_in_node(hardware, stride, size)
     inside = _inside(hardware, smaller(size, hardware.devices_per_node))
     nic = out.bandwidth_bytes_per_second
@@ -169,7 +169,7 @@ def _across(hardware: Wiring, stride: Quantity, size: Quantity) -> Link:
 
 
 def _blend(condition: np.ndarray, yes: Link, no: Link) -> Link:
-    """Field by field, `yes` where the condition holds."""
+    """A link whose figures are those of `yes` where the condition holds, and those of `no` elsewhere."""
     fields: dict[str, Any] = {
         name: np.where(condition, value, getattr(no, name)) for name, value in vars(yes).items()
     }

@@ -1,18 +1,17 @@
-"""Bytes that one rank holds after forward: what lives between steps, and what backward needs.
+"""Bytes that one rank holds after forward: what it stores between steps, and what backward needs.
 
-    parameters   the resident copy (the stored shard is a part of it, never more); where a mixed-precision
-                 policy casts, the stored shard in its own number format beside the cast copy
-    gradients    the larger of the sum, as large as the resident copy, or as the stored shard if every
-                 micro-batch reduces, in the number format that it is reduced in; and of `.grad`, in which
-                 it ends up: the stored shard's size and number format, because optimizers want those
-    optimizer    AdamW: two moments in the stored shard's number format
-    saved        every tensor that autograd keeps, once for each layout a consumer saw it in
-    buffers      whole
+    parameters   the resident copy, which contains the stored shard; where a mixed-precision policy casts, the stored
+                 shard in its own dtype in addition to the cast copy
+    gradients    the larger of two: the accumulated gradient (of the size of the resident copy, or of the stored shard
+                 if every micro-batch reduces it, in the dtype of the reduction), and `.grad` (of the size and dtype
+                 of the stored shard), which replaces it at the end
+    optimizer    AdamW: two moments in the dtype of the stored shard
+    saved        every tensor that autograd saves, once for each layout in which an op used it
+    buffers      the whole buffer
 
-With N ranks and P float32 parameters these are the sums of ZeRO (Rajbhandari et al. 2020, section
-3): 16P without sharding, 8P + 8P/N for stage 1, 4P + 12P/N for stage 2, 16P/N for stage 3. Copies
-of a parameter that a use gathers are dropped after it and made again in backward, so they are not
-here; neither are transient peaks.
+With N ranks and P float32 parameters the sums are those of ZeRO (Rajbhandari et al. 2020, section 3): 16P without
+sharding, 8P + 8P/N for stage 1, 4P + 12P/N for stage 2, 16P/N for stage 3. Gathered copies of parameters do not count:
+they are freed after each use and gathered again in backward. Other transient peaks do not count either.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ OPTIMIZER_STATES = 2  # first and second moment of AdamW (Loshchilov and Hutter 
 
 
 class ParameterBytes(NamedTuple):
-    """What one parameter takes on one rank."""
+    """Bytes of one parameter, its gradient and its optimizer states on one rank."""
 
     parameter: int
     gradient: int
@@ -52,12 +51,13 @@ def parameter_bytes(tensor: Tensor, plan: ParameterPlan, sizes: Sizes) -> Parame
 
 
 class View(NamedTuple):
-    """How a view's result is seen from its operand: the states of one in those of the other.
+    """The relation of a view's result to its operand, whose memory it shares.
 
     Attributes:
-        operand: the tensor whose memory it shares.
-        states: state of the result -> state of the operand.
-        is_whole: whether it shows all of the operand, each state of one for one of the other.
+        operand: name of the operand.
+        states: state of the result -> state of the operand in which the view gives it.
+        is_whole: whether the result shows all elements of the operand, and each of its states belongs to another state
+            of the operand.
     """
 
     operand: str
@@ -66,11 +66,10 @@ class View(NamedTuple):
 
 
 class SavedTensors:
-    """Finds which memory a saved tensor lies in, looking through views.
+    """Finds the tensor in whose memory a saved tensor lies, so that shared memory is counted once.
 
-    A view keeps all the memory of its operand alive, however little it shows of it: a third of a
-    fused projection keeps the whole, a tensor expanded over a batch only the small one. A tensor in
-    V lies in the memory of the tensor in R. What is saved under several names is counted once.
+    A view keeps the whole memory of its operand alive: a third of a fused projection keeps the whole projection, and a
+    tensor expanded over a batch keeps only the small tensor. A tensor in V has the memory of the same tensor in R.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -84,17 +83,17 @@ class SavedTensors:
         }
 
     def view(self, name: str) -> View | None:
-        """The view that makes the tensor called `name`, if one does."""
+        """The view whose result is the tensor called `name`; None if no view produces it."""
         return self._views.get(name)
 
     def root(self, name: str) -> str:
-        """The tensor whose memory the tensor called `name` shares if nothing converts it."""
+        """The tensor whose memory the tensor called `name` shares if it is not converted in between."""
         while name in self._views:
             name = self._views[name].operand
         return name
 
     def memory(self, name: str, layout: Layout) -> tuple[str, Layout]:
-        """The tensor and layout that stand for the memory of `name` seen in `layout`."""
+        """The tensor and its layout that identify the memory of the tensor called `name` in `layout`."""
         layout = tuple(R if state.kind == "V" else state for state in layout)
         while view := self._views.get(name):
             if any(state not in view.states for state in layout):
@@ -104,12 +103,12 @@ class SavedTensors:
 
 
 def keeps(op: Op, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether autograd records `op`, and so keeps what it saves."""
+    """Whether autograd records `op`, and therefore keeps the tensors that the op saves."""
     return any(tensors[name].needs_grad for name in op.results)
 
 
 def layers_of_ops(graph: Graph) -> Mapping[str, Hashable]:
-    """Op -> the repeated layer that it belongs to, without the ops outside of layers."""
+    """Op name -> its repeated layer, as (path of the list, index); ops outside of layers are absent."""
     places = {op.name: graph.stack_of(op.module) for op in graph.ops}
     return {name: (at[0].path, at[1]) for name, at in places.items() if at is not None}
 
@@ -118,26 +117,26 @@ class Selected(NamedTuple):
     """Recomputation of single ops, chosen anywhere in a graph.
 
     Attributes:
-        makers: recomputed ops, each with "", and recomputed conversions, as the op that first needs it and
-            the tensor that is converted.
-        kept: memory that stays for backward -> of every block that keeps it the op that first needs it there.
+        makers: what is recomputed, as pairs: (op, "") for an op; (op, tensor) for the conversion of a tensor that this
+            op needs first.
+        kept: saved memory -> for every block that saves it, the first op of the block that needs it.
     """
 
     makers: frozenset[tuple[str, str]]
     kept: Mapping[tuple[str, Layout], tuple[str, ...]]
 
     def repeats(self, op: str, converts: str, phase: str, carries: str) -> bool:
-        """Whether an item runs a second time; backward gathers parameters in any case."""
+        """Whether recomputation runs an item again; False for gathers of parameters, which backward repeats anyway."""
         return phase == "forward" and carries != "parameter" and (op, converts) in self.makers
 
 
 class KeptSlice(NamedTuple):
-    """A tensor of which a block keeps this rank's slice for backward, which gathers it again; see `autopar.ir.saved`.
+    """A tensor of which every rank saves only a slice, until backward gathers it; see `autopar.ir.saved`.
 
     Attributes:
-        name: name of the tensor in the plan, of a single block, such as `layers.3.input`.
-        memory: the memory that the block would keep otherwise.
-        tensor: name of the tensor in that memory as the block takes it.
+        name: name of the tensor in the plan, with the number of its block, such as `layers.3.input`.
+        memory: the memory that the block would save without slices.
+        tensor: name under which the block uses the tensor.
         layout: layout of the whole tensor, R in place of V.
         slice_layout: layout of the slice.
         block: number of the block, as `autopar.pipeline.saved_values` counts them.
@@ -154,14 +153,14 @@ class KeptSlice(NamedTuple):
 
 
 def recomputed_ops(graph: Graph, blocks: Mapping[str, Hashable]) -> frozenset[str]:
-    """Ops that the recomputation of their block executes: all up to the block's last saved tensor.
+    """The ops that run again when their block is recomputed: all up to the last op of the block that saves a tensor.
 
-    `torch.utils.checkpoint` ends a recomputation as soon as backward has every tensor that it wants, so
-    that a sum over ranks at the end of a block is not repeated.
+    `torch.utils.checkpoint` stops a recomputation as soon as backward has all the tensors that it needs. An all-reduce
+    at the end of a block is therefore not repeated.
 
     Args:
         graph: the captured model.
-        blocks: op -> its block; ops that are missing are never recomputed.
+        blocks: op name -> its block; absent ops are never recomputed.
     """
     pending: dict[Hashable, list[str]] = {}
     found: set[str] = set()
@@ -176,7 +175,7 @@ def recomputed_ops(graph: Graph, blocks: Mapping[str, Hashable]) -> frozenset[st
 
 
 def _as_view(op: Op, position: int, tensors: Mapping[str, Tensor]) -> View | None:
-    """How the result at `position` is seen from the first operand; None if that is ambiguous."""
+    """The relation of the result at `position` to the first operand; None if a state of it has several states there."""
     operand, result = tensors[op.operands[0]], tensors[op.results[position]]
     pairs = {(c.operands[0], c.results[position]) for c in op.choices if c.label != VARIED}
     states = {after: R if before.kind == "V" else before for before, after in pairs}

@@ -1,7 +1,7 @@
 """Prices of single nodes of a graph: an op, a conversion, a parameter, each as items and holdings.
 
-Nothing here knows a plan. `autopar.cost_model.pricer` asks for the choices that a plan has made, and
-the search asks for all of them, so that both speak of the same numbers.
+The functions here know no plan. `autopar.cost_model.pricer` calls them for the choices of one plan, and the search
+for all choices, so that both use the same prices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.ir import (
 )
 from autopar.ir.tier import moves
 
-LOSS = "aten.cross_entropy_loss"  # its operands have gradients as large, and nothing keeps either
+LOSS = "aten.cross_entropy_loss"  # autograd saves neither its operands nor their gradients, which are as large
 
 
 class NodePricer:
@@ -46,12 +46,12 @@ class NodePricer:
         sizes: local sizes of tensors on a rank.
         hardware: figures or symbols of the machine.
         links: link of every mesh axis, figures or symbols.
-        layers: number of layers of every stack, by path, where it differs from the graph's own.
-        training_state: bytes that training keeps in addition to parameters.
-        fused: whether chains of element-wise ops are one kernel, as a compiler makes them.
-        bucket_bytes: size of the collectives that parameters and gradients share.
-        recomputed: ops that the recomputation of their block executes, see `Item.recomputed`.
-        position: coordinates of the rank whose memory is priced, which some parameters are owned by; see
+        layers: path of a list of repeated layers -> its number of layers, where it differs from the graph's number.
+        training_state: gradients and optimizer states that training keeps for each parameter.
+        fused: whether chains of element-wise ops run as one kernel, as `torch.compile` makes them.
+        bucket_bytes: bytes of a bucket: parameters and gradients share collectives of this size.
+        recomputed: names of the ops that run again when their block is recomputed.
+        position: mesh coordinates of the rank whose memory is priced; it matters for parameters that one rank owns, see
             `autopar.cost_model.owners`.
     """
 
@@ -81,7 +81,7 @@ class NodePricer:
         self._parameters = frozenset(graph.parameters.values())
 
     def place(self, name: str, module: str) -> tuple[Region, Quantity]:
-        """The region of an op or tensor, and how many of the whole model it stands for."""
+        """The region of an op or tensor, and the number of layers of the whole model for which it stands."""
         place = self.graph.stack_of(module)
         if place is None:
             return self._regions.get(name, "before"), 1
@@ -130,7 +130,7 @@ class NodePricer:
                 )  # fmt: skip
 
     def working(self, op: Op, labels: Labels, block: Hashable) -> Iterator[Holding]:
-        """Memory that an op needs while it runs, and that nothing keeps: the operands of a loss."""
+        """Memory that exists only while an op runs: the operands of a loss."""
         if op.kind == LOSS:
             region, count = self.place(op.name, op.module)
             moved = local_bytes(op, labels, self.graph.tensors, self.sizes, self.inner)
@@ -144,11 +144,11 @@ class NodePricer:
         """A conversion inside the graph, to a layout on the device.
 
         Args:
-            name: the tensor; one that is in another tier is a parameter.
-            source: where the tensor lies.
-            target: the layout that is needed.
-            user: the first op that needs the result, "" for the end of the graph.
-            again: whether backward gathers, or brings to the device, once more what forward does.
+            name: name of the tensor.
+            source: layout and tier of the tensor; only a parameter can be outside the device.
+            target: layout that is needed.
+            user: name of the first op that needs the result; "" for the end of the graph.
+            again: whether backward repeats the gathers and the moves to the device.
         """
         tensor = self.graph.tensors[name]
         carries = "parameter" if name in self._parameters else "activation"
@@ -174,7 +174,7 @@ class NodePricer:
                 )  # fmt: skip
 
     def restored(self, kept: KeptSlice) -> Iterator[Item]:
-        """The gathers that make a tensor whole for backward, of which a block has kept a slice."""
+        """The gathers in backward of a tensor of which every rank has saved only a slice."""
         op, tensor = self.graph.by_name[kept.user], self.graph.tensors[kept.tensor]
         region, count = self.place(op.name, op.module)
         title = f"of saved {numbers_out(kept.name)}"
@@ -205,7 +205,7 @@ class NodePricer:
     def gathered(
         self, name: str, source: TieredLayout, target: Layout, user: str, block: Hashable
     ) -> Iterator[Holding]:
-        """Copies of a parameter that its use in a block gathers or brings to the device."""
+        """Memory of the copies of a parameter that a block gathers, or moves to the device, for its use."""
         region, _ = self.place(name, self.modules[name])
         tensor = self.graph.tensors[name]
         if source.tier != "device":
@@ -219,7 +219,7 @@ class NodePricer:
     # --- parameters
 
     def between_steps(self, name: str, how: ParameterPlan) -> Iterator[Item]:
-        """A parameter's way from storage to its resident layout, and its gradient's way back."""
+        """Items of a parameter between steps: from storage to resident layout, and its gradient back."""
         tensor = self.graph.tensors[self.graph.parameters[name]]
         region, count = self.place(name, name)
         title = numbers_out(name)
@@ -243,7 +243,7 @@ class NodePricer:
                 )  # fmt: skip
 
     def parameter(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
-        """A parameter with its gradient and its optimizer states."""
+        """Memory of a parameter, its gradient and its optimizer states."""
         if has_owner(how.storage):
             yield from self._owned(name, how)
             return
@@ -280,9 +280,10 @@ class NodePricer:
     def meeting(
         self, name: str, how: ParameterPlan, meeting: Meeting, link: Link
     ) -> Iterator[Item]:
-        """A parameter's part in a meeting of replicas: the mean over them, and what is made of it.
+        """Items of one parameter in a meeting of replicas: the all-reduce, and the update from the mean.
 
-        The shard is copied into a message and back; every copy that is kept is read and written.
+        The update copies the stored shard into a message and back, and reads and writes every copy that the rule of the
+        meeting keeps (`Meeting.copies`).
         """
         tensor = self.graph.tensors[self.graph.parameters[name]]
         if not tensor.needs_grad:
@@ -308,7 +309,7 @@ class NodePricer:
         )  # fmt: skip
 
     def _owned(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
-        """The same of a parameter that one rank owns, on the rank that owns most; see `autopar.cost_model.owners`."""
+        """Memory of a parameter that one rank owns, on the rank that owns most; see `autopar.cost_model.owners`."""
         tensor = self.graph.tensors[self.graph.parameters[name]]
         region, count = self.place(name, name)
         for kind, size, is_stored in self._owned_bytes(tensor, how, count):
@@ -318,7 +319,7 @@ class NodePricer:
     def _owned_bytes(
         self, tensor: Tensor, how: ParameterPlan, count: Quantity
     ) -> Iterator[tuple[str, Quantity, bool]]:
-        """Kind, bytes of `count` parameters, and whether the optimizer reads or updates them."""
+        """Yields kind of memory, its bytes for `count` parameters, and whether the optimizer reads or updates it."""
         share = count * owned_share(how.storage, self.position, self.sizes)
         stored = share * self.sizes.bytes(tensor.at_rest, how.storage)
         copied = count * self.sizes.bytes(tensor, how.resident)
@@ -345,11 +346,12 @@ class NodePricer:
     def _gradient_bytes(
         self, tensor: Tensor, how: ParameterPlan
     ) -> Iterator[tuple[Tier, Quantity]]:
-        """Bytes of a gradient by tier: of the sum over micro-batches, and of `.grad`, which takes its place.
+        """Bytes of a parameter's gradient, by tier.
 
-        `.grad` lies where the parameter is stored, and has its format. What every micro-batch reduces is added up in
-        it; of a parameter whose uses gather it, the reduced shard stays where the parameter is used until backward
-        ends.
+        First the gradient is the sum over micro-batches; then `.grad` replaces it. `.grad` lies in the tier of the
+        storage and has the parameter's stored dtype. Where gradients are reduced after every micro-batch, they are
+        summed in `.grad`. Where a use gathers the parameter, the reduced shard stays on the device, or in the resident
+        tier, until backward ends.
         """
         state, per_step = self.training_state, how.reduce == "step"
         scale = self._gradient_scale(tensor) + state.fresh_gradient_bytes / tensor.itemsize_bytes
@@ -373,7 +375,7 @@ class NodePricer:
     def _cast(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
     ) -> Item:
-        """Once a step the stored shard is read, and written in the format of its use."""
+        """The item of the cast of a stored shard to the dtype of its use, once per step."""
         moved = self.sizes.bytes(tensor.at_rest, how.storage)
         moved = moved + self.sizes.bytes(tensor, how.storage)
         return Item(
@@ -384,7 +386,7 @@ class NodePricer:
     def _moves(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
     ) -> Iterator[Item]:
-        """The moves of a stored shard to where it is resident, and those of its gradient back."""
+        """Items of the moves of a stored shard to its resident tier, and of its gradient back."""
         item = partial(
             move_item, numbers_out(name), hardware=self.hardware, region=region, count=count, of=name,
         )  # fmt: skip
@@ -405,9 +407,9 @@ class NodePricer:
                 )
 
     def _converts(self, how: ParameterPlan) -> bool:
-        """Whether a parameter's resident layout is another than that of its storage, along an axis of several ranks.
+        """Whether a parameter's resident layout differs from its storage along an axis of several ranks.
 
-        An axis whose size is a symbol, or that stands for several sizes, counts as one of several ranks.
+        An axis whose size is a symbol or an array counts as an axis of several ranks.
         """
         sizes = (self.sizes.axis(axis) for axis in range(len(how.storage)))
         is_single = [isinstance(size, int) and size == 1 for size in sizes]
@@ -417,7 +419,7 @@ class NodePricer:
     def _accumulation(
         self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
     ) -> Item:
-        """Adding a micro-batch's gradient to the sum: both are read, the sum is written."""
+        """The item that adds a micro-batch's gradient to the accumulated one: it reads both and writes the sum."""
         held = self.sizes.bytes(tensor, how.resident)
         moved = held * (1 + 2 * self._gradient_scale(tensor))
         seconds = memory_seconds(moved, self.hardware)
@@ -463,7 +465,7 @@ class NodePricer:
         )  # fmt: skip
 
     def _title(self, name: str) -> str:
-        """A tensor in a reader's words: the parameter's name, or the op that makes it."""
+        """Words for a tensor in reports: the parameter's name, or the op that produces it."""
         if name in self.graph.producer:
             return f"of {words_of(self.graph.producer[name])}"
         return numbers_out(self.modules.get(name, name))
@@ -474,7 +476,7 @@ def _grows(storage: Layout, resident: Layout) -> bool:
 
 
 def regions_of(graph: Graph) -> dict[str, Region]:
-    """For every op, tensor and parameter outside the layers whether it comes before or after them."""
+    """Op, tensor or parameter name -> "before" or "after" the repeated layers; names inside them are meaningless."""
     inside = [i for i, op in enumerate(graph.ops) if graph.stack_of(op.module)]
     first_after = inside[-1] + 1 if inside else 0
     regions: dict[str, Region] = {}
@@ -490,16 +492,20 @@ def regions_of(graph: Graph) -> dict[str, Region]:
 
 
 def numbers_out(name: str) -> str:
-    """A path with the numbers of layers starred: `layers.*.mlp.up.weight`."""
+    """A path with `*` in place of the numbers of layers.
+
+    >>> numbers_out("layers.3.mlp.up.weight")
+    'layers.*.mlp.up.weight'
+    """
     return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
 
 
 def words_of(op: Op) -> str:
-    """An op in a reader's words: `mlp linear`, or `sum` outside every module."""
+    """Words for an op in reports: `mlp linear`, or `sum` for an op outside every submodule."""
     return f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
 
 
 def _leaf(module: str) -> str:
-    """The last two names of a module's path, numbers left out: `mlp.up`."""
+    """The last two names of a module's path without numbers, such as `mlp.up`."""
     names = [part for part in module.split(".") if not part.isdigit()]
     return ".".join(names[-2:])

@@ -1,19 +1,19 @@
-"""What optimizers keep for a parameter, by name: the tensors, and their exact bytes in every format.
+"""The states that optimizers keep for a parameter: which tensors, and their exact bytes.
 
 | name | states of a parameter with n elements | source |
 |---|---|---|
-| adamw | two of n, in the format of the weights that the optimizer updates | Loshchilov and Hutter 2019 |
-| adamwbf16 | two of n in bfloat16 | - |
-| adamw8bit | two of n bytes, a float32 scale for 256 elements, a table of 256 float32 | Dettmers et al. 2022, torchao |
-| adamw4bit | two of n/2 bytes, a float32 scale for 128 elements, a table of 16 float32 | Li et al. 2023, torchao |
-| adamwfp8 | two of n bytes, a float32 scale for 256 elements | torchao |
-| adafactor | a row and a column of the last two dims; n for a vector | Shazeer and Stern 2018, as torch.optim |
-| sgd-momentum | one of n | - |
+| adamw | two tensors of n elements, in the dtype of the weights that the optimizer updates | Loshchilov and Hutter 2019
+| | adamwbf16 | two tensors of n elements in bfloat16 | - |
+| adamw8bit | two tensors of n bytes, a float32 scale for 256 elements, a table of 256 float32 | Dettmers et al. 2022,
+torchao | | adamw4bit | two tensors of n/2 bytes, a float32 scale for 128 elements, a table of 16 float32 | Li et al.
+2023, torchao | | adamwfp8 | two tensors of n bytes, a float32 scale for 256 elements | torchao |
+| adafactor | a row and a column of the last two dims; n elements for a vector | Shazeer and Stern 2018, as torch.optim
+| | sgd-momentum | one tensor of n elements | - |
 | sgd | nothing | - |
 
-Optimizers of torchao keep a state in the parameter's own format where a rank has fewer than 4,096 elements of
-it, or a number that blocks do not divide (torchao 0.18, `_AdamBase._new_buffer`); so do these prices. The
-counter of steps, one number for each parameter, is in no price.
+torchao keeps a state in the parameter's own dtype if a rank has fewer than 4,096 elements of the state, or a number of
+elements that is no multiple of the block (torchao 0.18, `_AdamBase._new_buffer`); so do these prices. They leave out
+the counter of steps, one number for each parameter.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class StateFormat:
     """Number format of one tensor that an optimizer keeps for a parameter.
 
     Attributes:
-        element_bytes: bytes of one element; None for the format of the weights that the optimizer updates.
-        block_elements: number of elements that share a scale; None for a tensor without blocks.
+        element_bytes: bytes of one element; None for the dtype of the weights that the optimizer updates.
+        block_elements: number of elements that share a scale; None for a tensor without scales.
         scale_bytes: bytes of the scale of one block.
-        table_bytes: bytes of the table of values that each tensor carries along.
+        table_bytes: bytes of the lookup table that each tensor has.
     """
 
     element_bytes: float | None = None
@@ -46,13 +46,16 @@ class StateFormat:
     table_bytes: int = 0
 
     def is_taken(self, elements: Quantity) -> Quantity:
-        """Whether a rank's part of so many elements is kept in this format, or in the weights' own."""
+        """Whether a rank's part with this number of elements is kept in this format, and not in the weights' dtype."""
         if self.block_elements is None:
             return True
         return (elements >= _LEAST_ELEMENTS) & (elements % self.block_elements == 0)
 
     def bytes(self, elements: Quantity, taken: Quantity, own_bytes: float) -> Quantity:
-        """Bytes of a tensor of so many elements on a rank, where the weights have `own_bytes` an element."""
+        """Bytes of a rank's part with this number of elements.
+
+        `taken` is the result of `is_taken`, and `own_bytes` the bytes of one element of the weights.
+        """
         if self.block_elements is None:
             return elements * (own_bytes if self.element_bytes is None else self.element_bytes)
         assert self.element_bytes is not None, "blocks have a format of their own"
@@ -65,7 +68,7 @@ class OptimizerFormat:
     """The tensors that an optimizer keeps for a parameter.
 
     Attributes:
-        name: name by which a person asks for it.
+        name: name by which users select the optimizer.
         states: formats of the tensors that have the parameter's shape.
         factored: whether a parameter with several dims has a row and a column in place of these tensors.
     """
@@ -75,18 +78,18 @@ class OptimizerFormat:
     factored: bool = False
 
     def element_bytes(self, tensor: Tensor, own_bytes: float) -> float:
-        """Bytes of the states in proportion to the parameter's elements, whatever part of it a rank has."""
+        """Bytes of optimizer states per element of the parameter, over the states of which this is a constant."""
         plain = (s for s in self.states if s.block_elements is None and not self._factors(tensor))
         return sum(own_bytes if s.element_bytes is None else s.element_bytes for s in plain)
 
     def other_bytes(
         self, tensor: Tensor, storage: Layout, sizes: Sizes, own_bytes: float
     ) -> Iterator[Quantity]:
-        """Bytes on a rank of each state that is not in proportion to the parameter's elements.
+        """Bytes on a rank of each state that `element_bytes` does not count.
 
         Args:
-            tensor: the parameter as it lies between steps.
-            storage: its layout then.
+            tensor: the parameter as it is stored between steps.
+            storage: layout of the parameter between steps.
             sizes: local sizes of tensors on a rank.
             own_bytes: bytes of an element of the weights that the optimizer updates.
         """
@@ -107,7 +110,7 @@ class OptimizerFormat:
 
 
 def _without(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor summed over one of its dims."""
+    """The tensor without one of its dims."""
     at = len(tensor.dims) + dim
     return replace(
         tensor,
@@ -134,7 +137,7 @@ OPTIMIZERS = {
 
 
 def optimizer_format(name: str) -> OptimizerFormat:
-    """The states of the optimizer of this name. Raises AutoparError for one that is none of `OPTIMIZERS`."""
+    """The states of the optimizer called `name`. Raises AutoparError for a name that is not in `OPTIMIZERS`."""
     if name not in OPTIMIZERS:
         raise AutoparError(
             f"There is no optimizer {name!r} among the training states; choose among {', '.join(OPTIMIZERS)}."

@@ -1,8 +1,8 @@
-"""What a parameter takes that one rank of an axis owns: by rank, and on the busiest owner.
+"""Costs of parameters that one rank of an axis owns (state `O(i)`).
 
-Every rank holds the resident copy for a step, and its gradient until that is reduced. The owner alone keeps the
-stored parameter and the optimizer's states, and updates them. A plan's memory and its optimizer's time are those of
-the rank that owns most; where no owner is decided yet (`O(*)`), every rank owns an equal share.
+During a step every rank holds the resident copy, and its gradient until it is reduced. Only the owner keeps the stored
+parameter and the optimizer's states, and updates them. The memory and the optimizer's time of a plan are those of the
+rank that owns most bytes. Where the search has not chosen the owner yet (`O(*)`), every rank counts an equal share.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Position = Sequence[int]
 
 
 def busiest_owner(graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh) -> Position:
-    """The coordinates of the rank that owns most bytes; of several the first.
+    """The mesh coordinates of the rank that owns most bytes; the first such rank if several own as much.
 
-    An axis along which nothing is owned has the coordinate 0.
+    The coordinate is 0 along an axis without owned parameters.
     """
     owned = {name: how.storage for name, how in parameters.items() if has_owner(how.storage)}
     axes = [
@@ -41,7 +41,7 @@ def busiest_owner(graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: M
 
 
 def owned_share(storage: Layout, position: Position, sizes: Sizes) -> Quantity:
-    """The share of a parameter that the rank at a position owns: 1, 0, or 1 / n where that is open."""
+    """Fraction of a parameter that the rank at these coordinates owns: 1, 0, or 1 / n if no owner is chosen yet."""
     share: Quantity = 1
     for axis, state in enumerate(storage):
         if state.kind == "O" and state.owner == ANY:
@@ -52,7 +52,7 @@ def owned_share(storage: Layout, position: Position, sizes: Sizes) -> Quantity:
 
 
 def is_own_copy(storage: Layout, resident: Layout) -> bool:
-    """Whether the owner uses the stored parameter itself, because the others alone need a copy."""
+    """Whether the owner uses its stored parameter as the resident copy, so that only the other ranks need a copy."""
     return all(
         a == b or (b.kind in "RV" and a.kind in "ORV")
         for a, b in zip(storage, resident, strict=True)

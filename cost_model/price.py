@@ -1,11 +1,11 @@
-"""The price of a whole plan, node by node: the oracle that the search must agree with.
+"""The price of a whole plan, as a plain sum over its nodes. Tests compare the search's prices with it.
 
     seconds of a step = micro-batches * (every op, its own collectives, every conversion in the graph)
-                        + every parameter's way from storage to use and its gradient's way back
+                        + every parameter's conversion from storage to resident layout, and its gradient's back
 
-Nothing overlaps with anything here. The graph is captured at the size of one micro-batch. A value
-is converted once for each distinct layout that its consumers need. A parameter that is gathered
-for its uses, and saved for backward, is gathered once more there.
+Communication does not overlap with compute here. The graph has the size of one micro-batch. A tensor is converted once
+for each distinct layout that its consumers need. A parameter that is gathered for its uses and saved for backward is
+gathered a second time in backward.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Cost:
 
     Attributes:
         compute_seconds: ops, forward and backward.
-        conversion_seconds: conversions of activations and their gradients, and what the parts of an op
-            send each other inside it.
+        conversion_seconds: conversions of activations and their gradients, and the collectives inside ops.
         parameter_seconds: conversions of parameters and their gradients.
         parameter_bytes, gradient_bytes, optimizer_bytes, saved_bytes, buffer_bytes: see
             `autopar.cost_model.memory`.
@@ -65,7 +64,7 @@ class Cost:
 
 
 def price(graph: Graph, plan: Plan, hardware: Hardware) -> Cost:
-    """Time and memory of `plan`, which must fit `graph` (an op without labels is a KeyError)."""
+    """Time and memory of a plan. Raises KeyError if the plan has no labels for an op of the graph."""
     pricer = _Pricer(graph, plan, hardware)
     in_graph = pricer.conversions()
     stored = [
@@ -90,7 +89,7 @@ def price(graph: Graph, plan: Plan, hardware: Hardware) -> Cost:
 def per_step_seconds(
     tensor: Tensor, plan: ParameterPlan, micro_batches: int, *, sizes: Sizes, hardware: Hardware
 ) -> float:
-    """Seconds per step of a parameter between its storage and its resident layout."""
+    """Seconds per step to convert a parameter from its storage to its resident layout, and its gradient back."""
     seconds = conversion_seconds(
         tensor, plan.storage, plan.resident, sizes=sizes, hardware=hardware, bucketed=True
     )
@@ -107,9 +106,9 @@ def use_seconds(
     sizes: Sizes,
     hardware: Hardware,
 ) -> float:
-    """Seconds of a parameter between its resident layout and a use, forward and backward.
+    """Seconds to convert a parameter from its resident layout to the layout of a use, and its gradient back.
 
-    A copy that takes communication is not kept: if it is `saved`, backward makes it once more.
+    A copy whose conversion communicates is freed after the use: if autograd has `saved` it, backward converts it again.
     """
     seconds = conversion_seconds(tensor, resident, target, sizes=sizes, hardware=hardware)
     again = saved and tensor.needs_grad and any(map(communicates, steps(resident, target)))
@@ -123,7 +122,7 @@ class _InGraph:
 
 
 class _Pricer:
-    """One pass over a graph and a plan; every method is a sum over nodes."""
+    """Sums over the nodes of a graph under a plan."""
 
     def __init__(self, graph: Graph, plan: Plan, hardware: Hardware) -> None:
         self.graph = graph
@@ -133,7 +132,7 @@ class _Pricer:
         self.flow = Flow(graph, plan)
 
     def count(self, name: str) -> int:
-        """How many ops or tensors the captured one of this name stands for."""
+        """Number of layers for which the op or tensor called `name` stands."""
         return self.graph.stands_for.get(name, 1)
 
     def compute_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""The items and holdings of one plan, made node by node."""
+"""The items (work) and holdings (memory) of one plan, made node by node; see `autopar.cost_model.items`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Pricer:
 
     Args:
         graph: the captured model.
-        plan: its choices.
+        plan: the plan for this graph.
         sizes, hardware, links, layers, training_state, fused, bucket_bytes: see `NodePricer`.
-        regathers: whether an activation that is gathered for an op is kept in shards, and gathered
+        regathers: whether an activation that is gathered for an op is saved in shards, and gathered
             again in backward (Korthikanti et al. 2022, section 4.2.2).
-        blocks: op -> the block with which it is recomputed; by default its layer. Ops that are missing
-            belong to none and are never recomputed.
-        again: names of the ops that are recomputed in backward, whole blocks of them.
+        blocks: op name -> the block with which the op is recomputed; by default its layer. Ops that are missing
+            belong to no block and are never recomputed.
+        again: names of the ops that are recomputed in backward; they make up whole blocks.
         selected: recomputation of single ops, in place of `again`.
-        slices: what blocks keep in slices, by the numbers that `blocks` has.
-        meeting_link: link between replicas, of a plan that has some.
+        slices: tensors that blocks save in slices; their block numbers are those of `blocks`.
+        meeting_link: link between replicas; None for a plan without replicas.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Pricer:
     # --- work
 
     def items(self) -> Iterator[Item]:
-        """What a step does, with what ops that run again repeat and what that spares."""
+        """The items of a step, with those that recomputation adds and without those that it makes unnecessary."""
         for item in self._once():
             change = self._change(item)
             if change >= 0:
@@ -84,7 +84,7 @@ class Pricer:
                 yield replace(item, phase="backward")
 
     def _change(self, item: Item) -> int:
-        """By how many executions recomputation changes those of an item."""
+        """Number of executions that recomputation adds to an item; -1 if it makes the item unnecessary."""
         if self.selected is not None:
             return int(self.selected.repeats(item.of, item.moves, item.phase, item.carries))
         return item.recomputed if item.of in self.again else 0
@@ -102,7 +102,7 @@ class Pricer:
         yield from self._meetings()
 
     def _meetings(self) -> Iterator[Item]:
-        """What replicas do every so many steps."""
+        """Items of the meetings of replicas, see `autopar.ir.meeting`."""
         meeting, link = self.plan.meeting, self.meeting_link
         if meeting is None:
             return
@@ -116,7 +116,7 @@ class Pricer:
         return self.nodes.conversion(name, self.flow.place(name), target, user, again=again)
 
     def into(self, op: Op, position: int) -> Iterator[Item]:
-        """The forward of the conversion that an operand of `op` goes through."""
+        """Forward items of the conversion of the operand of `op` at this position."""
         name, target = op.operands[position], self.flow.operands[op.name][position]
         for item in self._conversion(name, target, op.name):
             if item.phase == "forward":
@@ -125,7 +125,7 @@ class Pricer:
     # --- memory
 
     def holdings(self) -> Iterator[Holding]:
-        """What a rank holds: parameters with what training keeps, and saved activations once."""
+        """The memory of a rank: parameters, gradients, optimizer states, and saved activations of one micro-batch."""
         for name in self.graph.parameters:
             yield from self.nodes.parameter(name, self.plan.parameters[name])
         for public, name in self.graph.buffers.items():
@@ -141,7 +141,7 @@ class Pricer:
         yield from self._made_again(kept if self.selected is not None else ())
 
     def _staying(self) -> dict[_Memory, Op]:
-        """Memory that stays for backward, slices in place of what they are of -> the first op that needs it there."""
+        """Saved memory -> the first op that needs it in backward; a tensor saved in slices appears as its slice."""
         if self.selected is not None:
             named = self.selected.kept.items()
             users = {at: [self.graph.by_name[name] for name in names] for at, names in named}
@@ -167,7 +167,7 @@ class Pricer:
         return Holding(words_of(op), "saved activations", region, held, op.name)
 
     def _kept(self, again: Collection[str]) -> dict[_Memory, list[Op]]:
-        """Memory that stays for backward -> the ops for which it does; `again` are ops that rerun."""
+        """Saved memory -> the ops that need it in backward, if the ops in `again` are recomputed."""
         stored = {*self._parameters, *self.graph.buffers.values()}
         found: dict[_Memory, list[Op]] = {}
         for op in self.graph.ops:
@@ -190,7 +190,11 @@ class Pricer:
         return [n for n, m in makers.items() if m is None or self._block(m.name) != block]
 
     def _made_again(self, stays: Collection[_Memory]) -> Iterator[Holding]:
-        """What recomputed blocks make again, without what `stays`, and what later blocks have freed by then."""
+        """Holdings of recomputation: activations that blocks make again, and those that later blocks have freed by
+        then.
+
+        Memory in `stays` is saved anyway, so that it is not made again.
+        """
         order = list(dict.fromkeys(self._block(op.name) for op in self.graph.ops))
         recomputed = [op for op, _ in self.selected.makers] if self.selected else self.again
         again = {self._block(name) for name in recomputed}
@@ -207,7 +211,7 @@ class Pricer:
                 yield replace(holding, kind="made again", name="made again", block=each.block)
 
     def boundary_bytes(self) -> Quantity:
-        """Bytes of what crosses from one repeated layer to the next, on one rank."""
+        """Bytes of the activations that one repeated layer passes to the next, on one rank."""
         produced, largest = self.flow.produced, 0
         for names in _crossing(self.graph).values():
             held = sum(
@@ -221,14 +225,18 @@ class Pricer:
         return frozenset(self.graph.parameters.values())
 
     def _shards(self, name: str, layout: Layout) -> Layout:
-        """An operand as its maker left it on the axes along which it is gathered for a use."""
+        """The layout of an operand with its gathers undone: split along every axis on which it was produced split."""
         made = self.flow.produced[name]
         return tuple(a if a.kind == "S" and b.kind in ("R", "V") else b
                      for a, b in zip(made, layout, strict=True))  # fmt: skip
 
 
 def block_labels(graph: Graph, blocks: Mapping[str, Hashable]) -> dict[str, Hashable]:
-    """Op -> its block; outside of blocks the region of the model, without layers the op alone."""
+    """Op name -> label of its block.
+
+    An op outside of blocks has its region (before or after the layers) as label; in a graph without repeated layers,
+    its own name.
+    """
     regions = regions_of(graph)
     return {
         op.name: blocks.get(op.name, regions[op.name] if graph.stacks else op.name)
@@ -237,7 +245,7 @@ def block_labels(graph: Graph, blocks: Mapping[str, Hashable]) -> dict[str, Hash
 
 
 def _crossing(graph: Graph) -> dict[str, dict[str, None]]:
-    """Of every stack the tensors that the layer before its middle makes for that in the middle."""
+    """Path of a list of layers -> the tensors that its middle layer gets from the layer before."""
     found: dict[str, dict[str, None]] = {}
     for op in graph.ops:
         place = graph.stack_of(op.module)

@@ -42,7 +42,7 @@ class Sizes:
         return self.elements(tensor.dims, layout) * tensor.itemsize_bytes
 
     def count(self, tensor: Tensor, layout: Layout) -> Quantity:
-        """Number of elements of `tensor` on one rank, always a number; decisions use it where `bytes` is a formula."""
+        """Number of elements of `tensor` on one rank. It is a number even where `bytes` gives a formula."""
         return self.elements(tensor.dims, layout)
 
     def axis(self, position: int) -> Quantity:
@@ -54,7 +54,7 @@ class Sizes:
         return leaf.size
 
     def extent(self, leaves: Sequence[Leaf], labels: Labels) -> Quantity:
-        """Number of points of the product of `leaves` on one rank, if the op runs under these labels."""
+        """Product of the sizes of `leaves` on one rank, if the op runs under these labels."""
         whole = math.prod((self.factor(leaf) for leaf in leaves), start=1)
         parts = math.prod(
             (
@@ -80,7 +80,7 @@ class SymbolicSizes(Sizes):
     """Sizes of local tensors as formulas, with a symbol for every factor and every axis.
 
     Args:
-        mesh: mesh whose number of axes is used, but not their sizes.
+        mesh: mesh with the right number of axes; the symbols in `axes` replace their sizes.
         factors: factor name -> symbol of its size; a factor without a symbol keeps its number.
         axes: symbol for the number of ranks along every axis.
     """

@@ -1,4 +1,4 @@
-"""What a runtime makes of a machine: at most six figures for one runtime on one kind of device."""
+"""The efficiency that one training framework reaches on one kind of device, as a few fitted figures."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from autopar.cost_model.hardware import Hardware, Source
 
 @dataclass(frozen=True)
 class Software:
-    """Figures of one runtime on one kind of device; None leaves the hardware's own.
+    """Figures of one runtime (training framework) on one kind of device; None keeps the hardware's own figure.
 
     Attributes:
         name: name of the runtime.
         matmul_efficiency: fraction of the peak that its large matrix products reach.
         memory_efficiency: fraction of the memory bandwidth that its element-wise kernels reach.
-        attention_efficiency: the same for fused attention, all scores counted.
+        attention_efficiency: fraction of the peak that fused attention reaches; masked scores count as work.
         host_seconds: time of the CPU to issue one op, Python included.
-        network_efficiency: fraction of the bandwidth between nodes that is left to a collective.
-        hides: fraction of the compute of a phase that parameters and gradients hide behind on the way.
-        hides_activations: the same for activations, sent piece by piece as a product needs them.
-        skew_seconds: time that a collective of activations waits for its slowest rank, per further rank.
-        stall_seconds: time that it waits, per rank, while messages between pipeline stages cross nodes;
-            it grows with the square root of the nodes that the group spans.
+        network_efficiency: fraction of the bandwidth between nodes that collectives reach.
+        hides: fraction, 0 to 1, of the communication of parameters and gradients that overlaps with compute, up to the
+            duration of the compute.
+        hides_activations: the same fraction for activations, which some runtimes send piece by piece while they
+            compute.
+        skew_seconds: time that a collective of activations waits for its slowest rank, for each rank beyond the first.
+        stall_seconds: time that a collective of activations waits, per rank, where messages between pipeline stages
+            cross nodes; it grows with the square root of the number of nodes that the group spans.
         hop_seconds: duration of a step of a ring between nodes; None for the network's own latency.
         send_seconds: time of a message between stages in different nodes, on top of its transfer.
-        runs_ahead: whether the host issues a whole layer before the device has run it, so that only
-            their sums compare; else every op waits for its own launch.
-        step_seconds: fixed per step: logging, the data loader, the optimizer's launches.
+        runs_ahead: whether the host issues kernels well ahead of the device, so that a region takes the larger of the
+            two sums; otherwise every op waits for its own launch.
+        step_seconds: fixed time per step: logging, the data loader, the optimizer's launches.
         source: source of the figures.
     """
 
@@ -53,7 +55,7 @@ class Software:
     source: str = "guess"
 
     def on(self, hardware: Hardware) -> Hardware:
-        """The hardware as this runtime sees it."""
+        """The hardware with this runtime's figures in place of its own."""
         names = ("matmul_efficiency", "memory_efficiency", "attention_efficiency", "host_seconds")
         own = {name: value for name in names if (value := getattr(self, name)) is not None}
         nic = hardware.across_nodes.bandwidth_bytes_per_second * self.network_efficiency
@@ -122,7 +124,7 @@ SOFTWARE: Mapping[tuple[str, str], Software] = MappingProxyType(
     }
 )
 
-# What stands in for a runtime that nobody fitted: the one that works most like it, by preference.
+# Runtime without fitted figures -> the fitted runtime that works most like it.
 _ALIKE = {
     "megatron-lm": "megatron-deepspeed",
     "apex": "megatron-deepspeed",
@@ -131,7 +133,7 @@ _ALIKE = {
 
 
 def software_for(name: str, device: str) -> Software:
-    """The figures of a runtime on a device; those of the nearest that is known, labelled a guess."""
+    """The figures of a runtime on a device. If they are not known, those of the most similar pair, labelled a guess."""
     device = device.split("-")[0]
     if (name, device) in SOFTWARE:
         return SOFTWARE[name, device]
@@ -142,15 +144,15 @@ def software_for(name: str, device: str) -> Software:
     return dataclasses.replace(known[key], name=name, source=source)
 
 
-# What eager PyTorch makes of a GPU, where nobody measured: about the middle of the runtimes above.
+# Guesses of what eager PyTorch reaches on a GPU without measurements: about the middle of the runtimes above.
 _EAGER = {"memory_efficiency": 0.55, "attention_efficiency": 0.5, "host_seconds": 45e-6}
 _EAGER_SOURCE = Source("guess", "as eager runtimes fitted to published runs")
 
 
 def as_eager_runs(cluster: Cluster) -> Cluster:
-    """The cluster with guesses for what its hardware file leaves open of a runtime's efficiency.
+    """The cluster with guesses of eager PyTorch's efficiency where its hardware file does not give it.
 
-    A file that `autopar calibrate` wrote has figures of its own and stays as it is.
+    A file that `autopar calibrate` wrote has measured figures, which stay as they are.
     """
     hardware = cluster.hardware
     stated = {figure for figure, _ in hardware.sources}

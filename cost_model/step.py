@@ -51,14 +51,15 @@ REGIONS: tuple[Region, ...] = ("before", "layers", "after")
 
 @dataclass(frozen=True)
 class Run:
-    """How a step is run, as far as the layouts of a plan do not say it.
+    """Settings of a step other than the layouts of its plan: micro-batches, pipeline stages, recomputation.
 
     Attributes:
         micro_batches: number of micro-batches in a step.
         stages: number of pipeline stages; 1 without a pipeline.
         cuts: number of layers of each stage; None for equal shares.
         chunks: number of interleaved chunks of layers per stage.
-        recompute: how many layers of each chunk save only their input and are recomputed in backward.
+        recompute: number of layers of each chunk that save only their input and are recomputed in backward; or "none"
+            or "full".
         training_state: gradients and optimizer states that training keeps for each parameter.
     """
 
@@ -195,9 +196,10 @@ class Step:
         )  # fmt: skip
 
     def _waits(self, region: Region) -> Quantity:
-        """Seconds by which the host takes longer to launch kernels than the device takes to run them.
+        """Seconds that the device waits in a region, because the host takes longer to launch kernels than they run.
 
-        Where the host launches ahead, sums are compared; else every op by itself.
+        Where the host launches ahead of the device, only the sums over the region matter. Otherwise every op that is
+        slower to launch than to run adds its difference.
         """
         found = [*self.runs(region, COMPUTE)]
         for axis in self.axes:
@@ -391,18 +393,18 @@ class Step:
         )
 
     def stored(self, tier: Tier, stage: Stage = "first") -> tuple[Term, ...]:
-        """Memory that a rank keeps in another tier than the device, by parts."""
+        """Memory that a rank keeps on the host or in files, by parts."""
         return tuple(
             Term(kind, self.held(kind, stage, tier), self._held_parts(kind, stage, tier))
             for kind in TOUCHED
         )
 
     def _transient(self, stage: Stage) -> Quantity:
-        """The largest memory that exists only while one block runs.
+        """Bytes of the largest memory that exists only while one block (a layer) runs.
 
-        The loss has operands and gradients of the same size, which nothing saves. Parameters that are stored in shards
-        are whole while their block runs, and so are their gradients. A block that is recomputed has all its saved
-        activations; by then the blocks after the recomputed ones have freed theirs.
+        While a loss runs, its operands and their gradients exist, which autograd does not save. While a block with
+        sharded parameters runs, the gathered parameters and their gradients exist. While a block is recomputed, all
+        activations that it saves exist; the blocks after the recomputed ones have freed theirs by then.
         """
         moments = self._moments(stage)
         found = list(moments.values())
@@ -420,7 +422,7 @@ class Step:
         }
 
     def _by_block(self, kind: str, stage: Stage) -> dict[Hashable, Quantity]:
-        """Block -> bytes of a kind that exists only while a block runs; a stage has those of a layer in full."""
+        """Block -> bytes of a kind of memory that exists only while the block runs; a layer counts in full."""
         found: dict[Hashable, Quantity] = {}
         for h in self.holdings:
             if h.kind == kind:
@@ -519,7 +521,7 @@ class Step:
 
 
 def _runs_every_time(item: Item) -> bool:
-    """Whether every micro-batch runs an item."""
+    """Whether an item runs once per micro-batch, not once per step."""
     return item.phase in ("forward", "backward") or (
         item.phase == "reduce" and item.every_micro_batch
     )

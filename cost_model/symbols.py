@@ -83,7 +83,7 @@ def link_of(values: Mapping[str, Quantity], axis: str) -> Link:
     return Link(**{field: values[f"{short}_{axis}"] for field, short in _LINK.items()})
 
 
-# Fields of a link, and what the names of their symbols begin with.
+# Field of a link -> first part of the names of its symbols.
 _LINK = {
     "bandwidth_bytes_per_second": "bandwidth", "latency_seconds": "latency",
     "start_seconds": "start", "fill_seconds": "fill", "reduce_gain": "reduce_gain",
@@ -128,7 +128,7 @@ class Expressions:
         layers: number of repeated layers in the whole model.
         machine: the hardware with a symbol for every figure.
         values: value of every symbol for the model and the hardware that the formulas were made with, by name.
-        recomputes: whether `items` already contain recomputed work; a step then adds none.
+        recomputes: whether `items` already contains the recomputed work, so that `Step` must not add it.
     """
 
     items: tuple[Item, ...]
@@ -187,10 +187,10 @@ class Expressions:
         )  # fmt: skip
 
     def at(self, **values: Quantity) -> Expressions:
-        """The same with numbers, or arrays of equal shape, in place of symbols.
+        """These expressions with numbers, or arrays of one shape, in place of symbols.
 
         Args:
-            values: values of symbols that differ from `self.values`.
+            values: values of the symbols for which `self.values` does not hold.
         """
         given = {**self.values, **values}
         numbers = iter(self._formulas.at([given[str(s)] for s in self._symbols]))

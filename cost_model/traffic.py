@@ -1,8 +1,8 @@
-"""Bytes that one rank sends in a collective, by the ring that attains the lower bound.
+"""Bytes that one rank sends in a collective, with the ring algorithms that send the fewest.
 
-Patarasuk and Yuan 2009: an all-gather or reduce-scatter of B bytes over n ranks sends (n - 1) / n B
-from each, an all-reduce twice that. A broadcast or reduce of B bytes sends B from all ranks but one, which is as
-much on average; a scatter or gather moves (n - 1) / n B from or to the owner, and a send B.
+In an all-gather or reduce-scatter of B bytes over n ranks every rank sends (n - 1) / n B, and twice as much in an
+all-reduce (Patarasuk and Yuan 2009). In a broadcast or reduce of B bytes all ranks but one send B, which is
+(n - 1) / n B on average. A scatter or gather moves (n - 1) / n B from or to the owner, and a send moves B.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 from autopar.cost_model.arith import Quantity
 
-# The last two exchange rows with their experts. How many leave a rank is known in a run alone; as if the experts were
-# evenly used, n - 1 of n do.
+# The last two exchange rows with their experts. Only a run shows how many rows leave a rank; here (n - 1) / n of them
+# do, as if all experts were used equally.
 EXCHANGES = ("all_to_all", "dispatch", "combine")
 
 _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyType(
@@ -47,7 +47,7 @@ def sends(name: str) -> bool:
 def traffic_bytes(
     name: str, *, before_bytes: Quantity, after_bytes: Quantity, ranks: Quantity
 ) -> Quantity:
-    """Bytes that a rank sends; `before_bytes` and `after_bytes` are what it holds on either side."""
+    """Bytes that a rank sends; it holds `before_bytes` before the collective and `after_bytes` after it."""
     if name == "send":
         return before_bytes
     assert name in _RINGS, f"no formula for the collective {name!r}"

@@ -1,4 +1,4 @@
-"""What it costs that ops without a rule run whole on every rank."""
+"""The cost of ops without a rule. autopar does not know how to split them, so that every rank runs them whole."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ class Unruled:
     """The ops of one kind that have no rule.
 
     Attributes:
-        kind: `aten.histc`.
-        count: how many calls of it there are.
-        seconds: their duration in a step, forward and backward: reading their operands, writing their
-            results, and the conversions that make their operands whole. A guess: nobody has said how
-            much such an op computes.
-        gathered_bytes: bytes of those operands that a rank receives in the forward of a step.
+        kind: name of the operator, such as `aten.histc`.
+        count: number of calls in the model.
+        seconds: duration of these calls in a step, forward and backward: reading operands, writing results, and the
+            conversions that gather the operands. This is a guess: the arithmetic of such an op is not known.
+        gathered_bytes: bytes of the operands that a rank receives in the forward of a step.
     """
 
     kind: str
@@ -32,7 +31,10 @@ class Unruled:
 
 
 def unruled(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[Unruled, ...]:
-    """By kind, in the order of the alphabet; a conversion is told to every op that asks for it."""
+    """The ops without a rule, by kind in alphabetical order.
+
+    The cost of a conversion is attributed to every op that needs it.
+    """
     sizes, flow = Sizes(plan.mesh), Flow(graph, plan)
     found: dict[str, Unruled] = {}
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""The moves of a parameter between the tiers of a rank, and what they carry and take."""
+"""The moves of a parameter between the tiers (device, host, files) of a rank, with their bytes and seconds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Form = Literal["stored", "cast", "resident"]
 
 
 class Carried(NamedTuple):
-    """A move, and in which form the parameter makes it.
+    """A move of a parameter, and what is copied.
 
     Attributes:
-        move: link and direction.
-        form: the stored shard as it is stored, the same cast for its use, or the resident part.
+        move: source and target tier.
+        form: "stored" for the shard in the dtype in which it is stored, "cast" for the shard in the dtype of its use,
+            "resident" for the part that the resident layout gives the rank.
     """
 
     move: Move
@@ -27,12 +28,12 @@ class Carried(NamedTuple):
 
 
 def way_to_resident(how: ParameterPlan, *, casts: bool, converts: bool) -> Iterator[Carried]:
-    """The moves of a parameter at the start of a step, as `Residents` in autopar/runtime/parameters.py routes it.
+    """The moves of a parameter at the start of a step; `Residents` in autopar/runtime/parameters.py runs them.
 
     Args:
-        how: layouts and tiers.
-        casts: whether the parameter is cast for its use, which is done no farther away than on the host.
-        converts: whether its resident layout is another than that of its storage, to which the device converts it.
+        how: layouts and tiers of the parameter.
+        casts: whether the parameter is cast for its use; a cast runs on the host or on the device.
+        converts: whether its resident layout differs from its storage; the device runs this conversion.
 
     >>> from autopar.ir import R
     >>> how = ParameterPlan((R,), (R,), tier="nvme", resident_tier="host")
@@ -50,7 +51,7 @@ def way_to_resident(how: ParameterPlan, *, casts: bool, converts: bool) -> Itera
 
 
 def way_back(way: Iterable[Move]) -> tuple[Move, ...]:
-    """The moves that take a gradient back."""
+    """The same moves backwards, for the gradient: in the opposite order and direction."""
     return tuple(Move(each.backward, each.name, each.tier) for each in way)[::-1]
 
 
@@ -58,13 +59,13 @@ def move_item(
     name: str, move: Move, size_bytes: Quantity, hardware: Hardware, *, phase: Phase, region: Region,
     count: Quantity, carries: str, of: str, every_micro_batch: bool, moves: str = "", recomputed: int = 0,
 ) -> Item:  # fmt: skip
-    """One move of a parameter or a gradient.
+    """The item of one move of a parameter or a gradient.
 
     Args:
-        name: the parameter in a reader's words.
-        move: link and direction.
-        size_bytes: size of what is moved.
-        hardware: the machine, with figures of the link.
+        name: name of the parameter for reports.
+        move: source and target tier.
+        size_bytes: bytes that are copied.
+        hardware: the machine with the bandwidth and latency of the copy.
         phase, region, count, carries, of, every_micro_batch, moves, recomputed: see `Item`.
     """
     seconds = hardware.move_seconds(move, size_bytes)

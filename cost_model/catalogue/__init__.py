@@ -1,6 +1,6 @@
-"""The machines one can name, each a TOML file of this folder in the form of `hardware_toml`.
+"""The machines that have a name, such as `h100`; each is a TOML file of this folder, see `hardware_toml`.
 
-The files are data for people to read and correct: every figure stands beside its kind and source.
+The files are for people to read and correct: every figure has its kind and source next to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ H100, A100, CPU_GLOO = HARDWARE["h100"], HARDWARE["a100"], HARDWARE["cpu-gloo"]
 ALIASES: Mapping[str, str] = MappingProxyType(
     {"a100-80": "a100", "h100-80": "h100", "v100-32": "v100", "cpu": "cpu-gloo", "4090": "rtx4090"}
 )
-# Names in which another figure than the chip's tells machines apart: chip -> GB of memory -> name.
+# Chips that exist with several sizes of memory: chip -> GB of memory -> name in the catalogue.
 _BY_MEMORY: Mapping[str, Mapping[int, str]] = MappingProxyType(
     {
         "v100": {16: "v100-16", 32: "v100"},
@@ -37,7 +37,7 @@ _VENDOR = re.compile(r"^(?:nvidia|amd|instinct|geforce|tesla|\s|-|_)+")
 
 
 def find_hardware(given: Hardware | str | os.PathLike[str]) -> Hardware:
-    """The hardware that is given by name, by the path of a TOML file, or as a value.
+    """The hardware for a name, the path of a TOML file, or a value.
 
     >>> find_hardware("A100-40GB SXM").name
     'a100-40'
