@@ -14,6 +14,7 @@ from autopar._torch.autograd import (
     backward_hooks_of,
     below_autograd,
     forward_of_running_node,
+    gradient_flags,
     handed_on,
     has_backward_hooks,
     in_functorch_transform,
@@ -95,29 +96,28 @@ from autopar._torch.groups import (
 )
 from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
+from autopar._torch.optimizers import update_by_shards
 from autopar._torch.owned import Owned, copied, cut_like, owned_as
 from autopar._torch.pipelining import pipeline_actions, pipeline_stage, runs_one_stage
 from autopar._torch.shortcuts import code_when_called, quick_decompositions
 from autopar._torch.tensors import has_storage, storage_key, storage_reference, without_memory
 
 __all__ = [
-    "CPU", "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DictVersions", "DropoutBase",
-    "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "OpOverload", "Owned", "RandomLastBits", "SizeDependsOnValues",
+    "CPU", "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DictVersions", "DropoutBase", "FakeTensor",
+    "FakeTensorMode", "Float64Arithmetic", "OpOverload", "Owned", "RandomLastBits", "SizeDependsOnValues",
     "TorchDispatchMode", "accelerator_kind", "accumulate_gradient", "all_gather", "all_reduce", "all_to_all",
-    "applying_functions_by", "as_if_compiling", "autocast_kinds", "autopar_op", "backend_of",
-    "backward_hooks_of", "below_autograd", "broke_in_communication", "call_with", "catalogue_name",
-    "code_when_called", "compile_graph", "computes_complex", "copied", "copy_to_host", "current_device", "cut_like",
-    "default_store", "device_copy", "differentiable_local", "dtensor", "dynamo_source", "exchange_rows", "fake_mode",
-    "forked_random_state", "forward_of_running_node", "guard_hooks", "handed_on", "host_copy", "has_backward_hooks",
-    "has_storage",
-    "has_used_accelerator", "in_functorch_transform", "is_accelerator", "is_functional", "lines_along",
+    "applying_functions_by", "as_if_compiling", "autocast_kinds", "autopar_op", "backend_of", "backward_hooks_of",
+    "below_autograd", "broke_in_communication", "call_with", "catalogue_name", "code_when_called", "compile_graph",
+    "computes_complex", "copied", "copy_to_host", "current_device", "cut_like", "default_store", "device_copy",
+    "differentiable_local", "dtensor", "dynamo_source", "exchange_rows", "fake_mode", "forked_random_state",
+    "forward_of_running_node", "gradient_flags", "guard_hooks", "handed_on", "has_backward_hooks", "has_storage",
+    "has_used_accelerator", "host_copy", "in_functorch_transform", "is_accelerator", "is_functional", "lines_along",
     "local_gradient", "local_tensor", "make_states_by", "map_file", "missing_cpp_compiler", "noting_forward",
     "on_second_derivative", "outside_of_traces", "owned_as", "peak_allocated_bytes", "pipeline_actions",
-    "pipeline_stage", "quick_decompositions", "quiet_export", "quiet_fake_failures", "random_states",
-    "reduce_scatter", "replicates_implicitly",
-    "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks", "schema",
-    "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
+    "pipeline_stage", "quick_decompositions", "quiet_export", "quiet_fake_failures", "random_states", "reduce_scatter",
+    "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks",
+    "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
     "storage_key", "storage_reference", "store_seconds", "synchronize", "trace_recurrent_layers", "traced_ops",
-    "uncompiled", "user_line", "validates_distribution", "waiting_longer", "widened_dtype", "without_memory",
-    "without_value_checks", "without_values",
+    "uncompiled", "update_by_shards", "user_line", "validates_distribution", "waiting_longer", "widened_dtype",
+    "without_memory", "without_value_checks", "without_values",
 ]  # fmt: skip

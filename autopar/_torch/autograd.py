@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 Apply = Callable[..., Any]
 Function = type[torch.autograd.Function]
+_flag = attrgetter("requires_grad")
 
 
 def below_autograd() -> AbstractContextManager[None]:
@@ -89,6 +91,15 @@ def backward_hooks_of(x: Tensor | nn.Module) -> list[Callable[..., Any]]:
 def has_backward_hooks(x: Tensor | nn.Module) -> bool:
     """Whether a parameter or a module has backward hooks."""
     return bool(backward_hooks_of(x))
+
+
+def gradient_flags(tensors: Iterable[Tensor]) -> list[bool]:
+    """`requires_grad` of many tensors.
+
+    torch looks for a `__torch_function__` at every read of a DTensor's attribute, which takes twice the read itself.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_flag, tensors))
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

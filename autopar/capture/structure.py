@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autopar._torch import has_backward_hooks
+from autopar._torch import gradient_flags, has_backward_hooks
 from autopar.capture.guards import ChangedValue
 from autopar.capture.unwritten import Check, Unwritten
 from autopar.capture.user_code import is_users_type
 from autopar.capture.values import MISSING
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_flag = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +78,7 @@ class Structure:
         self._present = [
             p for m in modules.values() for p in m._parameters.values() if p is not None
         ]
-        self._flags = [p.requires_grad for p in self._present]
+        self._flags = gradient_flags(self._present)
         self._hooks = [getattr(m, name) for m in modules.values() for name in _HOOKS]
         self._hooked = [hooks for hooks in self._hooks if hooks]
         self._known = [dict(hooks) for hooks in self._hooked]
@@ -102,7 +100,7 @@ class Structure:
 
     def has_flags(self) -> bool:
         """Whether the same parameters are frozen."""
-        return list(map(_flag, self._present)) == self._flags
+        return gradient_flags(self._present) == self._flags
 
     def broken(self) -> ChangedValue | None:
         """The first difference in words, None where there is none."""

@@ -33,7 +33,16 @@ class Adoption:
 
     def __init__(self) -> None:
         self._successors: Successors = {}
-        self.stop = register_optimizer_step_pre_hook(self.follow).remove
+        self._own: set[int] = set()  # ids of the DTensors that parameters have become
+        self._ends = (
+            register_optimizer_step_pre_hook(self.follow).remove,
+            _torch.update_by_shards(self._owns),
+        )
+
+    def stop(self) -> None:
+        """Leaves optimizers to torch."""
+        for end in self._ends:
+            end()
 
     @property
     def adopted(self) -> list[nn.Parameter]:
@@ -46,6 +55,12 @@ class Adoption:
             if successor is old:
                 self._successors[key] = (reference, new)
         self._successors[id(old)] = (weakref.ref(old), new)
+        self._own.discard(id(old))
+        if new is not None:
+            self._own.add(id(new))
+
+    def _owns(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._own
 
     def follow(self, optimizer: Optimizer, *_: Any) -> None:
         """Brings an optimizer up to date."""

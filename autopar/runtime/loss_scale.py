@@ -102,18 +102,19 @@ class LossScaler:
     def step(
         self,
         run: Callable[[float], Result],
-        parameters: Sequence[nn.Parameter],
+        trained: Callable[[], Sequence[nn.Parameter]],
         norm: Callable[[], Tensor],
     ) -> Result:
         """Runs a step, and leaves gradients that know nothing of the scale; none where the new ones overflow.
 
         Args:
             run: runs a step whose backward begins with the number that it is given.
-            parameters: the trained parameters that this rank holds.
+            trained: what gives the trained parameters that this rank holds.
             norm: what gives the infinity norm of all gradients, the same on every rank.
         """
         if self._scaling is None or not torch.is_grad_enabled():
             return run(1.0)
+        parameters = trained()
         (result, found), gradients = gradients_of(lambda: (run(self.scale), norm()), parameters)
         is_finite = bool(found.isfinite())
         for p, gradient in zip(parameters, gradients, strict=True):

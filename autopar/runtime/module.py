@@ -176,7 +176,7 @@ class CompiledModule(nn.Module):
                 self._seeds.draw(bound.program, bound.world)
                 shares = step_shares(bound.program, parts, self._original, bound.world)
                 found = self._scaler.step(
-                    partial(bound.step, parts, shares), self._trained(),
+                    partial(bound.step, parts, shares), self._trained,
                     lambda: self._gradient_norm(torch.inf),
                 )  # fmt: skip
                 results = delivered(

@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/speed/bench_guards.py --device cpu
 
-Two models: a residual network of 1,000 modules, and the GPT of `examples/train_gpt.py`, whose step is timed as well.
+Two models: a residual network of 1,000 modules, with plain parameters and with DTensors, and the GPT of
+`examples/train_gpt.py`, whose step is timed as well.
 The time has two parts: what Python and the model's tables hold, and `requires_grad` of every parameter.
 """
 
@@ -17,12 +18,15 @@ from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.capture.export import capture_forward
 from autopar.capture.guards import Guards
 from autopar.capture.structure import Structure
+from autopar.runtime.adoption import adopt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -86,6 +90,11 @@ def large_model() -> None:
     captured = capture_forward(model, (torch.ones(2, 8),), {})
     found = checked(captured.guards, Structure(model))
     print(f"{_counts(model, captured.guards)}: {found}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    adopt(model, init_device_mesh("cpu", (1,), mesh_dim_names=("x",)))
+    found = checked(captured.guards, Structure(model))
+    print(f"the same, whose parameters are DTensors: {found}")
+    dist.destroy_process_group()
 
 
 def _counts(model: nn.Module, guards: Guards) -> str:

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 import torch
@@ -46,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import GPT, loss_fn
 
-from benchmarks.speed.bench_step_time import Sizes, Step, free_port, turn
+from benchmarks.speed.bench_step_time import COLUMNS, Sizes, Step, cells, free_port, take_turns
 
 
 @dataclass(frozen=True)
@@ -66,19 +63,6 @@ ROWS = {
         Row("interleaved", ScheduleInterleaved1F1B, 2),
     )
 }
-
-
-COLUMNS = (
-    "schedule", "stages", "step: autopar ms", "by hand ms", "ratio (range of turns)",
-    "processor: autopar ms", "by hand ms", "ratio (range of turns)",
-)  # fmt: skip
-
-
-class Turn(NamedTuple):
-    """What a step takes: on the clock, and of the processors of all ranks."""
-
-    step_seconds: float
-    processor_seconds: float
 
 
 @dataclass(frozen=True)
@@ -167,45 +151,16 @@ def ours(setup: Setup, row: Row) -> Step:
     return optimized(list(compiled.parameters()), lambda: compiled.step(*batch), setup)
 
 
-def compare(setup: Setup, row: Row) -> tuple[list[Turn], list[Turn]]:
-    """The turns of ours and of what is written by hand."""
-    sizes, contenders = setup.sizes, (ours(setup, row), by_hand(setup, row))
-    for step in contenders:
-        turn(step, 2)  # warm up
-    turns: tuple[list[Turn], list[Turn]] = ([], [])
-    for number in range(sizes.rounds):
-        pairs = list(zip(contenders, turns, strict=True))
-        for step, kept in pairs if number % 2 else pairs[::-1]:
-            before = time.process_time()
-            seconds = turn(step, sizes.steps)
-            kept.append(Turn(seconds, on_all(time.process_time() - before) / sizes.steps))
-    return turns
-
-
-def on_all(seconds: float) -> float:
-    """The sum over ranks."""
-    total = torch.tensor(seconds)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def cells(row: Row, ranks: int, turns: tuple[list[Turn], list[Turn]]) -> tuple[str, ...]:
-    found = [row.name, str(ranks * row.chunks)]
-    for mine, other in zip(*(zip(*each, strict=True) for each in turns), strict=True):
-        ratios = [a / b for a, b in zip(mine, other, strict=True)]
-        found += [f"{statistics.median(x) * 1e3:.0f}" for x in (mine, other)]
-        found.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    return tuple(found)
-
-
 def work(rank: int, ranks: int, port: int, setup: Setup, rows: list[Row]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    table = Table(*COLUMNS, title=f"{ranks} Gloo ranks, median of {setup.sizes.rounds} turns")
+    title = f"{ranks} Gloo ranks, median of {setup.sizes.rounds} turns"
+    table = Table("schedule", "stages", *COLUMNS, title=title)
     for row in rows:
-        table.add_row(*cells(row, ranks, compare(setup, row)))
+        turns = take_turns((ours(setup, row), by_hand(setup, row)), setup.sizes)
+        table.add_row(row.name, str(ranks * row.chunks), *cells(turns))
     if rank == 0:
         Console(width=150).print(table)
     dist.destroy_process_group()

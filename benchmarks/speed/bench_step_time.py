@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/speed/bench_step_time.py --ranks 2
 
 Every contender trains the GPT of examples/gpt.py on the same batches. They take turns, a few steps
-each, so that a drift of the machine's speed touches all; the ratio is taken turn by turn.
+each, so that a drift of the machine's speed touches all; the ratio is taken turn by turn. Processor time
+is that of all ranks together: it does not count what other work on the machine takes, nor waits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -119,26 +121,61 @@ PAIRS: dict[str, tuple[str, Callable[[Sizes, DeviceMesh], Step]]] = {
 }
 
 
-def turn(step: Step, count: int) -> float:
-    """Seconds per step of one turn, all ranks starting and ending together."""
+COLUMNS = (
+    "step ms", "theirs ms", "ratio (range of turns)",
+    "processor ms", "theirs ms", "ratio (range of turns)",
+)  # fmt: skip
+
+
+class Turn(NamedTuple):
+    """What a step takes: on the clock, and of the processors of all ranks."""
+
+    step_seconds: float
+    processor_seconds: float
+
+
+Turns = tuple[list[Turn], list[Turn]]
+
+
+def turn(step: Step, count: int) -> Turn:
+    """A step of one turn, all ranks starting and ending together."""
     dist.barrier()
-    start_seconds = time.perf_counter()
+    start_seconds, before_seconds = time.perf_counter(), time.process_time()
     for _ in range(count):
         step()
     dist.barrier()
-    return (time.perf_counter() - start_seconds) / count
+    step_seconds = (time.perf_counter() - start_seconds) / count
+    processor_seconds = (time.process_time() - before_seconds) / count
+    return Turn(step_seconds, on_all(processor_seconds))
 
 
-def compare(sizes: Sizes, mesh: DeviceMesh, recipe: str) -> tuple[list[float], list[float]]:
-    """Seconds per step, turn by turn, of ours and of theirs."""
-    contenders = (ours(sizes, mesh, recipe), PAIRS[recipe][1](sizes, mesh))
+def on_all(seconds: float) -> float:
+    """The sum over ranks."""
+    total = torch.tensor(seconds)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def take_turns(contenders: tuple[Step, Step], sizes: Sizes) -> Turns:
+    """The turns of ours and of theirs; who begins changes from round to round."""
     for step in contenders:
         turn(step, 2)  # warm up
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(sizes.rounds):
-        for step, kept in zip(contenders, seconds, strict=True):
+    turns: Turns = ([], [])
+    for number in range(sizes.rounds):
+        pairs = list(zip(contenders, turns, strict=True))
+        for step, kept in pairs if number % 2 else pairs[::-1]:
             kept.append(turn(step, sizes.steps))
-    return seconds
+    return turns
+
+
+def cells(turns: Turns) -> list[str]:
+    """What `COLUMNS` names: medians, and the median of the ratios of turns with their range."""
+    found: list[str] = []
+    for mine, other in zip(*(zip(*each, strict=True) for each in turns), strict=True):
+        ratios = [a / b for a, b in zip(mine, other, strict=True)]
+        found += [f"{statistics.median(x) * 1e3:.1f}" for x in (mine, other)]
+        found.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    return found
 
 
 def work(rank: int, ranks: int, port: int, sizes: Sizes, recipes: list[str]) -> None:
@@ -147,17 +184,14 @@ def work(rank: int, ranks: int, port: int, sizes: Sizes, recipes: list[str]) -> 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",))
-    table = Table(title=f"Step time on {ranks} Gloo ranks, median of {sizes.rounds} turns")
-    for column in ("recipe", "autopar ms", "against", "ms", "ratio (median of turns)"):
-        table.add_column(column)
+    title = f"Step time on {ranks} Gloo ranks, median of {sizes.rounds} turns"
+    table = Table("recipe", "against", *COLUMNS, title=title)
     for recipe in recipes:
-        mine, other = compare(sizes, mesh, recipe)
-        ratios = [a / b for a, b in zip(mine, other, strict=True)]
-        milliseconds = [f"{statistics.median(x) * 1e3:.1f}" for x in (mine, other)]
-        spread = f"{statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
-        table.add_row(recipe, milliseconds[0], PAIRS[recipe][0], milliseconds[1], spread)
+        against, other = PAIRS[recipe]
+        turns = take_turns((ours(sizes, mesh, recipe), other(sizes, mesh)), sizes)
+        table.add_row(recipe, against, *cells(turns))
     if rank == 0:
-        Console(width=110).print(table)
+        Console(width=150).print(table)
     dist.destroy_process_group()
 
 

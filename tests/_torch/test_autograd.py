@@ -57,6 +57,14 @@ def test_backward_hooks_of_parameters_and_modules_are_seen():
         assert _torch.has_backward_hooks(module)
 
 
+def test_flags_of_plain_tensors_and_of_dtensors_are_read(parameter):
+    frozen = nn.Parameter(parameter.detach(), requires_grad=False)
+    given = [parameter, nn.Parameter(X), X.detach(), frozen]
+    assert _torch.gradient_flags(given) == [x.requires_grad for x in given]
+    parameter.requires_grad_(False)
+    assert _torch.gradient_flags([parameter]) == [False]
+
+
 def test_the_innermost_saved_tensor_hooks_are_found() -> None:
     pack, unpack = _torch.saved_tensor_hooks()
     x = torch.ones(2)

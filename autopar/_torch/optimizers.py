@@ -1,0 +1,105 @@
+"""Optimizers of torch update the local shards of DTensors, in place of the DTensors.
+
+An optimizer of torch collects its parameters, gradients and states in lists, and hands them to one function of its
+module, such as `torch.optim.adam.adam`. torch dispatches every op of that function on a DTensor in Python, which takes
+several times what the op does. The functions named below compute entry by entry, so that they give the same bits on
+local shards. From the first `update_by_shards` on they are replaced by functions that take the shards out of the lists
+first. All else remains torch's: hooks, closures, groups, and states, which it makes as DTensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from autopar._torch.dtensors import dtensor
+
+Owns = Callable[[Tensor], bool]
+
+# AdamW is Adam with an option. Left out are those that compute norms or products of whole parameters.
+_ENTRY_BY_ENTRY = (
+    "adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd",
+)  # fmt: skip
+
+
+def update_by_shards(owns: Owns) -> Callable[[], None]:
+    """From now on optimizers of torch update the DTensors of which `owns` says so by their local shards.
+
+    Returns a function that ends it.
+    """
+    _owners().append(owns)
+    return lambda: _owners().remove(owns)
+
+
+@functools.cache
+def _owners() -> list[Owns]:
+    """Who owns DTensors; the first call replaces the functions of torch."""
+    for name in _ENTRY_BY_ENTRY:
+        module = importlib.import_module(f"torch.optim.{name}")
+        setattr(module, name, _by_shards(getattr(module, name)))
+    return []
+
+
+def _by_shards(update: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(update)
+    def update_shards(*lists: Any, **options: Any) -> None:
+        if torch.compiler.is_compiling() or not _can_be_cut(lists, options):
+            return update(*lists, **options)
+        shards = [[_shard(x) for x in each] for each in lists]
+        update(*shards, **options)
+        increment_version([p for p in lists[0] if isinstance(p, DTensor)])
+        for states, cut in zip(lists, shards, strict=True):
+            _fill(states, cut, lists[0])
+
+    return update_shards
+
+
+def _can_be_cut(lists: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether shards are all that an update needs."""
+    if not lists or not all(isinstance(each, list) for each in lists):
+        return False
+    if options.get("differentiable") or any(isinstance(x, DTensor) for x in options.values()):
+        return False
+    cut = [p for p in lists[0] if isinstance(p, DTensor)]
+    if not cut or not all(any(owns(p) for owns in _owners()) for p in cut):
+        return False
+    return all(_lies_as(x, p) for each in lists[1:] for x, p in zip(each, lists[0], strict=False))
+
+
+def _lies_as(x: Tensor | None, parameter: Tensor) -> bool:
+    """Whether a gradient or a state is cut as its parameter; a single number, such as a count of steps, need not be."""
+    if isinstance(x, DTensor) and isinstance(parameter, DTensor):
+        mine, other = x._spec, parameter._spec
+        same_mesh = mine.mesh is other.mesh or mine.mesh == other.mesh
+        return mine is other or (same_mesh and mine.placements == other.placements)
+    if x is None or isinstance(x, DTensor):
+        return x is None
+    return x.ndim == 0 or not isinstance(parameter, DTensor)
+
+
+def _shard(x: Tensor | None) -> Tensor | None:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _fill(
+    states: list[Tensor | None], shards: list[Tensor | None], parameters: Sequence[Tensor]
+) -> None:
+    """Puts states that the update has made, such as the first momentum of SGD, into a list as DTensors."""
+    for i, made in enumerate(shards):
+        if states[i] is None and made is not None:
+            states[i] = _alike(made, parameters[i])
+
+
+def _alike(made: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor, as a shard where the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return made
+    shape = tuple(parameter.shape)
+    return dtensor(made, parameter.device_mesh, parameter.placements, shape)
