@@ -44,7 +44,12 @@ class AxisSolutions:
 
     @cached_property
     def fastest(self) -> Outcome | None:
-        """The fastest assignment if memory is no matter; None where nothing is left."""
+        """The fastest assignment without a bound on memory; None where nothing is left.
+
+        Where bytes have a price, the one with the least seconds and price together.
+        """
+        if self.problem.byte_seconds:
+            return self._program.solve()
         return AxisProgram(self.problem, self.axis, self.given, thrifty=False).solve()
 
     @cached_property

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import UNSPLIT, Mesh
@@ -49,6 +50,7 @@ class Descent:
         assignment: the decisions.
         seconds: composed duration of a step.
         bytes: composed peak memory of a rank, in bytes.
+        weighed_seconds: seconds, and the price of the bytes where the problem has one.
         gap: the largest relative gap that the solver left open along one axis, 0 if proven.
         programs: rows, columns and binaries of the program of every axis, in order.
         refused_seconds: the fastest assignment on the way that did not fit; infinite for none.
@@ -57,6 +59,7 @@ class Descent:
     assignment: Assignment
     seconds: float
     bytes: float
+    weighed_seconds: float
     gap: float
     programs: tuple[tuple[int, int, int], ...]
     refused_seconds: float = math.inf
@@ -84,7 +87,11 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
 
 def best_of(descents: Sequence[Descent], bound: int | None) -> Descent:
     """The fastest that fits; if none does, the smallest."""
-    return min(descents, key=lambda each: (excess(each.bytes, bound), each.seconds))
+    return min(descents, key=partial(_rank, bound))
+
+
+def _rank(bound: int | None, each: Descent) -> tuple[float, float]:
+    return excess(each.bytes, bound), each.weighed_seconds
 
 
 def fits(each: Descent | Outcome, bound: int | None) -> bool:
@@ -110,13 +117,13 @@ def _from_recipes(problem: Problem, bound: int | None) -> list[Descent]:
     found: dict[object, Descent] = {}
     best_seconds = math.inf
     for unbounded, under in _combinations(problem):
-        if unbounded.seconds >= best_seconds:
+        if unbounded.weighed_seconds >= best_seconds:
             break
         each = _descend(under, _axes(problem), bound)
         if fits(each, bound):
-            best_seconds = min(best_seconds, each.seconds)
+            best_seconds = min(best_seconds, each.weighed_seconds)
         found.setdefault((each.assignment.labels, *each.assignment.parameters.values()), each)
-    ranked = sorted(found.values(), key=lambda each: (excess(each.bytes, bound), each.seconds))
+    ranked = sorted(found.values(), key=partial(_rank, bound))
     return ranked + [
         _descend(problem, _axes(problem), bound, start=each.assignment)
         for each in ranked[:_FOLLOWED]
@@ -137,7 +144,7 @@ def _combinations(problem: Problem) -> list[tuple[Descent, Problem]]:
             found.append((_descend(under, _axes(problem), None), under))
         except (RecipeError, SearchError):
             continue  # pins, or where parameters lie already, leave nothing of this combination
-    return sorted(found, key=lambda pair: pair[0].seconds)
+    return sorted(found, key=lambda pair: pair[0].weighed_seconds)
 
 
 def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
@@ -213,7 +220,7 @@ def _descend(
     assert best is not None
     best = _loosen(problem, axis, best, bound)
     return Descent(
-        best.assignment, best.seconds, best.bytes, max(each.gap for each in latest.values()),
+        best.assignment, best.seconds, best.bytes, best.weighed_seconds, max(each.gap for each in latest.values()),
         tuple(latest[axis].shape for axis in sorted(latest)), refused,
     )  # fmt: skip
 
@@ -232,7 +239,9 @@ def _solution(solutions: AxisSolutions, bound: int | None, is_tight: bool) -> Ou
 def _is_better(found: Outcome, best: Outcome, bound: int | None) -> bool:
     """Whether it fits better into memory, or as well and is faster."""
     over, least = excess(found.bytes, bound), excess(best.bytes, bound)
-    return over < least or (over == least and found.seconds < best.seconds * (1 - 1e-9))
+    return over < least or (
+        over == least and found.weighed_seconds < best.weighed_seconds * (1 - 1e-9)
+    )
 
 
 def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> Outcome:
@@ -241,7 +250,11 @@ def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> O
         return found
     loose = AxisSolutions.of(problem, axis, found.assignment).fastest
     is_as_good = loose is not None and fits(loose, bound)
-    return loose if loose and is_as_good and loose.seconds <= found.seconds * (1 + 1e-9) else found
+    return (
+        loose
+        if loose and is_as_good and loose.weighed_seconds <= found.weighed_seconds * (1 + 1e-9)
+        else found
+    )
 
 
 def _unsplit(problem: Problem) -> Assignment:

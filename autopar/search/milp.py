@@ -53,6 +53,7 @@ class Outcome:
         assignment: the choices and layouts.
         seconds: duration of a step.
         bytes: peak memory of a rank, in bytes.
+        weighed_seconds: seconds, and the price of the bytes where the problem has one.
         gap: relative optimality gap at which the solver stopped.
         shape: numbers of rows, columns and binary variables of the program.
         thrifty: whether the program had strategies that take more time to save memory.
@@ -61,6 +62,7 @@ class Outcome:
     assignment: Assignment
     seconds: float
     bytes: float
+    weighed_seconds: float
     gap: float
     shape: tuple[int, int, int]
     thrifty: bool
@@ -104,7 +106,8 @@ class AxisProgram:
             minimize: objective, the duration of a step or the memory of a rank.
             max_bytes: bound on the peak memory of a rank, in bytes; None for no bound.
         """
-        solution = self.program.solve(minimize=minimize, max_bytes=max_bytes)
+        price = self.problem.byte_seconds
+        solution = self.program.solve(minimize=minimize, max_bytes=max_bytes, byte_seconds=price)
         if solution is None:
             return None
         chosen = {column for column, value in enumerate(solution.values) if value > 0.5}
@@ -114,9 +117,10 @@ class AxisProgram:
             inputs={e: _pick(options, chosen) for e, options in self._inputs.items()},
         )
         step = self.problem.composed(assignment)
+        seconds, bytes = float(step.seconds()), float(step.peak_bytes())
         return Outcome(
-            assignment, float(step.seconds()), float(step.peak_bytes()), solution.gap,
-            self.program.shape, self._thrifty,
+            assignment, seconds, bytes, seconds + price * bytes, solution.gap, self.program.shape,
+            self._thrifty,
         )  # fmt: skip
 
     def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:

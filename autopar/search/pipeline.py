@@ -14,10 +14,12 @@ micro-batch. A rank of p holds about one part in p of what is kept, and of a mic
 first take p times the memory of a rank. Where nothing fits then, or what does not would be faster than what
 does, half of that and a quarter are tried too, which leads to plans that shard more.
 
-[Note: room by recomputation] The search inside keeps every activation. What recomputation spares may be taken by
-parameters, and where the host may store parameters, the device can hold any part of them. So layouts are then
-searched under the memory of a rank and what k recomputed blocks spare, for several k between none and all
-blocks. The same k are taken under every bound: a larger bound then allows every plan that a smaller one does.
+[Note: room by recomputation] The search inside keeps every activation, while recomputation of blocks frees
+memory, in which the device can keep parameters that the host would store otherwise. The best plan recomputes
+either all blocks, or none, or some. With all, the layouts are the fastest in the memory of a rank and what all
+blocks free. With some, one block more or less trades seconds for bytes at a rate; then the layouts are those with
+the least sum of a step's seconds and of its bytes at this rate (a Lagrange multiplier: Everett 1963), whatever the
+memory of a rank is. Parameters are not of any size, so the memory that one block frees is tried as well.
 
 [Note: other micro-batches] The graph is captured for one number of micro-batches. Others are priced on the
 same graph at another batch (`batches.with_batch`) and, where its sizes still divide, with the same plan.
@@ -26,14 +28,13 @@ same graph at another batch (`batches.with_batch`) and, where its sizes still di
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, ParameterPlan, Plan, without_pipeline
 from autopar.ir.batches import captured_batch, fits_graph, with_batch
-from autopar.ir.recompute import Recompute
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search.balance import balance, mean_bytes
 from autopar.search.pipeline_notes import notes_of, of_layouts
@@ -45,7 +46,6 @@ from autopar.search.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
 _SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
-_RUNGS = 4  # numbers of recomputed blocks for which layouts are searched, see [Note: room by recomputation]
 _WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
 _WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
 _EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
@@ -143,19 +143,16 @@ class _Search:
     def _search_shares(self) -> None:
         """Prices plans for less and less memory; see [Note: memory of a stage]."""
         seen = 0
-        for share in self._shares():
+        for inner in self._plans():
+            if inner is None or self._is_new(inner):
+                seen = len(self.found.overfull)
+                self._price_plan(inner)
             if (
                 self.found
                 and not self.request.offload
                 and self._promised_seconds(seen) >= _WORTH * self.found.best_seconds
             ):
                 break
-            inside = self._inside(self.asked_micro_batches or self.captured)
-            inner = self._stage_plan(share, inside)
-            if inner is not None and not self._is_new(inner):
-                continue
-            seen = len(self.found.overfull)
-            self._price_plan(inner)
 
     def _promised_seconds(self, seen: int) -> float:
         """Seconds of the fastest step among what did not fit, after the first `seen`."""
@@ -198,36 +195,45 @@ class _Search:
         self.choices.append(choices)
         return True
 
-    def _shares(self) -> tuple[float, ...]:
+    def _shares(self, inside: MeshSearch) -> tuple[float, ...]:
         """Parts of all stages' memory to search under.
 
-        On one rank the fastest plan comes first: recomputation may make room for it.
+        On one rank, and where the host may store parameters, the fastest plan comes first: recomputation may make
+        room for it.
         """
-        if self.request.offload:
-            return self._shares_beside_recomputation()
-        if not self._may_hold_state(self._inside(self.asked_micro_batches or self.captured)):
+        if not self.request.offload and not self._may_hold_state(inside):
             return _SHARES[:1]
         may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
-        return (math.inf, *_SHARES) if self.ranks == 1 and may_recompute else _SHARES
+        is_first = self.request.offload or (self.ranks == 1 and may_recompute)
+        return (math.inf, *_SHARES) if is_first else _SHARES
 
-    def _shares_beside_recomputation(self) -> tuple[float, ...]:
-        """All memory, the parts that recomputation may free, and those of a search without it.
+    def _plans(self) -> Iterator[_Inner | None]:
+        """Plans of a stage's mesh for less and less memory; None where there is none."""
+        inside = self._inside(self.asked_micro_batches or self.captured)
+        for share in self._shares(inside):
+            yield self._stage_plan(share, inside)
+            if self.request.offload and math.isinf(share) and math.isfinite(self.bound):
+                yield from self._beside_recomputation(inside)
 
-        See [Note: room by recomputation].
-        """
-        micro_batches = self.asked_micro_batches or self.captured
-        inner = self._stage_plan(math.inf, self._inside(micro_batches))
-        if inner is None or math.isinf(self.bound) or self.request.recompute == "none":
-            return (math.inf, *_SHARES)
-        tables = self._tables(inner.plan, micro_batches)
-        shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)))
-        whole_bytes = mean_bytes(tables.whole("none"), shape)
-        spared_bytes = [
-            whole_bytes - mean_bytes(tables.whole(each), shape)
-            for each in _rungs(tables.repeating_blocks)
-        ]
-        beside = {1.0 + spared / self.bound for spared in spared_bytes if spared > 0}
-        return (math.inf, *sorted(beside, reverse=True), *_SHARES)
+    def _beside_recomputation(self, inside: MeshSearch) -> Iterator[_Inner | None]:
+        """Plans that take the memory which recomputation frees; see [Note: room by recomputation]."""
+        fastest, micro_batches = inside.within(None).plan, inside.problem.micro_batches
+        tables = self._tables(fastest, micro_batches)
+        shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)), None)
+        if shape is None or self.request.recompute == "none":
+            return
+        whole, one, every = (tables.whole(each) for each in ("none", 1, "full"))
+        one_frees, all_free = (
+            mean_bytes(whole, shape) - mean_bytes(x, shape) for x in (one, every)
+        )
+        if one_frees <= 0:
+            return
+        for freed_bytes in (all_free, one_frees):
+            yield self._stage_plan(1.0 + freed_bytes / self.bound, inside)
+        seconds = micro_batches * (one.seconds - whole.seconds)
+        found = inside.at_price(seconds / (self.ranks * one_frees))
+        taken_bytes = found.cost.memory_bytes - self.hardware.reserved_bytes
+        yield _Inner(found.plan, taken_bytes / (self.ranks * self.bound))
 
     def _may_hold_state(self, inside: MeshSearch) -> bool:
         """Whether parameters and what training keeps of them may fit; if not, no recomputation helps."""
@@ -356,13 +362,3 @@ class _Search:
             return first
         lines = [f"{name}: {error}" for name, error in found.refused.items()]
         return type(first)("\n".join([f"No pipeline on the mesh {self.mesh} has a plan.", *lines]))
-
-
-def _rungs(blocks: int) -> tuple[Recompute, ...]:
-    """Numbers of recomputed blocks: one, evenly between that and all, and all.
-
-    >>> _rungs(12)
-    (1, 3, 6, 9, 'full')
-    """
-    some = {1, *(round(blocks * rung / _RUNGS) for rung in range(1, _RUNGS))}
-    return (*sorted(some & set(range(1, blocks))), "full")

@@ -102,6 +102,7 @@ class Problem:
         constant_bytes: memory of every plan alike: buffers, and what no tensor can have.
         tiers: tiers of parameters that no recipe has tiers for.
         exposure: the slopes of a step that the programs charge work at.
+        byte_seconds: price of a byte of a rank's peak memory, in seconds of a step.
         solved: what the programs of single axes gave, by all they depend on; see `autopar.search.axis`.
         priced_entries: all entries but those inside a producer with its collapsed views.
     """
@@ -133,7 +134,7 @@ class Problem:
             graph, mesh, self.fold, sizes=self.sizes, hardware=hardware, software=software,
             training_state=training_state, micro_batches=micro_batches, fixed_storage=self.fixed_storage,
         )  # fmt: skip
-        self.exposure = Exposure.full()
+        self.exposure, self.byte_seconds = Exposure.full(), 0.0
         self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
         self.entries = self.fold.entries
         self.ops = [each.op for each in self.fold.classes]
@@ -163,6 +164,13 @@ class Problem:
         other._forget_prices()
         other._constrain(self.recipes)
         self._exposed.append(other)
+        return other
+
+    def weighed(self, byte_seconds: float) -> Problem:
+        """The same problem with a price for memory, in seconds of a step for every byte of a rank's peak."""
+        other = copy.copy(self)
+        other.byte_seconds = byte_seconds
+        other._constrain(self.recipes)
         return other
 
     def _forget_prices(self) -> None:

@@ -181,6 +181,11 @@ class MeshSearch:
             raise _too_uneven(needed, memory_bytes, problem)
         return spread
 
+    def at_price(self, byte_seconds: float) -> Found:
+        """The plan with the least seconds, where every byte of a rank's peak memory counts as so many more."""
+        found = descents(self.problem.weighed(byte_seconds), None)
+        return self._found(best_of(found, None), found, None)
+
     def smallest(self) -> Found:
         """The plan with the smallest peak memory that the search finds, whether or not it fits."""
         found = descents(self.problem, 0)

@@ -115,9 +115,15 @@ class MixedIntegerProgram:
         return len(self._row_lower), len(self.seconds), sum(self._binary)
 
     def solve(
-        self, *, minimize: Objective = "seconds", max_bytes: float | None = None
+        self,
+        *,
+        minimize: Objective = "seconds",
+        max_bytes: float | None = None,
+        byte_seconds: float = 0.0,
     ) -> Solution | None:
         """The best values, or None if there are none. Raises SearchError at the limits of time.
+
+        With `byte_seconds`, what is minimized is the seconds and so many more for every byte.
 
         The linear relaxation comes first: it is often integral, and then there is nothing to
         search.
@@ -125,7 +131,7 @@ class MixedIntegerProgram:
         solver = highspy.Highs()
         for option, value in _OPTIONS.items():
             solver.setOptionValue(option, value)
-        solver.passModel(self._model(minimize, max_bytes))
+        solver.passModel(self._model(self._costs(minimize, byte_seconds), max_bytes))
         solver.setOptionValue("solve_relaxation", True)
         solver.run()
         if solver.getModelStatus() in _INFEASIBLE:
@@ -157,7 +163,7 @@ class MixedIntegerProgram:
         values = np.asarray(solver.getSolution().col_value)
         return Solution(values, float(values @ self.seconds), float(values @ self.bytes), gap)
 
-    def _model(self, minimize: Objective, max_bytes: float | None) -> highspy.HighsLp:
+    def _model(self, costs: np.ndarray, max_bytes: float | None) -> highspy.HighsLp:
         starts, indices, values = self._starts, self._indices, self._values
         lower, upper = self._row_lower, self._row_upper
         if max_bytes is not None:
@@ -169,7 +175,7 @@ class MixedIntegerProgram:
             lower, upper = [*lower, -highspy.kHighsInf], [*upper, max_bytes / scale]
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.seconds), len(lower)
-        lp.col_cost_ = self._objective(minimize)
+        lp.col_cost_ = self._objective(costs)
         lp.col_lower_ = np.zeros(len(self.seconds))
         lp.col_upper_ = np.array(self._upper)
         lp.row_lower_, lp.row_upper_ = np.array(lower), np.array(upper)
@@ -181,8 +187,12 @@ class MixedIntegerProgram:
         lp.integrality_ = [kinds[binary] for binary in self._binary]
         return lp
 
-    def _objective(self, minimize: Objective) -> np.ndarray:
-        costs = np.array(self.seconds if minimize == "seconds" else self.bytes)
+    def _costs(self, minimize: Objective, byte_seconds: float) -> np.ndarray:
+        if minimize == "bytes":
+            return np.array(self.bytes)
+        return np.array(self.seconds) + byte_seconds * np.array(self.bytes)
+
+    def _objective(self, costs: np.ndarray) -> np.ndarray:
         size = costs.max(initial=0.0) or 1.0
         preference = np.array(self._preference)
         tie_break = preference / (preference.sum() or 1.0) * 1e-6

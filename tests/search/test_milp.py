@@ -11,8 +11,9 @@ import pytest
 from autopar.cost_model import Cost
 from autopar.cost_model.flow import Flow
 from autopar.errors import SearchError
-from autopar.ir import Graph, Plan
+from autopar.ir import Graph, Mesh, Plan
 from autopar.search import search_with_cost
+from autopar.search.search import MeshSearch
 from tests.search.graphs import Builder
 from tests.search.toy import TOY, priced_plans
 from tests.support.tables import often
@@ -100,6 +101,17 @@ def test_the_optimum_under_any_memory_bound_is_that_of_brute_force(name: str) ->
         found = search_with_cost(graph, {"x": 2}, hardware=TOY, micro_batches=3, memory_bytes=bound)
         assert found.cost.memory_bytes <= bound
         assert found.cost.seconds == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_optimum_with_a_price_of_memory_is_that_of_brute_force(name: str) -> None:
+    """From a price that hardly matters to one at which the smallest plan is the best."""
+    plans = all_priced(name, 3)
+    search = MeshSearch.of(GRAPHS[name](), Mesh.of({"x": 2}), hardware=TOY, micro_batches=3)
+    for byte_seconds in (1e-12, 1e-9, 1e-8, 1e-3):
+        best = min(cost.seconds + byte_seconds * cost.memory_bytes for _, cost in plans)
+        cost = search.at_price(byte_seconds).cost
+        assert cost.seconds + byte_seconds * cost.memory_bytes == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
