@@ -1,7 +1,8 @@
-"""Finds plans: recipes and pins constrain, `fold` takes repetition out, `milp` decides one axis.
+"""Finds plans.
 
-`search` is the whole of it for a mesh without stages. Around it `pipeline.search_pipeline` chooses stages and
-schedule, and `outer.search_plan` the mesh, the depth and the micro-batches.
+For a mesh without pipeline stages, `search` finds the fastest plan: `recipes` and `pins` constrain it, `fold` joins
+repeated layers, and `milp` decides the choices along one axis. `pipeline.search_pipeline` calls it and chooses stages
+and schedule. `outer.search_plan` calls both and chooses the mesh, the number of stages and the micro-batches.
 """
 
 from autopar.search.fold import Fold, fold

@@ -1,8 +1,7 @@
-"""What the programs of one mesh axis gave, given the choices on the others, under every bound on memory.
+"""The solutions of the mixed-integer program of one mesh axis, for any bound on memory.
 
-The fastest assignment and the smallest one do not depend on the bound, and neither does the program that
-a bound is put on. So a search that is asked again for the same mesh with another bound solves only what
-the new bound changes.
+The fastest assignment without a bound, and the one of least memory, are the same for every bound. They are kept, so
+that a search with another bound solves only the program with that bound.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from autopar.search.problem import Assignment, Problem
 
 @dataclass
 class AxisSolutions:
-    """The solutions of one axis.
+    """The solutions of the program of one axis, solved when they are first asked for.
 
     Attributes:
         problem: the folded graph with its prices.
-        axis: the axis that is decided.
-        given: the decisions along the other axes.
+        axis: position of the axis whose choices are decided.
+        given: assignment whose choices along the other axes are kept.
     """
 
     problem: Problem
@@ -33,7 +32,7 @@ class AxisSolutions:
 
     @classmethod
     def of(cls, problem: Problem, axis: int, given: Assignment) -> AxisSolutions:
-        """The solutions that the problem remembers, which depend on the labels along the other axes alone."""
+        """The solutions for these arguments; the problem keeps them for each set of labels along the other axes."""
         elsewhere = tuple((*labels[:axis], *labels[axis + 1 :]) for labels in given.labels)
         key = (axis, elsewhere)
         if key not in problem.solved:
@@ -44,9 +43,9 @@ class AxisSolutions:
 
     @cached_property
     def fastest(self) -> Outcome | None:
-        """The fastest assignment without a bound on memory; None where nothing is left.
+        """The fastest assignment without a bound on memory; None if the recipes and pins allow none.
 
-        Where bytes have a price, the one with the least seconds and price together.
+        If memory has a price (`Problem.byte_seconds`), the assignment with the least sum of seconds and price.
         """
         if self.problem.byte_seconds:
             return self._program.solve()
@@ -54,7 +53,7 @@ class AxisSolutions:
 
     @cached_property
     def smallest(self) -> Outcome:
-        """The assignment that takes least memory. Raises SearchError where nothing is left."""
+        """The assignment that takes least memory. Raises SearchError if the recipes and pins allow none."""
         found = self._program.solve(minimize="bytes")
         if found is None:
             names = ", ".join(self.problem.mesh.names)
@@ -69,15 +68,15 @@ class AxisSolutions:
 
     @cached_property
     def _program(self) -> AxisProgram:
-        """The program in which strategies may save memory for time."""
+        """The program that includes slower ways to store parameters that save memory."""
         return AxisProgram(self.problem, self.axis, self.given, thrifty=True)
 
 
 def excess(bytes: float, bound: float | None) -> float:
-    """Bytes above a bound; 0 for none."""
+    """Bytes by which `bytes` exceeds a bound; 0 if it does not, or if the bound is None."""
     return 0.0 if bound is None else max(0.0, bytes - bound)
 
 
 def seconds_refused(found: Outcome | None, bound: float | None) -> float:
-    """Seconds of an assignment that does not fit; infinite for one that does."""
+    """Seconds of an assignment that exceeds the bound; infinite for one that fits, or for None."""
     return found.seconds if found is not None and excess(found.bytes, bound) else math.inf

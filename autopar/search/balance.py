@@ -1,24 +1,24 @@
-"""Where to cut: the stages whose slowest one is fastest, among those that fit into memory.
+"""Balancing: cuts a model into stages so that the slowest stage is as fast as possible and every stage fits.
 
-Stages are runs of blocks, and a dynamic program over the boundaries between blocks finds the best ones
-exactly. With `w_s[i, j]` the weight of stage s with blocks i up to j, the least possible largest weight
-of the first s stages that end before block j is
+A stage is a run of blocks. A dynamic program over the boundaries between blocks finds the best stages exactly. Let
+`w_s[i, j]` be the weight of stage s if it has the blocks i to j - 1. The largest weight of the first s stages, which
+end before block j, is at least
 
     best_0[0] = 0,    best_s[j] = min over i < j of max(best_{s-1}[i], w_{s-1}[i, j])
 
-and costs s n^2 for n blocks. It runs twice: for the seconds of a micro-batch (forward, backward, what is
-sent), with stages that do not fit forbidden; then for bytes, with stages forbidden that would be slower
-than the slowest now has to be. Among what is left the earliest cuts are taken, so that the answer is
-always the same one.
+which takes s n^2 operations for n blocks. The program runs twice. First the weights are the seconds of a micro-batch
+(forward, backward, sends), and infinite for stages that do not fit. Then they are bytes, and infinite for stages that
+are slower than the first solution's slowest stage. Of several solutions the one with the earliest cuts is taken, so
+that the result is always the same.
 
-[Note: ranks with several stages] What counts then is the sum of a rank's stages, in seconds and in bytes,
-and the program decides them far apart. So it only gives places to begin: the fastest stages whatever they
-hold, the fastest of which each holds its share of the memory, the smallest, and equal numbers of blocks.
-From each one cut at a time moves as long as that makes the ranks fit better, or as well and the slowest
-rank faster (then the second slowest, and so on); the best end wins. With `executed=True` each end moves on
-as long as the schedule, executed with these stages, ends sooner, which takes a few hundred executions. The
-answer is a local optimum. (Of GPT-2 in 8 stages on 4 ranks none of 2000 random cuts was then faster under
-zbv, and 0 to 2.6 % under interleaved 1F1B; with one stage on every rank none at all.)
+[Note: ranks with several stages] Then the sums over the stages of a rank count, in seconds and in bytes, and the
+dynamic program, which decides stage by stage, cannot bound them. It gives only starting points: the fastest stages
+without a bound, the fastest with an equal share of the memory for each stage, the smallest, and equal numbers of
+blocks. From each start one cut at a time is moved, as long as the ranks exceed the bound by less, or by as much
+and the slowest rank gets faster (then the second slowest, and so on). The best end wins. With `executed=True` the cuts
+are moved further as long as the simulated schedule ends sooner, which takes a few hundred simulations. The result is a
+local optimum. (For GPT-2 in 8 stages on 4 ranks, none of 2000 random cuts was faster under zbv, and some were up to
+2.6 % faster under interleaved 1F1B; with one stage per rank none was faster.)
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from autopar.pipeline.stage_table import StageTable, WholeModel
 from autopar.search.shape import Shape
 from autopar.units import format_bytes
 
-_ROUNDING = 1 + 1e-9  # sums of the same seconds in another order are not slower
+_ROUNDING = 1 + 1e-9  # tolerance, because sums of the same seconds in another order differ
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Stages, and what they take.
+    """Cuts into stages, with their seconds and bytes.
 
     Attributes:
-        cuts: the blocks with which the stages after the first begin.
-        rank_seconds: time of a micro-batch on every rank, in all its stages.
-        rank_bytes: peak memory of every rank.
+        cuts: index of the first block of every stage but the first.
+        rank_seconds: for every rank the seconds of one micro-batch in all stages of the rank.
+        rank_bytes: for every rank its peak memory in bytes.
     """
 
     cuts: tuple[int, ...]
@@ -67,14 +67,14 @@ def balance(
     """The best cuts for a pipeline; with several stages on a rank, a local optimum.
 
     Args:
-        table: what every possible stage costs.
+        table: costs of all possible stages.
         shape: pipeline ranks, stages of each rank, schedule, and micro-batches of a step.
         memory_bytes: memory that a rank may use.
-        executed: whether ranks with several stages are balanced by executing the schedule.
+        executed: whether ranks with several stages are balanced by simulating the schedule.
 
-    Raises SearchError if there are fewer blocks than stages, or if no cuts that were found fit; the message
-    names the rank that exceeds its memory, and by how much, under the cuts that exceed it least. Raises
-    PlanError if the schedule does not allow this shape.
+    Raises SearchError if there are fewer blocks than stages, or if no cuts fit; the message names the fullest rank and
+    by how much it exceeds its memory, under the cuts for which this is least. Raises PlanError if the schedule does not
+    allow this shape.
     """
     found = least_overfull(table, shape, memory_bytes=memory_bytes, executed=executed)
     if max(found.rank_bytes) > memory_bytes:
@@ -85,7 +85,7 @@ def balance(
 def least_overfull(
     table: StageTable, shape: Shape, *, memory_bytes: float, executed: bool = False
 ) -> Balance:
-    """The same without an error where nothing fits: the cuts that miss by least."""
+    """The best cuts for a pipeline as in `balance`; if no cuts fit, those that exceed the memory least."""
     _check_blocks(table, shape)
     return _Problem(table, shape, memory_bytes).least_overfull(executed)
 
@@ -99,43 +99,43 @@ def _check_blocks(table: StageTable, shape: Shape) -> None:
 
 
 def can_fit(table: StageTable, shape: Shape, *, memory_bytes: float) -> bool:
-    """Whether the cuts that `least_overfull` finds fit, without a search for the fastest ones.
+    """Whether some cuts fit; faster than `least_overfull`, because it does not look for the fastest ones.
 
-    Raises the same errors.
+    Raises SearchError if there are fewer blocks than stages, and PlanError if the schedule does not allow this shape.
     """
     _check_blocks(table, shape)
     return _Problem(table, shape, memory_bytes).can_fit()
 
 
 def balance_of(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> Balance:
-    """Given cuts with what they take."""
+    """These cuts with their seconds and bytes."""
     return _Problem(table, shape, math.inf).of(cuts)
 
 
 def mean_bytes(whole: WholeModel, shape: Shape) -> float:
-    """A lower bound on the fullest rank: the mean over ranks, if stages shared nothing and cut nowhere."""
+    """A lower bound on the memory of the fullest rank, in bytes: the mean over the ranks."""
     return (whole.kept_bytes + shape.least_in_flight * whole.saved_bytes) / shape.ranks
 
 
 def never_waiting_seconds(whole: WholeModel, shape: Shape, alone: WholeModel) -> float:
-    """A lower bound on a step of any cuts: no rank ever waits.
+    """A lower bound on the seconds of a step for all possible cuts, as if no rank ever waited.
 
     Args:
-        whole: all blocks.
+        whole: costs of all blocks together.
         shape: the pipeline before it is cut.
-        alone: all blocks with no more recomputation than a block has anywhere in a stage.
+        alone: costs of all blocks with the least recomputation that a block can have in any stage.
 
     Returns:
-        Seconds of equal ranks, or of a rank with nothing but the largest block if these are more.
+        Seconds of a step with equal ranks, or with a rank that has only the slowest block, whichever is more.
     """
     return shape.micro_batches * max(whole.seconds / shape.ranks, alone.block_seconds)
 
 
 def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> float:
-    """A lower bound on the schedule of given cuts, without executing it.
+    """A lower bound on the seconds of a schedule with these cuts, without simulating it.
 
-    A rank starts when its first forward has come through the ranks before it, and after its last backward
-    these ranks still run theirs. Where backwards are split, a rank may end with gradients of weights instead.
+    A rank waits at the start until the first micro-batch has passed the ranks before it. At the end those ranks run the
+    last backward after it. (If backwards are split into two halves, a rank may end with gradients of weights instead.)
     """
     edges = list(itertools.pairwise((0, *cuts, table.blocks)))
     forward = [float(table.forward_seconds[edge]) for edge in edges]
@@ -155,7 +155,7 @@ def least_seconds(table: StageTable, shape: Shape, cuts: tuple[int, ...]) -> flo
 
 
 class _Problem:
-    """One search for cuts."""
+    """One search for cuts, with its tables of the seconds and bytes of all possible stages."""
 
     def __init__(self, table: StageTable, shape: Shape, memory_bytes: float) -> None:
         self.table, self.shape, self.memory_bytes = table, shape, memory_bytes
@@ -164,10 +164,10 @@ class _Problem:
 
     @cached_property
     def held(self) -> np.ndarray:
-        """What every stage holds at most, as `_windows` of what blocks hold.
+        """Peak bytes of every possible stage, in the shape that `_windows` gives.
 
-        The stages of a rank do not hold their most at the same time, so that a rank takes less than the sum of these;
-        see `Shape.flights`.
+        The stages of one rank do not reach their peaks at the same time, so that a rank takes less than their sum; see
+        `Shape.flights`.
         """
         table, flights = self.table, np.array(self.flights, dtype=float)[:, None, None]
         figures = (table.saved_bytes, table.kept_bytes, table.transient_bytes)
@@ -177,14 +177,16 @@ class _Problem:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Seconds of every stage, as `_windows` of those of blocks."""
+        """Seconds of a micro-batch in every possible stage, in the shape that `_windows` gives."""
         return self._windows(self.table.seconds)
 
     def _windows(self, figures: np.ndarray) -> np.ndarray:
-        """The part of a table that each stage may be, of shape `(stages, w, w)`.
+        """A view of a table `[begin block, end block]` of shape `(stages, w, w)`, with the possible ends of every
+        stage.
 
-        Stage s begins with one of the blocks from s on and leaves one to each stage after it: the stage from block
-        s + a up to block s + 1 + b stands at `[s, a, b]`. So an end is at the index of the begin that follows it.
+        Stage s has at least s blocks before it, one for each earlier stage, and one block after it for each later
+        stage. Element `[s, a, b]` is the stage from block s + a to block s + b, both included. The next stage then
+        begins at index b of its own begins.
         """
         stages, (row, column) = self.shape.stages, figures.strides
         width = len(figures) - stages
@@ -193,11 +195,11 @@ class _Problem:
         )
 
     def least_overfull(self, executed: bool = False) -> Balance:
-        """The fastest cuts that fit, or those that miss by least."""
+        """The fastest cuts that fit; if none fit, those that exceed the memory least."""
         return self._one_each() if self.shape.chunks == 1 else self._several_each(executed)
 
     def can_fit(self) -> bool:
-        """Whether the cuts that miss by least fit. No descent takes more memory than where it began."""
+        """Whether some cuts fit. A start that fits is enough: moving cuts never takes more memory than the start."""
         if self.shape.chunks == 1:
             return self._has_cuts(self.memory_bytes)
         return any(self._excess(self.of(cuts)) == 0 for cuts in self._starts()) or (
@@ -205,17 +207,17 @@ class _Problem:
         )
 
     def _has_cuts(self, bound: float) -> bool:
-        """Whether some cuts leave no stage more than a bound."""
+        """Whether there are cuts with which every stage stays within a bound in bytes."""
         weights = np.where(self.held <= bound, self.seconds, np.inf)
         return math.isfinite(_least_largest(weights))
 
     def _one_each(self) -> Balance:
-        """The best cuts for ranks of one stage, or the smallest if none fit."""
+        """The best cuts for one stage per rank; if none fit, those with the smallest largest stage."""
         cuts = _best_cuts(self.seconds, self.held, self.memory_bytes)
         return self.of(self.smallest() if cuts is None else cuts)
 
     def _several_each(self, executed: bool) -> Balance:
-        """See [Note: ranks with several stages]."""
+        """The best cuts for several stages per rank, see [Note: ranks with several stages]."""
         ends = {self._descend(self.of(cuts)) for cuts in dict.fromkeys(self._starts())}
         if executed:
             ends |= {self._executed(end) for end in ends}
@@ -223,7 +225,7 @@ class _Problem:
         return min(ends, key=lambda each: (*key(each), each.cuts))
 
     def _starts(self) -> Iterator[tuple[int, ...]]:
-        """Cuts to begin with, the smallest first."""
+        """The starting points of [Note: ranks with several stages], that of least memory first."""
         stages, blocks = self.shape.stages, self.table.blocks
         yield self.smallest()
         yield tuple(stage * blocks // stages for stage in range(1, stages))
@@ -233,12 +235,12 @@ class _Problem:
                 yield cuts
 
     def smallest(self) -> tuple[int, ...]:
-        """The cuts whose largest stage is smallest, in memory."""
+        """The cuts for which the largest stage takes least memory."""
         weights = np.where(np.isfinite(self.seconds), self.held, np.inf)
         return _earliest(weights <= _least_largest(weights) * _ROUNDING)
 
     def _descend(self, best: Balance) -> Balance:
-        """Moves one cut at a time, as long as the slowest ranks become faster or fit better."""
+        """Moves one cut at a time, as long as the ranks fit better or the slowest rank gets faster."""
         while True:
             moved = min(self._moved(best.cuts), key=self._rank_key, default=best)
             if not _is_less(self._rank_key(moved), self._rank_key(best)):
@@ -246,7 +248,10 @@ class _Problem:
             best = moved
 
     def _executed(self, best: Balance) -> Balance:
-        """The same by the seconds of the schedule, executed only for cuts whose bound promises less."""
+        """Moves one cut at a time, as long as the simulated schedule gets faster.
+
+        Cuts are simulated only if `least_seconds` allows them to be faster.
+        """
         key = self._step_key(best)
         while True:
             promising = [each for each in self._moved(best.cuts) if self._may_be_less(each, key)]
@@ -257,7 +262,7 @@ class _Problem:
             best, key = promising[keys.index(least)], least
 
     def _may_be_less(self, each: Balance, key: tuple[float, ...]) -> bool:
-        """Whether the step of these cuts may have a smaller key."""
+        """Whether these cuts may be better than `key`, a pair of excess bytes and seconds."""
         (excess, seconds), own = key, self._excess(each)
         if own < excess:
             return True
@@ -265,7 +270,7 @@ class _Problem:
         return own <= excess * _ROUNDING and least < seconds
 
     def _moved(self, cuts: tuple[int, ...]) -> list[Balance]:
-        """One cut elsewhere between its neighbours, in every way."""
+        """All cuts that differ from the given ones in the place of a single cut."""
         edges = (0, *cuts, self.table.blocks)
         return self.of_all(
             [
@@ -277,11 +282,11 @@ class _Problem:
         )
 
     def _rank_key(self, each: Balance) -> tuple[float, ...]:
-        """Smaller is better: what does not fit, then the ranks from the slowest on."""
+        """Key to compare cuts, smaller is better: excess bytes, then the seconds of the ranks, slowest first."""
         return (self._excess(each), *sorted(each.rank_seconds, reverse=True))
 
     def _step_key(self, each: Balance) -> tuple[float, ...]:
-        """The same with the seconds of the schedule."""
+        """Key to compare cuts, smaller is better: excess bytes, then the seconds of the simulated schedule."""
         waits = waits_for_sends(self.shape.schedule)
         run = simulate(self._actions, self.table.stages(each.cuts), waits_for_sends=waits)
         return (self._excess(each), run.step_seconds)
@@ -294,11 +299,11 @@ class _Problem:
         return actions(self.shape.blank, self.shape.micro_batches)
 
     def of(self, cuts: tuple[int, ...]) -> Balance:
-        """These cuts with what they take."""
+        """These cuts with their seconds and bytes on every rank."""
         return self.of_all([cuts])[0]
 
     def of_all(self, cuts: Sequence[tuple[int, ...]]) -> list[Balance]:
-        """Many cuts with what they take."""
+        """Several cuts, each with its seconds and bytes on every rank."""
         if not cuts:
             return []
         edges = np.array([(0, *each, self.table.blocks) for each in cuts])
@@ -358,12 +363,12 @@ class _Problem:
 
 
 def _is_less(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    """Whether the first figure in which they differ by more than rounding is smaller."""
+    """Whether `a` is smaller than `b` in the first figure in which they differ by more than rounding."""
     return next((x < y for x, y in zip(a, b, strict=True) if not math.isclose(x, y)), False)
 
 
 def _best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int, ...] | None:
-    """The fastest of what fits, of these the smallest, of these the earliest; None if nothing fits."""
+    """The fastest cuts that fit; of equally fast ones the smallest, then the earliest; None if none fit."""
     weights = np.where(held <= bound, seconds, np.inf)
     slowest = _least_largest(weights)
     if not np.isfinite(slowest):
@@ -374,7 +379,7 @@ def _best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int
 
 
 def _least_largest(weights: np.ndarray) -> float:
-    """The least possible largest weight, given those of the stages by their windows."""
+    """The smallest possible weight of the heaviest stage, given the weights of all possible stages (see `_windows`)."""
     best = np.full(weights.shape[1], np.inf)
     best[0] = 0.0
     for stage in weights:
@@ -383,9 +388,9 @@ def _least_largest(weights: np.ndarray) -> float:
 
 
 def _earliest(allowed: np.ndarray) -> tuple[int, ...]:
-    """The cuts of which the first is as early as it can be, then the second, and so on."""
+    """The cuts with the earliest first cut, then the earliest second cut, and so on, among the allowed stages."""
     last = allowed.shape[1] - 1
-    ends = np.arange(last + 1) == last  # from which begins the stages to come reach the end
+    ends = np.arange(last + 1) == last  # whether the later stages can reach the end from each begin
     reach = [ends]
     for stage in allowed[:0:-1]:
         ends = (stage & ends[None, :]).any(axis=1)

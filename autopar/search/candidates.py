@@ -1,8 +1,8 @@
-"""Every way to lay a model on a cluster, priced at once: the outer search, over what a plan takes for given.
+"""Estimates of all settings (mesh, pipeline stages, micro-batches, recipes, recomputation) of a model at once.
 
-A plan's layouts hardly depend on how long the axes are, so one plan per recipe is searched on a
-mesh of (2, 2) and its cost, an expression of the axes' sizes, is evaluated for all meshes, pipeline
-depths and micro-batches together.
+The layouts of a plan hardly depend on the sizes of the axes. One plan per recipe is therefore searched on a mesh of
+(2, 2). Its cost is a formula in the sizes of the axes, which is evaluated for all meshes, numbers of stages and
+micro-batches together.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from autopar.search.settings import DATA, TENSOR, ClusterSetting, PricedCandidat
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """A space of settings that can be estimated.
 
     Attributes:
-        graph: the captured model, at any batch.
-        cluster: the cluster that the settings are priced on.
-        batch: sequences of a step on all ranks.
+        graph: the captured model, with any batch size.
+        cluster: the cluster for which settings are priced.
+        batch: number of samples of a step on all ranks.
         training_state, software: see `autopar.cost_model`.
-        stages: pipeline depths to try.
-        tensor_sizes: sizes of tp to try; None for all that divide the ranks.
-        recomputes: whether layers may be run again.
+        stages: numbers of pipeline stages to try.
+        tensor_sizes: sizes of the axis tp to try; None for all that divide the number of ranks.
+        recomputes: kinds of recomputation to try.
         pins: single choices that every plan must make.
-        own_batch: whether a step without stages takes its batch in the size of the graph's.
+        own_batch: whether a step without stages must have micro-batches of the graph's batch size.
     """
 
     graph: Graph
@@ -74,7 +74,7 @@ class Space:
         return sorted(found, key=lambda each: (each.seconds, each.setting.name))
 
     def price_of(self, settings: Iterable[ClusterSetting]) -> list[PricedCandidate]:
-        """The legal ones among some settings with their prices, in their order."""
+        """The prices of the legal ones among these settings, in the same order."""
         groups: dict[tuple[str, str, Recompute], list[ClusterSetting]] = {}
         wanted = list(settings)
         for each in wanted:
@@ -91,9 +91,9 @@ class Space:
     def with_fewest_blocks(
         self, priced: Iterable[PricedCandidate], bound_bytes: float
     ) -> list[PricedCandidate]:
-        """Settings that keep all and do not fit, with as few layers of a stage run again as do.
+        """The settings that do not fit without recomputation, with the fewest recomputed layers per stage that fit.
 
-        Those are left out that all layers but one are not enough for.
+        A setting is left out if it does not fit even with all layers but one recomputed.
         """
         groups: dict[tuple[str, str], list[ClusterSetting]] = {}
         for each in priced:
@@ -121,7 +121,10 @@ class Space:
     def _fewest_blocks(
         self, plan: Plan, settings: list[ClusterSetting], bound_bytes: float
     ) -> np.ndarray:
-        """Memory falls by as much with every block, but the last; on both ends of the pipeline."""
+        """For every setting the fewest recomputed layers with which both ends of the pipeline fit.
+
+        Each recomputed layer but the last frees the same memory.
+        """
         columns = _Columns.of(settings)
         none, one = (self._step(plan, k + np.zeros(len(settings)), columns) for k in (0.0, 1.0))
         fewest = np.ones(len(settings))
@@ -133,11 +136,11 @@ class Space:
         return fewest
 
     def on(self, cluster: Cluster) -> Space:
-        """The same on another cluster, with the plans that were found for this one."""
+        """The same space on another cluster, with the plans that were searched for this one."""
         return replace(self, cluster=cluster)
 
     def plan(self, data: str, tensor: str) -> Plan | None:
-        """What the recipes lead to on a mesh of two by two; None where the pins forbid them."""
+        """The plan under two recipes (for dp and for tp) on a mesh of 2 x 2; None if the pins contradict them."""
         key = (data, tensor)
         if key not in self._plans:
             try:
@@ -175,7 +178,7 @@ class Space:
                 )  # fmt: skip
 
     def _keeps_batch(self, stages: int) -> bool:
-        """Whether micro-batches are the captured one: stages cut a batch, where the graph has one."""
+        """Whether micro-batches must have the captured size: no dim is the batch, or the batch must not be cut."""
         return not self._batch_factors or (self.own_batch and stages == 1)
 
     @cached_property
@@ -184,7 +187,7 @@ class Space:
 
     @staticmethod
     def _is_repeated(data: str, tensor: str, dp: int, tp: int) -> bool:
-        """Whether a recipe is on an axis of one rank, where all recipes are the same."""
+        """Whether the setting repeats another one: on an axis of one rank all recipes are the same."""
         return (dp == 1 and data != DATA[0]) or (tp == 1 and tensor != TENSOR[0])
 
     def _tensor_sizes(self) -> Sequence[int]:
@@ -194,7 +197,7 @@ class Space:
         return min((stack.layers for stack in self.graph.stacks), default=1)
 
     def _splits(self, plan: Plan) -> frozenset[tuple[str, str, int]]:
-        """What a plan splits: (axis, "batch" or "", size of the factor), each once."""
+        """The factors that a plan splits, as (axis, "batch", 0) for the batch, and (axis, "", size) for any other."""
         found = set()
         for op in self.graph.ops:
             for axis, label in zip(plan.mesh.names, plan.ops[op.name], strict=True):
@@ -207,7 +210,7 @@ class Space:
 
     @staticmethod
     def _divides(splits: frozenset[tuple[str, str, int]], setting: ClusterSetting) -> bool:
-        """Whether the axes divide every factor that a plan splits along them."""
+        """Whether the sizes of a setting's axes divide every factor that a plan splits along them."""
         sizes, rows = {"dp": setting.dp, "tp": setting.tp}, setting.micro_batch * setting.dp
         return all(
             (rows if is_batch else size) % sizes[axis] == 0 for axis, is_batch, size in splits
@@ -226,7 +229,7 @@ class Space:
         return [each if self.graph.stacks else _of_equal_stages(each) for each in found]
 
     def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:
-        """The formulas of a step over arrays, an element for every setting."""
+        """The step of all settings at once: every figure is an array with an element for each setting."""
         hardware, at = self.cluster.hardware, columns
         ranks = at.dp * at.tp * at.stages
         links = (
@@ -244,7 +247,7 @@ class Space:
             links=links,
             training_state=self.training_state,
         )
-        # Without stacks the formulas cannot tell the layers from the ends: see `_of_equal_stages`.
+        # Without lists of layers the formulas cannot tell layers from the ends: see `_of_equal_stages`.
         run = Run(
             1.0 * at.micro_batches,
             1.0 * at.stages if self.graph.stacks else 1.0,
@@ -273,7 +276,7 @@ class Space:
 
 
 def _of_equal_stages(each: PricedCandidate) -> PricedCandidate:
-    """The price of one stage, given that of the whole model on the mesh of a stage, without a bubble."""
+    """The price of a pipeline without a bubble, given the price of the whole model on the mesh of one stage."""
     share = 1 / each.setting.stages
     return replace(
         each, seconds=share * each.seconds, memory_bytes=share * each.memory_bytes,
@@ -283,7 +286,7 @@ def _of_equal_stages(each: PricedCandidate) -> PricedCandidate:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Settings as arrays of whole numbers; `batch` is that of a micro-batch on all of dp."""
+    """Settings as arrays of whole numbers; `batch` is the number of samples of a micro-batch on all ranks of dp."""
 
     dp: np.ndarray
     tp: np.ndarray
@@ -303,7 +306,7 @@ class _Columns:
 
 
 class _ManySizes(SymbolicSizes):
-    """Sizes of many settings at once: arrays stand where `SymbolicSizes` has symbols."""
+    """Local sizes for many settings at once: arrays in place of the symbols of `SymbolicSizes`."""
 
     def count(self, tensor: Tensor, layout: Layout) -> Quantity:
         return self.bytes(tensor, layout) / tensor.itemsize_bytes
@@ -319,7 +322,7 @@ class _ManySizes(SymbolicSizes):
 
 
 def _figures(step: Step, settings: Sequence[ClusterSetting]) -> tuple[Sequence[Any], ...]:
-    """Seconds, peak bytes, bytes sent, and where time goes, of every configuration."""
+    """For every setting the seconds of a step, peak bytes, bytes sent, and seconds by cause."""
     count = len(settings)
     peak = np.maximum(total(step.memory("first")), total(step.memory("last")))
     parts = {name: np.broadcast_to(v, count) for name, v in where_time_goes(step).items()}

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: compute, memory bandwidth, an axis, the bubble, the host."""
+"""The causes of a step's time: compute, memory bandwidth, communication along an axis, the bubble, the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.items import COMPUTE
 from autopar.cost_model.step import Step, Term
 
-# Terms of a step's time that go to one thing alone.
+# Term of a step's time -> its cause, for terms with a single cause.
 _CAUSES = {
     "pipeline bubble": "bubble", "stage boundaries": "along pp", "waiting for the host": "host",
     "optimizer": "memory bandwidth", "fixed": "fixed",
@@ -21,7 +21,7 @@ _CAUSES = {
 def where_time_goes(step: Step) -> dict[str, Quantity]:
     """Seconds of a step by cause, such as compute, memory bandwidth, "along tp", bubble, host or fixed.
 
-    Time that is hidden behind compute is negative.
+    Communication that overlaps with compute is subtracted: its cause "hidden behind compute" has negative seconds.
     """
     found: dict[str, Quantity] = {}
     slow = _memory_share(step)
@@ -32,7 +32,7 @@ def where_time_goes(step: Step) -> dict[str, Quantity]:
 
 
 def _causes(term: Term, slow: Quantity) -> Iterator[tuple[str, Quantity]]:
-    """What a term of a step's time goes to; `slow` is the part of compute that waits for memory."""
+    """Yields causes and seconds of a term of a step's time; `slow` is the part of compute that waits for memory."""
     if term.name in ("compute", "embedding, head and loss"):
         yield "compute", term.value * (1 - slow)
         yield "memory bandwidth", term.value * slow
@@ -48,7 +48,7 @@ def _causes(term: Term, slow: Quantity) -> Iterator[tuple[str, Quantity]]:
 
 
 def _memory_share(step: Step) -> Quantity:
-    """The part of the compute of forward and backward that the device's memory bounds."""
+    """Fraction of the compute time of forward and backward that is limited by memory bandwidth, not by FLOP/s."""
     bound: Quantity = 0.0
     whole: Quantity = 0.0
     for item in step.items:

@@ -1,4 +1,4 @@
-"""Checks that an axis of the mesh is of any use, with errors that say which sizes would be."""
+"""Checks that every axis of the mesh can split something; the errors say which sizes could."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:
 
 
 def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
-    """Raises SearchError if a recipe was asked for on an axis where it could split nothing.
+    """Raises SearchError if a user's recipe for an axis splits nothing along it.
 
-    A recipe that keeps parameters in shards (ZeRO) is of use without any op that is split: a batch of 1 is
-    trained by every rank, from parameters, gradients and optimizer states of which each keeps a part. Owners of whole
-    parameters are asked for so that ranks share the batch, so that they have to.
+    A recipe that shards parameters (ZeRO) is useful even if no op is split: with a batch of 1 every rank does all the
+    work, but stores only a part of parameters, gradients and optimizer states. A recipe with owners of parameters must
+    split the batch.
     """
     for position, (axis, size) in enumerate(plan.mesh.axes):
         recipe = recipes[position]
@@ -63,13 +63,13 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
 
 
 def _shards_parameters(plan: Plan, recipe: Recipe, position: int) -> bool:
-    """Whether a recipe asks for parameters in shards along an axis, and the plan has some there."""
+    """Whether a recipe asks for sharded parameters along an axis, and the plan shards some there."""
     asks = 0 not in recipe.stages
     return asks and any(each.storage[position].kind == "S" for each in plan.parameters.values())
 
 
 def _about_batch(graph: Graph, axis: str, size: int) -> str:
-    """Which dims are known as the batch, and what to change."""
+    """Words for errors: which dims are the batch, and how to change this."""
     found = [
         f"dim {dim} of {name} (size {math.prod(graph.tensors[tensor].dims[dim])})"
         for name, tensor in graph.inputs.items()
@@ -92,7 +92,7 @@ def _about_batch(graph: Graph, axis: str, size: int) -> str:
 
 
 def _own(recipe: Recipe) -> tuple[Which, ...]:
-    """What a recipe is asked for: not the batch, which is split beside it."""
+    """The kinds of factors that are a recipe's purpose; splitting the batch is not."""
     return tuple(kind for kind in recipe.may or () if kind is not is_batch)
 
 

@@ -1,4 +1,4 @@
-"""Priced settings beside each other: which is best, and why the others lose."""
+"""Comparison of priced settings: which one is best, and why the others are not."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def compared(
     count: int = 12,
     chosen_seconds: float | None = None,
 ) -> tuple[Candidate, ...]:
-    """The chosen setting and the best others, at most `count` rows, and why these lose.
+    """The chosen setting and the best others, in at most `count` rows, with reasons why the others were not chosen.
 
-    There is one row for each mesh, recipe and recomputation. Settings that need too much memory come last: the
-    faster ones, or all of them if none is faster. Percentages compare with `chosen_seconds`, the price of the
-    chosen setting's plan; by default with its closed-form estimate.
+    There is one row for each mesh, recipe and recomputation. Settings that need too much memory come last: only those
+    faster than the chosen one, or all of them if none is faster. Percentages compare with `chosen_seconds`, the seconds
+    of the chosen setting's plan; by default with its estimate.
     """
     best = _best_of_every_kind(priced, bound_bytes)
     fitting = [each for each in best if each.memory_bytes <= bound_bytes]
@@ -66,7 +66,7 @@ def why_not(
     bound_bytes: float,
     chosen_seconds: float | None = None,
 ) -> str:
-    """What a setting loses by against the chosen one, in words; "" for the chosen one."""
+    """Words for the disadvantages of a setting against the chosen one; "" for the chosen one itself."""
     if each is chosen:
         return ""
     words = []
@@ -78,7 +78,7 @@ def why_not(
 
 
 def _against(each: PricedCandidate, chosen: PricedCandidate, chosen_seconds: float) -> str:
-    """`4.1 % slower: 120 ms more along tp, 30 ms less along dp`, by the parts that differ most."""
+    """Words such as `4.1 % slower: 120 ms more along tp`, with the causes that differ most."""
     slower = each.seconds / chosen_seconds - 1
     if abs(slower) < 5e-5:
         return "as fast"

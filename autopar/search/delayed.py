@@ -1,4 +1,4 @@
-"""What a plan says whose schedule updates without a flush: what that changes, how old gradients are, what it buys."""
+"""The note of a plan whose schedule updates parameters without a flush: its effect on training, time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.units import counted, format_bytes, format_seconds
 
 
 def with_delays(found: Planned, request: Request) -> Planned:
-    """The plan with such a note; itself where its schedule has no updates of its own."""
+    """The plan with this note; unchanged if its schedule updates only at the end of a step."""
     pipeline = found.plan.pipeline
     if pipeline is None or not pipeline.update_every:
         return found
@@ -50,7 +50,7 @@ def _peak(step: ExecutedStep) -> str:
 
 
 def _age(versions: WeightVersions) -> str:
-    """How old a gradient is when it changes parameters."""
+    """Words for the age of gradients: how many updates their parameters have had between forward and update."""
     oldest, newest = max(versions.delays), min(versions.delays)
     if oldest == newest:
         return f"a gradient is up to {counted(oldest, 'update')} old"
@@ -59,7 +59,7 @@ def _age(versions: WeightVersions) -> str:
 
 
 def _flushed(step: ExecutedStep, pipeline: Pipeline) -> ExecutedStep:
-    """A step of one update, after which the pipeline runs empty."""
+    """The step of a plan that flushes the pipeline after each update, with which the note compares."""
     schedule = "1f1b" if pipeline.update_every >= pipeline.stages else "gpipe"
     plan = replace(
         step.plan,

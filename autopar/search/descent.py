@@ -1,16 +1,19 @@
-"""Descents: one mesh axis after another is solved exactly, until none can be improved.
+"""Descents over a mesh of several axes: solve one axis after another exactly, until no axis can be improved.
 
-The program of one axis (`autopar.search.milp`) is exact given the other axes. Descents begin
+The program of one axis (`autopar.search.milp`) finds the best choices along this axis, given those on the other
+axes. Repeating it over the axes is a descent to a local optimum. Descents start
 
-- with every axis unsplit, in every order of the axes, memory relaxed by what the axes still to
-  come can divide;
-- at every combination of recipes that a person can name for the axes (`_FAMILIES`), each the best
-  plan under that combination.
+- with every axis unsplit, once in every order of the axes; in the first round the bound on memory is multiplied by the
+  sizes of the axes that are still unsplit;
+- at the best plan under every combination of recipes for the axes (`_FAMILIES`), so that naming a recipe never gives a
+  faster plan than naming none.
 
-Every outcome is ranked by its composed step among those whose composed peak fits
-(`autopar.pipeline.composed`): no recipe beats the open search, and what fits is what is said to fit.
-Where the runtime hides communication, programs charge it at the slopes of the best plan so far, and
-are solved again until the slopes stay (`autopar.search.prices`, [Note: exposure]).
+The result is the fastest plan whose peak memory fits. Both figures are those of a whole step
+(`autopar.pipeline.composed`), which reports show.
+
+If the runtime overlaps communication with compute, the programs charge only the exposed part. It depends on the plan:
+programs use the part that is exposed in the best plan so far, and are solved again until it stays the same
+(`autopar.search.prices`, [Note: exposure]).
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from autopar.search.prices import Exposure
 from autopar.search.problem import Assignment, Problem
 from autopar.search.recipes import RECIPES, Recipe
 
-_MAX_ROUNDS = 8  # over all axes; descents seen so far end after two or three
-_FOLLOWED = 3  # combinations of recipes, the best, from which the open search goes on
-_MAX_EXPOSURES = 3  # solutions at other slopes of the step
-_LEAN = 0.8  # of the memory that the best plan takes: enough to forbid it
+_MAX_ROUNDS = 8  # rounds over all axes; all descents seen so far ended after two or three
+_FOLLOWED = 3  # descents without recipes start at the plans of so many of the best combinations
+_MAX_EXPOSURES = 3  # number of times that programs are solved again with another exposure
+_LEAN = 0.8  # bound on memory of a second search, as a fraction of the best plan's memory
 
-# Rows that bound what recipes of one kind can find: they split ops alike, and any of the ways to
-# store parameters that the recipes name is open to them.
+# One recipe for each way to split ops, which allows every way to store parameters. Its best plan is at least as fast
+# as that of any recipe that splits ops in this way.
 _FAMILIES = tuple(
     replace(RECIPES[name], stages=RECIPES["auto"].stages, gathers=True)
     for name in ("ddp", "tp", "tp+sp", "ep")
@@ -44,16 +47,16 @@ _FAMILIES = tuple(
 
 @dataclass(frozen=True)
 class Descent:
-    """Where a descent ended.
+    """The result of a descent.
 
     Attributes:
         assignment: the decisions.
-        seconds: composed duration of a step.
-        bytes: composed peak memory of a rank, in bytes.
-        weighed_seconds: seconds, and the price of the bytes where the problem has one.
-        gap: the largest relative gap that the solver left open along one axis, 0 if proven.
-        programs: rows, columns and binaries of the program of every axis, in order.
-        refused_seconds: the fastest assignment on the way that did not fit; infinite for none.
+        seconds: duration of a step.
+        bytes: peak memory of a rank, in bytes.
+        weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
+        gap: the largest relative optimality gap of the solver along one axis; 0 if every solution is proven optimal.
+        programs: numbers of rows, columns and binary variables of the program of every axis, in order.
+        refused_seconds: duration of the fastest step on the way that did not fit into memory; infinite if all fitted.
     """
 
     assignment: Assignment
@@ -66,10 +69,10 @@ class Descent:
 
 
 def descents(problem: Problem, bound: int | None) -> list[Descent]:
-    """Where the descents from every start end, for a bound on the bytes of a rank."""
+    """The results of the descents from all starts, under a bound on the bytes of a rank; None for no bound."""
     found = [_descend(problem, order, bound) for order in _orders(problem.mesh)]
     if bound is not None and problem.least_bytes > bound:
-        return found  # nothing fits, and the smallest of these says by how much
+        return found  # nothing fits; the smallest plan of these shows how much is missing
     found += _from_recipes(problem, bound)
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:
@@ -86,7 +89,7 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
 
 
 def best_of(descents: Sequence[Descent], bound: int | None) -> Descent:
-    """The fastest that fits; if none does, the smallest."""
+    """The fastest descent that fits into memory; if none fits, the one that takes least memory."""
     return min(descents, key=partial(_rank, bound))
 
 
@@ -95,12 +98,12 @@ def _rank(bound: int | None, each: Descent) -> tuple[float, float]:
 
 
 def fits(each: Descent | Outcome, bound: int | None) -> bool:
-    """Whether a plan is within a bound on memory."""
+    """Whether a plan stays within a bound on memory, in bytes."""
     return excess(each.bytes, bound) == 0
 
 
 def _orders(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Every order of the axes that have more than one rank; the first, slowest, axis leads."""
+    """Every order of the axes that have more than one rank, beginning with the order of the mesh."""
     axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1] or [0]
     return list(itertools.permutations(axes))
 
@@ -110,9 +113,9 @@ def _axes(problem: Problem) -> Sequence[int]:
 
 
 def _from_recipes(problem: Problem, bound: int | None) -> list[Descent]:
-    """The best plan under every combination of recipes for the open axes, and where the best lead.
+    """Descents under combinations of recipes for the axes without one, and descents without recipes from the best.
 
-    A combination is left out where it is slower without any bound than what was found within the bound.
+    A combination is skipped if even its fastest plan without a bound is slower than a plan found within the bound.
     """
     found: dict[object, Descent] = {}
     best_seconds = math.inf
@@ -131,7 +134,7 @@ def _from_recipes(problem: Problem, bound: int | None) -> list[Descent]:
 
 
 def _combinations(problem: Problem) -> list[tuple[Descent, Problem]]:
-    """Every combination of recipes for the open axes with its plan if memory is no matter, fastest first."""
+    """Every combination of recipes for the axes without one, with its plan under no bound on memory, fastest first."""
     free = [axis for axis, row in enumerate(problem.recipes) if row.may is None]
     free = [axis for axis in free if problem.mesh.sizes[axis] > 1]
     found = []
@@ -143,16 +146,16 @@ def _combinations(problem: Problem) -> list[tuple[Descent, Problem]]:
         try:
             found.append((_descend(under, _axes(problem), None), under))
         except (RecipeError, SearchError):
-            continue  # pins, or where parameters lie already, leave nothing of this combination
+            continue  # pins, or layouts of placed parameters, contradict this combination
     return sorted(found, key=lambda pair: pair[0].weighed_seconds)
 
 
 def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
-    """The problem under every combination of recipes that a person can name for its open axes.
+    """The problem under every combination of recipes that users can name for the axes without one.
 
     Yields:
-        Composed seconds of the fastest plan that splits ops alike, however it stores parameters, and the problem
-        under the recipes; the fastest kind of split leads.
+        A lower bound on the seconds of a step under these recipes, and the problem under them, smallest bound first.
+        The bound is that of the fastest plan that splits ops in the same way, whatever memory it takes.
     """
     for fastest, under in _combinations(problem):
         kinds = [_named_alike(row) for row in under.recipes]
@@ -167,7 +170,7 @@ def named_recipes(problem: Problem) -> Iterator[tuple[float, Problem]]:
 
 
 def _named_alike(row: Recipe) -> tuple[Recipe, ...]:
-    """The recipes that split ops as a row of `_FAMILIES` does; any other row alone."""
+    """All recipes that split ops in the way of a row of `_FAMILIES`; for any other row, only the row itself."""
     if row not in _FAMILIES:
         return (row,)
     return tuple(
@@ -179,13 +182,13 @@ def _named_alike(row: Recipe) -> tuple[Recipe, ...]:
 
 
 def _families(problem: Problem) -> tuple[Recipe, ...]:
-    """Rows to begin with; that of experts only where there are some."""
+    """The rows of `_FAMILIES` for a problem: the one for experts only if the model has experts."""
     has_experts = any("expert" in factor.roles for factor in problem.graph.factors.values())
     return tuple(row for row in _FAMILIES if row.name != "ep" or has_experts)
 
 
 def _from_lean(problem: Problem, best: Descent, bound: int) -> Descent:
-    """A descent from where less memory would have led: room must not make a plan worse."""
+    """A descent that starts at the best plan under a tighter bound, so that more memory never gives a slower plan."""
     lean = _descend(problem, _axes(problem), int(_LEAN * best.bytes))
     return _descend(problem, _axes(problem), bound, start=lean.assignment)
 
@@ -193,10 +196,10 @@ def _from_lean(problem: Problem, best: Descent, bound: int) -> Descent:
 def _descend(
     problem: Problem, order: Sequence[int], bound: int | None, start: Assignment | None = None
 ) -> Descent:
-    """Solves axis after axis, round after round, until every axis is best given the others.
+    """Solves axis after axis, round after round, until every axis is the best one given the others.
 
-    Without a `start` the axes to come are unsplit in the first round, and memory is relaxed by
-    them.
+    Without a `start` all axes begin unsplit. In the first round the bound is multiplied by the sizes of the axes that
+    are still to come.
     """
     assignment = start or _unsplit(problem)
     latest: dict[int, Outcome] = {}
@@ -228,7 +231,7 @@ def _descend(
 def _solution(solutions: AxisSolutions, bound: int | None, is_tight: bool) -> Outcome:
     """The fastest assignment within the bound, or the smallest one if none is within.
 
-    Unless memory is known to be tight, first as if there were no bound.
+    Unless `is_tight`, the program without a bound is tried first, because it is easier to solve.
     """
     fastest = None if is_tight and bound is not None else solutions.fastest
     if fastest is not None and fits(fastest, bound):
@@ -237,7 +240,7 @@ def _solution(solutions: AxisSolutions, bound: int | None, is_tight: bool) -> Ou
 
 
 def _is_better(found: Outcome, best: Outcome, bound: int | None) -> bool:
-    """Whether it fits better into memory, or as well and is faster."""
+    """Whether `found` exceeds the bound by less than `best`, or by as much and is faster."""
     over, least = excess(found.bytes, bound), excess(best.bytes, bound)
     return over < least or (
         over == least and found.weighed_seconds < best.weighed_seconds * (1 - 1e-9)
@@ -245,7 +248,7 @@ def _is_better(found: Outcome, best: Outcome, bound: int | None) -> bool:
 
 
 def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> Outcome:
-    """The plan that shards least among those as fast, if the bound is not tight any more."""
+    """The plan that the program without a bound gives, if it fits and is as fast as `found`: it shards less."""
     if not found.thrifty:
         return found
     loose = AxisSolutions.of(problem, axis, found.assignment).fastest

@@ -1,25 +1,21 @@
-"""Folding: repeated blocks share one copy of the decisions.
+"""Folding: the repeated layers of a model share one set of decisions, so that the search stays small.
 
-A deep model is a short list of ops said many times over. `fold` finds the repetition in the
-sequence of ops from what they are (kind, shapes, choices), not from their names, and puts the k-th
-ops of all instances of a block into one *class*. All members of a class then take the same choice.
+`fold` finds repeated blocks in the sequence of ops, by comparing kinds, shapes and choices of ops, not names. The k-th
+ops of all repetitions of a block form one *class*, and all ops of a class get the same choice.
 
-Whatever the classes are, the price of a plan is counted exactly: tensors that are made by the same
-class and consumed by the same classes share an *entry*, which remembers how many they are. The
-tensor between two blocks and the one after the last block are two entries, because their consumers
-differ. A wrong class could cost quality but never correctness, so the search for repetition may be
-simple:
+Tensors that the same class computes and the same classes use form one *entry*, which counts them. The tensor
+between two blocks and the tensor after the last block are two entries, because other ops use them. The price of a
+plan is therefore exact. If a class joined ops that had better differ, the plan would be slower, but still correct.
+A simple algorithm is good enough:
 
-1. Number every op by its signature: the text of the model becomes a sequence of integers.
-2. For every likely period p (a frequent distance between equal numbers) compare the sequence with
-   itself shifted by p; a stretch of equality is a block said again and again. Take the one that
-   saves most, keep its first instance, and begin again with the shorter sequence, until nothing
-   repeats.
+1. Number every op by its signature, so that the model becomes a sequence of integers.
+2. For every likely period p (a frequent distance between equal numbers), compare the sequence with itself
+   shifted by p. A run of equal numbers is a repeated block. Take the block that saves the most ops, keep its first
+   instance, and repeat with the shorter sequence until nothing repeats.
 
-So several runs (encoder, decoder), first and last blocks that differ, and blocks inside blocks are
-found. Each round is linear in the ops. A block has at least `MIN_BLOCK` ops (shorter ones are
-doubled until they have), so that neighbours such as Megatron's column and row split may still
-choose differently.
+This finds several runs (encoder, decoder), runs between unequal first and last blocks, and blocks inside blocks. Each
+round is linear in the number of ops. A block has at least `MIN_BLOCK` ops (a shorter period is multiplied), so that
+neighbouring ops, such as the two linears of Megatron's column and row split, can still choose differently.
 """
 
 from __future__ import annotations
@@ -39,9 +35,12 @@ _CANDIDATE_PERIODS = 64
 
 @dataclass(frozen=True)
 class OpClass:
-    """Ops that share one choice per axis; `op` is the first of them and stands for all.
+    """Ops that share one choice per axis.
 
-    `count` is how many they are in the whole model, where a captured layer may stand for many.
+    Attributes:
+        op: the first of these ops, which represents the others.
+        members: names of all of them.
+        count: number of such ops in the whole model, where a captured layer may stand for many layers.
     """
 
     op: Op
@@ -51,17 +50,17 @@ class OpClass:
 
 @dataclass(frozen=True)
 class Entry:
-    """Tensors that are made and consumed alike, and so share their conversions.
+    """Tensors that the same class computes and the same classes use, so that they share their conversions.
 
     Attributes:
-        tensor: the first of them.
+        tensor: the first of these tensors.
         names: names of all of them.
-        leaf: "parameter", "buffer" or "input" for a leaf, else "".
-        producer: class and position of the result, for what an op makes.
-        consumers: class and position of every operand, distinct and in order.
-        is_output: whether the model returns it.
-        is_saved: whether autograd keeps it, under this name or as a view.
-        count: how many they are in the whole model.
+        leaf: "parameter", "buffer" or "input" for a tensor that no op computes, else "".
+        producer: class that computes the tensors, and position among its results; None for a leaf.
+        consumers: pairs of a class that uses the tensors and the position of the operand, in order.
+        is_output: whether the model returns the tensors.
+        is_saved: whether autograd saves the tensors, or views of them.
+        count: number of such tensors in the whole model.
     """
 
     tensor: Tensor
@@ -92,7 +91,14 @@ class SavedEntry:
 
 @dataclass(frozen=True)
 class Fold:
-    """A graph with its repetition taken out."""
+    """A graph in which repeated layers occur once.
+
+    Attributes:
+        classes: the classes, in order of their first ops.
+        entries: the entries, in order of their first tensors.
+        saved: the tensors that autograd saves.
+        class_of: op name -> index of its class.
+    """
 
     classes: tuple[OpClass, ...]
     entries: tuple[Entry, ...]
@@ -105,8 +111,11 @@ def fold(
 ) -> Fold:
     """Folds a graph.
 
-    `mark` gives what is special about an op or parameter of this name (a pin, say); only those with
-    equal marks share decisions. With `repeats=False` every op is a class of its own.
+    Args:
+        graph: the captured model.
+        mark: function from the name of an op or parameter to a value, such as its pin; only ops and parameters with
+            equal values share decisions.
+        repeats: whether repeated blocks are sought; with False every op is a class by itself.
     """
     groups = _groups(graph, mark) if repeats else [[index] for index in range(len(graph.ops))]
     classes = tuple(_class([graph.ops[i] for i in group], graph) for group in groups)
@@ -126,12 +135,12 @@ def _class(ops: Sequence[Op], graph: Graph) -> OpClass:
 
 
 def count_of(names: Iterable[str], graph: Graph) -> int:
-    """How many these ops or tensors are in the whole model."""
+    """Number of ops or tensors of the whole model for which the ones with these names stand."""
     return sum(graph.stands_for.get(name, 1) for name in names)
 
 
 def _groups(graph: Graph, mark: Callable[[str], Hashable]) -> list[list[int]]:
-    """Positions of the ops of every class, in order of their first."""
+    """For every class the positions of its ops in the graph; classes are in the order of their first ops."""
     sequence = _number([(_signature(op, graph), mark(op.name)) for op in graph.ops])
     groups = [[index] for index in range(len(graph.ops))]
     while repeat := _best_repeat(sequence):
@@ -152,7 +161,7 @@ def _number(keys: Sequence[Hashable]) -> np.ndarray:
 
 
 def _signature(op: Op, graph: Graph) -> Hashable:
-    """All of an op that its price and its strategies depend on, names left out."""
+    """Everything on which the price and the choices of an op depend, without names."""
     tensors = [graph.tensors[name] for name in (*op.operands, *op.results)]
     leaves = tuple(name not in graph.producer for name in op.operands)
     return (
@@ -199,7 +208,7 @@ def _best_repeat(sequence: np.ndarray) -> tuple[int, int, int] | None:
 
 
 def _periods(sequence: np.ndarray) -> list[int]:
-    """The likeliest periods, short ones first, each made long enough for a block."""
+    """The most frequent distances between equal numbers, multiplied to at least `MIN_BLOCK`, smallest first."""
     order = np.argsort(sequence, kind="stable")
     same = sequence[order][:-1] == sequence[order][1:]
     gaps = Counter((order[1:] - order[:-1])[same].tolist())
@@ -249,7 +258,7 @@ def _uses(
 
 
 def _leaves(graph: Graph) -> dict[str, tuple[str, str]]:
-    """Tensor name -> what kind of leaf it is, and its public name."""
+    """Name of a tensor that no op computes -> "buffer", "input" or "parameter", and its name in the model."""
     kinds = (("buffer", graph.buffers), ("input", graph.inputs), ("parameter", graph.parameters))
     return {name: (kind, public) for kind, leaves in kinds for public, name in leaves.items()}
 
@@ -257,7 +266,7 @@ def _leaves(graph: Graph) -> dict[str, tuple[str, str]]:
 def _saved_entries(
     graph: Graph, class_of: Mapping[str, int], saved: SavedTensors
 ) -> tuple[SavedEntry, ...]:
-    """Groups the memory that backward needs by who saves it, and through which views."""
+    """Groups the tensors that autograd saves by the classes that save them, and by the views through which they do."""
     stored = {*graph.parameters.values(), *graph.buffers.values()}
     savers: dict[str, dict[Hashable, tuple[int, int, str]]] = {}
     for op in graph.ops:
@@ -282,7 +291,7 @@ def _saved_entries(
 def _path(
     name: str, graph: Graph, class_of: Mapping[str, int], saved: SavedTensors
 ) -> tuple[int, ...]:
-    """Classes of the views between a saved tensor and the memory it lies in."""
+    """Classes of the views between a saved tensor and the tensor whose memory it shares."""
     path = []
     while view := saved.view(name):
         path.append(class_of[graph.producer[name].name])

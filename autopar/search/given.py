@@ -1,4 +1,4 @@
-"""The plan for a mesh that is known: with pipeline stages or without, and with recomputation where it pays."""
+"""The plan for a given mesh, with or without pipeline stages, and with recomputation if it is needed or faster."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autopar.search.pipeline_settings import Priced
 from autopar.search.request import Request
 from autopar.search.search import Found, search_with_cost
 
-# What PyTorch takes on the CPU for an op of no size: 20 us for forward and backward, two to three kernels,
-# of a GPT of width 8 on one core of a cloud server, torch 2.13.
+# CPU time of PyTorch for a kernel: forward and backward of an op on tiny tensors take 20 us, in two to three kernels
+# (a GPT of width 8 on one core of a cloud server, torch 2.13).
 _ISSUE_SECONDS = 10e-6
 
 
@@ -31,7 +31,7 @@ class Planned(NamedTuple):
     Attributes:
         plan: the plan.
         graph: the model, at the size of one of the plan's micro-batches.
-        price: composed time and memory of the plan.
+        price: time and memory of a step under the plan.
         others: other schedules, micro-batches and recomputation on the same mesh, fastest first.
     """
 
@@ -82,7 +82,7 @@ class GivenMesh:
         return self._that_fits() if request.recompute is None else self._recomputing()
 
     def _issuing(self) -> Request:
-        """The request with the time that issuing an op takes, without which micro-batches would be free."""
+        """The request with a time to launch a kernel; without it, more micro-batches would cost no time."""
         hardware = self.request.hardware
         if hardware.host_seconds:
             return self.request
@@ -101,7 +101,7 @@ class GivenMesh:
         )  # fmt: skip
 
     def _priced(self, plan: Plan) -> Planned:
-        """A plan without stages, with its composed step and peak."""
+        """A plan without stages, with the time and memory of its step."""
         request = self.request
         price = composed(
             self.graph, plan, request.hardware, software=request.software,
@@ -124,7 +124,7 @@ class GivenMesh:
         return Planned(found.plan, graph, Composed(best.seconds, peak_bytes), found.others)
 
     def _recomputing(self) -> Planned:
-        """A plan without stages, found as a pipeline of one rank: under 1F1B it holds one micro-batch at once."""
+        """A plan without stages but with recomputation, searched as a pipeline of a single rank under 1F1B."""
         request = self._issuing()
         assert request.mesh is not None, "a mesh was given"
         whole = request.but(
@@ -138,7 +138,7 @@ class GivenMesh:
         return replace(self, request=self.request.but(**changes))
 
     def _partitioned(self) -> Planned:
-        """The plan that recomputes all blocks, with what enters them in slices; also one that fits so alone."""
+        """The plan that recomputes all blocks and saves their inputs in slices; the slices may make it fit."""
         try:
             return self._sliced(self._but(recompute="full").search())
         except SearchError:
@@ -152,7 +152,7 @@ class GivenMesh:
         return found._replace(plan=plan, price=price)
 
     def _that_fit_in_slices(self) -> list[Planned]:
-        """The plan of any memory with slices, where these make it fit: nothing or all recomputed."""
+        """The fastest plan without a bound, with slices and with no or all blocks recomputed, if it then fits."""
         if not is_whole(self.graph):
             return []
         plan = self._but(must_fit=False)._flat().plan
@@ -162,9 +162,10 @@ class GivenMesh:
         return [each for each in found if each.plan.saved and each.price.peak_bytes <= bound]
 
     def _that_fits(self) -> Planned:
-        """The fastest of the plans that recompute nothing, that may recompute blocks, and that keep slices.
+        """The fastest plan that fits: without recomputation, with recomputed blocks, or with activations saved in
+        slices.
 
-        Recomputation and slices are searched only where memory keeps the search from its fastest plan.
+        The latter two are searched only if the fastest plan does not fit into memory.
         """
         found, errors = list[Planned](), list[SearchError]()
         try:
@@ -186,7 +187,7 @@ class GivenMesh:
 
 
 def _neither(kept: SearchError, again: SearchError) -> SearchError:
-    """The error of a search that nothing fits, whether blocks are recomputed or not."""
+    """The error if no plan fits, neither without recomputation (`kept`) nor with it (`again`)."""
     if str(again) == str(kept):
         return kept
     return type(kept)(f"{kept} Nor does it with blocks run again: {again}")

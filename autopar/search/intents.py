@@ -1,4 +1,4 @@
-"""What a request leaves of the settings that a search of meshes prices, and pins over an axis."""
+"""Which settings of the outer search a request allows, and pins that name only an axis."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autopar.search.recipes import ALIASES, asks_for_replicas, format_recipe
 from autopar.search.request import AXES, Request
 from autopar.search.settings import DATA, TENSOR, ClusterSetting
 
-_KNOWN_AXES = (*AXES, PIPELINE_AXIS)  # of the meshes that closed forms price
+_KNOWN_AXES = (*AXES, PIPELINE_AXIS)  # axes of the meshes that have estimates
 
 
 def recomputations(request: Request) -> tuple[Recompute | float, ...]:
-    """What a layer may do; between "none" and "full" any number of layers, where both are here."""
+    """The kinds of recomputation that a request allows. "none" with "full" also allows every number of blocks."""
     if "recompute" in request.without:
         return ("none",)
     asked = request.recompute
@@ -29,7 +29,7 @@ def recomputations(request: Request) -> tuple[Recompute | float, ...]:
 
 
 def has_closed_form(request: Request) -> bool:
-    """Whether the closed forms of `autopar.search.candidates` know the recipe of every axis."""
+    """Whether the estimates of `autopar.search.candidates` support the recipe of every axis."""
     inside = request.inside
     given = {"": inside} if isinstance(inside, str) else inside
     known = {"": (*DATA, *TENSOR), "dp": DATA, "tp": TENSOR}
@@ -40,7 +40,7 @@ def has_closed_form(request: Request) -> bool:
 
 
 def check_closed_form(request: Request) -> None:
-    """Raises RecipeError or MeshError where a request asks for what closed forms cannot price, with what can."""
+    """Raises RecipeError or MeshError if `autopar.search.candidates` cannot estimate what a request asks for."""
     if asks_for_replicas(request.recipe) or request.has_versions:
         asked = f"the schedule {request.chosen_schedule} updates without waiting"
         if asks_for_replicas(request.recipe):
@@ -65,7 +65,7 @@ def check_closed_form(request: Request) -> None:
 
 
 def allows(request: Request, setting: ClusterSetting, devices_per_node: int) -> bool:
-    """Whether a request leaves a setting to the search."""
+    """Whether a setting satisfies all constraints of a request."""
     return (
         _allows_mesh(request, setting)
         and _allows_recipe(request, setting)
@@ -84,7 +84,7 @@ def _allows_mesh(request: Request, setting: ClusterSetting) -> bool:
 
 
 def _allows_schedule(request: Request, setting: ClusterSetting) -> bool:
-    """1F1B takes as many micro-batches as there are stages."""
+    """Whether a setting can have the request's schedule; 1F1B needs as many micro-batches as stages."""
     chosen = request.chosen_schedule
     if chosen is None or request.ranks == 1:
         return True
@@ -135,15 +135,16 @@ def _uses(setting: ClusterSetting, what: str) -> bool:
 
 
 def is_intent(choice: str) -> bool:
-    """Whether a pin's choice is an axis alone, and no label or state along one."""
+    """Whether a pin names only an axis, such as `tp`, not a label or state along one, such as `S(0)@tp`."""
     return "@" not in choice and choice.isidentifier()
 
 
 def expand_pins(pins: Mapping[str, str], graph: Graph, hardware: Hardware) -> dict[str, str]:
-    """Pins as the search reads them: `layers.*.mlp.*` -> `tp` splits those matrices as Megatron does.
+    """The pins with labels in place of bare axes.
 
-    Columns or rows, whichever the recipe `tp` finds for each of them alone. Raises RecipeError if no
-    product of matrices has such a parameter.
+    The pin `{"layers.*.mlp.*": "tp"}` splits the matrix products with these parameters along tp as Megatron-LM does: by
+    columns or rows, whichever the recipe `tp` chooses for each product. Raises RecipeError if no matrix product has
+    such a parameter.
     """
     found = {name: choice for name, choice in pins.items() if not is_intent(choice)}
     for pattern, axis in pins.items():
@@ -170,7 +171,7 @@ def _split_over(pattern: str, axis: str, graph: Graph, hardware: Hardware) -> di
 
 
 def _parameters_behind(graph: Graph) -> dict[str, str]:
-    """Tensors that are a parameter, or a cast or view of one, with its name."""
+    """Name of a tensor that is a parameter, or that one-operand ops compute from it -> name of the parameter."""
     found = {tensor: name for name, tensor in graph.parameters.items()}
     for op in graph.ops:
         if len(op.operands) == 1 and op.operands[0] in found:

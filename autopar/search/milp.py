@@ -39,7 +39,7 @@ from autopar.search.problem import Assignment, Problem
 from autopar.search.solver import MixedIntegerProgram, Objective
 
 _ByLayout = dict[Layout, list[int]]  # layout -> the columns that need a tensor in this layout
-_ByTiered = dict[TieredLayout, list[int]]  # layout and tier -> the columns that give a tensor so
+_ByTiered = dict[TieredLayout, list[int]]  # layout and tier -> the columns that give it
 _Prices = dict[tuple[TieredLayout, Layout], float | None]
 _T = TypeVar("_T")
 _K = TypeVar("_K")
@@ -53,7 +53,7 @@ class Outcome:
         assignment: the choices and layouts.
         seconds: duration of a step.
         bytes: peak memory of a rank, in bytes.
-        weighed_seconds: seconds, and the price of the bytes where the problem has one.
+        weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
         gap: relative optimality gap at which the solver stopped.
         shape: numbers of rows, columns and binary variables of the program.
         thrifty: whether the program had strategies that take more time to save memory.

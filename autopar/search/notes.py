@@ -1,4 +1,4 @@
-"""What was chosen and why, in a few lines for people."""
+"""The notes of a plan: what was chosen and why, in a few lines for people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def explain(
     hardware: Hardware,
     descents_seconds: Sequence[float],
 ) -> tuple[str, ...]:
-    """Lines on what every axis splits, where time and memory go, and what else was found."""
+    """Notes on what every axis splits, on time and memory, on other local optima, and on ops without a rule."""
     axes = axis_lines(graph, plan)
     others = _others_line(cost, descents_seconds)
     lines = (_time_line(cost, hardware), _memory_line(cost, bound_bytes))
@@ -35,7 +35,7 @@ def explain(
 
 
 def axis_lines(graph: Graph, plan: Plan) -> list[str]:
-    """For every axis of the mesh what it splits, and how parameters lie along it; and where rows change hands."""
+    """For every axis a line on what it splits and how parameters are stored; a line on exchanges of rows."""
     if plan.mesh.axes == (ALONE,):
         return []
     lines = [_axis_line(graph, plan, axis) for axis in range(len(plan.mesh.axes))]
@@ -43,7 +43,7 @@ def axis_lines(graph: Graph, plan: Plan) -> list[str]:
 
 
 def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
-    """That rows change hands for their experts, which is priced by a guess; [] where none do."""
+    """A line on the exchange of rows between experts, whose price is a guess; [] if no op exchanges rows."""
     layers = [op for op in graph.ops if any(EXCHANGED in label for label in plan.ops[op.name])]
     if not layers:
         return []
@@ -71,13 +71,13 @@ def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:
     return f"{axis_name}={size} splits {factors or 'nothing'}; parameters: {stored or 'none'}"
 
 
-_LARGE = 0.05  # of the bytes of all parameters: less is not worth a word
+_LARGE = 0.05  # smallest part of the bytes of all parameters that is worth a note
 
 
 def undivided_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """For every axis that may split the model the large dims, and heads, whose size it does not divide.
+    """Lines on large dims, and heads of attention, whose sizes an axis does not divide although it may split them.
 
-    Each line says how the parameters lie, what the products split instead, and which size would do.
+    Each line says how the parameters are stored, what the ops split instead, and which size the axis would divide.
     """
     may = [
         row.may is None or is_model in row.may
@@ -96,7 +96,7 @@ def undivided_lines(graph: Graph, plan: Plan) -> tuple[str, ...]:
 
 
 def _large_factors(graph: Graph) -> dict[str, None]:
-    """Factors that are a whole dim of large parameters."""
+    """Names of the factors that are a whole dim of large parameters."""
     sizes: Counter[str] = Counter()
     for name, tensor in graph.parameters.items():
         found = graph.tensors[tensor]
@@ -114,7 +114,7 @@ def _large_factors(graph: Graph) -> dict[str, None]:
 
 
 def head_factors(graph: Graph) -> dict[str, None]:
-    """Factors of parameters by which products of activations are independent: the heads of attention."""
+    """Names of the factors that are heads of attention: batch dims of a product of two activations."""
     weights = {*graph.parameters.values()}
     return {
         leaf.factor: None
@@ -128,7 +128,7 @@ def head_factors(graph: Graph) -> dict[str, None]:
 
 
 def _by_layer(graph: Graph, factors: Iterable[str]) -> list[list[str]]:
-    """Factors of the same name but for the layer, and of one size, together."""
+    """Groups factors that have one size, and the same name except for the number of the layer."""
     found: dict[tuple[str, int], list[str]] = {}
     for name in factors:
         found.setdefault((_any_layer(name), graph.factors[name].size), []).append(name)
@@ -166,7 +166,10 @@ def _undivided_line(
 
 
 def _two_axes(graph: Graph, factors: Sequence[str], parts: int) -> str:
-    """Sizes of two axes that split a factor to its end and the next one of its dims, as grouped queries have it."""
+    """Sizes of two axes that could split a factor and the factor after it, such as key-value heads and their queries.
+
+    "" if there are none.
+    """
     outer = math.gcd(graph.factors[factors[0]].size, parts)
     following = {
         graph.factors[inner].size
@@ -182,7 +185,7 @@ def _two_axes(graph: Graph, factors: Sequence[str], parts: int) -> str:
 
 
 def _is_vocabulary(graph: Graph, factors: Sequence[str]) -> bool:
-    """Whether rows of a table are looked up by it."""
+    """Whether one of these factors is the vocabulary: the rows of an embedding table."""
     return any(
         op.kind == "aten.embedding" and graph.tensors[op.operands[0]].factors[0][:1] == (name,)
         for op in graph.ops
@@ -191,12 +194,12 @@ def _is_vocabulary(graph: Graph, factors: Sequence[str]) -> bool:
 
 
 def _any_layer(name: str) -> str:
-    """The name with its numbers starred, so that all layers are named alike."""
+    """The name with `*` in place of the numbers of layers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _parameter_uses(graph: Graph, plan: Plan, axis: int) -> dict[str, set[State]]:
-    """Parameter -> the states in which ops take it along the axis."""
+    """Parameter name -> the states in which ops use the parameter along the axis."""
     name_of = {tensor: name for name, tensor in graph.parameters.items()}
     uses: dict[str, set[State]] = {name: set() for name in graph.parameters}
     for op in graph.ops:
@@ -238,7 +241,7 @@ def _memory_line(cost: StepCost, bound_bytes: int) -> str:
 
 
 def _others_line(cost: StepCost, descents_seconds: Sequence[float]) -> tuple[str, ...]:
-    """The other local optima, if there are any; inf stands for one that does not fit."""
+    """A line on the other local optima, given the seconds of all of them; inf is one that does not fit."""
     others = sorted({f"{s * 1e3:.3f} ms" for s in descents_seconds if math.isfinite(s)})
     others = [each for each in others if each != f"{cost.seconds * 1e3:.3f} ms"]
     if not others:
@@ -247,7 +250,7 @@ def _others_line(cost: StepCost, descents_seconds: Sequence[float]) -> tuple[str
 
 
 def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ...]:
-    """What runs whole on every rank for want of a rule, and what that costs; () where all have one."""
+    """A line on the ops without a rule, which run whole on every rank, with their cost; () if there are none."""
     found = unruled(graph, plan, hardware)
     if not found:
         return ()

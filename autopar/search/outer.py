@@ -1,16 +1,18 @@
-"""The outer search: which mesh, how many pipeline stages, how many micro-batches.
+"""The outer search: chooses the mesh, the number of pipeline stages and the number of micro-batches.
 
-    closed forms of all settings at once       `autopar.search.candidates`, in the order of their seconds
-        the plan of one setting                `autopar.search.given`, exact
-            layouts, cuts, schedule, chunks and recomputation
+A *setting* is one mesh with its stages and a number of micro-batches. The search has two levels:
 
-Closed forms assume equal stages and 1F1B, so that a setting's promise is its closed form with the smaller bubble
-of interleaved stages. Settings are searched exactly in that order, and ranked by the price of
-their plan, until no promise is better than the best plan or `_EXACT` of them were compared. The best mesh is
-searched with other numbers of micro-batches that promise more. An open recipe is searched under the recipe of
-the closed form first, and on the best mesh without a recipe too.
+    estimate all settings at once                    `autopar.search.candidates`, by closed-form formulas
+    search the plan of one setting                   `autopar.search.given`: layouts, cuts, schedule, chunks and
+                                                     recomputation
 
-A graph or a recipe that has no closed form is searched on every mesh.
+An estimate assumes equal stages and the schedule 1F1B. A setting's *promise* is this estimate with the smaller bubble
+of interleaved stages, so that it is optimistic. The search takes settings in the order of their promises and finds
+their plans. It stops when no promise is better than the best plan, or after `_EXACT` plans. Then it tries other
+numbers of micro-batches on the best mesh. If the user names no recipe, each setting is searched under the recipe of
+its estimate, and the best mesh also without a recipe.
+
+If a graph or a recipe has no closed form, every mesh is searched.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ from autopar.search.settings import PricedCandidate
 from autopar.search.staged import SlowerError
 from autopar.search.stored import with_stores
 
-_EXACT = 4  # settings with a plan, or with none that is faster than a known one
-_WORTH_MOVING = 0.25  # of the bound on memory
-_SAME_MESH = 2  # numbers of micro-batches on one mesh, and then on the best mesh once more
-# Of the best step so far: plans of other settings are found up to there, to be shown beside it.
+_EXACT = 4  # number of settings whose plans are searched
+_WORTH_MOVING = 0.25  # smallest state of training that is worth moving to the host, as a part of the memory bound
+_SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
+# Plans of other settings are kept for display if their steps are at most this many times as long as the best one.
 _SHOWN = 1.1
 
 
@@ -52,11 +54,11 @@ class Trial(NamedTuple):
 
     Attributes:
         mesh: the mesh of all ranks.
-        micro_batches: number of micro-batches; None where the search on the mesh decides it.
-        recipe: recipe inside a stage to search under.
-        promise_seconds: an optimistic step, by closed forms; 0 where there are none.
-        priced: the closed form of the setting; of a trial that has a known plan, that of the plan's setting.
-        known: a plan of the mesh under another recipe; only a faster one is searched for.
+        micro_batches: number of micro-batches; None where the search on the mesh chooses it.
+        recipe: recipe for the mesh of one stage.
+        promise_seconds: optimistic estimate of a step; 0 where there is no estimate.
+        priced: the estimate of the setting; None where there is none.
+        known: a plan for the mesh under another recipe; the search looks only for a faster one.
     """
 
     mesh: Mesh
@@ -68,11 +70,11 @@ class Trial(NamedTuple):
 
 
 class Explored(NamedTuple):
-    """All settings of a request.
+    """All settings of a request with their estimates.
 
     Attributes:
-        space: the settings, as a space that prices them.
-        settings: their closed forms, fastest first.
+        space: the space of settings, which can price more of them.
+        settings: estimates of all settings, fastest first.
     """
 
     space: Space
@@ -86,7 +88,7 @@ class Searched(NamedTuple):
         best: the fastest plan that fits.
         trial: the setting of the best plan.
         others: plans of other settings, fastest first.
-        explored: the settings that were priced by closed forms; None where there were none.
+        explored: all settings with their estimates; None where there are no estimates.
     """
 
     best: Planned
@@ -97,7 +99,13 @@ class Searched(NamedTuple):
 
 @dataclass
 class _Tried:
-    """What was searched exactly: plans, why others have none, and which meshes and numbers of micro-batches."""
+    """The settings that were searched so far.
+
+    Attributes:
+        found: settings with their plans.
+        reasons: errors of the settings without a plan.
+        searched: mesh and number of micro-batches of every setting.
+    """
 
     found: list[tuple[Trial, Planned]] = field(default_factory=list)
     reasons: list[AutoparError] = field(default_factory=list)
@@ -110,7 +118,7 @@ class _Tried:
 
     @property
     def best_seconds(self) -> float:
-        """Seconds of the fastest plan."""
+        """Seconds of a step of the fastest plan; infinite without a plan."""
         return min((each.price.step_seconds for _, each in self.found), default=math.inf)
 
 
@@ -122,18 +130,18 @@ def search_plan(
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
 ) -> Searched:
-    """Finds the fastest plan that a request allows; what it leaves open is searched.
+    """Finds the fastest plan that a request allows.
 
     Args:
         graph: the captured model.
-        request: the question. Where it names a batch, the graph is priced at parts of that batch.
-        captured_micro_batches: number of captured batches that make a step, where no batch is named.
-        fingerprint: hash of the captured graph, which the plan notes.
+        request: the user's wishes; the search decides what they leave open.
+        captured_micro_batches: number of captured batches that make up a step, if the request names no batch.
+        fingerprint: hash of the captured graph, which the plan records.
         fixed_storage: layouts of parameters that are placed already, by name.
 
-    Parameters may be stored in the host's memory where no plan fits otherwise, and where that is faster than what
-    fits otherwise (it may spare recomputation); a request may rule both out. They stay there during a step, too, where
-    not even that is enough, or where it is faster in turn.
+    Unless the request forbids it, parameters may be stored in the host's memory: if no plan fits otherwise, or if the
+    plan is then faster (for example because less is recomputed). They stay in the host's memory even during a step if
+    no plan fits otherwise, or if the plan is then faster.
 
     Raises MeshError, PlanError, RecipeError or SearchError where there is no plan.
     """
@@ -188,7 +196,7 @@ class _Outer:
         return Searched(best, trial, others, explored)
 
     def or_streaming(self) -> Searched:
-        """The faster one of two plans: with parameters on the device all through a step, or for their uses alone."""
+        """The faster one of two plans: parameters on the device during the whole step, or only for each use."""
         streaming = replace(self, request=self.request.but(streams=True))
         try:
             found = self.run()
@@ -200,17 +208,17 @@ class _Outer:
         return streaming.if_faster(found)
 
     def instead_of(self, error: SearchError) -> Searched:
-        """The plan where another search found none; its error with that of this search where neither does."""
+        """This search's plan, after another search has failed with `error`; raises both errors if this one fails."""
         try:
             return self.or_streaming()
         except SearchError as other:
             raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
 
     def if_faster(self, found: Searched) -> Searched:
-        """The faster one of a known plan and this search's on the same mesh.
+        """The faster one of a known plan and this search's plan on the same mesh.
 
-        This search is skipped where parameters and what training keeps of them take less than a part of the bound,
-        `_WORTH_MOVING`: to store them elsewhere makes room for little.
+        This search is skipped if parameters, gradients and optimizer states take less than `_WORTH_MOVING` of the
+        bound, because storing them on the host would then free little memory.
         """
         request, best = self.request, found.best
         held = state_bytes(best.graph, best.plan, request.hardware, request.training_state)
@@ -223,7 +231,7 @@ class _Outer:
         return other if other.best.key < best.key else found
 
     def _near(self, found: Searched) -> Searched:
-        """This search on the mesh and micro-batches of a known plan, for one that is about as fast."""
+        """The result of this search on the mesh and micro-batches of a known plan, if it is about as fast."""
         faster_than_seconds = _SHOWN * found.best.price.step_seconds
         if self.request.mesh is not None:
             return replace(self, faster_than_seconds=faster_than_seconds).run()
@@ -231,10 +239,10 @@ class _Outer:
         return found._replace(best=self._exact(trial, faster_than_seconds), trial=trial)
 
     def _recounted(self, tried: _Tried, explored: Explored | None) -> list[Trial]:
-        """The best mesh with numbers of micro-batches that were not tried on it.
+        """Settings of the best mesh with numbers of micro-batches that were not tried on it.
 
-        Half and twice the best number come first, then the most promising ones: promises of one mesh are so near to
-        each other that their order says little.
+        Half and twice the best number come first, because the promises on one mesh hardly differ. Then come the others
+        in the order of their promises.
         """
         if explored is None:
             return []
@@ -251,7 +259,7 @@ class _Outer:
         return [*_promising(near, bound, blocks), *_promising(far, bound, blocks)]
 
     def _try(self, trials: Iterable[Trial], tried: _Tried) -> None:
-        """Plans of settings, in order, as long as they promise to be better than what was found."""
+        """Searches the plans of settings in order, skipping those that promise no faster step than the best plan."""
         count = 0
         for trial in trials:
             if count >= _EXACT and trial.priced is not None:
@@ -268,11 +276,12 @@ class _Outer:
                 count += isinstance(error, SlowerError)
 
     def _on_mesh(self, mesh: Mesh) -> Searched:
-        """The plan for a mesh that was given.
+        """The plan for the mesh that the user names.
 
-        Without stages an open number of micro-batches is doubled from one on, as long as nothing fits or the
-        step gets shorter: more of them take less memory and issue more kernels. Where the state of training
-        alone does not fit, no number of them helps: then the last one says how much is missing.
+        On a mesh without stages, an open number of micro-batches starts at one and is doubled as long as no plan fits,
+        or the step gets shorter. (More micro-batches take less memory, but launch more kernels.) If parameters and
+        optimizer states alone do not fit, only the largest number is tried, whose error says how much memory is
+        missing.
         """
         trials = [Trial(mesh, count, self.request.recipe) for count in self._counts()]
         found: list[tuple[Trial, Planned]] = []
@@ -294,7 +303,7 @@ class _Outer:
         return Searched(best, trial)
 
     def _counts(self) -> Iterator[int | None]:
-        """Numbers of micro-batches to try on a mesh that was given."""
+        """Numbers of micro-batches to try on the mesh that the user names; None lets the search of stages choose."""
         request = self.request
         if request.micro_batches is not None or request.has_stages or not request.cuts_batch:
             yield request.micro_batches
@@ -305,7 +314,7 @@ class _Outer:
             count *= 2
 
     def _exact(self, trial: Trial, faster_than_seconds: float = math.inf) -> Planned:
-        """The plan of a setting; with stages only one that is faster than a known step."""
+        """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised."""
         asked = self._asked(trial)
         count = trial.micro_batches or self.captured
         rows, rest = divmod(self.rows, count)
@@ -332,7 +341,7 @@ class _Outer:
         return found._replace(others=tuple(others))
 
     def _asked(self, trial: Trial) -> Request:
-        """The request with the mesh and the recipe of a setting; what it rules out, the setting obeys."""
+        """The request with the mesh and the recipe of a setting, in place of the request's constraints on meshes."""
         request = self.request
         if request.mesh is not None:
             return request
@@ -345,11 +354,11 @@ class _Outer:
 
 
 def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
-    """All settings of a request; None where it, or the model's batch, has no closed forms."""
+    """All settings of a request with their estimates; None where the request or the model has no closed forms."""
     if request.ranks == 1 or not has_closed_form(request):
         return None
     space = space_of(graph, request, rows)
-    if not request.cuts_batch and space.is_empty:  # such as a batch that is no dim of its own
+    if not request.cuts_batch and space.is_empty:  # for example because no dim is the batch
         return None
     return Explored(space, closed_forms(space, request))
 
@@ -357,11 +366,11 @@ def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
 def trials_of(
     graph: Graph, request: Request, explored: Explored | None
 ) -> tuple[list[Trial], list[Trial]]:
-    """Settings to search, in order, and those to search where none of the first has a plan."""
+    """Two lists of settings in the order of their search; the second is for the case that the first has no plan."""
     first, if_none_fits = depths_of(graph, request)
     if explored is None:
         return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
-    # A step without stages costs nearly what its closed form says: the best one bounds all others.
+    # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
     trials = list(_promising(explored.settings, request.bound_bytes, _blocks(graph)))
     flat = next((each for each in trials if _depth(each.mesh) == 1), None)
     if flat is not None:
@@ -375,7 +384,7 @@ def trials_of(
 def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:
     """Numbers of pipeline ranks to try first, and those to try if no plan with the first ones fits.
 
-    A recipe without a schedule does not ask for pipeline stages. They are then tried only if nothing fits without.
+    If the user names a recipe without a schedule, pipeline stages are tried only if nothing fits without them.
     """
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     depths = [depth for depth in divisors(request.ranks) if depth <= _blocks(graph)]
@@ -389,12 +398,12 @@ def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[i
 
 
 def _blocks(graph: Graph) -> int:
-    """Number of blocks that stages may be made of."""
+    """Number of blocks of the model; a stage has at least one."""
     return len(block_starts(graph)) if has_blocks(graph) else 1
 
 
 def space_of(graph: Graph, request: Request, rows: int) -> Space:
-    """All settings of a model on the ranks of a request, for a step of so many rows."""
+    """The space of settings of a model on the ranks of a request, for a step of `rows` samples."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     node = math.gcd(request.ranks, request.hardware.devices_per_node)
     hardware = replace(request.hardware, devices_per_node=node)
@@ -409,9 +418,9 @@ def space_of(graph: Graph, request: Request, rows: int) -> Space:
 
 
 def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
-    """Closed forms of the settings that a request leaves, fastest first. Raises AutoparError for none."""
+    """Estimates of all settings that a request allows, fastest first. Raises AutoparError if there are none."""
     priced = space.price()
-    if {"none", "full"} <= {*space.recomputes}:  # and what lies between
+    if {"none", "full"} <= {*space.recomputes}:  # then also numbers of blocks between them
         priced += space.with_fewest_blocks(priced, request.bound_bytes)
         priced.sort(key=lambda each: (each.seconds, each.setting.name))
     node = request.hardware.devices_per_node
@@ -427,9 +436,10 @@ def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
 def _promising(
     settings: Sequence[PricedCandidate], bound_bytes: int, blocks: int
 ) -> Iterator[Trial]:
-    """What fits by its closed form first, fastest first, then the rest, smallest first.
+    """Settings in the order in which they are searched.
 
-    Of every mesh few numbers of micro-batches are taken.
+    First come those whose estimated memory fits, fastest promise first; then the others, least memory first. Every mesh
+    occurs with at most `_SAME_MESH` numbers of micro-batches.
     """
 
     def order(each: PricedCandidate) -> tuple[bool, float, str]:
@@ -437,7 +447,7 @@ def _promising(
         return not fits, promise(each) if fits else each.memory_bytes, each.setting.name
 
     def promise(each: PricedCandidate) -> float:
-        """The closed form with the bubble of the most chunks that are searched."""
+        """The estimate with the smaller bubble that the largest searched number of chunks gives."""
         chunks = max(searched_chunks(blocks, _depth(each.setting.world_mesh)), default=1)
         return each.seconds - (1 - 1 / chunks) * each.parts.get("bubble", 0.0)
 
@@ -451,7 +461,7 @@ def _promising(
 
 
 def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
-    """Every mesh of these depths, with the micro-batches that are asked for."""
+    """Every mesh with these numbers of pipeline ranks, with the micro-batches that the user asks for."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
     named = recipe_axes(request.inside)
     is_staged = bool(request.chosen_schedule or request.chunks)

@@ -1,4 +1,4 @@
-"""Owners of parameters: which rank of an axis stores a parameter of which the search said that one rank does."""
+"""Owners of parameters: chooses the rank of an axis that stores a parameter, if the search wants one rank to do so."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autopar.units import format_bytes
 def with_owners(
     graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh
 ) -> dict[str, ParameterPlan]:
-    """The same parameters with an owner in place of `O(*)`, so that all ranks own about as many bytes.
+    """The same parameters with an owner in place of each `O(*)`, so that all ranks own about as many bytes.
 
-    A parameter that stands for those of several layers keeps `O(*)`, since each of them may have another owner.
-    The largest parameter goes first, each to the rank of the axis that owns least so far (Graham, Bounds on
-    multiprocessing timing anomalies, 1969: the busiest rank has at most 4/3 of the least possible).
+    In the order of their sizes, largest first, each parameter goes to the rank of the axis that owns least so far. The
+    busiest rank then owns at most 4/3 of the least possible (Graham, Bounds on multiprocessing timing anomalies, 1969).
+    A parameter that stands for those of several layers keeps `O(*)`, because each of them may have another owner.
     """
     found = dict(parameters)
     for axis in range(len(mesh.axes)):

@@ -1,19 +1,19 @@
-"""The ways a parameter can lie on the mesh: every legal (storage, resident, reduction).
+"""The ways to store a parameter: every legal combination of storage, resident layout and reduction of gradients.
 
-Along one axis these are the stages of ZeRO (Rajbhandari et al. 2020), see `autopar.ir.plan`:
+Along one axis they are the stages of ZeRO (Rajbhandari et al. 2020), see `autopar.ir.plan`:
 
-    stage 0      storage R      resident V, or R where every use is R
-    stage 1, 2   storage S(d)   the same; gradients reduced per step (1) or per micro-batch (2)
-    stage 3      storage S(d)   resident S(d): gathered around each use, or used as it is
-    owned        storage O(i)   resident V or R; gradients reduced per step. By recipe alone: `O(*)` where
-                                `autopar.search.owners` is to spread parameters over the axis
+    stage 0      storage R      resident V, or R if every use needs R
+    stage 1, 2   storage S(d)   resident V or R; gradients reduced per step (1) or per micro-batch (2)
+    stage 3      storage S(d)   resident S(d): gathered around each use, or used in shards
+    owned        storage O(i)   resident V or R; gradients reduced per step. Only recipes ask for it, with `O(*)` if
+                                `autopar.search.owners` is to choose the owners
 
-Each may be stored on the device or on the host (`autopar.ir.tier`). On the host gradients of every ZeRO stage may
-also leave the device after each micro-batch.
+A parameter may be stored on the device or on the host (`autopar.ir.tier`). If it is stored on the host, its gradient
+may be moved there after each micro-batch, with any ZeRO stage.
 
-S(d) splits the major factor of dim d, as DTensor does; where the axis does not divide that but
-divides the whole dim, it is S(d.*). The same dim is never split by S(d.*) and by something else. An inner
-factor is split where earlier axes split those before it to the end, as two nested shards of DTensor do.
+S(d) splits the major factor of dim d. If the axis size divides the whole dim but not this factor, the state is S(d.*).
+S(d.*) is never combined with another split of the same dim. An inner factor is split only if earlier axes split the
+factors before it into parts of size 1, so that every part is a nested shard of DTensor.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from autopar.search.recipes import ON_DEVICE, Recipe, Tiering
 
 
 class Strategy(NamedTuple):
-    """A way to keep a parameter, with its price.
+    """A way to store a parameter, with its price.
 
     Attributes:
         plan: layouts of the parameter and reduction of its gradient.
-        seconds: what one parameter adds to a step.
+        seconds: seconds that one parameter adds to a step.
         bytes: memory of one parameter, its gradient and its optimizer states on a rank's device.
     """
 
@@ -64,7 +64,7 @@ class _AxisOption(NamedTuple):
     storage: State
     resident: State
     stages: tuple[int, ...]
-    falls_back: bool  # stage 0 where the recipe asks for more, but no dim divides
+    falls_back: bool  # whether it is stage 0 although the recipe asks for shards
 
 
 def strategies(
@@ -77,11 +77,11 @@ def strategies(
     *,
     tiers: Sequence[Tiering] = (ON_DEVICE,),
 ) -> tuple[Strategy, ...]:
-    """The strategies that the recipes and pins leave and that are the best of some kind.
+    """The ways to store a parameter that the recipes and pins allow, without those that are worse in every respect.
 
-    Of those that are resident in the same place, which serve the same uses, only the fastest is kept, and
-    what saves bytes for more seconds. The tiers are those of parameters that no recipe
-    has tiers for. Raises RecipeError where recipes and pins leave nothing.
+    For each resident layout and tier the result has the fastest way, and slower ways that take fewer bytes. `tiers` are
+    those in which the parameter may be stored if no recipe names a tier. Raises RecipeError if the recipes and pins
+    allow no way.
     """
     plans = [
         each
@@ -106,16 +106,17 @@ def strategies(
 
 
 def tiers_of(recipes: Sequence[Recipe]) -> tuple[Tiering, ...]:
-    """The tiers that the recipes ask for, those of the axis that asks for the farthest; none where none does."""
+    """The tiers that the recipes ask for: those of the axis that asks for the farthest one; () if none asks."""
     asked = [Tiering(row.tier, row.resident_tier) for row in recipes if row.tier != "device"]
     farthest = [[TIERS.index(tier) for tier in (each.resident, each.stored)] for each in asked]
     return (asked[farthest.index(max(farthest))],) if asked else ()
 
 
 def _stored_in(tier: Tier, resident: Tier, plan: ParameterPlan) -> Iterator[ParameterPlan]:
-    """The plan in a tier; a gradient may leave the device after every micro-batch, also where nothing is sharded.
+    """Yields the plan with its storage in a tier; outside the device also with gradients reduced per micro-batch.
 
-    A parameter stays there during a step if its resident layout is that of its storage; another is made on the device.
+    During a step the parameter stays in the tier `resident` if its resident layout equals its storage. Another resident
+    layout is on the device.
     """
     used: Tier = resident if plan.storage == plan.resident else "device"
     yield replace(plan, tier=tier, resident_tier=used)
@@ -152,7 +153,7 @@ def _legal(options: Sequence[_AxisOption], tensor: Tensor, mesh: Mesh) -> bool:
 
 
 def _reductions(options: Sequence[_AxisOption]) -> Iterator[Reduction]:
-    """When gradients are reduced: what every axis that stores less than is resident agrees to."""
+    """When gradients may be reduced, per step or per micro-batch: all axes with a sharded storage must allow it."""
     sharded = [set(o.stages) for o in options if o.storage.kind in "SO" and o.storage != o.resident]
     agreed = set.intersection(*sharded) if sharded else {1}
     if 1 in agreed:
@@ -181,12 +182,12 @@ def _axis_options(
 
 
 def _owned(tensor: Tensor, size: int, owner: int) -> list[State]:
-    """The state of a parameter on its owner; a single number is stored on every rank."""
+    """The state O of a parameter; none for a scalar, which every rank stores."""
     return [O(owner)] if size > 1 and tensor.dims else []
 
 
 def _shards(tensor: Tensor, size: int) -> list[State]:
-    """The split states that a parameter can be stored in along an axis of this size."""
+    """The states S(d) and S(d.*) in which a parameter can be stored along an axis of this size."""
     if size == 1:
         return []
     found = []
@@ -199,7 +200,7 @@ def _shards(tensor: Tensor, size: int) -> list[State]:
 
 
 def _inner_shards(tensor: Tensor, size: int, earlier: Sequence[int]) -> Iterator[State]:
-    """The splits of inner factors that may lie in chunks: earlier axes could split what is before to the end."""
+    """The splits of inner factors that are possible if earlier axes split all factors before them to size 1."""
     for dim, factors in enumerate(tensor.dims):
         for factor in range(1, len(factors)):
             outer = math.prod(factors[:factor])
@@ -208,7 +209,7 @@ def _inner_shards(tensor: Tensor, size: int, earlier: Sequence[int]) -> Iterator
 
 
 def pareto(found: Sequence[Strategy]) -> list[Strategy]:
-    """The strategies that no other beats or equals in both seconds and bytes, fastest first."""
+    """The ways for which no other takes at most as many seconds and at most as many bytes, fastest first."""
     kept: list[Strategy] = []
     for strategy in sorted(found, key=lambda each: (_rounded(each.seconds), each.bytes)):
         if not kept or strategy.bytes < kept[-1].bytes:
@@ -217,7 +218,7 @@ def pareto(found: Sequence[Strategy]) -> list[Strategy]:
 
 
 def fastest(found: Sequence[Strategy]) -> list[Strategy]:
-    """The fastest strategy; of equally fast ones that which shards least."""
+    """The fastest way to store a parameter; of equally fast ones, the one with the fewest sharded axes."""
 
     def key(strategy: Strategy) -> tuple[float, int]:
         shards = sum(state.kind == "S" for state in strategy.plan.storage)
@@ -227,5 +228,5 @@ def fastest(found: Sequence[Strategy]) -> list[Strategy]:
 
 
 def _rounded(seconds: float) -> float:
-    """Seconds to twelve digits: sums in another order must not decide between equals."""
+    """Seconds rounded to twelve digits, so that the order of a sum does not decide between equal ways."""
     return float(f"{seconds:.11e}")

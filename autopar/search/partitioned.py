@@ -1,9 +1,8 @@
-"""Plans that keep in slices what every rank has whole.
+"""Plans with partitioned activation checkpoints: each rank saves only a slice of the activations that blocks keep.
 
-The word `recompute="partitioned"` asks for it: all blocks are recomputed, and keep what enters them in slices. It is
-P_a of ZeRO-R (Rajbhandari et al. 2020, section 6.1). The layouts are those of a plan that is found without slices;
-each tensor that is then replicated along an axis is sliced along it. The gathers that this costs in backward and the
-bytes that it saves are those of the plan's price.
+Users ask for them with `recompute="partitioned"`: all blocks are recomputed, and the inputs that they save are sliced
+along the axes that replicate them. This is P_a of ZeRO-R (Rajbhandari et al. 2020, section 6.1). The layouts are those
+of a plan found without slices. The price of the plan includes the all-gathers in backward and the saved memory.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from autopar.units import format_bytes
 
 
 def in_slices(graph: Graph, plan: Plan, request: Request) -> tuple[Plan, Composed]:
-    """A plan that keeps in slices what its blocks keep for backward, with its price.
+    """The plan with slices in place of the replicated activations that its blocks save, and its price.
 
-    Raises PlanError where few of the model's layers were captured, so that not all have names.
+    Raises PlanError if only some of the model's layers were captured, because then the others have no names.
     """
     if not is_whole(graph):
         raise PlanError(

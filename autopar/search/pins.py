@@ -1,10 +1,10 @@
-"""Pins: single choices that a user fixes, by glob pattern over names.
+"""Pins: single choices that a user fixes, by glob patterns over names of parameters or ops.
 
-    {"layers.*.mlp.up.weight": "S(0)@tp"}     how parameters are stored along an axis (R or S)
-    {"linear_*": "j@tp"}                      which choice ops take along an axis
+    {"layers.*.mlp.up.weight": "S(0)@tp"}     state (R or S) in which parameters are stored along an axis
+    {"linear_*": "j@tp"}                      label of the choice of ops along an axis
 
-A pattern is matched against the parameters where its text is a state, else against the ops. Axes
-that the text does not name stay free. Two pins may meet in a name and an axis if they agree.
+If the text is a state, the pattern is matched against names of parameters; otherwise, against names of ops. The search
+decides along axes that the text does not name. Two pins for the same name and axis must agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pins:
 
 
 def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pins:
-    """Matches every pin. Raises RecipeError for one that cannot hold, saying why."""
+    """Matches every pin with the names of a graph. Raises RecipeError for a pin that cannot be satisfied."""
     storage: _Pinned[State] = _Pinned(mesh)
     labels: _Pinned[str] = _Pinned(mesh)
     for pattern, text in (pins or {}).items():
@@ -52,14 +52,14 @@ def resolve_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> Pi
 
 
 class _Pinned(Generic[_T]):
-    """What names are pinned to along axes, and by which pattern."""
+    """The pinned values by name and axis, each with the pattern that pinned it."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._found: dict[str, dict[int, tuple[_T, str]]] = {}
 
     def add(self, name: str, axis: int, value: _T, pattern: str) -> None:
-        """Raises RecipeError, naming both, if another pin has another value."""
+        """Adds a pinned value. Raises RecipeError if another pin has another value for the same name and axis."""
         earlier, by = self._found.setdefault(name, {}).setdefault(axis, (value, pattern))
         if earlier != value:
             at = self._mesh.names[axis]
@@ -69,7 +69,7 @@ class _Pinned(Generic[_T]):
             )
 
     def resolved(self) -> dict[str, tuple[tuple[int, _T], ...]]:
-        """For every name, what it is pinned to on some axes, in the order of the axes."""
+        """Name -> pairs of axis and pinned value, in the order of the axes."""
         return {
             name: tuple((axis, value) for axis, (value, _) in sorted(by_axis.items()))
             for name, by_axis in self._found.items()
@@ -123,7 +123,10 @@ def _pin_storage(
 
 
 def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -> State:
-    """The state that a parameter can be stored in: S(d) may have to mean S(d.*)."""
+    """The state in which a pinned parameter is stored; S(d) becomes S(d.*) if only whole dims divide.
+
+    Raises RecipeError if the parameter cannot be stored so.
+    """
     axis_name, size = mesh.axes[axis]
     if state.kind == "R":
         return state

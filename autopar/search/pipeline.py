@@ -1,28 +1,30 @@
-"""The search for a pipeline: depth, chunks, schedule, micro-batches and recomputation, around the others.
+"""The search for a pipeline on a given mesh: chunks, schedule, cuts, micro-batches and recomputation.
 
-    for every plan of a stage's mesh                    `autopar.search.search`, memory relaxed by the stages
-        for every number of micro-batches               tables of what stages cost
+    for several plans of layouts                       `autopar.search.search`, on the mesh of one stage
+        for every number of micro-batches              compute tables of the costs of all possible stages
             for every schedule and number of chunks
-                with as few blocks run again as fit     balance the cuts, execute the schedule's actions
+                with as few recomputed blocks as fit   balance the cuts, simulate the schedule
 
-and the fastest that fits wins; of those as fast, the one that takes less memory. A setting whose ranks could
-not win even if they never idled is not executed. The layouts are those of the whole model on the mesh of
-one stage, so that every stage has the same kinds of layouts, and choosing them does not depend on the cuts.
+The fastest setting that fits wins; of equally fast ones, the one that takes less memory. A setting that would be too
+slow even if its ranks never waited is not simulated. The layouts are searched for the whole model on the mesh of
+one stage, so that they do not depend on the cuts.
 
-[Note: memory of a stage] The search inside knows no stages: its memory is that of the whole model with one
-micro-batch. A rank of p holds about one part in p of what is kept, and of a micro-batch in flight. So it may
-first take p times the memory of a rank. Where nothing fits then, or what does not would be faster than what
-does, half of that and a quarter are tried too, which leads to plans that shard more.
+[Note: memory of a stage] The search of layouts knows no stages: it predicts the memory of the whole model with one
+micro-batch. With p pipeline ranks, a rank holds about 1/p of the parameters, and of the activations of each
+micro-batch in flight. The search of layouts is therefore bounded by p times the memory of a rank. If no stages then
+fit, or if stages that do not fit would be faster than those that do, a half and a quarter of this bound are tried,
+too; they lead to plans that shard more.
 
-[Note: room by recomputation] The search inside keeps every activation, while recomputation of blocks frees
-memory, in which the device can keep parameters that the host would store otherwise. The best plan recomputes
-either all blocks, or none, or some. With all, the layouts are the fastest in the memory of a rank and what all
-blocks free. With some, one block more or less trades seconds for bytes at a rate; then the layouts are those with
-the least sum of a step's seconds and of its bytes at this rate (a Lagrange multiplier: Everett 1963), whatever the
-memory of a rank is. Parameters are not of any size, so the memory that one block frees is tried as well.
+[Note: room by recomputation] The search of layouts keeps every activation. Recomputing blocks frees memory, in which
+the device can keep parameters that the host would otherwise store. The best plan recomputes all blocks, none, or
+some. With all blocks, the best layouts are the fastest ones within the memory of a rank plus the memory that all blocks
+free. With some blocks, recomputing one block more or less exchanges seconds for bytes at a certain rate. The best
+layouts are then those with the least sum of seconds and of bytes at this rate (a Lagrange multiplier: Everett
+1963), whatever the memory of a rank is. Because parameters have fixed sizes, this is not exact, and the memory that
+one block frees is tried as well.
 
-[Note: other micro-batches] The graph is captured for one number of micro-batches. Others are priced on the
-same graph at another batch (`batches.with_batch`) and, where its sizes still divide, with the same plan.
+[Note: other micro-batches] The graph is captured for one number of micro-batches. For other numbers, the same graph is
+priced with another batch size (`autopar.ir.batches.with_batch`), with the same plan if its splits still divide.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ from autopar.search.search import MeshSearch
 from autopar.search.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
-_SHARES = (1.0, 0.5, 0.25)  # of all stages' memory together, see [Note: memory of a stage]
-_WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # where not even all of it is enough
-_WORTH = 0.995  # of the best time so far: what promises less than this gain is not searched for
-_EXECUTED, _NEAR = 3, 1.15  # settings balanced by execution, of those within 15 % of the fastest
-_EXECUTABLE = 1024  # stages times micro-batches: balancing executes a schedule hundreds of times
+_SHARES = (1.0, 0.5, 0.25)  # of the memory of all ranks, see [Note: memory of a stage]
+_WIDER = (1.0, 2.0, 4.0, 8.0, math.inf)  # multiples of this memory to try if no plan fits into it
+_WORTH = 0.995  # another search must promise a step of less than this part of the best one
+_EXECUTED, _NEAR = 3, 1.15  # settings balanced by simulation, within 15 % of the fastest
+_EXECUTABLE = 1024  # stages times micro-batches: balancing simulates a schedule hundreds of times
 _MOST_MICRO_BATCHES = 16  # for each pipeline rank: the bubble of 1F1B is 6 % then
 
 
@@ -66,16 +68,16 @@ def search_pipeline(
 
     Args:
         graph: the captured model with all its layers, at the size of a micro-batch.
-        request: what the user asks for, with a mesh that has the axis `pp`. An open schedule is chosen among
-            `SEARCHED_SCHEDULES`, open chunks among `searched_chunks`, an open number of micro-batches
-            among the divisors of the batch; open recomputation is that of the fewest blocks that fit.
-        captured_micro_batches: number of captured batches that make a step.
+        request: the user's wishes, with a mesh that has the axis `pp`. What the user leaves open is searched: the
+            schedule among `SEARCHED_SCHEDULES`, the chunks among `searched_chunks`, the number of micro-batches among
+            the divisors of the batch, and the recomputation of as few blocks as fit.
+        captured_micro_batches: number of captured batches that make up a step.
         fingerprint, fixed_storage: as in `search`.
         faster_than_seconds: seconds of a known step; settings that take as long are left out.
 
     Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot be satisfied, PlanError for
-    micro-batches that the schedule refuses, SearchError with more stages than blocks and where no plan
-    fits, or none is faster than the known step.
+    micro-batches that the schedule refuses, and SearchError if there are more stages than blocks, if no plan
+    fits, or if none is faster than the known step.
     """
     if not request.has_stages:
         raise MeshError(
@@ -89,14 +91,19 @@ def search_pipeline(
 
 
 class _Inner(NamedTuple):
-    """A plan of a stage's mesh, and with which share of all stages' memory it was searched."""
+    """A plan of layouts on the mesh of one stage.
+
+    Attributes:
+        plan: the plan, without stages.
+        share: bound under which the plan was searched, as a part of the memory of all pipeline ranks.
+    """
 
     plan: Plan
     share: float
 
 
 class _Search:
-    """One search: a mesh, and all that is open on it."""
+    """The search of `search_pipeline`, with its intermediate results."""
 
     def __init__(
         self, graph: Graph, request: Request, captured: int, fingerprint: str,
@@ -107,7 +114,7 @@ class _Search:
         self.mesh, self.hardware = request.mesh, request.hardware
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
         bound = request.search_bound_bytes
-        # Tables of stages know nothing of the memory that no tensor can have.
+        # Tables of stages leave out the memory that tensors cannot use.
         self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
         self.found = Findings(self.bound, faster_than_seconds)
         self.asked_micro_batches = request.chosen_micro_batches
@@ -141,7 +148,7 @@ class _Search:
         return PipelineFound(best, others, refused)
 
     def _search_shares(self) -> None:
-        """Prices plans for less and less memory; see [Note: memory of a stage]."""
+        """Searches plans under smaller and smaller bounds, and prices them; see [Note: memory of a stage]."""
         seen = 0
         for inner in self._plans():
             if inner is None or self._is_new(inner):
@@ -155,11 +162,11 @@ class _Search:
                 break
 
     def _promised_seconds(self, seen: int) -> float:
-        """Seconds of the fastest step among what did not fit, after the first `seen`."""
+        """Seconds of the fastest step among the settings that did not fit, without the first `seen` of them."""
         return min((each.seconds for each in self.found.overfull[seen:]), default=math.inf)
 
     def _search_recipes(self) -> None:
-        """Prices the plans of all recipes for the open axes, as far as one may be faster than what was found."""
+        """Prices the plans under all recipes for axes without one, if they may be faster than the best setting."""
         inside = self._inside(self._best_micro_batches())
         if not self._may_hold_state(inside):
             return
@@ -168,27 +175,27 @@ class _Search:
                 try:
                     inner = self._stage_plan(1.0, under)
                 except (RecipeError, SearchError):
-                    continue  # the recipe cannot hold here, or nothing under it fits
+                    continue  # the recipe contradicts the pins, or no plan under it fits
                 if inner is not None and self._is_new(inner):
                     self._price_plan(inner)
                 if self.request.streams or (self.request.offload and not self.found):
                     self._price_smallest(under)
 
     def _price_smallest(self, inside: MeshSearch) -> None:
-        """Prices the plan of a stage's mesh that takes least memory."""
+        """Prices the plan of layouts that takes least memory."""
         smallest = _Inner(inside.smallest().plan, 0.0)
         if self._is_new(smallest):
             self._price_plan(smallest)
 
     def _price_plan(self, inner: _Inner | None) -> None:
-        """Prices a plan of a stage's mesh with every number of micro-batches."""
+        """Prices a plan of layouts with every number of micro-batches."""
         if inner is None:
             return
         for micro_batches in self._micro_batches():
             self._price_all(inner, micro_batches)
 
     def _is_new(self, inner: _Inner) -> bool:
-        """Whether no plan that makes the same choices was priced; notes this one."""
+        """Whether no plan with the same choices was priced yet; remembers this plan."""
         choices = replace(inner.plan, notes=(), recipe="")
         if choices in self.choices:
             return False
@@ -196,10 +203,10 @@ class _Search:
         return True
 
     def _shares(self, inside: MeshSearch) -> tuple[float, ...]:
-        """Parts of all stages' memory to search under.
+        """Bounds under which layouts are searched, as parts of the memory of all pipeline ranks.
 
-        On one rank, and where the host may store parameters, the fastest plan comes first: recomputation may make
-        room for it.
+        On one pipeline rank, or if the host may store parameters, the first search has no bound, because recomputation
+        may make room for the fastest plan.
         """
         if not self.request.offload and not self._may_hold_state(inside):
             return _SHARES[:1]
@@ -208,7 +215,7 @@ class _Search:
         return (math.inf, *_SHARES) if is_first else _SHARES
 
     def _plans(self) -> Iterator[_Inner | None]:
-        """Plans of a stage's mesh for less and less memory; None where there is none."""
+        """Plans of layouts under smaller and smaller bounds; None for a bound under which none fits."""
         inside = self._inside(self.asked_micro_batches or self.captured)
         for share in self._shares(inside):
             yield self._stage_plan(share, inside)
@@ -216,7 +223,7 @@ class _Search:
                 yield from self._beside_recomputation(inside)
 
     def _beside_recomputation(self, inside: MeshSearch) -> Iterator[_Inner | None]:
-        """Plans that take the memory which recomputation frees; see [Note: room by recomputation]."""
+        """Plans of layouts that use the memory that recomputation frees; see [Note: room by recomputation]."""
         fastest, micro_batches = inside.within(None).plan, inside.problem.micro_batches
         tables = self._tables(fastest, micro_batches)
         shape = next(shapes_of(self.request, self.ranks, micro_batches, len(tables.parts)), None)
@@ -236,12 +243,12 @@ class _Search:
         yield _Inner(found.plan, taken_bytes / (self.ranks * self.bound))
 
     def _may_hold_state(self, inside: MeshSearch) -> bool:
-        """Whether parameters and what training keeps of them may fit; if not, no recomputation helps."""
+        """Whether parameters, gradients and optimizer states may fit; if not, no recomputation helps."""
         state_bytes = inside.problem.least_state_bytes - self.hardware.reserved_bytes
         return state_bytes <= self.ranks * self.bound
 
     def _execute_nearest(self) -> None:
-        """Balances the fastest settings that have several stages a rank anew, by what they really take."""
+        """Balances the fastest settings with several stages per rank again, by simulating their schedules."""
         ranked = self.found.ranked
         near = [
             (each, staged)
@@ -253,9 +260,10 @@ class _Search:
             staged.price(each.setting, executed=True)
 
     def _stage_plan(self, share: float, inside: MeshSearch) -> _Inner | None:
-        """The plan of a stage's mesh; None where less than all of the memory is too little for any.
+        """The fastest plan of layouts under a bound; None if no plan fits.
 
-        Where all of it is too little, one of the smallest: layers that run again may still fit.
+        If none fits under the memory of all pipeline ranks (`share` 1), the bound is widened until one does, because it
+        may fit with recomputation.
         """
         for wider in _WIDER if share == 1 else (1.0,):
             relaxed = self.ranks * self.bound * share * wider + self.hardware.reserved_bytes
@@ -300,7 +308,7 @@ class _Search:
         return [m for m in divisors(rows) if m <= max(most, self.captured)]
 
     def _price_all(self, inner: _Inner, micro_batches: int) -> None:
-        """Prices a plan of a stage's mesh in every shape."""
+        """Prices a plan of layouts with every schedule and number of chunks."""
         graph, plan = self._graph(micro_batches), inner.plan
         if micro_batches != plan.micro_batches and not fits_graph(plan, graph):
             self.found.refuse(
@@ -318,7 +326,7 @@ class _Search:
                 self.found.refuse(name, error)
 
     def _tables(self, plan: Plan, micro_batches: int) -> StageTables:
-        """What stages of a plan cost with a number of micro-batches."""
+        """The costs of all possible stages of a plan, with a number of micro-batches."""
         return StageTables(
             self._graph(micro_batches), replace(plan, micro_batches=micro_batches), self.hardware, world=self.mesh,
             training_state=self.request.training_state, software=self.request.software,
@@ -331,7 +339,7 @@ class _Search:
         return self.found.ranked[0][0].setting.shape.micro_batches
 
     def _search_again(self) -> None:
-        """Prices the best number of micro-batches with a plan made for them."""
+        """Searches layouts for the best number of micro-batches, and prices them."""
         best, _ = self.found.ranked[0]
         m = best.setting.shape.micro_batches
         if m != (self.asked_micro_batches or self.captured):
@@ -340,7 +348,7 @@ class _Search:
                 self._price_all(inner, m)
 
     def _nothing(self) -> AutoparError:
-        """Why no setting has a plan: the one that misses by least, or what was refused first."""
+        """The error if no setting has a plan: about the setting that exceeds memory least, or the first one refused."""
         found = self.found
         if found.has_slower:
             return SlowerError(

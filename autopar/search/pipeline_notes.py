@@ -1,4 +1,4 @@
-"""What a search for a pipeline says of its choice."""
+"""The notes of a plan with pipeline stages: what was chosen, and what came second."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autopar.units import counted, format_bytes
 
 
 def of_layouts(notes: Sequence[str]) -> Iterator[str]:
-    """What the search inside says of layouts, without its prices, which are those of a single stage."""
+    """The notes of the search of layouts, without those on its prices, which do not know the stages."""
     return (note for note in notes if kind_of(note) != "price")
 
 
 def notes_of(best: Priced, others: Sequence[Priced]) -> Iterator[str]:
-    """What was chosen, what it takes, and what came second."""
+    """The notes on the chosen setting, its time and memory, and the second best one."""
     pipeline = best.plan.pipeline
     assert pipeline is not None, "a priced plan has its cuts"
     held = ", ".join(format_bytes(int(size)) for size in best.balance.rank_bytes)

@@ -1,4 +1,4 @@
-"""Ways to run a pipeline: which are searched, and what a search finds of one."""
+"""Settings of a pipeline (schedule, chunks, micro-batches, recomputation): which are searched, and their prices."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.search.request import Request
 from autopar.search.shape import Shape
 from autopar.units import counted
 
-# What is searched where nobody says. A backward in two halves is priced as if it cost nothing more than
-# a whole one, and torch walks the graph twice for it, so the zero-bubble schedules run only by name.
+# Schedules to search if the user names none. Zero-bubble schedules run only by name: they split the backward into two
+# halves, for which torch walks the graph twice, and prices do not count this.
 SEARCHED_SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-# Of schedules that run stages in rounds, besides what divides a rank's layers.
+# Numbers of chunks to search for schedules that run stages in rounds, in addition to divisors of a rank's blocks.
 _SEARCHED_CHUNKS = (2, 4)
 
 
@@ -41,7 +41,7 @@ class Setting:
 
 
 class KeptWhole(NamedTuple):
-    """Seconds of a step, and bytes of the fullest rank."""
+    """Seconds of a step, and bytes of the fullest rank, of a setting without its recomputation."""
 
     seconds: float
     bytes: float
@@ -49,16 +49,16 @@ class KeptWhole(NamedTuple):
 
 @dataclass(frozen=True)
 class Priced:
-    """A setting with a plan for it, and what it takes.
+    """A setting with its plan, time and memory.
 
     Attributes:
         setting: the priced setting.
-        plan: with its cuts.
+        plan: the plan, cut into stages.
         seconds: duration of a step.
-        simulation: the schedule as it runs.
-        balance: the cuts.
-        share: fraction of the memory of all stages under which the layouts were searched.
-        kept_whole: figures of the same setting without recomputation; None where it has none.
+        simulation: the simulated schedule.
+        balance: the cuts, with seconds and bytes of every rank.
+        share: bound under which the layouts were searched, as a part of the memory of all pipeline ranks.
+        kept_whole: time and memory of the setting without its recomputation; None if it has none.
     """
 
     setting: Setting
@@ -71,18 +71,18 @@ class Priced:
 
     @property
     def key(self) -> tuple[float, float]:
-        """Smaller is better: time, then memory; times that differ by rounding alone are equal."""
+        """Sort key, smaller is better: seconds to nine digits, then bytes of the fullest rank."""
         return float(f"{self.seconds:.9g}"), max(self.balance.rank_bytes)
 
 
 @dataclass(frozen=True)
 class PipelineFound:
-    """The best plan.
+    """The result of a search for a pipeline.
 
     Attributes:
-        best: it, with its figures.
-        others: the best of every other setting that was priced and fits, fastest first.
-        refused: setting -> why it has no plan.
+        best: the best plan with its figures.
+        others: the other settings that fit, fastest first.
+        refused: name of a setting without a plan -> the reason.
     """
 
     best: Priced
@@ -95,9 +95,9 @@ class PipelineFound:
 
 
 def searched_chunks(blocks: int, ranks: int) -> tuple[int, ...]:
-    """Numbers of stages of a rank, of schedules that run them in rounds, that are searched where nobody says.
+    """Numbers of stages per rank to search for interleaved schedules: two, four, and the divisors of a rank's blocks.
 
-    Two, four, and those that divide the blocks of a rank; most first, since the bubble gets shorter by them.
+    Larger numbers come first, because they make the bubble shorter.
 
     Args:
         blocks: number of blocks of the model.
@@ -113,7 +113,7 @@ def searched_chunks(blocks: int, ranks: int) -> tuple[int, ...]:
 
 
 def divisors(n: int) -> list[int]:
-    """The numbers that divide a number, ascending.
+    """The divisors of a number, in ascending order.
 
     Example:
         >>> divisors(12)
@@ -123,7 +123,7 @@ def divisors(n: int) -> list[int]:
 
 
 def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> Iterator[Shape]:
-    """Every schedule with every number of chunks that it can have; on one rank all are the same."""
+    """Every schedule to search with every number of chunks; on one pipeline rank only the first schedule."""
     chosen = request.chosen_schedule
     schedules = (chosen,) if chosen else SEARCHED_SCHEDULES
     for schedule in schedules if ranks > 1 else schedules[:1]:
@@ -134,7 +134,7 @@ def shapes_of(request: Request, ranks: int, micro_batches: int, blocks: int) -> 
 def _chunks(request: Request, schedule: str, ranks: int, blocks: int) -> tuple[int, ...]:
     kind, is_chosen = PLACEMENTS[schedule], request.chosen_schedule is not None
     if request.chunks is not None:
-        # With one stage a rank the interleaved schedules that are searched are 1f1b and gpipe.
+        # With one stage per rank, the interleaved schedules to search would be the same as 1f1b and gpipe.
         has_it = request.chunks > 1 if kind == "rounds" else request.chunks == _FIXED[kind]
         return (request.chunks,) if is_chosen or has_it else ()
     if kind in _FIXED:

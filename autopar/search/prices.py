@@ -1,12 +1,13 @@
-"""What the programs of a search charge for a choice, and what an assignment of all choices costs.
+"""The prices of single choices, which the programs of a search add up.
 
-Every figure is of the items and holdings that `autopar.cost_model.nodes` makes for one node, times
-the number of nodes that a class or an entry of the folded graph stands for. An assignment is composed
-by the formulas of `autopar.cost_model.step`, so that its time and its peak are those of the plan.
+`autopar.cost_model.nodes` gives the items and holdings of one node. A price multiplies them by the number of nodes for
+which a class or an entry of the folded graph stands. `autopar.cost_model.step` composes them to the time and
+memory of a whole step, for an assignment and for its plan alike.
 
-[Note: exposure] Time is not a plain sum: communication hides behind compute, as far as there is some.
-`Exposure` has the slope of the step in every kind of work at one plan. A program with these slopes as
-multipliers has the right optimum as long as they stay as they are.
+[Note: exposure] The time of a step is not a plain sum, because communication overlaps with compute. Adding a second of
+work to one plan's step therefore makes the step longer by some part of a second, the *slope*: for example 0 for
+communication that is hidden behind compute. `Exposure` has the slope of every kind of work at one plan. A program that
+multiplies seconds by these slopes finds the best plan as long as the slopes are the same there.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from autopar.search.fold import Fold
 
 @dataclass(frozen=True)
 class Exposure:
-    """Seconds that a step grows by with a second of work; see [Note: exposure].
+    """Slopes: the seconds by which a second of work makes a step longer; see [Note: exposure].
 
     Attributes:
-        every: (region, kind of work) -> the slope for work of every micro-batch. Kinds are "compute",
-            "stored" (parameters and gradients) and "activation".
-        late: regions in which the host, which runs ahead of the device, is the slower one.
-        reductions: the slope for reductions once a step.
-        backward: what the slope for compute of backward loses for the reductions that it hides, for
-            one micro-batch of the step.
+        every: (region, kind of work) -> slope of work that every micro-batch does. Kinds are "compute",
+            "stored" (communication of parameters and gradients) and "activation" (communication of activations).
+        late: regions in which launching kernels takes the host longer than running them takes the device.
+        reductions: slope of reductions that run once per step.
+        backward: reduction of the slope of backward's compute in one micro-batch, because more of it hides more of
+            the reductions once per step.
     """
 
     every: Mapping[tuple[Region, str], float]
@@ -49,13 +50,13 @@ class Exposure:
 
     @classmethod
     def full(cls) -> Exposure:
-        """Nothing is hidden."""
+        """The slopes of a step without overlap: all are 1."""
         kinds = ("compute", "stored", "activation")
         return cls({(region, kind): 1.0 for region in REGIONS for kind in kinds})
 
     @classmethod
     def of(cls, step: Step) -> Exposure:
-        """The slopes at a step."""
+        """The slopes at the plan of a step."""
         software = step.software
         every, late = dict(cls.full().every), set()
         for region in REGIONS:
@@ -79,10 +80,11 @@ class Exposure:
         )  # fmt: skip
 
     def seconds(self, item: Item, step: Step) -> float:
-        """What one execution of an item adds to a step.
+        """Seconds by which one execution of an item per micro-batch makes a step longer.
 
         Args:
-            step: gives the host, the runtime and the number of micro-batches; its items do not matter.
+            item: the item.
+            step: step with the figures of the machine and the number of micro-batches; its items are not used.
         """
         if item.phase == "gather":
             return float(item.seconds)
@@ -101,7 +103,7 @@ class Exposure:
 
 
 def kind_of(item: Item) -> str:
-    """What hides an item, or hides behind it: "compute", "stored" or "activation"."""
+    """Kind of an item's work as in `Exposure.every`: "compute", "stored" or "activation"."""
     if item.resource == COMPUTE:
         return "compute"
     return "activation" if item.carries == "activation" else "stored"
@@ -116,16 +118,16 @@ def _sums(step: Step, region: Region) -> dict[str, float]:
 
 
 def seconds_of(items: Iterable[Item], exposure: Exposure, step: Step) -> float:
-    """What items add to a step, all their executions."""
+    """Seconds by which all executions of these items make a step longer."""
     return sum(float(item.count) * exposure.seconds(item, step) for item in items)
 
 
 class Prices:
-    """Items and holdings of the classes and entries of a folded graph, remembered.
+    """Items and holdings of the classes and entries of a folded graph, with a cache.
 
     Attributes:
-        step: a step without items: the machine, the runtime, and the number of micro-batches.
-        blocks: for every kind of block, how many ops of each class it has.
+        step: a step without items, which has the figures of the machine and the number of micro-batches.
+        blocks: for every kind of block, index of a class -> number of its ops in such a block.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class Prices:
         return self._ops[key]
 
     def conversion(self, index: int, source: TieredLayout, target: Layout) -> tuple[Item, ...]:
-        """Items of converting one tensor of an entry."""
+        """Items of the conversion of one tensor of an entry."""
         if source == TieredLayout(target):
             return ()
         key = (self._kinds[index], source, target)
@@ -179,7 +181,7 @@ class Prices:
     def parameter(
         self, index: int, how: ParameterPlan
     ) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
-        """Items and holdings of keeping one parameter of an entry."""
+        """Items and holdings of one parameter of an entry, stored in this way."""
         key = (self._kinds[index], how)
         if key not in self._parameters:
             name = self._names[self.fold.entries[index].names[0]]
@@ -192,11 +194,11 @@ class Prices:
         return self._parameters[key]
 
     def kind(self, index: int) -> int:
-        """A number that an entry shares with those whose prices are the same."""
+        """A number that is equal for entries with equal prices."""
         return self._kinds[index]
 
     def optimizer_seconds(self, holdings: Iterable[Holding]) -> float:
-        """Seconds that the optimizer takes for what a parameter holds."""
+        """Seconds of the optimizer's update, given the holdings of a parameter."""
         touched: dict[Tier, float] = {}
         for h in holdings:
             times = TOUCHED.get(h.kind, 0) * h.is_stored
@@ -207,23 +209,23 @@ class Prices:
     # --- what is there for a moment
 
     def gathered_bytes(self, index: int, source: TieredLayout, target: Layout) -> float:
-        """Copies that the use of one parameter of an entry gathers."""
+        """Bytes of the copies that a use of one parameter of an entry gathers."""
         name = self.fold.entries[index].names[0]
         return sum(float(h.bytes) for h in self.nodes.gathered(name, source, target, "", ""))
 
     def working_bytes(self, index: int, labels: Labels) -> float:
-        """Memory that one op of a class needs while it runs."""
+        """Bytes that one op of a class needs only while it runs."""
         held = self.nodes.working(self.fold.classes[index].op, labels, "")
         return sum(float(h.bytes) for h in held)
 
     def blocks_using(self, index: int) -> Mapping[int, int]:
-        """Kind of block -> how many parameters of an entry it uses first."""
+        """Index of a kind of block -> number of parameters of an entry that are first used in such a block."""
         return self._users.get(index, {})
 
     # --- the graph
 
     def _number_kinds(self) -> list[int]:
-        """For every entry a number that it shares with those whose prices are the same."""
+        """For every entry a number that is equal for entries with equal prices."""
         numbers: dict[object, int] = {}
         found = []
         for entry in self.fold.entries:

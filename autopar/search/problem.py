@@ -1,11 +1,13 @@
-"""Everything about a search that does not change while it runs: the folded graph with its prices.
+"""The data of a search on one mesh that stay fixed while it runs: the folded graph with its prices.
 
-[Note: collapse] A view moves nothing, and converting its operand or its result costs the same. If
-it is the only consumer of its operand, and leads every state that the producer may leave the
-operand in to exactly one state of its result, then deciding for the view is deciding twice: it
-takes whatever state it is given. Its result then counts as the producer's, in the states that the
-views lead to. Anything else (casts and activations cost time, a shared operand may be converted
-for all at once) keeps a decision of its own, so collapsing never changes the optimum.
+In a folded graph (`autopar.search.fold`) the equal ops of repeated layers form one *class*, which has one decision, and
+the equal tensors of repeated layers form one *entry*, which has one layout.
+
+[Note: collapse] A view copies no data, and converting its operand costs as much as converting its result. Suppose that
+the view is the only consumer of its operand, and that every state in which the operand may be produced leads to exactly
+one state of the result. Then the view needs no decision of its own: it takes the operand in the state in which it is
+produced. The search removes its decision ("collapses" the view), and treats its result as a result of the op before
+it. All other ops keep their decisions, so that the best plan stays the same.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ _States = Mapping[State, State]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Every decision, by class and entry of the folded graph.
+    """All decisions of a plan, for the classes and entries of the folded graph.
 
     Attributes:
-        labels: for every class, its label on every axis.
-        parameters: entry -> how its parameters lie.
-        inputs: entry -> the layout that is taken of an input.
+        labels: for every class, the label of its choice on every axis.
+        parameters: index of a parameter's entry -> layouts of the parameter.
+        inputs: index of an input's entry -> layout of the input.
     """
 
     labels: tuple[Labels, ...]
@@ -65,7 +67,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Where an op's tensors lie under some labels: operands, then results."""
+    """The layouts of the operands and results of an op, given its labels."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -73,38 +75,45 @@ class Layouts:
 
 @dataclass(frozen=True)
 class Made:
-    """By which free class a tensor is made, and through which collapsed views it then went."""
+    """The class that computes a tensor, and the collapsed views between the class and the tensor.
+
+    Attributes:
+        index: index of the class; it is not collapsed.
+        position: position among the results of the class.
+        views: for each collapsed view in order, state of its operand -> state of its result.
+    """
 
     index: int
     position: int
     views: tuple[_States, ...] = ()
 
     def state(self, state: State) -> State:
-        """The state after the views, given that of the producer's result."""
+        """The state of the tensor after the views, given the state in which the class leaves its result."""
         for view in self.views:
             state = view[state]
         return state
 
     def layout(self, results: Sequence[Layout]) -> Layout:
-        """The layout after the views, given those of the producer's results."""
+        """The layout of the tensor after the views, given the layouts of the results of the class."""
         return tuple(self.state(state) for state in results[self.position])
 
 
 class Problem:
-    """A folded graph on a mesh under recipes, with remembered prices.
+    """A folded graph on a mesh under recipes, with a cache of prices.
 
     Attributes:
-        free: classes that have a decision of their own.
-        made: entry -> `Made`, for tensors that an op makes.
-        collapsed: class of a collapsed view -> how its operand is made.
-        strategies: entry of a parameter -> its strategies.
-        fixed: entries whose parameter the caller fixed.
-        constant_bytes: memory of every plan alike: buffers, and what no tensor can have.
-        tiers: tiers of parameters that no recipe has tiers for.
-        exposure: the slopes of a step that the programs charge work at.
-        byte_seconds: price of a byte of a rank's peak memory, in seconds of a step.
-        solved: what the programs of single axes gave, by all they depend on; see `autopar.search.axis`.
-        priced_entries: all entries but those inside a producer with its collapsed views.
+        free: indices of the classes that have a decision of their own, because they are not collapsed.
+        made: index of an entry that an op computes -> the class that computes it.
+        collapsed: index of the class of a collapsed view -> the class that computes its operand.
+        strategies: index of a parameter's entry -> ways to store the parameter.
+        fixed: indices of the entries whose parameters the caller has placed already.
+        constant_bytes: memory that every plan takes: buffers, and the memory that tensors cannot use.
+        tiers: tiers that parameters may be stored in where no recipe names any.
+        exposure: slopes of the step's seconds at which work is charged, see [Note: exposure] in
+            `autopar.search.prices`.
+        byte_seconds: price of memory, in seconds of a step for each byte of a rank's peak; 0 for no price.
+        solved: solutions of the programs of single axes, see `autopar.search.axis`.
+        priced_entries: indices of the entries that can be converted: all but operands of collapsed views.
     """
 
     def __init__(
@@ -147,7 +156,7 @@ class Problem:
         self._constrain(recipes)
 
     def under(self, recipes: Sequence[Recipe]) -> Problem:
-        """The same problem under other recipes, always the same one; remembered prices are shared."""
+        """This problem under other recipes, with the same cache of prices. Equal recipes give the same object."""
         key = tuple(recipes)
         if key not in self._under:
             other = self._under[key] = copy.copy(self)
@@ -155,7 +164,7 @@ class Problem:
         return self._under[key]
 
     def exposed(self, exposure: Exposure) -> Problem:
-        """The same problem at other slopes of the step, always the same one."""
+        """This problem with another exposure. Equal exposures give the same object."""
         known = next((each for each in self._exposed if each.exposure == exposure), None)
         if known is not None:
             return known
@@ -167,7 +176,7 @@ class Problem:
         return other
 
     def weighed(self, byte_seconds: float) -> Problem:
-        """The same problem with a price for memory, in seconds of a step for every byte of a rank's peak."""
+        """This problem with a price of memory, in seconds of a step for each byte of a rank's peak."""
         other = copy.copy(self)
         other.byte_seconds = byte_seconds
         other._constrain(self.recipes)
@@ -192,12 +201,12 @@ class Problem:
         self._exposed: list[Problem] = []
 
     def _mark(self, name: str) -> Hashable:
-        """What keeps an op or parameter from sharing decisions with others."""
+        """What distinguishes an op or parameter from equal ones: ops share a decision only if their marks are equal."""
         pins, region = self.pins, self._region(name) if self._hides else ""
         return pins.labels.get(name), pins.storage.get(name), self.fixed_storage.get(name), region
 
     def _region(self, name: str) -> str:
-        """Where an op or a leaf stands; communication hides behind compute of its own region."""
+        """Region of an op, parameter or input. Communication overlaps only with compute of the same region."""
         op = self.graph.by_name.get(name)
         if self.graph.stack_of(op.module if op else name) is not None:
             return "layers"
@@ -229,7 +238,7 @@ class Problem:
         return self._op_seconds[key]
 
     def conversion_seconds(self, index: int, source: TieredLayout, target: Layout) -> float:
-        """Seconds that a conversion adds to a step, forward and backward, over all tensors that an entry stands for."""
+        """Seconds that a conversion adds to a step, forward and backward, for all tensors of an entry."""
         return self.entries[index].count * self._convert(index, source, target)
 
     def _convert(self, index: int, source: TieredLayout, target: Layout) -> float:
@@ -243,7 +252,7 @@ class Problem:
         return seconds_of(items, self.exposure, self.prices.step)
 
     def follow(self, index: int, labels: Labels) -> Labels:
-        """The labels of a collapsed view, given those of the class that makes its operand."""
+        """The labels of a collapsed view, given the labels of the class that computes its operand."""
         maker = self.collapsed[index]
         given = maker.layout(self.layouts(maker.index, labels).results)
         choices = self.ops[index].choices
@@ -253,7 +262,7 @@ class Problem:
         )
 
     def serving(self, index: int, target: Layout) -> list[Strategy]:
-        """The strategies that can serve a use of a parameter, with that use's seconds added."""
+        """The ways to store a parameter that a use in the layout `target` allows, each with the seconds of that use."""
         key = (index, id(self.strategies[index]), target)
         if key not in self._serving:
             needed = [frozenset({state}) for state in target]
@@ -273,12 +282,19 @@ class Problem:
         open_axis: int | None = None,
         mixed: bool = False,
     ) -> bool:
-        """Whether a parameter in this resident layout may serve uses that need these states.
+        """Whether a parameter in this resident layout may be used in these states.
 
-        Along each axis R serves uses in R alone and V is for all others, so that the gradient of V
-        is reduced once per step and that of R never. Along `open_axis` the uses are still
-        undecided and it is enough that one of them can be served; with `mixed` other uses may need
-        what V is for.
+        Along each axis a parameter in R may be used only in R (no gradient is reduced), and a parameter in V must have
+        some use in another state (its gradient is reduced once per step). A split parameter may be used in another
+        state only if the recipe lets uses gather it.
+
+        Args:
+            index: index of the parameter's entry.
+            resident: resident layout of the parameter.
+            needed: for every axis, the states in which the uses need the parameter.
+            open_axis: axis along which `needed` lists possible uses, of which one must be allowed; None for no such
+                axis.
+            mixed: whether the parameter may have uses other than those in `needed`.
         """
         if index in self.fixed:
             return True
@@ -299,11 +315,11 @@ class Problem:
         return state in needed if undecided else needed <= {state}
 
     def bytes(self, name: str, layout: Layout) -> int:
-        """Bytes of a tensor that one rank holds."""
+        """Bytes of a tensor in a layout on one rank."""
         return self.sizes.bytes(self.graph.tensors[name], layout)
 
     def composed(self, assignment: Assignment) -> Step:
-        """The step of an assignment: its seconds and its peak are those of the expanded plan."""
+        """Time and memory of the step of an assignment; they equal those of the plan for all layers."""
         parts = Parts(self, assignment)
         step = self.prices.step
         return replace(step, items=tuple(parts.items()), holdings=tuple(parts.holdings()), _sums={})
@@ -319,14 +335,14 @@ class Problem:
 
     @property
     def least_bytes(self) -> float:
-        """A lower bound on the peak of a rank that recomputes nothing: state, and an equal part of what is saved."""
+        """A lower bound on the peak memory of a rank that recomputes nothing: state, and its share of saved tensors."""
         whole = sum(
             entry.count * self.bytes(entry.tensor.name, self.whole) for entry in self.fold.saved
         )
         return self.least_state_bytes + whole / math.prod(self.mesh.sizes)
 
     def _find_entries(self) -> dict[int, list[int]]:
-        """Class -> the entries of what it makes."""
+        """Index of a class -> indices of the entries of its results."""
         found: dict[int, list[int]] = {}
         for index, entry in enumerate(self.entries):
             if entry.producer is not None:
@@ -334,7 +350,7 @@ class Problem:
         return found
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
-        """For every axis the choices whose factor its size divides; `-` on an axis of size 1."""
+        """For every axis, the choices whose factor the axis size divides; on an axis of one rank only `-`."""
         return [
             [c for c in op.choices if c.size % size == 0] if size > 1 else [op.choices[0]]
             for size in self.mesh.sizes
@@ -402,7 +418,7 @@ class Problem:
         return found
 
     def _strategy(self, index: int, how: ParameterPlan) -> Strategy:
-        """A way to keep one parameter of an entry, with what it adds to a step outside the graph."""
+        """A way to store one parameter of an entry, with its bytes and the seconds of its conversions between steps."""
         key = (self.prices.kind(index), how)
         if key not in self._kept:
             items, holdings = self.prices.parameter(index, how)
@@ -412,7 +428,7 @@ class Problem:
         return self._kept[key]
 
     def _collapse(self) -> tuple[dict[int, Made], dict[int, Made]]:
-        """See [Note: collapse]. Returns (collapsed class -> its operand, entry -> its maker)."""
+        """Computes `collapsed` and `made`, see [Note: collapse]."""
         collapsed: dict[int, Made] = {}
         made: dict[int, Made] = {}
         for index in range(len(self.ops)):
@@ -427,11 +443,11 @@ class Problem:
         return collapsed, made
 
     def _is_inside(self, index: int) -> bool:
-        """Whether a tensor lies between its producer and a collapsed view: never converted."""
+        """Whether an entry is the operand of a collapsed view, so that it is never converted."""
         return any(consumer in self.collapsed for consumer, _ in self.entries[index].consumers)
 
     def _only_operand(self, index: int) -> int | None:
-        """The entry of a class' operand, if one class makes it for this class alone."""
+        """The entry of a view's operand, if an op computes it and only this view uses it; else None."""
         op = self.ops[index]
         uses = [e for e, entry in enumerate(self.entries) if (index, 0) in entry.consumers]
         if not op.is_view or len(op.operands) != 1 or len(uses) != 1:
@@ -447,7 +463,7 @@ class Problem:
         return uses[0] if len(siblings) == 1 else None
 
     def _passes(self, index: int, maker: Made) -> Made | None:
-        """How the result of a view is made if the view is collapsed, None if it cannot be."""
+        """The class that computes the result of a view if the view is collapsed; None if it cannot be collapsed."""
         op, source = self.ops[index], self.ops[maker.index]
         view = self.saved.view(op.results[0])
         if (
@@ -480,7 +496,7 @@ class Problem:
 
 
 class Parts:
-    """Items and holdings of an assignment, each class and entry once with its count."""
+    """Work (items) and memory (holdings) of an assignment, for each class and entry once with its count."""
 
     def __init__(self, problem: Problem, assignment: Assignment) -> None:
         self.problem, self.assignment = problem, assignment
@@ -500,7 +516,7 @@ class Parts:
             yield from _times(self.problem.entries[index].count, prices.parameter(index, how)[0])
 
     def holdings(self) -> Iterator[Holding]:
-        """Memory of parameters, buffers, saved tensors, and what is there for a moment."""
+        """Memory of parameters, buffers, saved tensors, and of what exists only while a block runs."""
         problem = self.problem
         for index, how in self.assignment.parameters.items():
             for held in problem.prices.parameter(index, how)[1]:
@@ -516,7 +532,7 @@ class Parts:
             yield Holding("working", "working", "layers", working, "", block)
 
     def _source(self, index: int) -> TieredLayout:
-        """Where a tensor is made, held or fed in."""
+        """Layout and tier of a tensor before any conversion."""
         entry, assignment = self.problem.entries[index], self.assignment
         if entry.producer is not None:
             made, position = entry.producer

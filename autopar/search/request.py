@@ -1,12 +1,12 @@
-"""What a person asks of a plan, as one value that every door builds and passes whole.
+"""A request: everything that a user asks of a plan, as one value.
 
     compile, explain, verify, torch.compile's backend, the command line
-        -> Request                               checked at birth
-        -> make_plan(prepared, request)          `autopar.planning.planning`
-        -> search_plan, search_pipeline, search  inside it
+        -> Request                                  built from the arguments of each of them, and checked
+        -> make_plan(prepared, request)             `autopar.planning.planning`
+        -> search_plan, search_pipeline, search     called by `make_plan`
 
-A field that is None is open: the search decides it. Contradictions are refused when the request is made,
-before a model is captured, so that nobody waits for a search that cannot succeed.
+The search decides a field that is None. A request with a contradiction raises an error at once, before a model is
+captured, so that users do not wait for a search that cannot succeed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSALS = ("recompute", "offload", "dp", "tp", "sp", "ddp", "zero1", "zero2", "
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that can be asked of a plan; None leaves a field to the search.
+    """Everything that a user asks of a plan; the search decides the fields that are None.
 
     >>> from autopar.cost_model import find_hardware
     >>> asked = Request(find_hardware("h100"), mesh={"dp": 2, "tp": 4}, recipe="dp:zero3")
@@ -65,38 +65,37 @@ class Request:
 
     Attributes:
         hardware: the machine that the plan is priced for.
-        ranks: number of ranks; that of the mesh, where one is given.
-        mesh: axes and their sizes, `pp` being the axis of pipeline stages.
+        ranks: number of ranks; with a mesh, its size.
+        mesh: axes and their sizes; `pp` is the axis of pipeline stages.
         batch: number of samples of a step, over all ranks.
         recipe: constraints on the search along each axis (`autopar.search.recipes`).
-        pins: choices that are fixed, by the name of a parameter or op (`autopar.search.pins`).
+        pins: single choices that the user fixes, by name of a parameter or op (`autopar.search.pins`).
         memory_bytes: bound on the memory of a rank, in bytes; None for the memory of the hardware
             less the headroom.
-        headroom: fraction of the hardware's memory that a plan leaves free; no part of `memory_bytes`.
-        must_fit: whether the bound holds; False asks for the fastest plan whatever memory it takes.
+        headroom: fraction of the hardware's memory that a plan leaves free; it does not reduce `memory_bytes`.
+        must_fit: whether a plan must stay within the bound; with False the search ignores memory.
         micro_batches: number of micro-batches of a step.
         stages: numbers of pipeline ranks that the search may choose among; one number stands for itself.
         schedule: order in which pipeline stages run micro-batches, one of `autopar.ir.PLACEMENTS`.
         chunks: number of stages of each pipeline rank.
-        recompute: number of blocks of every stage to recompute in backward, or the fraction of the
-            activations' memory that may be kept (`autopar.ir.recompute`).
+        recompute: recomputation in backward: "none", "full", the number of blocks of every stage, or another value that
+            `autopar.ir.recompute.check_wish` lists.
         precision: mixed-precision policy under which the model is captured.
         training_state: bytes of gradients, master weights and optimizer states, also as text such as
             "adamw8bit" (`autopar.cost_model.items.TrainingState`).
-        software: what the runtime adds to a step and what it hides.
-        offload: whether parameters may be stored in the host's memory and updated there; None allows it where no
-            plan fits otherwise, or where it is faster than what fits.
-        streams: whether parameters that the host stores may also stay there during a step, and be brought to the device
-            for each use; the search sets it where no plan fits otherwise.
-        without: names among `REFUSALS` that must not be used.
-        inside_node: axes whose groups must not leave a node.
-        meeting: replicas of which this request plans a single one, on its own mesh (`of_replica`).
-        cuts_batch: whether the search may cut the batch of a step without stages into micro-batches: the
-            mean over micro-batches has to be the loss of the batch, which masked means and batch
-            statistics are not.
+        software: figures of the runtime, such as what it overlaps (`autopar.cost_model.software`).
+        offload: whether parameters may be stored in the host's memory and updated there; None allows it if no
+            other plan fits, or if it gives a faster plan.
+        streams: whether parameters that the host stores may also stay there during a step, and be copied to the device
+            for each use; the search sets it.
+        without: names in `REFUSALS` that the plan must not use.
+        inside_node: axes whose groups must not span nodes.
+        meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
+        cuts_batch: whether the search may cut the batch of a step without stages into micro-batches. The loss of the
+            batch must then be the mean over micro-batches, which is wrong for masked means and batch statistics.
 
-    Raises AutoparError, or the member of its family that fits, where two fields contradict each other or
-    one of them names something that does not exist.
+    Raises AutoparError or one of its subclasses if two fields contradict each other, or if a field names something that
+    does not exist.
     """
 
     hardware: Hardware
@@ -142,16 +141,16 @@ class Request:
         return cls(cluster.hardware, ranks=cluster.ranks, **fields)
 
     def but(self, **changes: Any) -> Request:
-        """The same request with some fields changed, checked again; another mesh has its own ranks."""
+        """A copy of the request with some fields changed, checked again; a new mesh also changes the ranks."""
         if changes.get("mesh") is not None:
             changes.setdefault("ranks", None)
         return replace(self, **changes)
 
     def of_replica(self, given: Plan | None = None) -> Request:
-        """The request for one of the replicas that the recipe asks for, or a given plan has; itself without replicas.
+        """The request for the plan of one replica, if the recipe or a given plan has replicas; else the request itself.
 
-        A replica has its own mesh, its part of the batch, and what its meetings keep from one to the next.
-        Raises RecipeError where there cannot be such replicas.
+        It has the mesh of one replica, its part of the batch, and the copies of parameters that it keeps between
+        meetings. Raises RecipeError if other fields rule replicas out.
         """
         meeting = meeting_of(self.recipe, self.mesh) if given is None else given.meeting
         if meeting is None:
@@ -175,12 +174,12 @@ class Request:
 
     @property
     def search_bound_bytes(self) -> int | None:
-        """The bound that the search has to keep; None where any memory is allowed."""
+        """The bound on the memory of a rank for the search; None if the plan need not fit."""
         return self.bound_bytes if self.must_fit else None
 
     @property
     def may_offload(self) -> bool:
-        """Whether parameters may be stored in the host's memory although nobody asks for it."""
+        """Whether the search itself may decide to store parameters in the host's memory."""
         is_open = self.offload is None and "offload" not in self.without and not self._has_owners
         stays = self.meeting is not None or self.has_versions  # neither can be on the host yet
         host = None if stays else self.hardware.host
@@ -188,7 +187,7 @@ class Request:
 
     @property
     def tiers(self) -> tuple[Tiering, ...]:
-        """The tiers that a parameter may be stored and used in where no recipe says so."""
+        """The tiers in which parameters may be stored and used, if no recipe names tiers."""
         found = (ON_DEVICE, STORED_ON_HOST, USED_FROM_HOST)
         return found if self.streams else found[:2] if self.offload else found[:1]
 
@@ -206,18 +205,18 @@ class Request:
 
     @property
     def chosen_schedule(self) -> str | None:
-        """The schedule that is asked for, by its own field or by the recipe."""
+        """The schedule that the user asks for, by the field `schedule` or by the recipe; None for any."""
         named, _ = split_recipe(self.recipe)
         return "gpipe" if named == NAIVE else named or self.schedule
 
     @property
     def has_versions(self) -> bool:
-        """Whether the schedule that is asked for keeps versions of parameters."""
+        """Whether the user's schedule updates without a flush, and so keeps several versions of parameters."""
         return self.chosen_schedule in VERSIONED
 
     @property
     def chosen_micro_batches(self) -> int | None:
-        """The number of micro-batches that is asked for; the recipe `naive-pp` runs one."""
+        """The number of micro-batches that the user asks for; 1 under the recipe `naive-pp`, None for any."""
         return 1 if split_recipe(self.recipe)[0] == NAIVE else self.micro_batches
 
     @property
@@ -227,14 +226,14 @@ class Request:
 
     @property
     def depths(self) -> tuple[int, ...] | None:
-        """Numbers of pipeline ranks that may be chosen, by the mesh or by `stages`; None for any."""
+        """Numbers of pipeline ranks that the mesh or `stages` allows; None for any."""
         if self.mesh is None:
             return (1,) if self._has_owners and self.stages is None else self.stages
         return (dict(self.mesh.axes).get(PIPELINE_AXIS, 1),)
 
     @property
     def text(self) -> str:
-        """The constraints that were expressed, as a command line writes them."""
+        """The user's constraints, written as options of the command line."""
         return ", ".join(self._words()) or "the model's sizes"
 
     def _words(self) -> Iterator[str]:
@@ -253,7 +252,7 @@ class Request:
     # --- checks
 
     def _normalize(self) -> None:
-        """Reads values that may be given as text; a mesh decides the number of ranks."""
+        """Replaces values given as text, and takes the number of ranks from the mesh."""
 
         def become(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
@@ -366,7 +365,7 @@ class Request:
             )
 
     def _check_versions(self) -> None:
-        """Raises RecipeError for what a schedule with versions of parameters cannot have, or has to be told."""
+        """Raises RecipeError if a schedule with versions of parameters lacks a needed field, or has a forbidden one."""
         schedule = self.chosen_schedule
         if schedule not in VERSIONED or schedule is None:
             return
@@ -385,7 +384,7 @@ class Request:
             check_versions(schedule, self.inside, without_pipeline(self.mesh))
 
     def _check_replicas(self, meeting: Meeting) -> None:
-        """Raises the error of what replicas cannot have."""
+        """Raises RecipeError or AutoparError for fields that replicas do not support."""
         if self.offload or "offload" in self._named_recipes():
             raise RecipeError(
                 f"Replicas along {meeting.axis} whose parameters lie in the host's memory cannot meet yet; choose a "
@@ -403,7 +402,7 @@ class Request:
                 )
 
     def _check_owners(self) -> None:
-        """Raises the error of what parameters that one rank owns cannot have yet."""
+        """Raises RecipeError for fields that parameters with an owner do not support yet."""
         if not self._has_owners:
             return
         refused = {
@@ -425,7 +424,7 @@ class Request:
         )
 
     def _check_refusals(self) -> None:
-        """A thing cannot be both asked for and ruled out."""
+        """Raises an error if `without` names something that another field asks for."""
         if self.offload and "offload" in self.without:
             raise AutoparError("--offload and --no offload cannot both hold; drop one.")
         if "recompute" in self.without and self.recompute not in (None, "none"):
@@ -445,7 +444,7 @@ class Request:
             )
 
     def _named_recipes(self) -> set[str]:
-        """The recipes of the axes inside a stage; `tp+sp` is also the refusal `sp`, and one of the host `offload`."""
+        """Names of the recipes inside a stage, with "sp" for `tp+sp`, and "offload" for recipes that use the host."""
         inside = self.inside
         given = [inside] if isinstance(inside, str) else inside.values()
         named = {ALIASES.get(name, name) for name in given}

@@ -1,16 +1,18 @@
-"""Which ops of a block to recompute: the least seconds with which the block keeps at most so many bytes.
+"""Selective recomputation: the fastest choice of ops to recompute with which a block keeps at most a budget of bytes.
 
-With r(o) = 1 for a recomputed op o and k(t) = 1 for a kept tensor t (see [Note: recomputing ops])
+Let r(o) = 1 if the op o is recomputed, and k(t) = 1 if the tensor t is kept (see [Note: recomputing ops] in
+`autopar.pipeline.recomputable`). The program is
 
     minimize    sum of seconds(o) r(o)
     subject to  k(t) >= 1 - r(maker of t)         if an op saves t
                 k(t) >= r(o) - r(maker of t)      if o reads t
                 sum of bytes(t) k(t) <= budget
 
-where r = 0 for the maker of a tensor that enters the block. Jain et al. 2020 (Checkmate) write such a program
-for the order of a whole step; here the order is fixed, for backward recomputes a block at once. Without the
-last row, and a price for every byte in its place, this is a minimum cut: `tests/search/test_selection.py`
-holds it against networkx. `k` need not be declared whole: its least value is 0 or 1 where r is.
+where "maker of t" is the op that computes t, and r = 0 for the maker of a tensor that enters the block. Jain et al.
+2020 (Checkmate) also choose the order of all ops of a step. Here the order is fixed, because backward recomputes a
+whole block at a time. With a price for every byte in place of the last row, the program is a minimum cut:
+`tests/search/test_selection.py` compares it with networkx. `k` need not be declared integer: its least value is 0 or 1
+if r is 0 or 1.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from autopar.search.solver import MixedIntegerProgram
 
 T = TypeVar("T")
 
-PARTS = 16  # steps of a frontier
+PARTS = 16  # number of selections of a frontier
 
 
 def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str] | None:
-    """The ops to recompute with which a block keeps at most `budget_bytes`, in the least time.
+    """The ops to recompute so that a block keeps at most `budget_bytes`, in the least time.
 
-    Returns None if the block keeps more whatever is recomputed. Raises SearchError at the solver's limits.
+    Returns None if the block keeps more even if all ops are recomputed. Raises SearchError at the solver's limits.
     """
     program = MixedIntegerProgram()
     recomputed = {
@@ -55,13 +57,13 @@ def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str
 
 
 class Frontier(Generic[T]):
-    """Selections from the largest memory to the least, each made when it is asked for.
+    """Selections of ops to recompute, for decreasing memory; each is computed when it is first asked for.
 
     Args:
-        blocks: returns path and choices of every block that may be recomputed.
+        blocks: function that returns path and choices of every block that may be recomputed.
 
     Attributes:
-        parts: parts of the memory that recomputation can save, as `select` takes them, descending.
+        parts: the arguments `part` of `select`, in decreasing order.
     """
 
     def __init__(self, blocks: Callable[[], Sequence[tuple[str, BlockChoices[T]]]]) -> None:
@@ -70,7 +72,7 @@ class Frontier(Generic[T]):
         self._found: dict[float, Selection] = {}
 
     def at(self, part: float) -> Selection:
-        """The selection for a part."""
+        """The selection for a part, see `select`."""
         if part not in self._found:
             self._found[part] = select(self._blocks(), part)
         return self._found[part]
@@ -79,13 +81,14 @@ class Frontier(Generic[T]):
 def select(
     blocks: Sequence[tuple[str, BlockChoices[T]]], part: float
 ) -> Selection:  # fmt: skip
-    """The selection with which every block keeps at most a part of what recomputation can save.
+    """The fastest selection of ops to recompute that keeps a given part of the saved activations.
 
     Args:
         blocks: path and choices of every block that may be recomputed.
-        part: 1 for all that autograd keeps, 0 for what enters the block.
+        part: bound on the memory of every block, on a linear scale: 1 is what autograd keeps without recomputation, 0
+            is what it keeps with all ops recomputed.
 
-    Equal blocks, up to their number, get equal names, and stand once in the selection.
+    Equal blocks have one entry in the selection, under a pattern such as `layers.*`.
     """
     found: dict[tuple[object, ...], tuple[str, ...]] = {}
     chosen: dict[str, tuple[str, ...]] = {}
@@ -102,6 +105,6 @@ def select(
 
 
 def budget_bytes(block: BlockChoices[T], part: float) -> float:
-    """Bytes that a block may keep: what it keeps at least, and a part of the rest."""
+    """Bytes that a block may keep for a part, see `select`."""
     most, least = block.kept_bytes(()), block.kept_bytes(block.ops)
     return least + part * max(0.0, most - least)

@@ -1,4 +1,4 @@
-"""One way to run a model on a cluster, by the recipes of its axes, and the price of it."""
+"""Settings of the outer search: sizes and recipes of the axes, micro-batches, recomputation; and their estimates."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TENSOR = ("tp", "tp+sp")
 
 @dataclass(frozen=True)
 class ClusterSetting:
-    """One configuration.
+    """One way to run a model on a cluster.
 
     Attributes:
         dp, tp: sizes of the axes of the mesh.
         stages: number of pipeline stages.
-        micro_batch: sequences of a micro-batch on one rank of dp.
+        micro_batch: number of samples of a micro-batch on one rank of dp.
         micro_batches: number of micro-batches of a step.
         data, tensor: recipes along dp and tp.
-        recompute: see `Run`.
+        recompute: recomputed layers of each stage, see `autopar.ir.recompute`.
     """
 
     dp: int
@@ -37,7 +37,7 @@ class ClusterSetting:
 
     @property
     def name(self) -> str:
-        """Axes, recipes and schedule in a few words."""
+        """Text such as `dp=2 zero1 x tp=4 tp, 8 x 1`: axes with their recipes, then micro-batches x samples."""
         axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
         axes += [f"tp={self.tp} {self.tensor}"] if self.tp > 1 else []
         axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
@@ -47,9 +47,10 @@ class ClusterSetting:
 
     @property
     def schedule(self) -> str:
-        """What the closed form is of: 1F1B, or GPipe where micro-batches are too few for it; "" for none.
+        """The schedule that the estimate assumes: 1F1B, or GPipe with fewer micro-batches than stages; "" without
+        stages.
 
-        They take as long, and with so few micro-batches hold as many.
+        The two take the same time, and with so few micro-batches also the same memory.
         """
         if self.stages == 1:
             return ""
@@ -61,26 +62,26 @@ class ClusterSetting:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of a stage."""
+        """The mesh of one stage."""
         return Mesh((("dp", self.dp), ("tp", self.tp)))
 
     @property
     def world_mesh(self) -> Mesh:
-        """The mesh of all ranks, with the axis of the stages where there are several."""
+        """The mesh of all ranks, with the axis `pp` if there are several stages."""
         return with_pipeline(self.mesh, self.stages, 0) if self.stages > 1 else self.mesh
 
 
 @dataclass(frozen=True)
 class PricedCandidate:
-    """A setting with its price.
+    """A setting with its estimated price.
 
     Attributes:
-        setting: the priced configuration.
+        setting: the priced setting.
         seconds: duration of a step.
-        memory_bytes: peak of a rank.
-        traffic_bytes: bytes sent by one rank in a step.
-        parts: seconds by what they go to: "compute", "memory bandwidth", an axis, "bubble",
-            "host" and so on; what is hidden is negative. Their sum is `seconds`.
+        memory_bytes: peak memory of a rank.
+        traffic_bytes: bytes that one rank sends in a step.
+        parts: seconds by cause: "compute", "memory bandwidth", "along tp", "bubble", "host" and so on. Their sum is
+            `seconds`; communication that overlaps with compute is subtracted by a negative part.
     """
 
     setting: ClusterSetting
@@ -91,7 +92,7 @@ class PricedCandidate:
 
     @property
     def binds(self) -> str:
-        """What most of the time goes to."""
+        """The cause that takes the most seconds."""
         return max(self.parts, key=lambda name: self.parts[name], default="")
 
     def candidate(self, bound_bytes: float) -> Candidate:

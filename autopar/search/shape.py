@@ -39,21 +39,21 @@ class Shape:
 
     @property
     def blank(self) -> Pipeline:
-        """The pipeline with cuts anywhere, for what does not depend on them."""
+        """A pipeline of this shape with arbitrary cuts, for computations that do not depend on the cuts."""
         return self.cut([str(number) for number in range(1, self.stages)])
 
     @property
     def flights(self) -> np.ndarray:
-        """Micro-batches in flight on every rank at its fullest moments, of shape `(ranks, chunks, moments)`.
+        """Numbers of micro-batches in flight on every rank at its fullest moments, of shape `(ranks, chunks, moments)`.
 
-        A moment has one number for each of a rank's stages. Only the fullest moments count: at any other one
-        no stage has more in flight. Which of them takes most memory depends on the stages. Raises PlanError where the
-        schedule refuses so many micro-batches.
+        At each moment, every stage of a rank has a number of micro-batches in flight. A moment is left out if another
+        one has at least as many on every stage. The memory of the stages decides which of the remaining moments is the
+        peak. Raises PlanError if the schedule cannot run this number of micro-batches.
         """
         return _flights(self)
 
     def in_flight(self) -> tuple[int, ...]:
-        """The largest number of micro-batches in flight, of every stage; errors as in `flights`."""
+        """For every stage, the largest number of micro-batches in flight. Raises the errors of `flights`."""
         most = self.flights.max(axis=-1)
         blank = self.blank
         places = {
@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def further_versions(self) -> np.ndarray:
-        """Versions of its parameters that every stage keeps besides the newest; errors as in `flights`."""
+        """For every stage, the number of older versions of its parameters that it keeps; errors as in `flights`."""
         if not self.blank.update_every:
             return np.zeros(self.stages, dtype=int)
         check_micro_batches(self.blank, self.micro_batches)
@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def least_in_flight(self) -> int:
-        """A number of micro-batches that every rank has in flight on all of its stages at once."""
+        """A number of micro-batches that every rank has in flight on each of its stages at the same time."""
         return int(self.flights.min(axis=1).max(axis=-1).min())
 
 
@@ -93,7 +93,7 @@ def _flights(shape: Shape) -> np.ndarray:
 
 
 def _moments(shape: Shape, rank: int) -> np.ndarray:
-    """The fullest moments of a rank, counted in its list of actions, of shape `(moments, chunks)`."""
+    """Numbers of micro-batches in flight at the fullest moments of a rank, of shape `(moments, chunks)`."""
     own = actions(shape.blank, shape.micro_batches)[rank]
     chunk_of = {stage: chunk for chunk, stage in enumerate(shape.blank.stages_of(rank))}
     now, seen = [0] * shape.chunks, set()
@@ -104,5 +104,5 @@ def _moments(shape: Shape, rank: int) -> np.ndarray:
         elif action.kind in ("B", "W"):  # a whole backward, or the last of its two halves
             now[chunk_of[action.stage]] -= 1
     every = np.array(sorted(seen))
-    at_most = (every[:, None] <= every[None, :]).all(axis=-1)  # no moment is there twice
+    at_most = (every[:, None] <= every[None, :]).all(axis=-1)  # `every` has no moment twice
     return every[at_most.sum(axis=1) == 1]

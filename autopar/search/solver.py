@@ -1,8 +1,8 @@
 """A mixed-integer program as arrays, solved by HiGHS (Huangfu and Hall 2018).
 
-Every column has two prices, seconds and bytes; one of the two is minimized, and the bytes may be
-bounded by a row. Runs are repeatable: one thread, a fixed seed, and a limit in branch-and-bound
-nodes that strikes before the one in seconds.
+Every column has two prices, seconds and bytes. One of the two is minimized, and the sum of the bytes may have a bound.
+Runs are repeatable: they use one thread, a fixed seed, and a limit on branch-and-bound nodes that is reached before the
+limit on time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from autopar.errors import SearchError
 
-_SCALE = 1e6  # the objective is brought to about this size, far above HiGHS' absolute tolerances
-# A ten-thousandth is far below what the prices are worth. It matters only where memory binds: the
-# bound is a knapsack whose last digits took minutes (Swin and T5 at 80 % of the memory they would
-# like).
+_SCALE = 1e6  # the objective is scaled to about this size, far above HiGHS' absolute tolerances
+# Prices are far less accurate than this. The gap matters only if memory is tight: the bound is then a
+# knapsack, and solving it to the last digits took minutes (for Swin and T5 at 80 % of the memory of
+# their fastest plans).
 _RELATIVE_GAP = 1e-4
 _MAX_NODES = 1_000
 _MAX_SECONDS = 120.0
@@ -34,13 +34,13 @@ Objective = Literal["seconds", "bytes"]
 
 @dataclass(frozen=True)
 class Solution:
-    """What HiGHS found.
+    """A solution of HiGHS.
 
     Attributes:
-        values: solution value of every column.
-        seconds: the price of the values in seconds, preferences left out.
-        bytes: their price in bytes.
-        gap: how far the bound it proved lies below the objective, as a part of the objective.
+        values: value of every column.
+        seconds: price of the values in seconds, without preferences.
+        bytes: price of the values in bytes.
+        gap: relative optimality gap: how far the proven bound lies below the objective, divided by the objective.
     """
 
     values: np.ndarray
@@ -50,7 +50,7 @@ class Solution:
 
 
 class MixedIntegerProgram:
-    """Columns and rows, added one by one and handed to HiGHS as arrays at once.
+    """A mixed-integer program, built column by column and row by row.
 
     A *preference* is a small extra price that only breaks ties; it is scaled so that all
     preferences together stay under a millionth of the objective.
@@ -111,7 +111,7 @@ class MixedIntegerProgram:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, columns, and how many of these are binary."""
+        """Numbers of rows, columns and binary columns."""
         return len(self._row_lower), len(self.seconds), sum(self._binary)
 
     def solve(
@@ -121,12 +121,14 @@ class MixedIntegerProgram:
         max_bytes: float | None = None,
         byte_seconds: float = 0.0,
     ) -> Solution | None:
-        """The best values, or None if there are none. Raises SearchError at the limits of time.
+        """The best solution; None if the program is infeasible. Raises SearchError if a limit is reached without one.
 
-        With `byte_seconds`, what is minimized is the seconds and so many more for every byte.
+        The linear relaxation is solved first. It is often integral, and is then the solution.
 
-        The linear relaxation comes first: it is often integral, and then there is nothing to
-        search.
+        Args:
+            minimize: the price to minimize.
+            max_bytes: bound on the sum of the bytes; None for no bound.
+            byte_seconds: seconds that are added to the objective "seconds" for each byte.
         """
         solver = highspy.Highs()
         for option, value in _OPTIONS.items():
@@ -208,8 +210,8 @@ _OPTIONS = {
     "mip_feasibility_tolerance": 1e-9,
     "mip_max_nodes": _MAX_NODES,
     "time_limit": _MAX_SECONDS,
-    # The bound at the root is within a few percent, and the tree small: measured on Llama 8B under
-    # a tight memory bound, restarts and these heuristics took five sixths of the time.
+    # The bound at the root is within a few percent, and the tree is small. On Llama 8B under a tight
+    # memory bound, restarts and these heuristics took five sixths of the time.
     "mip_allow_restart": False,
     "mip_heuristic_run_feasibility_jump": False,
     "mip_heuristic_run_rins": False,

@@ -1,8 +1,8 @@
-"""One plan of a stage's mesh, cut into stages in every way that is asked for, and what was found by that.
+"""Cuts one plan of layouts into pipeline stages, with every schedule and recomputation that a request allows.
 
-[Note: fewest blocks] More blocks that run again take more time and less memory, so that the fewest that fit
-are found by bisection. Of several stages one more can be faster, where it lets cuts be moved: then one more
-is tried, as long as that gains.
+[Note: fewest blocks] Recomputing more blocks takes more time and less memory, so that bisection finds the fewest
+blocks that fit. With several stages one block more can be faster, because it allows better cuts. One more block is
+therefore tried as long as the step gets shorter.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from autopar.search.shape import Shape
 
 
 class SlowerError(SearchError):
-    """No plan is faster than a step that is known, though some may fit."""
+    """Raised if no plan is faster than a known step, whether or not one fits."""
 
 
 @dataclass(frozen=True)
 class Overfull:
-    """A setting that does not fit.
+    """A setting that does not fit into memory.
 
     Attributes:
-        table: the stages of the setting.
-        shape: the setting's shape.
-        bound_bytes: the bound on the memory of a rank.
+        table: costs of all possible stages.
+        shape: ranks, chunks, schedule and micro-batches of the setting.
+        bound_bytes: bound on the memory of a rank.
     """
 
     table: StageTable
@@ -56,13 +56,13 @@ class Overfull:
 
     @cached_property
     def excess_bytes(self) -> float:
-        """Bytes that the fullest rank has too much, under the cuts that miss by least."""
+        """Bytes by which the fullest rank exceeds the bound, under the cuts for which this is least."""
         least = least_overfull(self.table, self.shape, memory_bytes=self.bound_bytes)
         return max(least.rank_bytes) - self.bound_bytes
 
     @cached_property
     def seconds(self) -> float:
-        """Duration of a step if a rank had room for anything."""
+        """Estimated duration of a step if memory had no bound."""
         table, shape = self.table, self.shape
         slowest = least_overfull(table, shape, memory_bytes=math.inf).seconds
         rest = float(table.forward_seconds[0, -1] + table.backward_seconds[0, -1]) - slowest
@@ -71,15 +71,15 @@ class Overfull:
 
 @dataclass
 class Findings:
-    """What a search for a pipeline knows so far.
+    """The intermediate results of a search for a pipeline.
 
     Attributes:
         bound_bytes: memory that tensors of a rank may take; infinite for no bound.
         known_seconds: seconds of a known step; settings that take as long are left out.
-        priced: name of a setting that fits -> its price, and the plan of a stage's mesh that it was cut from.
-        refused: name of a setting -> why it cannot be.
+        priced: name of a setting that fits -> its price, and the plan of layouts that it was cut from.
+        refused: name of an impossible setting -> the reason.
         overfull: settings that do not fit.
-        has_slower: whether a setting was left out because it is no faster than what is known.
+        has_slower: whether a setting was left out because it is no faster than a known step.
     """
 
     bound_bytes: float
@@ -106,7 +106,7 @@ class Findings:
         )
 
     def add(self, priced: Priced, staged: StagedPlan) -> None:
-        """Notes a setting that fits; of several prices of one setting the best stays."""
+        """Records a setting that fits; a better price of the same setting replaces a worse one."""
         if priced.seconds >= self.known_seconds:
             self.has_slower = True
             return
@@ -115,18 +115,18 @@ class Findings:
             self.priced[name] = priced, staged
 
     def refuse(self, name: str, error: AutoparError) -> None:
-        """Notes why a setting cannot be; the first reason stays."""
+        """Records why a setting is impossible; only the first reason is kept."""
         self.refused.setdefault(name, error)
 
 
 class StagedPlan:
-    """A plan of a stage's mesh, of which stages are cut.
+    """A plan of layouts with the costs of all its possible stages; `price` cuts it into stages.
 
     Args:
-        tables: what its stages cost.
-        share: fraction of the memory of all stages under which its layouts were searched.
-        step_seconds: seconds of a step that no setting changes, on every rank.
-        findings: where prices and refusals are noted.
+        tables: costs of all possible stages.
+        share: bound under which the layouts were searched, as a part of the memory of all pipeline ranks.
+        step_seconds: seconds per step that are the same for every setting.
+        findings: results of the search, to which prices and reasons are added.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class StagedPlan:
         self.plan: Plan = tables.blocks.plan
         self.findings, self.bound = findings, findings.bound_bytes
         self._frontier = Frontier(lambda: tables.selectable)
-        # Ops have names of their own where all layers were captured, and can be selected then.
+        # Single ops can be selected for recomputation only if every layer was captured, and so has named ops.
         self._selects = not tables.repetition.groups
 
     def price_shape(self, shape: Shape, wish: RecomputeWish | None) -> None:
-        """Prices a shape with the recomputation that is asked for, or with as little as fits.
+        """Prices a shape with the recomputation that the user asks for; with None, with as little as fits.
 
-        Raises PlanError where the schedule does not run so many micro-batches.
+        Raises PlanError if the schedule cannot run this number of micro-batches.
         """
         if isinstance(wish, float):
             blocks = self._fewest(shape, partial(self._is_within, wish, shape))
@@ -157,11 +157,11 @@ class StagedPlan:
             self._price_least(shape)
 
     def price(self, setting: Setting, *, executed: bool = False) -> Priced | None:
-        """Balances and executes one setting, unless it cannot be better than what was found.
+        """Balances the cuts of one setting and simulates its schedule, unless it cannot be faster than the best one.
 
         Args:
             setting: the setting.
-            executed: whether its cuts are balanced by executing the schedule.
+            executed: whether the cuts are balanced by simulating the schedule.
         """
         if not self._affords(setting.shape, setting.recompute):
             self.findings.has_slower = True
@@ -185,7 +185,7 @@ class StagedPlan:
         return priced
 
     def kept_whole(self, best: Priced) -> KeptWhole | None:
-        """Figures of a setting if it recomputed nothing; None where it recomputes nothing."""
+        """Seconds and bytes of the setting with its cuts and without its recomputation; None if it has none."""
         if best.setting.recompute == "none":
             return None
         whole, shape = self.tables.at("none"), best.setting.shape
@@ -196,7 +196,7 @@ class StagedPlan:
     # --- recomputation
 
     def _price_least(self, shape: Shape) -> None:
-        """Prices a shape without recomputation, and where that does not fit with the least that does."""
+        """Prices a shape without recomputation; if it does not fit, with the least recomputation that fits."""
         missed = len(self.findings.overfull)
         if self._cannot_fit(shape, "none"):
             self.findings.overfull.append(Overfull(self.tables.at("none"), shape, self.bound))
@@ -208,16 +208,16 @@ class StagedPlan:
             self._price_fewest(shape)
 
     def _affords(self, shape: Shape, recompute: Recompute) -> bool:
-        """Whether ranks that never wait would be faster than what was found."""
+        """Whether a shape would be faster than the best setting if its ranks never waited."""
         whole = self.tables.whole(recompute)
-        # A number of blocks is recomputed in every stage: a block after them is not.
+        # A number of blocks is recomputed in every stage; the blocks after them are not recomputed.
         alone = self.tables.whole("none") if isinstance(recompute, int) else whole
         return never_waiting_seconds(whole, shape, alone) < self.findings.best_seconds
 
     def _may_fit(self, shape: Shape) -> bool:
-        """Whether anything may fit: False where even the mean rank has too much.
+        """Whether a shape may fit with some recomputation; False if even the mean over ranks exceeds the bound.
 
-        No recomputation keeps less than that of all blocks but one, or than that of all.
+        The least memory is that with all blocks recomputed, or with all but one.
         """
         if math.isinf(self.bound):
             return True
@@ -225,7 +225,7 @@ class StagedPlan:
         return any(mean_bytes(self.tables.whole(each), shape) <= self.bound for each in kinds)
 
     def _cannot_fit(self, shape: Shape, recompute: Recompute) -> bool:
-        """Whether even the mean rank has too much; False also where it cannot be cut into such a shape."""
+        """Whether even the mean over ranks exceeds the bound; False also for a model with too few blocks."""
         try:
             least_bytes = mean_bytes(self.tables.whole(recompute), shape)
         except PlanError:
@@ -233,18 +233,21 @@ class StagedPlan:
         return least_bytes > self.bound and shape.stages <= len(self.tables.parts)
 
     def _price_selection(self, shape: Shape) -> None:
-        """Prices the selection of ops with the largest memory that fits."""
+        """Prices recomputation of single ops: the selection that fits and recomputes least."""
         parts, at = self._frontier.parts, self._frontier.at
         first = bisect.bisect_left(parts, True, key=lambda part: self._fits(shape, at(part)))
         if first < len(parts):
             self.price(Setting(shape, at(parts[first])))
 
     def _price_fewest(self, shape: Shape) -> None:
-        """See [Note: fewest blocks]. Nothing is priced where the most that would still be faster does not fit."""
+        """Prices recomputation of blocks, see [Note: fewest blocks].
+
+        Nothing is priced if the numbers of blocks that fit are slower than the best setting.
+        """
         if math.isfinite(self.findings.best_seconds) and not any(
             self._fits(shape, each) for each in self._most(shape)
         ):
-            if not self.findings:  # then it is said whether something slower fits
+            if not self.findings:  # the price tells whether something slower fits
                 self.price(Setting(shape, "full"))
             return
         best = math.inf
@@ -255,9 +258,9 @@ class StagedPlan:
             best = priced.seconds
 
     def _most(self, shape: Shape) -> tuple[Recompute, ...]:
-        """The most recomputed blocks of which ranks that never wait would be faster than what was found.
+        """The largest numbers of recomputed blocks with which a shape may be faster than the best setting.
 
-        All blocks may take a little more memory than all but one, which stand beside them then.
+        With "full" the list also has all blocks but one, because they may take a little less memory than all.
         """
         counts = self._counts(shape)
         if self._affords(shape, "full"):
@@ -266,25 +269,25 @@ class StagedPlan:
         return (fewer,) if fewer else ()
 
     def _counts(self, shape: Shape) -> range:
-        """The numbers of recomputed blocks that are worth a price of their own.
+        """The numbers of recomputed blocks to price, without all blocks, which are "full".
 
-        All blocks are the word "full", and a stage cannot recompute more blocks than it can have.
+        A stage cannot recompute more blocks than it can have.
         """
         largest = len(self.tables.parts) - (shape.stages - 1)
         return range(1, min(self.tables.repeating_blocks, largest + 1))
 
     def _fewest(self, shape: Shape, is_enough: Callable[[Recompute], bool]) -> Recompute:
-        """The fewest blocks that are enough; "full" is all of them, and taken where no fewer are.
+        """The fewest recomputed blocks for which `is_enough` holds; "full" if no number of blocks is enough.
 
-        Bisected without "full", which may take a little more memory than all blocks but one: the last then
-        runs again beside what entered all.
+        The bisection leaves "full" out, because it may take a little more memory than all blocks but one: the inputs of
+        all blocks and the activations of the last block then exist at once.
         """
         counts = self._counts(shape)
         at = bisect.bisect_left(counts, True, key=is_enough)
         return counts[at] if at < len(counts) else "full"
 
     def _from(self, shape: Shape, fewest: Recompute) -> Iterator[Recompute]:
-        """This many blocks that run again, and more, up to all."""
+        """This number of recomputed blocks, and all larger ones."""
         if isinstance(fewest, int):
             yield from range(fewest, self._counts(shape).stop)
         yield "full"
@@ -292,7 +295,7 @@ class StagedPlan:
     # --- cuts and prices
 
     def _fits(self, shape: Shape, recompute: Recompute) -> bool:
-        """Whether a setting fits; False, with the reason noted, where it cannot be."""
+        """Whether a setting fits; False if it is impossible, and the reason is recorded."""
         setting = Setting(shape, recompute)
         try:
             return can_fit(self.tables.at(recompute), shape, memory_bytes=self.bound)
@@ -301,7 +304,7 @@ class StagedPlan:
             return False
 
     def _is_within(self, part: float, shape: Shape, recompute: Recompute) -> bool:
-        """Whether every stage keeps at most a part of what recomputation can save; see `check_wish`."""
+        """Whether every stage keeps at most this part of what recomputation can free; see `check_wish`."""
         cuts = self._balanced(Setting(shape, recompute))
         if cuts is None:
             return False
@@ -314,7 +317,7 @@ class StagedPlan:
         )
 
     def _balanced(self, setting: Setting, *, executed: bool = False) -> Balance | None:
-        """The cuts of a setting; None, with the reason noted, where it cannot be."""
+        """The best cuts of a setting; None if it is impossible, and the reason is recorded."""
         table = self.tables.at(setting.recompute)
         try:
             return least_overfull(table, setting.shape, memory_bytes=self.bound, executed=executed)
@@ -323,7 +326,7 @@ class StagedPlan:
             return None
 
     def _priced(self, setting: Setting, cuts: Balance) -> Priced:
-        """A setting with its cuts, executed; blocks are named "full" where no stage has more."""
+        """The price of a setting with these cuts. A number of blocks becomes "full" if no stage has more blocks."""
         table = self.tables.at(setting.recompute)
         run, seconds = self._executed(table, setting.shape, cuts)
         again = setting.recompute
@@ -336,15 +339,15 @@ class StagedPlan:
         return Priced(setting, plan, seconds, run, cuts, self.share)
 
     def _executed(self, table: StageTable, shape: Shape, cuts: Balance) -> tuple[Simulation, float]:
-        """The schedule as it runs, and the seconds of a step."""
+        """The simulated schedule, and the seconds of a step."""
         lists, waits = actions(shape.blank, shape.micro_batches), waits_for_sends(shape.schedule)
         costs = with_versions(table.stages(cuts.cuts), shape.blank, shape.micro_batches)
         run = simulate(lists, costs, waits_for_sends=waits)
         return run, run.step_seconds + self._once_seconds(table, shape, cuts)
 
     def _once_seconds(self, table: StageTable, shape: Shape, cuts: Balance) -> float:
-        """What the slowest rank does once a step after its schedule, all its stages together."""
-        if shape.blank.update_every:  # the schedule has its updates
+        """Seconds of the work that the slowest rank does once per step after its schedule, for all its stages."""
+        if shape.blank.update_every:  # updates are part of the schedule
             return self.step_seconds
         ranks = [0.0] * shape.ranks
         for stage, edge in enumerate(itertools.pairwise((0, *cuts.cuts, table.blocks))):

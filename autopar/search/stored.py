@@ -1,4 +1,4 @@
-"""What a plan stores outside its devices: whether there is room for it, and a sentence that says so."""
+"""Memory of a plan outside the devices (host, disks): checks that it fits, and adds a note about it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autopar.units import format_bytes
 
 
 def with_stores(found: Planned, request: Request) -> Planned:
-    """The plan with a note on what lies outside the devices; itself where nothing does.
+    """The plan with a note on the parameters stored outside the devices; unchanged if there are none.
 
-    Raises SearchError where a rank's share of the host's memory or of the disks is too small.
+    Raises SearchError if a rank's share of the host's memory or of the disks is too small.
     """
     if all(how.tier == "device" for how in found.plan.parameters.values()):
         return found
@@ -46,7 +46,7 @@ def _stored(found: Planned, request: Request, tier: Tier) -> float:
 
 
 def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:
-    """A sentence for each tier that parameters are stored in; those of layers that were not captured count, too."""
+    """A sentence for each tier in which parameters are stored; it counts the parameters of all layers."""
     plan, times = found.plan, found.graph.stands_for
     whole = sum(times.get(name, 1) for name in plan.parameters)
     for tier, size in sizes.items():
