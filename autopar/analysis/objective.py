@@ -72,14 +72,15 @@ class Objective:
         count = len(parts)
         if self.denominator is None or count == 1:
             return [1.0 if self.kind == "sum" or count == 1 else 1 / count] * count
-        found = [self._run([part[name] for name in self.reads], {}) for part in parts]
+        inputs = [[part[name] for name in self.reads] for part in parts]
+        found = [self.denominator(*each) for each in inputs]
         whole = {}
         for node, base, *values in zip(
             self._summands, self.bases, *(each[1:] for each in found), strict=True
         ):
             total = torch.stack(values).sum(0)
             whole[node] = total / count if base == "mean" else total
-        (denominator, *_) = self._run([parts[0][name] for name in self.reads], whole)
+        (denominator, *_) = self._run(inputs[0], whole)
         empty = [i for i, each in enumerate(found) if not each[0].item()]
         if empty and denominator.item():
             raise StepError(
@@ -110,7 +111,8 @@ class Objective:
         output = next(iter(self.denominator.graph.find_nodes(op="output")))
         return list(output.args[0][1:])
 
-    def _run(self, inputs: Sequence[Tensor], known: dict[fx.Node, Tensor]) -> list[Tensor]:
+    def _run(self, inputs: Sequence[Tensor], known: Mapping[fx.Node, Tensor]) -> list[Tensor]:
+        """The denominator and what it is made of, some of which is known."""
         assert self.denominator is not None, "a ratio"
         result: list[Tensor] = fx.Interpreter(self.denominator).run(
             *inputs, initial_env=dict(known)

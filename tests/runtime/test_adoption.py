@@ -1,0 +1,42 @@
+"""Optimizers over parameters that became DTensors: torch's own update the shards of this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import compile_mlp
+
+pytestmark = pytest.mark.multiprocess
+
+
+class _Writes(TorchDispatchMode):
+    """Counts ops that write into DTensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.is_mutable and isinstance(args[0], DTensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "zero2", "zero3", "tp", "parameter-server"])
+def test_a_step_of_adamw_writes_no_dtensor(two_ranks: Ranks, recipe: str) -> None:
+    assert two_ranks.run(_writes, recipe) == [0, 0]
+
+
+def _writes(recipe: str) -> int:
+    model, batch = compile_mlp(recipe)
+    optimizer = torch.optim.AdamW(model.parameters())  # before the parameters are placed
+    with _Writes() as writes:
+        for _ in range(2):
+            model.step(*batch)
+            optimizer.step()
+    states = [x for each in optimizer.state.values() for x in each.values() if x.ndim]
+    assert states and all(isinstance(x, DTensor) for x in states)
+    return writes.count
