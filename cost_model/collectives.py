@@ -13,6 +13,8 @@ t = (n - 1) / n  B / bandwidth. The seconds are:
     reduce          the same                                                 B before the step
     scatter, gather as all_gather                                            B of the whole
     send            launch + start + latency + B / (bandwidth * send_gain)   B bytes to one other rank
+    rotate          n - 1 sends                                              B bytes of a rank's block
+    rotate_back     twice as many                                            B bytes of a rank's block
     fill            written in the rank's own memory
     shard, pad, partial   read and written in the rank's own memory
     vary, keep      nothing
@@ -120,6 +122,11 @@ def _send(m: _Message) -> Quantity:
     return start + m.before_bytes / (link.bandwidth_bytes_per_second * link.send_gain)
 
 
+def _rotate(m: _Message) -> Quantity:
+    """A rank's block goes round, while those of all others do."""
+    return (m.ranks - 1) * _send(m)
+
+
 def _copy(read_bytes: Quantity, written_bytes: Quantity, m: _Message) -> Quantity:
     traffic = read_bytes + written_bytes
     return m.hardware.launch_seconds + traffic / m.hardware.memory_bytes_per_second
@@ -135,6 +142,8 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
     "scatter": lambda m: _ring(m.before_bytes, m),
     "gather": lambda m: _ring(m.after_bytes, m),
     "send": _send,
+    "rotate": _rotate,
+    "rotate_back": lambda m: 2 * _rotate(m),
     "fill": lambda m: _copy(0, m.after_bytes, m),
     "keep": lambda m: 0.0,
     "shard": lambda m: _copy(m.after_bytes, m.after_bytes, m),
@@ -146,6 +155,7 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
 _TRAFFIC = frozenset(
     {
         "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "scatter", "gather", "send",
+        "rotate", "rotate_back",
         *EXCHANGES,
     }
 )  # fmt: skip
@@ -218,8 +228,8 @@ def own_collectives(
 ) -> Iterator[tuple[int, str, str, Quantity, Quantity]]:
     """Yields the collectives that a split `op` runs as part of its computation.
 
-    For each one: the axis, its name in forward, its name in backward ("" for none), and the bytes that a rank holds
-    before and after the forward.
+    For each one: the axis, its name in forward and in backward ("" for none), and the bytes that a rank holds before
+    and after the forward.
     """
     for each in op.collectives:
         before = each.itemsize_bytes * sizes.extent(each.leaves, labels)
@@ -227,6 +237,8 @@ def own_collectives(
             if label in each.labels:
                 grown = sizes.axis(axis) if each.forward == "all_gather" else 1
                 yield axis, each.forward, each.backward, before, before * grown
+                # Along a later axis a block goes round once for every step along this one.
+                before = before * (sizes.axis(axis) if each.forward == "rotate" else 1)
 
 
 def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> Seconds:
@@ -234,9 +246,10 @@ def own_seconds(op: Op, labels: Labels, *, sizes: Sizes, hardware: Hardware) -> 
     forward = backward = 0.0
     for axis, name, back, before, after in own_collectives(op, labels, sizes):
         link, ranks = hardware.link(sizes.mesh, axis), sizes.axis(axis)
-        forward += collective_seconds(
-            name, before_bytes=before, after_bytes=after, ranks=ranks, link=link, hardware=hardware
-        )
+        if name:
+            forward += collective_seconds(
+                name, before_bytes=before, after_bytes=after, ranks=ranks, link=link, hardware=hardware
+            )  # fmt: skip
         if back:
             backward += collective_seconds(
                 back, before_bytes=after, after_bytes=before, ranks=ranks, link=link, hardware=hardware

@@ -120,9 +120,11 @@ class NodePricer:
     ) -> Iterator[Item]:
         title = f"inside {words_of(op)}"
         for axis, forward, backward, before, after in own_collectives(op, labels, self.sizes):
-            yield self._item(
-                title, forward, axis, "forward", region, count, before, after, "activation", of=op.name
-            )  # fmt: skip
+            if forward:
+                yield self._item(
+                    title, forward, axis, "forward", region, count, before, after, "activation",
+                    of=op.name,
+                )  # fmt: skip
             if backward:
                 yield self._item(
                     title, backward, axis, "backward", region, count, after, before, "activation",

@@ -3,6 +3,9 @@
 In an all-gather or reduce-scatter of B bytes over n ranks every rank sends (n - 1) / n B, and twice as much in an
 all-reduce (Patarasuk and Yuan 2009). In a broadcast or reduce of B bytes all ranks but one send B, which is
 (n - 1) / n B on average. A scatter or gather moves (n - 1) / n B from or to the owner, and a send moves B.
+
+In a rotation the block of every rank goes round all n, in n - 1 sends of each; back it goes once more, with the sum of
+its gradients (`autopar.ops.ring_attention`).
 """
 
 from __future__ import annotations
@@ -36,9 +39,19 @@ _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyTyp
 )
 
 
+# How often a rank sends as many bytes as it holds before.
+_SENDS: Mapping[str, Callable[[Quantity], Quantity]] = MappingProxyType(
+    {
+        "send": lambda ranks: 1,
+        "rotate": lambda ranks: ranks - 1,
+        "rotate_back": lambda ranks: 2 * (ranks - 1),
+    }
+)
+
+
 def sends(name: str) -> bool:
     """Whether a collective, named as in `autopar.ir.conversion`, sends anything to other ranks."""
-    if name == "send":
+    if name in _SENDS:
         return True
     assert name in _RINGS, f"no formula for the collective {name!r}"
     return _RINGS[name](1, 1) != 0
@@ -48,7 +61,7 @@ def traffic_bytes(
     name: str, *, before_bytes: Quantity, after_bytes: Quantity, ranks: Quantity
 ) -> Quantity:
     """Bytes that a rank sends; it holds `before_bytes` before the collective and `after_bytes` after it."""
-    if name == "send":
-        return before_bytes
+    if name in _SENDS:
+        return before_bytes * _SENDS[name](ranks)
     assert name in _RINGS, f"no formula for the collective {name!r}"
     return _RINGS[name](before_bytes, after_bytes) * (ranks - 1) / ranks

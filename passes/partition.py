@@ -34,6 +34,7 @@ from autopar.ops import collectives, random  # noqa: F401  (they define torch.op
 from autopar.ops.collectives import Collective
 from autopar.ops.moves import to_device
 from autopar.ops.nodes import tensor_operands
+from autopar.ops.ring import Ring
 from autopar.passes.group_gathers import MOVING
 
 aten = torch.ops.aten
@@ -205,12 +206,15 @@ class _LocalCall:
 
     def _is_stated(self, new: fx.Node) -> bool:
         """Whether the rule says that the op sends this: a collective that nobody states has no price."""
-        call = Collective.of(new)
-        if call is None or call.name not in MOVING:
-            return True
-        axis = self._owner.mesh.index(call.group)
+        call, ring = Collective.of(new), Ring.of(new)
+        sent = [(call.name, call.group)] if call and call.name in MOVING else []
+        sent += [(ring.name, axis) for axis in ring.turning] if ring else []
         own = self._owner.analysis.graph.by_name[self.node.name].collectives
-        return any(call.name == each.forward and self._labels[axis] in each.labels for each in own)
+        labels = dict(zip(self._owner.mesh.names, self._labels, strict=True))
+        return all(
+            any(name == each.forward and labels[axis] in each.labels for each in own)
+            for name, axis in sent
+        )
 
     def axes(self, letter: str) -> tuple[tuple[str, int], ...]:
         own: Mapping[str, tuple[str, ...]] = self._owner.analysis.letters[self.node.name]

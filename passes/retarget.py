@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autopar.ops.collectives import Collective
+from autopar.ops.ring import Ring
 
 
 def retarget_device(module: fx.GraphModule, device: torch.device) -> None:
@@ -23,4 +24,6 @@ def bind_groups(module: fx.GraphModule, groups: Mapping[str, str]) -> None:
     for node in module.graph.nodes:
         if call := Collective.of(node):
             node.args = call._replace(group=groups[call.group]).args
+        elif ring := Ring.of(node):
+            node.args = ring.bound(groups).args
     module.recompile()

@@ -8,6 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar._torch.arithmetic import Float64Arithmetic, RandomLastBits, widened_dtype
+from autopar._torch.attention import (
+    fused_attention,
+    fused_attention_backward,
+    has_fused_attention,
+)
 from autopar._torch.autograd import (
     Apply,
     applying_functions_by,
@@ -90,6 +95,7 @@ from autopar._torch.groups import (
     set_group_timeout,
     start_all_gather,
     start_all_reduce,
+    start_exchange_rows,
     start_reduce_scatter,
     store_seconds,
     waiting_longer,
@@ -110,13 +116,14 @@ __all__ = [
     "below_autograd", "broke_in_communication", "call_with", "catalogue_name", "code_when_called", "compile_graph",
     "computes_complex", "copied", "copy_to_host", "current_device", "cut_like", "default_store", "device_copy",
     "differentiable_local", "dtensor", "dynamo_source", "exchange_rows", "fake_mode", "forked_random_state",
-    "forward_of_running_node", "gradient_flags", "guard_hooks", "handed_on", "has_backward_hooks", "has_storage",
-    "has_used_accelerator", "host_copy", "in_functorch_transform", "is_accelerator", "is_functional", "lines_along",
-    "local_gradient", "local_tensor", "make_states_by", "map_file", "missing_cpp_compiler", "noting_forward",
-    "on_second_derivative", "outside_of_traces", "owned_as", "peak_allocated_bytes", "pipeline_actions",
-    "pipeline_stage", "quick_decompositions", "quiet_export", "quiet_fake_failures", "random_states", "reduce_scatter",
-    "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks",
-    "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce", "start_reduce_scatter",
+    "forward_of_running_node", "fused_attention", "fused_attention_backward", "gradient_flags", "guard_hooks",
+    "handed_on", "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "host_copy",
+    "in_functorch_transform", "is_accelerator", "is_functional", "lines_along", "local_gradient", "local_tensor",
+    "make_states_by", "map_file", "missing_cpp_compiler", "noting_forward", "on_second_derivative", "outside_of_traces",
+    "owned_as", "peak_allocated_bytes", "pipeline_actions", "pipeline_stage", "quick_decompositions", "quiet_export",
+    "quiet_fake_failures", "random_states", "reduce_scatter", "replicates_implicitly", "required_arguments",
+    "resolve_group", "run_node", "runs_one_stage", "saved_tensor_hooks", "schema", "set_group_timeout",
+    "set_local_tensor", "start_all_gather", "start_all_reduce", "start_exchange_rows", "start_reduce_scatter",
     "storage_key", "storage_reference", "store_seconds", "synchronize", "trace_recurrent_layers", "traced_ops",
     "uncompiled", "update_by_shards", "user_line", "validates_distribution", "waiting_longer", "widened_dtype",
     "without_memory", "without_value_checks", "without_values",

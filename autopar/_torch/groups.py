@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -65,8 +65,20 @@ def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     """`sent[i]` rows of `x`, in order, go to rank i; the `received[i]` rows of every rank, concatenated along dim 0."""
+    return start_exchange_rows(x, sent, received, group)()
+
+
+def start_exchange_rows(
+    x: Tensor, sent: list[int], received: list[int], group: str
+) -> Callable[[], Tensor]:
+    """Starts `exchange_rows`, and gives what waits for its result; it holds `x` until then."""
     ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_to_all_single(x, received, sent, group))
+    coming = ops.all_to_all_single(x, received, sent, group)
+
+    def wait(x: Tensor = x) -> Tensor:
+        return ops.wait_tensor(coming)
+
+    return wait
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -397,7 +397,8 @@ class _Analyzer:
             if self.conflicts[name].intersection((rows, groups)):
                 continue
             group, atom = self._leaves(name, groups)[0], self.letters[name][groups].leaves()[0]
-            for i, leaf in enumerate(self._leaves(name, rows)):
+            leaves_of_rows = self._leaves(name, rows)[: 1 if rows in spec.contiguous else None]
+            for i, leaf in enumerate(leaves_of_rows):
                 label = leaf.label + EXCHANGED + group.label
                 yield self._split(name, spec, [(rows, i), (groups, 0)], label, atom)
 
@@ -406,7 +407,7 @@ class _Analyzer:
     ) -> Choice:
         """The choice that splits each tensor of an op by the first of these parts of letters that the tensor has."""
         own, letter = self.letters[name], parts[0][0]
-        summed = letter in spec.sums
+        summed, over = letter in spec.sums, EXCHANGED.join(each for each, _ in parts)
 
         def place(letters: Letters) -> tuple[int, int] | None:
             found = (_position(letters, letter, part, own) for letter, part in parts)
@@ -435,7 +436,7 @@ class _Analyzer:
             ),
             leaf.size,
             self.factor_names[id(leaf)],
-            spec.stretch.get(letter, 1.0),
+            spec.stretch.get(over, 1.0),
         )
 
 

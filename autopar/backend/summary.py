@@ -8,6 +8,7 @@ from torch import fx
 
 from autopar.ir import Graph, Plan
 from autopar.ops.collectives import Collective
+from autopar.ops.ring import Ring
 
 
 def summary(graph: Graph, plan: Plan, local: fx.GraphModule) -> str:
@@ -15,7 +16,7 @@ def summary(graph: Graph, plan: Plan, local: fx.GraphModule) -> str:
     splits = [
         f"{axis} splits {_what_splits(graph, plan, i)}" for i, axis in enumerate(plan.mesh.names)
     ]
-    calls = [call for node in local.graph.nodes if (call := Collective.of(node))]
+    calls = [call for node in local.graph.nodes if (call := Collective.of(node) or Ring.of(node))]
     moved = Counter(call.name for call in calls if call.name != "vary")
     inserted = ", ".join(f"{count} {name}" for name, count in sorted(moved.items())) or "none"
     return (

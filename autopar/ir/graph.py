@@ -165,7 +165,7 @@ class OwnCollective:
 
     Attributes:
         labels: labels of the choices that need this collective; it runs along each axis whose choice is among them.
-        forward: name of the collective in forward, as in `autopar.ir.conversion`.
+        forward: name of the collective in forward, as in `autopar.ir.conversion`; "" for none.
         backward: name of the collective that runs on the gradient; "" for none.
         itemsize_bytes: bytes of one element of the message.
         leaves: factors of the message; the product of their sizes is its number of elements.

@@ -4,6 +4,7 @@
 2. There is one output node, and it stands last.
 3. Nothing is changed in place: every op is functional.
 4. A collective has the dims its kind needs, a size of at least 2, and the transposed op as backward.
+5. A ring goes along some of the axes that split its queries, each of at least 2 ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autopar.ir.conversion import TRANSITIONS
 from autopar.ops.collectives import Collective
 from autopar.ops.exchange import EXCHANGES
 from autopar.ops.nodes import is_operator, schema
+from autopar.ops.ring import Ring
 
 DIMS = {
     "vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2, **dict.fromkeys(EXCHANGES, 0),
@@ -40,6 +42,8 @@ def _verify_node(node: fx.Node, after: str) -> None:
         raise _broken(node, "an op must not change its arguments", after)
     if call := Collective.of(node):
         _verify_collective(node, call, after)
+    if ring := Ring.of(node):
+        _verify_ring(node, ring, after)
 
 
 def _verify_collective(node: fx.Node, call: Collective, after: str) -> None:
@@ -51,6 +55,14 @@ def _verify_collective(node: fx.Node, call: Collective, after: str) -> None:
     pairs = {(t.forward, t.backward) for t in TRANSITIONS.values()}
     if (name, backward) not in (*pairs, EXCHANGES, EXCHANGES[::-1]):
         raise _broken(node, f"{backward} is not the transpose of any {name}", after)
+
+
+def _verify_ring(node: fx.Node, ring: Ring, after: str) -> None:
+    axes = range(len(ring.groups))
+    if len(ring.sizes) != len(axes) or not all(i in axes for i in ring.turns) or not ring.turns:
+        raise _broken(node, f"a ring along the axes {ring.turns} of {list(ring.groups)}", after)
+    if any(size < 2 for size in ring.sizes):
+        raise _broken(node, f"a ring over {list(ring.sizes)} ranks", after)
 
 
 def _broken(node: fx.Node, invariant: str, after: str) -> VerifierError:

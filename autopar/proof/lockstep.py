@@ -17,8 +17,10 @@ from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
 from autopar.ops.collectives import LOCAL, Collective, seen
 from autopar.ops.exchange import table_of
 from autopar.ops.nodes import draws
+from autopar.ops.ring import Ring
 from autopar.ops.saving import kept
 from autopar.program.program import Program
+from autopar.proof.lockstep_rings import attend_together
 from autopar.runtime.saved import SlicedSaves
 
 Ranks = list[Tensor]  # one local tensor per rank
@@ -111,6 +113,8 @@ def _run(program: Program, arguments: Sequence[Ranks], saves: SlicedSaves) -> li
 
 
 def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> list[Any]:
+    if ring := Ring.of(node):
+        return attend_together(ring, mesh, values)
     if call := Collective.of(node):
         counts = values[call.counts] if call.counts is not None else []
         tables = [table_of(each, call.size) for each in counts]

@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar._torch import OpOverload
 from autopar.rules import (
+    attention,
     blocks,
     contract,
     elementwise,
@@ -45,6 +46,7 @@ RULES: Mapping[str, Rule] = {
     **blocks.RULES,
     **index.RULES,
     **nn.RULES,
+    **attention.RULES,
     **linalg.RULES,
     **recurrent.RULES,
     **loss.RULES,

@@ -254,7 +254,7 @@ def _broadcasts(names: list[list[str]], call: Call) -> bool:
 
 def _attention(call: Call, spec: Spec) -> Kept:
     """A fused kernel keeps its operands, the result and the log-sum-exp of every query."""
-    if not _is_fused(call):
+    if not is_fused_attention(call):
         return _open_attention(call, spec)
     query = call.operands[0].dtype
     exact = torch.float32 if query in HALF or _on_accelerator(call) else query
@@ -273,7 +273,7 @@ def _on_accelerator(call: Call) -> bool:
     return call.operands[0].device.type != "cpu"
 
 
-def _is_fused(call: Call) -> bool:
+def is_fused_attention(call: Call) -> bool:
     """Whether scaled_dot_product_attention runs as one kernel (sdp_utils of PyTorch 2.13)."""
     query, key, value = call.operands[:3]
     heads = call.arguments.get("enable_gqa") or query.shape[-3:-2] == key.shape[-3:-2]

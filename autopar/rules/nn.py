@@ -1,4 +1,4 @@
-"""Normalization, attention and pooling."""
+"""Normalization and pooling."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ops.nodes import bound_arguments
-from autopar.rules.index import shifted
 from autopar.rules.notation import line, spec_of
 from autopar.rules.shape import along
 from autopar.rules.spec import (
     Call,
     Dim,
-    Letters,
     Local,
     RuleDoesNotApply,
     Spec,
@@ -206,75 +203,6 @@ def sampled(call: Call) -> Spec:
     return replace(spec, flops=4 * call.results[0].numel())
 
 
-def attention(call: Call) -> Spec:
-    """scaled_dot_product_attention: `b.. q e!, b.. k! e!, b.. k! v! (, b.. q k!) -> b.. q v!`.
-
-    With enable_gqa the heads of the query are (kv head, group). Over split queries a causal mask that the
-    op makes itself, which counts them from 0, is given to it instead.
-    """
-    query, key, value = call.operands[:3]
-    if call.arguments.get("enable_gqa") and key.shape[-3] != value.shape[-3]:
-        raise RuleDoesNotApply("keys and values of different heads")
-    if call["dropout_p"]:
-        raise RuleDoesNotApply("every part would drop the same; open_random_attention opens it")
-    flops = 2 * query.numel() * key.shape[-2] + 2 * call.results[0].numel() * key.shape[-2]
-    spec = spec_of("b.. q e!, b.. k! e!, b.. k! v!, b.. q k! -> b.. q v!", call)
-    if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
-        spec = _grouped(spec, query.shape[-3], key.shape[-3])
-    nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
-    batch = frozenset(x for dim in spec.results[0][:-2] for x in dim)
-    spec = replace(spec, flops=flops, nests=nests, batch=batch)
-    if not call["is_causal"]:
-        return spec
-    return replace(spec, contiguous=frozenset("q"), stretch={"q": _of_the_square(call)},
-                   localize=_attend_causally)  # fmt: skip
-
-
-def _of_the_square(call: Call) -> float:
-    """All scores for each that the unsplit kernel computes, which leaves out keys behind the query's own.
-
-    Of q queries query i, from 0, sees the smaller of i + 1 and k of the k keys: (k + 1) / 2 on average where
-    q = k. A part is given its mask, and computes every score of its rows: no rank waits for the last one's.
-    """
-    queries, keys = call.operands[0].shape[-2], call.operands[1].shape[-2]
-    short = min(queries, keys)
-    seen = short * (short + 1) // 2 + (queries - short) * keys
-    return queries * keys / seen
-
-
-def _attend_causally(local: Local) -> fx.Node:
-    """A rank that holds queries q0 .. of all sees keys up to q0 of its first, one more of every next."""
-    axes = local.axes("q")
-    if not axes:
-        return run_as_is(local)
-    query, key, value = local.args[:3]
-    where = {"device": local.node.meta["val"].device}
-    rows = local.emit(aten.arange.default, local.result_shapes[0][-2], **where)
-    columns = local.emit(aten.arange.default, local.emit(aten.sym_size.int, key, -2), **where)
-    seen = local.emit(aten.ge.Tensor, local.emit(aten.unsqueeze.default, rows, -1),
-                      shifted(local, columns, axes, query, -2))  # fmt: skip
-    return local.emit(local.node.target, query, key, value, seen, **_keywords(local.node))
-
-
-def _keywords(node: fx.Node) -> dict[str, Any]:
-    given = bound_arguments(node)
-    return {name: given[name] for name in ("dropout_p", "scale", "enable_gqa")}
-
-
-def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
-    """Cuts the head letter `b0` of query and result into kv head and group; one kv head has no letter."""
-    if kv_heads == 1:
-        return spec
-
-    def cut(tensor: Letters) -> Letters:
-        return tuple(("b0", "group") if dim == ("b0",) else dim for dim in tensor)
-
-    sizes = dict(spec.sizes) | {"b0": kv_heads, "group": heads // kv_heads}
-    q, k, v, *mask = spec.operands
-    return replace(spec, operands=(cut(q), k, v, *map(cut, mask)),
-                   results=tuple(map(cut, spec.results)), sizes=sizes)  # fmt: skip
-
-
 def pooling(call: Call) -> Spec:
     """Pooling: batch and channels pass, space stays whole."""
     x, y = call.operands[0], call.results[0]
@@ -349,7 +277,6 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.native_batch_norm": batch_norm,
     "aten.instance_norm": instance_norm,
     "aten.prelu": parametric_relu,
-    "aten.scaled_dot_product_attention": attention,
     "aten.grid_sampler": sampled,
     "aten.grid_sampler_2d": sampled,
     "aten.grid_sampler_3d": sampled,

@@ -91,7 +91,7 @@ class StatedCollective(NamedTuple):
     Attributes:
         over: along every mesh axis that splits one of these letters there is one such collective; `t>e` for an axis
             along which rows are exchanged (`Spec.exchanges`).
-        forward: its name, as in `autopar.ir.conversion`.
+        forward: its name, as in `autopar.ir.conversion`, "" where nothing is sent.
         backward: name of the collective that runs on the gradient, "" where nothing is sent.
         letters: letters of the message that a rank puts in; splitting one of them cuts the message.
         itemsize_bytes: bytes of the message for one point of its letters.
@@ -143,7 +143,8 @@ class Spec:
             split by it, and others by the second, where the op itself brings rows to the ranks that have their part
             of the second, and results back.
         linear_backward: whether backward makes of a sum of gradients the sum of what it makes of each.
-        stretch: letters whose parts compute more than their share of the whole op -> by which factor.
+        stretch: letters whose parts compute more than their share of the whole op -> by which factor; `t>e` for
+            a split that exchanges.
         localize: runs the op on local shards.
     """
 

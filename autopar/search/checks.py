@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.errors import MeshError, SearchError
-from autopar.ir import Choice, Graph, Mesh, Plan
-from autopar.search.recipes import ChoiceFilter, Recipe, Which, is_batch
+from autopar.ir import EXCHANGED, Choice, Graph, Mesh, Plan
+from autopar.search.recipes import ChoiceFilter, Recipe, Which, is_batch, is_seq
 
 
 def check_axes(graph: Graph, mesh: Mesh) -> None:
@@ -83,11 +83,14 @@ def _about_batch(graph: Graph, axis: str, size: int) -> str:
         if op.flops and c.splits and c.size % size == 0
     )
     pin = next((f", with pins such as {{{name!r}: '{label}@{axis}'}}" for name, label in able), "")
+    rings = [c for op in graph.ops for c in op.choices if EXCHANGED in c.label]
+    lengths = [c.size for c in rings if is_seq(graph.factors[c.factor].roles)]
+    by_sequence = "'cp', which splits the sequence, or " * any(x % size == 0 for x in lengths)
     return (
         f"Here the batch is {', '.join(found[:4]) or 'no dim above size 1'}. It is dim 0 of an input, unless all ops "
         "that know theirs (recurrent layers, attention, convolutions) have another dim for it. Put the samples into "
-        f"dim 0 (batch_first=True in torch.nn), in a number that {size} divides; or take the recipe 'auto', which "
-        f"may split any dim{pin}."
+        f"dim 0 (batch_first=True in torch.nn), in a number that {size} divides; or take the recipe "
+        f"{by_sequence}'auto', which may split any dim{pin}."
     )
 
 

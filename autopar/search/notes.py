@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autopar.cost_model import Hardware, unruled
-from autopar.ir import EXCHANGED, Graph, ParameterPlan, Plan, R, State
+from autopar.cost_model.compute import FUSED_ATTENTION
+from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, State
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.pipeline.composed import StepCost
@@ -43,18 +44,28 @@ def axis_lines(graph: Graph, plan: Plan) -> list[str]:
 
 
 def _exchange_lines(graph: Graph, plan: Plan) -> list[str]:
-    """A line on the exchange of rows between experts, whose price is a guess; [] if no op exchanges rows."""
+    """Lines on rows that go to their experts, whose price is a guess, and on keys and values that go round."""
     layers = [op for op in graph.ops if any(EXCHANGED in label for label in plan.ops[op.name])]
-    if not layers:
-        return []
-    labels = zip(
-        plan.mesh.names, zip(*(plan.ops[op.name] for op in layers), strict=True), strict=True
-    )
-    axes = [name for name, along in labels if any(EXCHANGED in label for label in along)]
-    return [
-        f"rows go to the ranks of their experts and back along {', '.join(axes)} in {counted(len(layers), 'layer')}, "
-        "priced as if the experts were evenly used (a guess)"
-    ]
+    rings = [op for op in layers if op.kind == FUSED_ATTENTION]
+    experts = [op for op in layers if op.kind != FUSED_ATTENTION]
+    found = []
+    if experts:
+        found.append(
+            f"rows go to the ranks of their experts and back along {_exchanging(plan, experts)} in "
+            f"{counted(len(experts), 'layer')}, priced as if the experts were evenly used (a guess)"
+        )
+    if rings:
+        found.append(
+            f"keys and values go round along {_exchanging(plan, rings)} in {counted(len(rings), 'attention op')}, "
+            "priced as if nothing were computed meanwhile"
+        )
+    return found
+
+
+def _exchanging(plan: Plan, ops: Sequence[Op]) -> str:
+    """The axes along which some of these ops exchange rows."""
+    labels = zip(plan.mesh.names, zip(*(plan.ops[op.name] for op in ops), strict=True), strict=True)
+    return ", ".join(name for name, along in labels if any(EXCHANGED in label for label in along))
 
 
 def _axis_line(graph: Graph, plan: Plan, axis: int) -> str:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 from autopar.errors import RecipeError
 from autopar.ir import (
     ANY,
+    EXCHANGED,
     PIPELINE_AXIS,
     PLACEMENTS,
     Choice,
@@ -89,6 +90,7 @@ class Recipe:
         gathers: whether a parameter that is stored split may be gathered for use.
         tier: memory in which parameters, their gradients and optimizer states are stored.
         resident_tier: memory in which parameters are during a step, if their resident layout is the stored one.
+        exchanges: whether an op that splits what it must splits it by an exchange (`t>e`), if it has such a choice.
         owner: rank of the axis on which all parameters are stored, `ANY` to spread them over the ranks; None where
             parameters have no owner.
     """
@@ -103,6 +105,7 @@ class Recipe:
     gathers: bool = True
     tier: Tier = "device"
     resident_tier: Tier = "device"
+    exchanges: bool = False
     owner: int | None = None
 
 
@@ -143,6 +146,10 @@ _ROWS = (
     Recipe(
         "tp+sp", "tp with the rest split along the sequence",
         (is_model, is_seq), (is_seq,), (is_model,), stages=(0, 3), gathers=False,
+    ),
+    Recipe(
+        "cp", "the sequence split everywhere, keys and values of attention going round (ring attention)",
+        (is_seq,), (is_seq,), exchanges=True,
     ),
     Recipe(
         "ep", "experts of a mixture split, the batch everywhere else",
@@ -427,10 +434,15 @@ class ChoiceFilter:
             return forced
         free = self._splitting(op, legal, recipe.may)
         must = recipe.must if self._makes_activation(op) else _of_batch(recipe.must)
-        forced = self._splitting(op, legal, must)
-        if forced and all(choice in forced for choice in free):
+        forced = self._exchanging(self._splitting(op, legal, must))
+        if forced and all(choice in forced for choice in self._exchanging(free)):
             return forced
         return [choice for choice in legal if not choice.splits or choice in free]
+
+    def _exchanging(self, choices: list[Choice]) -> list[Choice]:
+        """Those that exchange, where the recipe wants these and there are some; else all."""
+        found = [choice for choice in choices if EXCHANGED in choice.label]
+        return found if self.recipe.exchanges and found else choices
 
     def _makes_activation(self, op: Op) -> bool:
         return any(name in self._activations for name in op.results)

@@ -28,12 +28,13 @@ from gpt import GPT, GPTConfig, loss_fn
 
 ONE_AXIS = (
     "ddp", "zero1", "zero2", "zero3", "zero-offload", "zero3-offload", "zero-infinity", "zero-infinity-nvme",
-    "data-parallel", "parameter-server", "tp", "tp+sp", "auto",
+    "data-parallel", "parameter-server", "tp", "tp+sp", "cp", "auto",
 )  # fmt: skip
 TWO_AXES = (
     "dp:ddp,tp:tp", "dp:zero1,tp:tp", "dp:zero2,tp:tp+sp", "dp:zero3,tp:tp+sp", "dp:zero3-offload,tp:tp",
     "dp:zero-infinity,tp:tp", "dp:zero-infinity-nvme,tp:tp", "dp:parameter-server,tp:tp", "auto",
 )  # fmt: skip
+WITH_CP = ({"dp": 2, "cp": 2}, "dp:zero3,cp:cp"), ({"cp": 2, "tp": 2}, "cp:cp,tp:tp")
 STEPS = 10
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
@@ -43,6 +44,7 @@ def cases(ranks: int) -> list[tuple[dict[str, int], str]]:
     found = [({"x": ranks}, recipe) for recipe in ONE_AXIS]
     if ranks == 4:
         found += [({"dp": 2, "tp": 2}, recipe) for recipe in TWO_AXES]
+        found += WITH_CP
     return found
 
 

@@ -28,6 +28,7 @@ def test_functional_collectives_of_one_rank_return_their_input(group):
     assert torch.equal(_torch.all_to_all(X, 1, name), X)
     assert torch.equal(_torch.exchange_rows(X, [2], [2], name), X)
     assert _torch.exchange_rows(X[:0], [0], [0], name).shape == (0, 3)
+    assert torch.equal(_torch.start_exchange_rows(X, [2], [2], name)(), X)
 
 
 def test_started_collectives_leave_their_result(group):

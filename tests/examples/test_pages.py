@@ -101,6 +101,7 @@ CASES = (
     Case("rules", (0,)),
     Case("rules", (1,), slow=True),
     Case("search", before=SMALL),
+    Case("rings", (0,), prints=1, slow=True),
     Case("experts", (0,), prints=1, slow=True),
     Case("experts", (1,), prints=1, slow=True),
     Case("optimizers", prints=1, slow=True),

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention with every mask, over batch, heads, groups of heads and queries."""
+"""scaled_dot_product_attention with every mask, over batch, heads, groups of heads, queries, and in a ring."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ KIND = "aten.scaled_dot_product_attention"
 BATCH, HEADS, QUERIES, KEYS, WIDTH = 2, 4, 4, 6, 8
 ALL = {"-", "b1", "b0", "q"}
 GROUPED = ALL | {"group"}
+RING = {"q>k"}
 
 
 def rand(*shape):
@@ -43,10 +44,26 @@ def test_masks(shape, kv_heads):
 
     visible = rand(*shape) > -0.5
     visible[..., 0] = True  # no query sees nothing
-    for mask in (visible, rand(*shape)):
+    for mask, rings in ((visible, RING), (rand(*shape), set())):  # a float mask takes a gradient
         tensors = *qkv(kv_heads), mask
-        expected = GROUPED if kv_heads < HEADS else ALL
+        expected = (GROUPED if kv_heads < HEADS else ALL) | rings
+        assert labels_of(hidden, *tensors, kind=KIND) == expected
         assert prove(hidden, *tensors, kind=KIND) == len(expected) + 1  # and the same everywhere
+
+
+def test_a_float_mask_without_a_gradient_in_a_ring():
+    def shifted(q, k, v, mask):
+        return attend(q, k, v, mask.detach())
+
+    for shape in MASKS.values():
+        assert prove(shifted, *qkv(), rand(*shape), kind=KIND) == len(ALL | RING) + 1
+
+
+def test_a_query_that_sees_nothing():
+    """Its result is zero, in a ring as on one device."""
+    seen = torch.ones(QUERIES, KEYS, dtype=torch.bool)
+    seen[1], seen[2, : KEYS // 2] = False, False
+    assert prove(attend, *qkv(), seen, kind=KIND) == len(ALL | RING) + 1
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -57,9 +74,9 @@ def test_causal(kv_heads, keys):
 
     tensors = qkv(kv_heads, keys=keys)
     offered = labels_of(causal, *tensors, kind=KIND)
-    assert offered == (GROUPED if kv_heads == 2 else ALL)
+    assert offered == (GROUPED if kv_heads == 2 else ALL) | RING
     assert prove(causal, *tensors, kind=KIND) == len(offered) + 1
 
 
 def test_no_mask_and_a_scale():
-    assert prove(lambda *t: attend(*t, scale=0.5), *qkv(), kind=KIND) == len(ALL) + 1
+    assert prove(lambda *t: attend(*t, scale=0.5), *qkv(), kind=KIND) == len(ALL | RING) + 1

@@ -1,0 +1,193 @@
+"""Attention, split over batch, heads and queries; or over queries and keys at once, which then go round in a ring."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir import EXCHANGED
+from autopar.ops.nodes import bound_arguments
+from autopar.ops.ring import ROTATE, ROTATE_BACK, arguments
+from autopar.ops.ring_attention import Scoring
+from autopar.rules.index import shifted
+from autopar.rules.kept import HALF, is_fused_attention
+from autopar.rules.notation import spec_of
+from autopar.rules.spec import (
+    Call,
+    Letters,
+    Local,
+    RuleDoesNotApply,
+    Spec,
+    StatedCollective,
+    local_arguments,
+    run_as_is,
+)
+
+aten = torch.ops.aten
+ours = torch.ops.autopar
+
+
+def attention(call: Call) -> Spec:
+    """scaled_dot_product_attention: `b.. q e!, b.. k! e!, b.. k! v! (, b.. q k!) -> b.. q v!`.
+
+    With enable_gqa the heads of the query are (kv head, group). Over split queries a causal mask that the
+    op makes itself, which counts them from 0, is given to it instead. With `q>k` queries and keys are split, and the
+    keys and values of all ranks come round, see `autopar.ops.ring_attention`.
+    """
+    query, key, value = call.operands[:3]
+    if call.arguments.get("enable_gqa") and key.shape[-3] != value.shape[-3]:
+        raise RuleDoesNotApply("keys and values of different heads")
+    if call["dropout_p"]:
+        raise RuleDoesNotApply("every part would drop the same; open_random_attention opens it")
+    flops = 2 * query.numel() * key.shape[-2] + 2 * call.results[0].numel() * key.shape[-2]
+    spec = spec_of("b.. q e!, b.. k! e!, b.. k! v!, b.. q k! -> b.. q v!", call)
+    if call.arguments.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
+        spec = _grouped(spec, query.shape[-3], key.shape[-3])
+    nests = tuple((2.0, tuple(x for x in spec.sizes if x != left_out)) for left_out in ("v", "e"))
+    batch = frozenset(x for dim in spec.results[0][:-2] for x in dim)
+    spec = replace(spec, flops=flops, nests=nests, batch=batch, localize=_attend)
+    if can_go_round(call, spec):
+        spec = replace(spec, exchanges=(("q", "k"),), collectives=_sent(call, spec))
+    if not call["is_causal"]:
+        return spec
+    square = _of_the_square(call)
+    stretch = {"q": square, _RING: 1.0 if _is_dealt(call) else square}
+    return replace(spec, contiguous=frozenset("q"), stretch=stretch)
+
+
+def can_go_round(call: Call, spec: Spec) -> bool:
+    """Whether keys and values can go round: where a fused kernel would run, and no mask takes a gradient."""
+    masks = range(3, len(call.operands))
+    return (
+        {"q", "k"} <= spec.sizes.keys() and is_fused_attention(call) and not call.wanted & {*masks}
+    )
+
+
+def _is_dealt(call: Call) -> bool:
+    """Whether rows are dealt out first, so that every rank has as many keys to see (`Operands.is_dealt`)."""
+    query, key = call.operands[:2]
+    return call["is_causal"] and len(call.operands) == 3 and query.shape[-2] == key.shape[-2]
+
+
+def _sent(call: Call, spec: Spec) -> tuple[StatedCollective, ...]:
+    """Keys and values, and a mask that is split along them; backward once more, with the sums of their gradients."""
+    found = [_message(call, spec, i, ROTATE, ROTATE_BACK) for i in (1, 2)]
+    masks = [3] if _mask_travels(spec) else []
+    found += [_message(call, spec, i, ROTATE, ROTATE) for i in masks]
+    return (*found, *(_dealt(call, spec) if _is_dealt(call) else ()))
+
+
+def _dealt(call: Call, spec: Spec) -> Iterator[StatedCollective]:
+    """Operands to where they are attended, and the result back; all once more in backward, and gradients back."""
+    for i in (0, 1, 2, RESULT):
+        yield _message(call, spec, i, "all_to_all", "all_to_all")
+        yield _message(call, spec, i, "", "all_to_all")  # gradients
+    exact = torch.float32 if call.operands[0].dtype in HALF else call.operands[0].dtype
+    logsumexp = spec.results[0][:-1], exact.itemsize
+    yield _stated(call, *logsumexp, "all_to_all", "all_to_all")
+
+
+def _message(call: Call, spec: Spec, i: int, forward: str, backward: str) -> StatedCollective:
+    """A collective that moves an operand, or the result."""
+    letters, value = (spec.results, call.results) if i == RESULT else (spec.operands, call.operands)
+    return _stated(call, letters[max(i, 0)], value[max(i, 0)].element_size(), forward, backward)
+
+
+def _stated(
+    call: Call, letters: Letters, itemsize_bytes: int, forward: str, backward: str
+) -> StatedCollective:
+    """The same of a tensor with these letters; forward alone where no gradient is wanted."""
+    flat = tuple(x for dim in letters for x in dim)
+    back = backward if call.wanted else ""
+    return StatedCollective(frozenset({_RING}), forward, back, flat, itemsize_bytes)
+
+
+RESULT = -1  # in place of the position of an operand
+
+
+def _mask_travels(spec: Spec) -> bool:
+    """Whether a mask is split along the keys: it has a column for each, and the same row for all queries."""
+    letters = {x for mask in spec.operands[3:] for dim in mask for x in dim}
+    return "k" in letters and "q" not in letters
+
+
+_RING = f"q{EXCHANGED}k"
+
+
+def _of_the_square(call: Call) -> float:
+    """All scores for each that the unsplit kernel computes, which leaves out keys behind the query's own.
+
+    Of q queries query i, from 0, sees the smaller of i + 1 and k of the k keys: (k + 1) / 2 on average where
+    q = k. A part is given its mask, and computes every score of its rows: no rank waits for the last one's.
+    """
+    queries, keys = call.operands[0].shape[-2], call.operands[1].shape[-2]
+    short = min(queries, keys)
+    seen = short * (short + 1) // 2 + (queries - short) * keys
+    return queries * keys / seen
+
+
+def _attend(local: Local) -> fx.Node:
+    """The op on a rank's queries: in a ring, or with this rank's rows of the causal mask."""
+    if local.exchanges("k"):
+        return _attend_in_ring(local)
+    axes = local.axes("q")
+    if not axes or not bound_arguments(local.node)["is_causal"]:
+        return run_as_is(local)
+    return _attend_causally(local, axes)
+
+
+def _attend_in_ring(local: Local) -> fx.Node:
+    """The ranks along the axes of the queries, of which those along the axes of the keys form rings."""
+    given, axes, ring = local_arguments(local), local.axes("q"), local.exchanges("k")
+    assert ring == local.axes("k"), local.node  # see `autopar.ir.go_together`
+    names, sizes = zip(*axes, strict=True)
+    call = Call(local.node)
+    how = Scoring(
+        given["is_causal"], given["scale"] or 1 / math.sqrt(call.operands[0].shape[-1]),
+        _mask_travels(attention(call)),
+    )  # fmt: skip
+    turns = [i for i, axis in enumerate(axes) if axis in ring]
+    tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    both = local.emit(
+        ours.ring_attention.default, *tensors, *arguments(sizes, names, turns, how)
+    )  # fmt: skip
+    return local.emit(operator.getitem, both, 0)
+
+
+def _attend_causally(local: Local, axes: tuple[tuple[str, int], ...]) -> fx.Node:
+    """A rank that holds queries q0 .. of all sees keys up to q0 of its first, one more of every next."""
+    query, key, value = local.args[:3]
+    where = {"device": local.node.meta["val"].device}
+    rows = local.emit(aten.arange.default, local.result_shapes[0][-2], **where)
+    columns = local.emit(aten.arange.default, local.emit(aten.sym_size.int, key, -2), **where)
+    seen = local.emit(aten.ge.Tensor, local.emit(aten.unsqueeze.default, rows, -1),
+                      shifted(local, columns, axes, query, -2))  # fmt: skip
+    return local.emit(local.node.target, query, key, value, seen, **_keywords(local.node))
+
+
+def _keywords(node: fx.Node) -> dict[str, Any]:
+    given = bound_arguments(node)
+    return {name: given[name] for name in ("dropout_p", "scale", "enable_gqa")}
+
+
+def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
+    """Cuts the head letter `b0` of query and result into kv head and group; one kv head has no letter."""
+    if kv_heads == 1:
+        return spec
+
+    def cut(tensor: Letters) -> Letters:
+        return tuple(("b0", "group") if dim == ("b0",) else dim for dim in tensor)
+
+    sizes = dict(spec.sizes) | {"b0": kv_heads, "group": heads // kv_heads}
+    q, k, v, *mask = spec.operands
+    return replace(spec, operands=(cut(q), k, v, *map(cut, mask)),
+                   results=tuple(map(cut, spec.results)), sizes=sizes)  # fmt: skip
+
+
+RULES: dict[str, Callable[[Call], Spec]] = {"aten.scaled_dot_product_attention": attention}
