@@ -1,10 +1,10 @@
 """The tensors of a plan's blocks that a `saved` line can name.
 
-A block's inputs are the activations that enter it: tensors with a gradient, made by an op of another block. They are
-named in the order of their first use, `layers.3.input`, `layers.3.input#2`, each as the memory that it lies in (a
-view of the same memory has no name of its own). What a block makes itself has the name of the op, or of the
-conversion, that makes it, as for recomputation (see [Note: recomputing ops] in `autopar.pipeline.recomputable`):
-`layers.3.mlp.act/gelu` is the first result of an op, `layers.3.mlp.up/linear<0` an operand as it was converted.
+The inputs of a block are the activations that enter it: tensors with a gradient that an op of another block computes.
+In the order of their first use they are called `layers.3.input`, `layers.3.input#2` and so on. Views of the same memory
+count as one input. A tensor that the block computes itself has the name of the op or conversion that computes it
+(see [Note: recomputing ops] in `autopar.pipeline.recomputable`): `layers.3.mlp.act/gelu` is the first result of an op,
+`layers.3.mlp.up/linear<0` is an operand after its conversion for the op.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class BlockValue:
     Attributes:
         path: path of the block's module.
         own: name of the tensor within the block, such as `input#2` or `mlp.act/gelu`.
-        tensor: name of the tensor in the graph, as the block takes it.
-        layout: its layout, R in place of V.
-        memory: the memory that it lies in.
-        block: number of the block, or of the part of it that a stage has.
-        user: name of the first op of the block that takes it.
+        tensor: name of the tensor in the graph.
+        layout: layout of the tensor, with R in place of V.
+        memory: tensor and layout that identify its memory (`SavedTensors.memory`).
+        block: number of the block, or of the part of the block in a stage.
+        user: name of the first op of the block that uses the tensor.
     """
 
     path: str
@@ -48,22 +48,22 @@ class BlockValue:
 
     @property
     def name(self) -> str:
-        """`layers.3.input#2`."""
+        """Name of the tensor in the model, such as `layers.3.input#2`."""
         return f"{self.path}.{self.own}" if self.path else self.own
 
     @property
     def pattern(self) -> str:
-        """The same with `*` for numbers in the path of the block."""
+        """Name of the tensor with `*` for numbers in the path of the block, such as `layers.*.input#2`."""
         return f"{path_pattern(self.path)}.{self.own}" if self.path else self.own
 
     def line(self, saved: Mapping[str, SavedLayout]) -> SavedLayout | None:
-        """The line for this tensor: that of its own name, or else of the pattern."""
+        """The `saved` line of a plan for this tensor: the line with its name, or else the one with its pattern."""
         return saved.get(self.name, saved.get(self.pattern))
 
 
 @dataclass(frozen=True)
 class BlockValues:
-    """The tensors of all blocks that may be recomputed; none of a model that has no blocks, or not all layers.
+    """The tensors of all blocks that may be recomputed; none if the graph has no blocks, or lacks layers of the model.
 
     Args:
         graph: the captured model.
@@ -75,7 +75,7 @@ class BlockValues:
 
     @cached_property
     def inputs(self) -> tuple[BlockValue, ...]:
-        """What enters the blocks, in order."""
+        """The tensors that enter the blocks, in order."""
         if not has_blocks(self.graph) or not is_whole(self.graph):
             return ()
         counts: Counter[str] = Counter()
@@ -97,7 +97,7 @@ class BlockValues:
 
     @cached_property
     def made(self) -> tuple[BlockValue, ...]:
-        """What the blocks make themselves, and an op other than the maker saves for backward, in order."""
+        """The tensors that the blocks compute, and that an op other than the computing one saves, in order."""
         if not has_blocks(self.graph) or not is_whole(self.graph):
             return ()
         return tuple(
@@ -121,7 +121,7 @@ class BlockValues:
                 yield BlockValue(path, kept.maker, tensor, _unvaried(layout), memory, block, user)
 
     def _result(self, maker: Maker) -> tuple[str, Layout]:
-        """The tensor that an op or a conversion makes, and its layout."""
+        """The tensor that an op or a conversion computes, and its layout."""
         op, converted = maker
         if not converted:
             return self.graph.by_name[op].results[0], self.flow.results[op][0]
@@ -131,7 +131,7 @@ class BlockValues:
     # --- what enters a block
 
     def _entering(self, op: Op) -> Iterator[tuple[str, Layout]]:
-        """Operands of an op that other blocks made, in the layout in which they enter."""
+        """Operands of an op that other blocks compute, with the layouts in which they enter the block."""
         for name, layout in zip(op.operands, self.flow.operands[op.name], strict=True):
             entering = layout
             if self._is_inside(op, name, layout):  # converted here
@@ -146,7 +146,7 @@ class BlockValues:
         return maker is not None and self.blocks[maker[0]] == self.blocks[op.name]
 
     def is_apart(self, value: BlockValue) -> bool:
-        """Whether a tensor's memory shows nothing but the tensor, and does not cross between stages."""
+        """Whether a tensor fills its memory, and is not sent between stages."""
         name = value.tensor
         while name != value.memory[0]:
             view = self.flow.saved.view(name)
@@ -180,7 +180,7 @@ class BlockValues:
 
     @cached_property
     def choices(self) -> list[BlockChoices[Memory]]:
-        """What every block may recompute and keep."""
+        """For every block, the ops that it may recompute, and the tensors that it may keep."""
         return block_choices(
             self.graph, self.plan, self.flow, unit=self.blocks, seconds={}, size=lambda _: 0.0
         )
@@ -199,7 +199,7 @@ class BlockValues:
 
     @cached_property
     def _stages(self) -> dict[str, set[int]]:
-        """Root of a memory -> the stages that make it, or take it or a view of it."""
+        """Name of a tensor with its own memory -> the stages that compute it, or use it or a view of it."""
         places = {op.name: i for i, op in enumerate(self.graph.ops)}
         cuts = [places[name] for name in (self.plan.pipeline.cuts if self.plan.pipeline else ())]
         found: dict[str, set[int]] = {}

@@ -1,16 +1,16 @@
 """Where a model may be cut into pipeline stages: between its blocks.
 
-A block is a layer of a stack, with what stands between it and the next layer (a residual sum in the
-parent's forward), or what comes before, between or behind the stacks (embedding, final norm, head and
-loss). A model without stacks has the modules of its outermost level that has several. Every block uses a
-parameter: what depends on none (masks, positions) is made again by every stage that wants it and begins
-no block.
+A block is one of the repeated layers, with the ops between it and the next layer (such as a residual sum in the
+parent's forward). The ops before, between or after lists of layers (embedding, final norm, head and loss) are blocks,
+too. In a model without repeated layers, the blocks are the modules of the outermost level with several modules. Every
+block uses a parameter. Ops that depend on no parameter (masks, positions) begin no block; every stage that needs
+their results computes them by itself.
 
     embed  layers.0  layers.1  ...  layers.n  norm head loss
     |      |         |              |         |                  blocks begin here
 
-So encoders with decoders, layers that alternate between two lists, and U-shaped models are lists of blocks
-like any other; what crosses several blocks is the business of who prices and runs the stages.
+Encoders with decoders, layers that alternate between two lists, and U-shaped models are lists of blocks, too. A
+tensor may be used several blocks later; the modules that price and run stages send it through the stages between.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopar.ir import Graph, Op
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model that is never cut by a search.
+    """A part of a model that the search never cuts.
 
     Attributes:
-        start: name of the op that it begins with.
-        module: path of the layer, or of the first module, that it is; "" at the top.
-        repeats: whether it is a layer, and so may be run again in backward.
+        start: name of its first op.
+        module: path of the layer, or of the first module of the block; "" for the model itself.
+        repeats: whether the block is a repeated layer, which backward may recompute.
     """
 
     start: str
@@ -40,9 +40,9 @@ class Block:
 
 
 def find_blocks(graph: Graph) -> tuple[Block, ...]:
-    """The blocks of a graph, in its order; the first begins with the first op.
+    """The blocks of a graph in order; the first one begins with the first op.
 
-    Of layers that were left out there is none here, see `autopar.pipeline.repetition`.
+    Layers that are not in the graph have no blocks here, see `autopar.pipeline.repetition`.
     """
     dependent = _dependent(graph)
     found = list(_layer_blocks(graph, dependent) if graph.stacks else _module_blocks(dependent))
@@ -52,12 +52,12 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
 
 
 def has_blocks(graph: Graph) -> bool:
-    """Whether `find_blocks` finds some: the graph has parameters that are used."""
+    """Whether a graph has blocks, which is so if its ops use parameters."""
     return bool(_dependent(graph))
 
 
 def _dependent(graph: Graph) -> list[Op]:
-    """Ops that something trained or stored goes into."""
+    """The ops that depend on a parameter."""
     known = set(graph.parameters.values())
     found = []
     for op in graph.ops:
@@ -87,9 +87,9 @@ def _layer_blocks(graph: Graph, ops: list[Op]) -> Iterator[Block]:
 
 
 def _narrowest(graph: Graph, ops: list[Op], run: list[int]) -> int:
-    """Where in a run of ops outside of layers least crosses, up to the first that has a parameter.
+    """The op in a run of ops outside of layers before which the fewest bytes pass, up to the first op with a parameter.
 
-    So the residual sum behind the last layer, in its parent's forward, goes with the layer.
+    A block begins there, so that the residual sum after the last layer belongs to the layer.
     """
     parameters = set(graph.parameters.values())
     first = next((i for i in run if parameters.intersection(ops[i].operands)), run[0])
@@ -104,7 +104,7 @@ def _narrowest(graph: Graph, ops: list[Op], run: list[int]) -> int:
 
 
 def _module_blocks(ops: list[Op]) -> Iterator[Block]:
-    """The runs of modules at the outermost level that has several; each op one if there are no modules."""
+    """A block for each run of ops of one module, at the outermost level with several modules; else one per op."""
     depth, deepest = 1, max((len(_path(op)) for op in ops), default=0)
     while depth < deepest and len({_path(op)[:depth] for op in ops if op.module}) < 2:
         depth += 1
@@ -121,7 +121,7 @@ def _path(op: Op) -> tuple[str, ...]:
 
 
 def _with_parameters(graph: Graph, blocks: list[Block]) -> list[Block]:
-    """The blocks, those that use no parameter joined to the one before, or at the front behind."""
+    """The blocks, after joining each block without a parameter to the one before it (the first, to the one after)."""
     begins = {block.start for block in blocks}
     parameters = set(graph.parameters.values())
     using: set[str] = set()

@@ -1,8 +1,7 @@
-"""The price of a plan: what a search ranks plans by is what an explanation prints.
+"""Time and memory of a plan: the figures by which a search ranks plans, and which an explanation prints.
 
-A plan without stages is composed by the formulas of `autopar.cost_model.step`, a plan with stages by
-running its schedule (`autopar.pipeline.executed`), both over the items and holdings of
-`autopar.cost_model.pricer`.
+`autopar.cost_model.pricer` lists the work and memory of the plan. For a plan without stages, the formulas of
+`autopar.cost_model.step` add them up; for a plan with stages, its schedule is simulated (`autopar.pipeline.executed`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Composed(NamedTuple):
 
     Attributes:
         step_seconds: duration of a step.
-        peak_bytes: peak memory of the fullest rank, with the memory that no tensor can have.
+        peak_bytes: peak memory of the fullest rank, including memory that tensors cannot use.
     """
 
     step_seconds: float
@@ -51,10 +50,10 @@ def composed(
 
     Args:
         graph: the captured model, at the size of one micro-batch.
-        plan: its choices, with or without stages.
-        hardware: the machine, as its catalogue has it.
-        software: figures of the runtime, which change those of the machine.
-        training_state: bytes that training keeps in addition to parameters.
+        plan: plan with or without stages.
+        hardware: figures of the machine.
+        software: figures of the runtime, which replace some of the machine's.
+        training_state: gradients and optimizer states that training keeps for each parameter.
     """
     if plan.pipeline is not None:
         executed = ExecutedStep(graph, plan, hardware, training_state, software)
@@ -72,7 +71,7 @@ def stored_bytes(
     software: Software = AUTOPAR,
     training_state: TrainingState = FULL,
 ) -> float:
-    """What the fullest rank keeps in a tier besides the device; arguments as in `composed`."""
+    """Bytes that the fullest rank stores in the tier host or nvme; other arguments as in `composed`."""
     if plan.pipeline is not None:
         return ExecutedStep(graph, plan, hardware, training_state, software).stored_bytes(tier)
     step = step_of(graph, plan, hardware, software=software, training_state=training_state)
@@ -82,7 +81,7 @@ def stored_bytes(
 def state_bytes(
     graph: Graph, plan: Plan, hardware: Hardware, training_state: TrainingState = FULL
 ) -> float:
-    """Parameters on the device of an average stage, with their gradients and optimizer states."""
+    """Bytes of parameters, gradients and optimizer states on a device, as the mean over stages."""
     whole = replace(plan, pipeline=None)
     step = step_of(graph, whole, hardware, training_state=training_state)
     stages = plan.pipeline.ranks if plan.pipeline else 1
@@ -120,13 +119,14 @@ class StepCost:
     """Time of a training step and memory of a rank without stages, by kind.
 
     Attributes:
-        compute_seconds: ops, forward and backward, gradients added up and parameters cast.
-        conversion_seconds: activations and their gradients, sent to other ranks.
-        parameter_seconds: parameters and their gradients, sent to other ranks.
-        other_seconds: the optimizer, waiting for the host, and what is fixed, less what is hidden.
-        parameter_bytes, gradient_bytes, optimizer_bytes, saved_bytes, buffer_bytes: memory that lasts.
-        transient_bytes: memory that is there for a moment.
-        reserved_bytes: memory that no tensor can have.
+        compute_seconds: ops in forward and backward, accumulation of gradients, and casts of parameters.
+        conversion_seconds: communication of activations and their gradients.
+        parameter_seconds: communication of parameters and their gradients.
+        other_seconds: optimizer, waiting for the host, and fixed time, less the communication that overlaps with
+            compute.
+        parameter_bytes, gradient_bytes, optimizer_bytes, saved_bytes, buffer_bytes: lasting memory, by kind.
+        transient_bytes: memory that exists only while one block runs.
+        reserved_bytes: memory that tensors cannot use.
     """
 
     compute_seconds: float
@@ -143,7 +143,7 @@ class StepCost:
 
     @classmethod
     def of(cls, step: Step) -> StepCost:
-        """The parts of a step."""
+        """Computes the parts of a step's time and memory."""
         sums = {"": 0.0, "activation": 0.0, "parameter": 0.0, "gradient": 0.0}
         for item in step.items:
             times = step.run.micro_batches * step.times(item) if item.every_micro_batch else 1
@@ -191,16 +191,17 @@ def cost_of(
 
 
 class RecomputationPrice(NamedTuple):
-    """Which part of a plan's recomputation the items price, and which the formulas of a step add.
+    """How the recomputation of a plan is priced: as items of single ops, or by the formulas of a step.
 
     Attributes:
-        blocks: op -> number of its block, or of the part of it in a stage; None for a graph that has no
-            blocks, or not all layers of the model.
-        again: ops of recomputed blocks, whose repetition the items contain.
-        left: recomputation that `autopar.cost_model.step` still has to add, for layers all alike; "none"
-            where the items contain all of it.
-        selected: recomputed single ops, whose repetition the items contain; None where whole blocks are.
-        slices: what blocks keep in slices, whose gathers the items contain.
+        blocks: op name -> number of its block, or of the part of the block in a stage; None for a graph without
+            blocks, or without some layers of the model.
+        again: names of the ops in recomputed blocks; the items contain their second runs.
+        left: recomputation that is not in the items, so that `autopar.cost_model.step` must add it; "none" if there is
+            no such recomputation.
+        selected: single ops that are recomputed; the items contain their second runs. None if whole blocks are
+            recomputed.
+        slices: tensors that blocks save in slices; the items contain their gathers.
     """
 
     blocks: Mapping[str, int] | None
@@ -211,7 +212,7 @@ class RecomputationPrice(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> RecomputationPrice:
-        """The blocks of a graph and those that a plan recomputes."""
+        """Finds the blocks of a graph and those that a plan recomputes."""
         if not has_blocks(graph) or not is_whole(graph):
             return cls(None, frozenset(), plan.recompute)
         slices = SavedValues(graph, plan).slices

@@ -1,4 +1,4 @@
-"""What crosses from one block to later ones, and what sending it between stages costs."""
+"""The tensors that one block computes and later blocks use, and the cost of sending them between stages."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Crossings:
 
     @cached_property
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Tensor that later captured parts use -> (the part that makes it, the last part that uses it)."""
+        """Name of a tensor that later captured parts use -> (the part that computes it, the last part that uses it)."""
         blocks, graph = self.blocks, self.blocks.graph
         dependent, outputs = set(graph.parameters.values()), set(graph.outputs)
         found: dict[str, tuple[int, int]] = {}
         for op in graph.ops:
             if not dependent.intersection(op.operands):
-                continue  # every stage can make it for itself
+                continue  # every stage can compute it by itself
             dependent.update(op.results)
             for name in op.results:
                 last = blocks.units - 1 if name in outputs else max(blocks.uses.get(name, [0]))
@@ -39,7 +39,7 @@ class Crossings:
 
     @cached_property
     def sent(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that cross into block k and bytes of their gradients, at `[k]`, of shape `(n + 1,)` each."""
+        """Bytes sent to a stage that begins with block k, and of gradients back, at `[k]` of two arrays of `n + 1`."""
         blocks = self.blocks
         sent, gradients = np.zeros(blocks.n + 1), np.zeros(blocks.n + 1)
         for name, (made, last) in self.spans.items():
@@ -54,7 +54,7 @@ class Crossings:
         return sent, gradients
 
     def send_seconds(self, sizes: np.ndarray) -> np.ndarray:
-        """Seconds of sending so many bytes to the next stage; 0 for 0 bytes, as at both ends of the model."""
+        """Seconds to send these numbers of bytes to the next stage; 0 for 0 bytes, as at both ends of the model."""
         if PIPELINE_AXIS not in self.blocks.world.names:
             return np.zeros_like(sizes)
         seconds = collective_seconds(

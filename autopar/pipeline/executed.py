@@ -1,9 +1,9 @@
-"""A plan with pipeline stages, run action by action: the time and memory of its step.
+"""Time and memory of a plan with pipeline stages, by simulating its schedule.
 
-Stages are those that the plan cuts, and micro-batches go through them as the schedule says:
+Both are sums:
 
-    step   = the simulated schedule + what the slowest rank does once + what is fixed
-    memory = the largest peak of a rank in the simulation + what no tensor can have
+    step   = the simulated schedule + work of the slowest rank once per step + fixed time
+    memory = the largest peak of a rank in the simulation + memory that tensors cannot use
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ExecutedStep:
 
     Attributes:
         graph: the captured model, at the size of one micro-batch.
-        plan: its choices, with the cuts.
-        hardware: the machine that the stages are priced for.
-        training_state: bytes that training keeps in addition to parameters.
+        plan: the plan with its stages.
+        hardware: figures of the machine.
+        training_state: gradients and optimizer states that training keeps for each parameter.
         software: figures of the runtime.
     """
 
@@ -80,15 +80,15 @@ class ExecutedStep:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The schedule as it runs."""
+        """The simulated schedule."""
         order = actions(self.pipeline, self.plan.micro_batches)
         waits = waits_for_sends(self.pipeline.schedule)
         return simulate(order, self.costs, waits_for_sends=waits)
 
     @cached_property
     def once_seconds(self) -> tuple[float, ...]:
-        """Gathers, reductions and the optimizer of every pipeline rank after its schedule, once a step."""
-        if self.pipeline.update_every:  # the schedule has them
+        """For every pipeline rank, seconds of gathers, reductions and the optimizer after its schedule."""
+        if self.pipeline.update_every:  # updates are part of the schedule
             return (0.0,) * self.pipeline.ranks
         of_stage = [float(self._table.once_seconds[edge]) for edge in self._edges]
         return tuple(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)
@@ -104,11 +104,11 @@ class ExecutedStep:
 
     @property
     def memory_bytes(self) -> float:
-        """Peak of the fullest rank, with the memory that no tensor can have."""
+        """Peak memory of the fullest rank, including memory that tensors cannot use."""
         return max(self.simulation.peak_bytes) + self.hardware.reserved_bytes
 
     def stored_bytes(self, tier: Tier) -> float:
-        """What the fullest rank keeps in a tier besides the device."""
+        """Bytes that the fullest rank stores in the tier host or nvme."""
         held = self.tables.memory.held(dict.fromkeys(TOUCHED, 1), tier)
         of_stage = [float(held[edge]) for edge in self._edges]
         return max(sum(of_stage[s] for s in stages) for stages in self._stages_of_ranks)

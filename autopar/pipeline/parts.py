@@ -1,4 +1,4 @@
-"""The parts of a model that stages consist of: its blocks, and what a cut inside of a block leaves of one."""
+"""The parts of which pipeline stages consist: blocks, and pieces of a block that a stage boundary cuts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autopar.pipeline.repetition import Repetition
 
 
 def block_starts(graph: Graph) -> tuple[str, ...]:
-    """Names of the ops at which a stage may begin when cuts are searched, that of the first one included.
+    """Name of the first op of every block: the ops with which the stages of a searched plan may begin.
 
-    They are those of the whole model, also where a captured layer stands for several.
+    These are the blocks of the whole model, even if a captured layer stands for several.
     """
     repetition = Repetition.of(graph)
     turns: dict[int, int] = {}
@@ -40,12 +40,13 @@ def _name(graph: Graph, op: str, copy: int) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A block, or what the beginning of a stage inside of it leaves of one.
+    """A block, or a piece of one if a stage begins inside of it.
 
     Attributes:
-        start: name of the op that it begins with.
+        start: name of the first op.
         block: number of the block.
-        may_repeat: whether it may run again in backward: layers may, and where there are none all blocks.
+        may_repeat: whether backward may recompute it: True for repeated layers, and for all blocks of a model without
+            them.
         captured: number of the part of the captured graph that has its ops.
     """
 
@@ -56,10 +57,9 @@ class Part:
 
 
 def find_parts(graph: Graph, starts: Iterable[str]) -> tuple[Part, ...]:
-    """The parts that begin with these ops, each in the block where it begins.
+    """The parts of the whole model that begin with these ops.
 
-    Where a captured layer stands for several, these are the parts of the whole model, and they are its blocks:
-    raises SearchError for other starts.
+    If a captured layer stands for several, a part can only be a whole block: other starts raise SearchError.
     """
     repetition = Repetition.of(graph)
     if repetition.groups:
@@ -97,19 +97,19 @@ def _repeated_parts(
 
 
 def count_repeating(graph: Graph) -> int:
-    """How many blocks of a model may run again in backward, in all its stages together."""
+    """Number of blocks of a model that backward may recompute."""
     return sum(part.may_repeat for part in find_parts(graph, block_starts(graph)))
 
 
 def ends_of_repeats(parts: Sequence[Part], recompute: Recompute) -> list[int]:
-    """For every part the end (exclusive) of those that a stage which begins with it recomputes in backward.
+    """For every part, the end (exclusive) of the parts that are recomputed in a stage beginning with this part.
 
-    The stage may end earlier. Parts in the range that may not repeat are not recomputed. Two parts of one
-    block count as one block.
+    The stage itself may end earlier. Parts without `may_repeat` are never recomputed. Two parts of one block count as
+    one block.
     """
     most = blocks_again(recompute, len(parts))
     again = [number for number, part in enumerate(parts) if part.may_repeat]
-    block = 0  # of the recomputed ones, from 0 on
+    block = 0  # counts the blocks that may be recomputed, from 0 on
     blocks = [block]
     for one, other in itertools.pairwise(again):
         block += parts[one].block != parts[other].block
@@ -123,7 +123,7 @@ def ends_of_repeats(parts: Sequence[Part], recompute: Recompute) -> list[int]:
 
 
 def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozenset[int]]:
-    """The blocks of a plan, those that it cuts in parts, and the numbers of those that run again."""
+    """The parts of a plan's stages, and the numbers of the parts that backward recomputes."""
     cuts = plan.pipeline.cuts if plan.pipeline else ()
     parts = find_parts(graph, {*block_starts(graph), *cuts})
     edges = [0, *(i for i, part in enumerate(parts) if part.start in cuts), len(parts)]
@@ -138,12 +138,12 @@ def repeating_parts(graph: Graph, plan: Plan) -> tuple[tuple[Part, ...], frozens
 
 
 def parts_of_ops(graph: Graph, plan: Plan) -> dict[str, int]:
-    """Name of every op -> number of its block, or of the part of it that a stage of the plan has."""
+    """Op name -> number of its part, in the stages of the plan."""
     return _numbers(graph, repeating_parts(graph, plan)[0])
 
 
 def blocks_of_ops(graph: Graph) -> dict[str, int]:
-    """Name of every op -> number of its block. Raises SearchError as `find_blocks` does."""
+    """Op name -> number of its block."""
     return _numbers(graph, find_parts(graph, block_starts(graph)))
 
 

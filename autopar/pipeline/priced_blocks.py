@@ -1,7 +1,7 @@
-"""The priced items of a plan, and the blocks of the whole model that each of them stands in.
+"""The work and memory of a plan, attributed to the blocks of the whole model.
 
-A graph may have fewer layers than the model: a captured part of a middle layer then stands for several parts of
-the whole model, see `autopar.pipeline.repetition`.
+A graph may have fewer layers than the model. A captured part of a middle layer then stands for several parts of the
+whole model, see `autopar.pipeline.repetition`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from autopar.pipeline.saved_values import SavedValues
 
 
 class PricedBlocks:
-    """A plan's items and holdings by block.
+    """A plan's work (items) and memory (holdings), with the blocks to which they belong.
 
-    Arguments are those of `autopar.pipeline.stage_costs.stage_table`.
+    The arguments are those of `autopar.pipeline.stage_costs.stage_table`.
 
     Attributes:
-        parts: the blocks of the whole model in order, those that a stage boundary cuts as two parts.
+        parts: the blocks of the whole model in order; a block that a stage boundary cuts is two parts.
         starts: name of the first op of every part.
-        unit: name of an op -> index of its captured part.
+        unit: op name -> index of its captured part.
         repeating: for every part whether it may be recomputed, of shape `(n,)`.
         unit_repeats: index of a captured part -> whether it may be recomputed.
         n: number of parts.
         units: number of captured parts.
-        uses: tensor -> the captured parts whose ops take it, ascending.
-        slices: what blocks keep in slices, where the plan is cut as it says itself.
-        items: work and communication of the captured ops, priced.
-        holdings: memory of parameters and of what belongs to them.
+        uses: tensor name -> the captured parts whose ops use the tensor, in ascending order.
+        slices: tensors that blocks save in slices, for the plan's own cuts.
+        items: priced work and communication of the captured ops.
+        holdings: memory of parameters, gradients and optimizer states, and other memory of the plan.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class PricedBlocks:
         return len({part.block for part in self.parts if part.may_repeat})
 
     def link(self, axis: str) -> Link:
-        """The link of a mesh axis; a stage of one rank has an axis that the mesh of all ranks lacks."""
+        """The link of a mesh axis. The mesh of a stage of one rank has an axis that the mesh of all ranks lacks."""
         names = self.world.names
         if axis not in names:
             return self.hardware.axis_link(1, 1, self.world.size)
         return self.hardware.link(self.world, names.index(axis))
 
     def _uses(self) -> dict[str, list[int]]:
-        """Tensor -> the captured parts whose ops take it, ascending."""
+        """Tensor name -> the captured parts whose ops use the tensor, in ascending order."""
         found: dict[str, list[int]] = {}
         for op in self.graph.ops:
             for name in op.operands:
@@ -96,9 +96,9 @@ class PricedBlocks:
         return found
 
     def rows_of(self, item: Item) -> tuple[list[int], float]:
-        """The blocks that an item stands in, and the share of its count in each."""
+        """The blocks of the whole model to which an item belongs, and the fraction of its count in each of them."""
         if item.moves:
-            unit = self.unit.get(item.of, self.units - 1)  # or for the end of the graph
+            unit = self.unit.get(item.of, self.units - 1)  # the default is the end of the graph
             found = self.spread(item.moves, {*self.uses.get(item.moves, ()), unit})
             return [min(at[unit]) for at in found if at.get(unit)], 1 / self.times(item.moves)
         if item.of in self.unit:
@@ -118,7 +118,7 @@ class PricedBlocks:
         return list(self.repetition.all_of(unit)) if self.repetition.groups else [unit]
 
     def spread(self, name: str, units: Collection[int]) -> list[Places]:
-        """The blocks of every tensor that a captured tensor stands for; see `Repetition.spread`."""
+        """The blocks that compute or use each tensor for which a captured tensor stands; see `Repetition.spread`."""
         if not self.repetition.groups:
             return [{unit: (unit,) for unit in units}]
         maker = self.graph.producer.get(name)
@@ -128,7 +128,7 @@ class PricedBlocks:
 
     @cached_property
     def _owned(self) -> frozenset[str]:
-        """Parameters and buffers, as tensors, of layers that stand for several."""
+        """Tensor names of the parameters and buffers of captured layers that stand for several layers."""
         graph = self.graph
         leaves = {**graph.parameters, **graph.buffers}
         return frozenset(

@@ -1,10 +1,10 @@
 """Which ops of a block can be recomputed in backward, and what is then kept for backward.
 
 [Note: recomputing ops] Every op of a block either runs once, in forward, or is *recomputed*: backward runs it
-a second time. That set of ops decides everything else. A tensor that a recomputed op makes is never kept.
-Any other tensor is kept if an op of the block saves it for its own backward, or if an op that is recomputed
-reads it. Parameters and buffers are there anyway. So every set of ops is possible, the empty set keeps what
-autograd keeps, and the set of all ops keeps only what enters the block.
+a second time. The set of recomputed ops decides which tensors are kept. A tensor that a recomputed op computes is never
+kept. Any other tensor is kept if an op of the block saves it for its own backward, or if a recomputed op reads it.
+Parameters and buffers exist anyway. Every set of ops is therefore possible: the empty set keeps what autograd keeps,
+and the set of all ops keeps only the tensors that enter the block.
 
     x -> norm -> n -> up -> h -> gelu -> g -> down -> y        saved: x and statistics, n, h, g
 
@@ -14,13 +14,14 @@ autograd keeps, and the set of all ops keeps only what enters the block.
     {norm, gelu}    x, h                        n is made again from x
     all             x                           `down` does not run: nobody needs y
 
-Views share the memory of their operand, so they are no choices. A conversion of a tensor to another layout is
-one: the gather of an activation can be repeated instead of keeping the gathered tensor (Korthikanti et al.
-2022, section 4.2.2). An op is named within its block, so that equal blocks have equal names:
+Views share the memory of their operand, so that recomputing them frees nothing, and they are not in the set. A
+conversion of a tensor to another layout can be: the all-gather of an activation is repeated instead of keeping the
+gathered tensor (Korthikanti et al. 2022, section 4.2.2). Names of ops are relative to the block, so that equal blocks
+have equal names:
 
     mlp.act/gelu        the op `aten.gelu` of the module `mlp.act` of the block
     attn/matmul#2       the second `aten.matmul` of `attn`
-    mlp.up/linear<0     the conversion of operand 0 of an op, for which it is first needed
+    mlp.up/linear<0  the conversion of operand 0 for the op `mlp.up/linear`, the first one that needs it
 
 Sources: Chen et al. 2016 (whole blocks), Korthikanti et al. 2022 (ops), Jain et al. 2020 (Checkmate, a program
 over single tensors). torch._functorch.partitioners asks the same question of a graph of forward and backward.
@@ -106,7 +107,7 @@ class BlockChoices(Generic[T]):
         return tuple(name for name in self.ops if name in needed)
 
     def running_makers(self, recomputed: Iterable[str]) -> Iterator[Maker]:
-        """The same by their names in the graph."""
+        """The recomputed ops whose results backward needs, by their names in the graph."""
         running = frozenset(self.running(recomputed))
         return (maker for maker, name in self.name_of.items() if name in running)
 
@@ -130,7 +131,7 @@ class BlockChoices(Generic[T]):
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Equal for blocks that have the same ops, sizes and durations."""
+        """A value that is equal for blocks with equal ops, sizes and durations."""
         numbers = {key: i for i, key in enumerate(self.tensors)}
         ops = (
             (name, op.seconds, tuple(numbers[x] for x in op.reads)) for name, op in self.ops.items()
@@ -166,7 +167,7 @@ def _within(module: str, path: str) -> str:
 
 
 def recomputable_names(graph: Graph, plan: Plan) -> dict[str, list[str]]:
-    """Path of every block -> the names of what may be recomputed of it under a plan."""
+    """Path of every block -> names of its ops and conversions that may be recomputed under a plan."""
     makers, names = Makers.find(graph, Flow(graph, plan)), op_names(graph, plan)
     found: dict[str, list[str]] = {}
     for maker in makers.of.values():
@@ -177,7 +178,7 @@ def recomputable_names(graph: Graph, plan: Plan) -> dict[str, list[str]]:
 
 
 def maker_name(graph: Graph, name: str, maker: Maker) -> str:
-    """The name within its block of an op, given that of the op, or of a conversion for it."""
+    """The name within its block of an op or a conversion, given the name of the op."""
     op, converted = maker
     return f"{name}<{graph.by_name[op].operands.index(converted)}" if converted else name
 
@@ -187,7 +188,7 @@ def maker_name(graph: Graph, name: str, maker: Maker) -> str:
 
 @dataclass(frozen=True)
 class Makers:
-    """What makes the memory of every tensor: an op, or a conversion; views make none.
+    """The op or conversion that computes the memory of every tensor; views compute none.
 
     Attributes:
         of: memory -> its maker, in the order of the forward.
@@ -199,7 +200,7 @@ class Makers:
 
     @classmethod
     def find(cls, graph: Graph, flow: Flow) -> Makers:
-        """The makers under a plan, of which `flow` has the layouts."""
+        """Finds the makers for the layouts that `flow` has."""
         of: dict[Memory, Maker] = {}
         source: dict[Maker, Memory] = {}
         leaves = (*graph.parameters.values(), *graph.buffers.values(), *graph.inputs.values())
@@ -222,7 +223,7 @@ class Makers:
 
 
 def recomputed_makers(graph: Graph, plan: Plan, selection: Selection) -> dict[Maker, bool]:
-    """For every op and conversion of the plan whether backward recomputes it; a view goes with its operand."""
+    """For every op and conversion of the plan, whether backward recomputes it; a view is as its operand."""
     flow = Flow(graph, plan)
     makers, names = Makers.find(graph, flow), op_names(graph, plan)
 
@@ -273,7 +274,10 @@ def selected_in(
     choices: Sequence[BlockChoices[Memory]], paths: Sequence[str], may_repeat: Sequence[bool],
     selection: Selection,
 ) -> Selected:  # fmt: skip
-    """What a selection recomputes and keeps, given the choices, path and right to repeat of every block."""
+    """The ops that a selection recomputes, and the tensors that blocks then keep.
+
+    For every block the arguments have its recomputable ops, its path, and whether it may be recomputed.
+    """
     makers: set[Maker] = set()
     kept: dict[Memory, tuple[str, ...]] = {}
     for block, path, may in zip(choices, paths, may_repeat, strict=True):
@@ -285,7 +289,7 @@ def selected_in(
 
 
 def selected(graph: Graph, plan: Plan, selection: Selection) -> Selected:
-    """What a selection recomputes and keeps under a plan."""
+    """The ops that a selection recomputes under a plan, and the tensors that blocks then keep."""
     parts, _ = repeating_parts(graph, plan)
     paths = [block.module for block in find_blocks(graph)]
     choices = block_choices(
@@ -376,7 +380,7 @@ class _Builder:
         return self._name(maker) if inside and maker and self._is_choice(maker) else None
 
     def _steps(self, op: Op) -> Iterator[tuple[Maker, tuple[Memory, ...]]]:
-        """The conversions for an op, and the op itself, each with what it reads."""
+        """The conversions for an op, and the op itself, each with the tensors that it reads."""
         reads = dict.fromkeys(
             self.flow.saved.memory(name, layout)
             for name, layout in zip(op.operands, self.flow.operands[op.name], strict=True)

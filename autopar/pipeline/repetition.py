@@ -1,13 +1,13 @@
-"""The blocks of a whole model, said of a graph that has three layers of each stack.
+"""The blocks of a whole model, given a graph with only three layers of each list of repeated layers.
 
     captured    embed  layers.0  layers.1               layers.2   head
     whole       embed  layers.0  layers.1 ... layers.30 layers.31  head
                                  `---- copies of layers.1 ----'
 
-Prices are found for the captured blocks and repeated. What one block makes and another uses is repeated as a
-relation between blocks: a tensor that the middle layer makes and the last layer uses is, in the whole model,
-made by every copy and used by the next one; one that all layers use (a mask, the result of an encoder) is a
-single tensor that every copy uses.
+The captured blocks are priced, and their prices are repeated for the copies. Tensors between blocks are repeated, too:
+if the middle layer computes a tensor and the last layer uses it, then in the whole model every copy computes such a
+tensor, and the next copy uses it. A tensor that all layers use (a mask, the result of an encoder) is one tensor
+that every copy uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Places = Mapping[int, tuple[int, ...]]  # captured block -> blocks of the whole 
 
 
 class Group(NamedTuple):
-    """Captured blocks, from `begin` up to `end`, of which the whole model has `times` copies."""
+    """The captured blocks `begin` to `end` - 1, of which the whole model has `times` copies."""
 
     begin: int
     end: int
@@ -40,13 +40,13 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Repetition:
-    """Which blocks of the whole model a captured block stands for.
+    """The blocks of the whole model for which each captured block stands.
 
     Attributes:
         blocks: captured blocks, in the graph's order.
-        groups: runs of captured blocks that stand for several, in order.
-        captured: for every block of the whole model the captured one, in order.
-        stacks: stacks of which the graph has fewer layers than the model.
+        groups: runs of captured blocks that stand for several blocks, in order.
+        captured: for every block of the whole model, the index of its captured block, in order.
+        stacks: lists of layers of which the graph has fewer than the model.
     """
 
     blocks: tuple[Block, ...]
@@ -56,7 +56,7 @@ class Repetition:
 
     @classmethod
     def of(cls, graph: Graph) -> Repetition:
-        """The repetition of a graph; of one with all its layers nothing is repeated."""
+        """Finds the repetition of a graph; in a graph with all layers of the model nothing is repeated."""
         blocks = find_blocks(graph)
         groups = tuple(_groups(graph, blocks))
         captured: list[int] = []
@@ -70,7 +70,7 @@ class Repetition:
         return cls(blocks, groups, tuple(captured), short)
 
     def module(self, place: int) -> str:
-        """Path of the module that a block of the whole model is, such as `layers.37`."""
+        """Path of the module of a block of the whole model, such as `layers.37`."""
         block = self.captured[place]
         found, group = self.blocks[block].module, self.group_of(block)
         return self.layer(found, (place - self.at(block)) // group.length if group else 0)
@@ -133,16 +133,16 @@ class Repetition:
         ]
 
     def _seen(self, block: int, group: Group, copy: int) -> int | None:
-        """Where a captured block stands that has to do with one copy of what a group makes."""
+        """The block of the whole model that computes or uses one copy of a tensor of a group; None if there is none."""
         if block in group:
             return self.at(block, copy)
         if block < group.begin or copy == group.times - 1:
             return self.at(block)
-        follower = block - group.length  # what the last layer reads, the next copy does
+        follower = block - group.length  # the next copy reads what the last layer reads
         return self.at(follower, copy + 1) if follower in group else None
 
     def _shared(self, block: int, made: int | None, blocks: Collection[int]) -> tuple[int, ...]:
-        """The places of a block that uses what is made outside of its group."""
+        """The copies of a captured block that use a tensor computed outside of its group."""
         group = self.group_of(block)
         if group is None or made is None:
             return self.all_of(block)

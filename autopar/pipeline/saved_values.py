@@ -1,10 +1,10 @@
-"""What blocks keep in slices for backward, as a plan's `saved` lines have it.
+"""The tensors that blocks save in slices, by the `saved` lines of a plan (see `autopar.ir.saved`).
 
-Of a block that is recomputed stay its inputs (its checkpoints), or what its recomputed ops read; of any other block
-what its ops save. A line slices what stays where every rank has all of it (`autopar.pipeline.block_values` has the
-names). Left alone are an axis that splits the tensor already or along which it is a partial sum, a tensor that shows a
-part of a larger memory, and one that crosses between the pipeline's stages, because torch.distributed.pipelining
-keeps what a stage received and sent.
+A recomputed block saves its inputs, or the tensors that its recomputed ops read. Any other block saves what its ops
+save. A `saved` line slices such a tensor along axes on which every rank has all of it (`autopar.pipeline.block_values`
+has the names). It has no effect along an axis that splits the tensor already, or along which it is a partial sum. It
+has no effect on a tensor that is a part of a larger memory, or that is sent between pipeline stages, because
+torch.distributed.pipelining keeps the whole tensors that a stage received and sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.pipeline.block_values import BlockValue, BlockValues
 
 @dataclass(frozen=True)
 class SavedValues:
-    """What the blocks of a plan keep in slices.
+    """The tensors that the blocks of a plan save in slices.
 
     Args:
         graph: the captured model, with all of its layers.
@@ -41,17 +41,17 @@ class SavedValues:
 
     @property
     def inputs(self) -> tuple[BlockValue, ...]:
-        """What enters the blocks that may be recomputed, in order."""
+        """The tensors that enter the blocks that may be recomputed, in order."""
         return self.of.inputs
 
     @cached_property
     def all(self) -> tuple[BlockValue, ...]:
-        """What enters these blocks, and what they make themselves."""
+        """The tensors that enter these blocks, and those that they compute themselves."""
         return (*self.of.inputs, *self.of.made)
 
     @cached_property
     def slices(self) -> tuple[KeptSlice, ...]:
-        """What blocks keep in slices: what enters them, and then what they make, each in order."""
+        """The tensors saved in slices: first those that enter blocks, then those that blocks compute, each in order."""
         return tuple(self._slices()) if self.plan.saved else ()
 
     def _slices(self) -> Iterator[KeptSlice]:
@@ -66,7 +66,7 @@ class SavedValues:
                 )
 
     def check(self) -> None:
-        """Raises PlanError for a line of a tensor that the model does not have, or that cannot be sliced so."""
+        """Raises PlanError for a line whose tensor the model does not have, or that cannot slice its tensor."""
         for name in self.plan.saved:
             if not any(name in (each.name, each.pattern) for each in self.all):
                 own = [dict.fromkeys(e.pattern for e in few) for few in (self.inputs, self.of.made)]
@@ -91,7 +91,7 @@ class SavedValues:
             )
 
     def holds(self, name: str) -> bool:
-        """Whether the model has the tensor of a line, and can slice it so wherever the line is for."""
+        """Whether the model has the tensor of a line, and the line can slice it in every block that it matches."""
         meant = [each for each in self.all if name in (each.name, each.pattern)]
         lines = [(each, each.line(self.plan.saved)) for each in meant]
         return bool(meant) and all(line is None or self._allows(each, line) for each, line in lines)
@@ -99,9 +99,10 @@ class SavedValues:
     # --- the word "partitioned"
 
     def partitioned(self) -> dict[str, SavedLayout]:
-        """Lines that slice all that blocks keep along every axis that replicates it, by the first dim that can be.
+        """The `saved` lines of `recompute="partitioned"`: every saved tensor is sliced along all axes that replicate
+        it.
 
-        One line for all blocks of a pattern where it is the same for them.
+        The first dim that can be sliced is. Blocks with equal lines share one line with a pattern.
         """
         wanted: dict[str, dict[str, SavedLayout | None]] = {}
         for each in self.all:

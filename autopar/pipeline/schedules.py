@@ -1,18 +1,17 @@
-"""What every rank of a pipeline does, in order: the lists of actions of torch's schedules.
+"""Pipeline schedules: for every rank the list of its actions, in order, as torch's schedules run them.
 
-An action is written as torch writes it, stage, kind and micro-batch: `2F0` is the forward of
+An action is written as in torch, with stage, kind and micro-batch: `2F0` is the forward of
 micro-batch 0 on stage 2. The kinds are
 
     F, B              forward, backward
     I, W              the two halves of a backward: gradients of the inputs, gradients of the weights
-    SEND_F, RECV_F    of what the stage gives to the next one, of what it gets from the one before
-    SEND_B, RECV_B    of the gradients of the same, the other way
-    U                 an update of the stage's parameters, after the backward of this micro-batch
+    SEND_F, RECV_F send the stage's output to the next stage, receive its input from the previous one
+    SEND_B, RECV_B send the gradient of its input to the previous stage, receive that of its output
+    U              an update of the stage's parameters, after the backward of this micro-batch
 
-Between neighbours on one rank nothing is sent. The lists are those that the classes of
-torch.distributed.pipelining run, asked of the classes themselves (`_torch.pipeline_actions`), so that
-what is simulated and what is run cannot differ. Schedules without a flush are 1F1B with updates between backwards
-(`autopar.pipeline.versions`).
+Neighbouring stages on one rank send nothing. The classes of torch.distributed.pipelining give their own lists
+(`_torch.pipeline_actions`), so that the simulation and the run use the same actions. Schedules without a flush are
+1F1B with updates between backwards (`autopar.pipeline.versions`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "U"]
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """One action of a rank, such as the forward of a micro-batch on a stage."""
 
     kind: Kind
     stage: int
@@ -43,16 +42,16 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-Actions = Sequence[Sequence[Action]]  # of every pipeline rank
+Actions = Sequence[Sequence[Action]]  # for every pipeline rank its actions, in order
 
 
 class Timed(NamedTuple):
-    """An action that takes time, with the numbers of what it waits for and of what it brings.
+    """An action that takes time, and the arrival of a tensor that it waits for or causes.
 
     Attributes:
         action: the action.
-        rank: rank that does it.
-        arrival: number of the arrival that a computation waits for, or that a send brings; 0 for none.
+        rank: rank that runs it.
+        arrival: number of the arrival for which a computation waits, or which a send causes; 0 for none.
         link: ranks at both ends of a send's link; None for a computation.
     """
 
@@ -82,11 +81,10 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
 
     @cached_property
     def in_order(self) -> tuple[Action, ...]:
-        """All actions of all ranks, each after those of its rank before it and after what it needs.
+        """All actions of all ranks, in an order in which each comes after all actions that it needs.
 
-        A receive comes after its send, and a stage's forward after its receive, or after the forward of
-        the stage before it where that is on the same rank. An AssertionError says which actions would
-        wait for ever.
+        A receive comes after its send, and a stage's forward after its receive (or after the forward of
+        the previous stage, if it is on the same rank). Raises AssertionError with the actions that would wait forever.
         """
         rest = [deque(each) for each in self]
         order: list[Action] = []
@@ -111,7 +109,7 @@ class ActionLists(tuple[tuple[Action, ...], ...]):
 
     @cached_property
     def timed(self) -> tuple[Timed, ...]:
-        """The computations and sends of `in_order`. A receive takes no time: what needs it waits."""
+        """The computations and sends of `in_order`. A receive takes no time; the action that needs it waits."""
         rank_of, found = self.rank_of, []
         numbers: dict[tuple[str, int, int], int] = {}  # what arrives -> number from 1 on
         for action in self.in_order:
@@ -160,7 +158,7 @@ def _whole_groups(pipeline: Pipeline, micro_batches: int) -> str:
 
 
 class _Row(NamedTuple):
-    """A schedule: its class in torch, and which relation a number of micro-batches breaks, "" for none."""
+    """A schedule: its class in torch, and a function naming the rule that a number of micro-batches breaks."""
 
     torch_class: str
     broken: Callable[[Pipeline, int], str]
@@ -181,12 +179,12 @@ _ROWS = {
 
 
 def splits_backward(pipeline: Pipeline) -> bool:
-    """Whether the schedule runs the two halves of a backward apart."""
+    """Whether the schedule runs the two halves of a backward as separate actions."""
     return pipeline.schedule in ("zb", "zbv", "dualpipev")
 
 
 def waits_for_sends(schedule: str) -> bool:
-    """Whether a rank waits until what it sends has arrived. torch's 1F1B joins a send to the next receive."""
+    """Whether a rank waits until a tensor that it sends has arrived: torch's 1F1B batches a send with a receive."""
     return _ROWS[schedule].torch_class == "Schedule1F1B"
 
 
@@ -198,7 +196,7 @@ def schedule_class(name: str) -> type[Any]:
 
 
 def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
-    """Raises PlanError where the pipeline's schedule does not take so many micro-batches."""
+    """Raises PlanError if the pipeline's schedule cannot run this number of micro-batches."""
     if micro_batches < 1:
         raise PlanError(f"A pipeline runs at least one micro-batch, and {micro_batches} are asked.")
     broken = _ROWS[pipeline.schedule].broken
@@ -215,7 +213,7 @@ def check_micro_batches(pipeline: Pipeline, micro_batches: int) -> None:
 
 
 def takes(pipeline: Pipeline, micro_batches: int) -> bool:
-    """Whether the pipeline's schedule takes so many micro-batches."""
+    """Whether the pipeline's schedule can run this number of micro-batches."""
     return micro_batches >= 1 and not _ROWS[pipeline.schedule].broken(pipeline, micro_batches)
 
 
@@ -237,16 +235,16 @@ def _unbounded(schedule: str) -> str:
 
 
 def actions(pipeline: Pipeline, micro_batches: int) -> ActionLists:
-    """What every pipeline rank does in a step, in order.
+    """For every pipeline rank the actions of a step, in order.
 
-    Raises PlanError where the schedule does not take so many micro-batches.
+    Raises PlanError if the schedule cannot run this number of micro-batches.
     """
     check_micro_batches(pipeline, micro_batches)
     placement = tuple(pipeline.stages_of(rank) for rank in range(pipeline.ranks))
     return _actions(pipeline.schedule, placement, micro_batches, pipeline.update_every)
 
 
-# A search asks again and again. Lists of 200,000 actions, with what follows from them, take about 45 MB.
+# A search asks for the same lists many times. Lists of 200,000 actions, with their cached properties, take about 45 MB.
 @functools.lru_cache(maxsize=12)
 def _actions(
     schedule: str, placement: tuple[tuple[int, ...], ...], micro_batches: int, update_every: int
@@ -265,13 +263,13 @@ def _with_updates(own: Iterable[Action], every: int) -> Iterator[Action]:
 
 
 def _results(action: Action) -> tuple[Action, ...]:
-    """A whole backward has the gradients of the inputs too."""
+    """The actions that are done after an action: a whole backward (B) also does its first half (I)."""
     kind, stage, micro_batch = action
     return (action, Action("I", stage, micro_batch)) if kind == "B" else (action,)
 
 
 def _needs(action: Action, rank_of: Mapping[int, int]) -> Iterator[Action]:
-    """What must have been done before an action, on its own rank or, for a receive, on another."""
+    """The actions that must be done before an action, on its own rank or, for a receive, on another one."""
     kind, stage, number = action
     if kind == "F" and stage > 0:
         local = rank_of[stage - 1] == rank_of[stage]

@@ -1,4 +1,4 @@
-"""The single ops that can be recomputed of every block, and the memory that a selection of them frees."""
+"""For every block, the single ops that can be recomputed, and the memory that recomputing some of them frees."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SelectableOps:
         return [(path, choices) for path, choices, may_repeat in found if may_repeat]
 
     def _alone(self, item: Item) -> float:
-        """Seconds of an item with nothing to hide it; where the host runs ahead, the device does not wait for it."""
+        """Seconds of an item without overlap; launching counts unless the host launches ahead of the device."""
         issued = 0.0 if self.blocks.software.runs_ahead else self.blocks.step.issue_seconds(item)
         return item.count * max(item.seconds, issued if item.kernels else 0.0)
 
@@ -57,7 +57,7 @@ class SelectableOps:
         return selected_in(self.choices, self.paths, self.blocks.repeating.tolist(), selection)
 
     def kept_with(self, selection: Selection) -> dict[Memory, list[int]]:
-        """Memory that stays for backward under a selection -> the blocks that keep it."""
+        """Memory saved for backward under a selection -> the blocks that save it."""
         found: dict[Memory, list[int]] = {}
         for unit, (path, choices) in enumerate(zip(self.paths, self.choices, strict=True)):
             names = selection.names(path) if self.blocks.repeating[unit] else ()

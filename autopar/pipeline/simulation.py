@@ -1,10 +1,9 @@
-"""A step of a pipeline, action by action: when each runs, where ranks idle, and what they hold.
+"""Simulates the schedule of a pipeline: when every action runs, how long ranks idle, and how much memory they hold.
 
-The actions are those of `schedules.actions`, each rank's in its order. A rank computes one action at a
-time. A send occupies the link between two ranks in one direction, one after the other and beside
-compute; an action that needs what is received begins when that has arrived. Memory of a micro-batch is
-held from its forward until its backward; where the backward is split, a part of it until the weights'
-gradients are made.
+Each rank computes its actions (`schedules.actions`) one at a time, in order. Sends between two ranks in one direction
+run one after the other, and overlap with compute. An action that needs a received tensor begins when it has arrived.
+The activations of a micro-batch are held from its forward until its backward. If the backward is split into two
+halves, a part of them is held until the gradients of the weights are computed.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from autopar.pipeline.schedules import ActionLists, Actions, Kind, Timed
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What a stage costs on its rank, for one micro-batch where nothing else is said.
+    """Time and memory of a stage on its rank, for one micro-batch unless an attribute says otherwise.
 
     Attributes:
         forward_seconds: duration of a forward.
         backward_seconds: duration of a whole backward, recomputation included.
-        weight_seconds: the share of `backward_seconds` that makes the gradients of the weights, where a
-            schedule splits the backward. Torch does not split that of stage 0, whose input needs no
-            gradient: all of it is done there (`PipelineStage.backward_one_chunk`).
-        saved_bytes: held from the forward until the backward.
-        weight_saved_bytes: the share of `saved_bytes` that a split backward holds until the weights'
-            gradients are made; None for all of it.
-        working_bytes: held besides while the stage computes.
-        kept_bytes: held in all of the step, such as parameters and gradients.
-        version_bytes: one further version of the stage's parameters, see `versions.with_versions`.
-        update_seconds: duration of an update, where the schedule has updates of its own.
-        send_forward_seconds: duration of sending its output to the next stage.
-        send_backward_seconds: duration of sending the gradient of its input to the previous stage.
+        weight_seconds: part of `backward_seconds` that computes gradients of weights, for a schedule that splits the
+            backward. On stage 0, whose input needs no gradient, torch computes them with the first half
+            (`PipelineStage.backward_one_chunk`).
+        saved_bytes: bytes of the activations saved from the forward until the backward.
+        weight_saved_bytes: part of `saved_bytes` that a split backward holds until the gradients of the weights are
+            computed; None for all of it.
+        working_bytes: further bytes while the stage computes.
+        kept_bytes: bytes held during the whole step, such as parameters and gradients.
+        version_bytes: bytes of one more version of the stage's parameters, see `versions.with_versions`.
+        update_seconds: duration of an update, if the schedule has updates inside of a step.
+        send_forward_seconds: duration of sending the stage's output to the next stage.
+        send_backward_seconds: duration of sending the gradient of the stage's input to the previous stage.
     """
 
     forward_seconds: float
@@ -57,7 +56,7 @@ class StageCosts:
 
     @property
     def seconds(self) -> Mapping[Kind, float]:
-        """How long an action takes: of the rank, or of a link for a send."""
+        """Kind of an action -> its duration on the rank, or on the link for a send."""
         return {
             "F": self.forward_seconds,
             "B": self.backward_seconds,
@@ -70,7 +69,7 @@ class StageCosts:
 
     @property
     def grown_bytes(self) -> Mapping[Kind, float]:
-        """How much more is held from an action on; what is let go is negative."""
+        """Kind of an action -> bytes that the rank holds more after it; negative if the action frees memory."""
         late = self.saved_bytes if self.weight_saved_bytes is None else self.weight_saved_bytes
         return {
             "F": self.saved_bytes,
@@ -82,7 +81,7 @@ class StageCosts:
 
 
 class Span(NamedTuple):
-    """Something that takes time on a rank, or for a send on the link from it."""
+    """A time span of an action on a rank; for a send, on the link from this rank."""
 
     rank: int
     stage: int
@@ -94,15 +93,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of a pipeline; sequences have one entry a rank.
+    """A simulated step of a pipeline.
 
     Attributes:
-        step_seconds: from the first forward to the last backward or arrival.
-        busy_seconds: time during which the rank computes.
-        peak_bytes: the most that the rank holds at once.
-        peak_seconds: when it first holds that.
-        timed: the actions that take time, sends included, in an order of execution.
-        times: pairs of seconds at which each of them begins and ends.
+        step_seconds: time from the first forward to the last backward or arrival.
+        busy_seconds: for every rank, the time during which it computes.
+        peak_bytes: for every rank, its peak memory.
+        peak_seconds: for every rank, the time at which it first reaches its peak memory.
+        timed: computations and sends, in an order of execution.
+        times: for each of them, the times at which it begins and ends.
     """
 
     step_seconds: float
@@ -123,12 +122,15 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over all ranks' time."""
+        """Fraction of the step during which a rank idles, on average."""
         return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def full_seconds(self) -> tuple[float, float]:
-        """From when the first rank begins its first backward, until it ends its last forward: the pipeline is full."""
+        """Begin and end of the time during which the pipeline is full.
+
+        It begins with the first backward of the first rank, and ends with the last forward of the first rank.
+        """
         first = [span for span in self.spans if span.rank == 0]
         begin = min(span.begin_seconds for span in first if span.kind in "BI")
         return begin, max(span.end_seconds for span in first if span.kind == "F")
@@ -145,7 +147,7 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What takes time, sends included, in an order of execution."""
+        """The time spans of all computations and sends, in an order of execution."""
         return tuple(
             Span(each.rank, each.action.stage, each.action.micro_batch, each.action.kind, *when)
             for each, when in zip(self.timed, self.times, strict=True)
@@ -156,12 +158,12 @@ class Simulation:
 def simulate(
     actions: Actions, costs: Sequence[StageCosts], *, waits_for_sends: bool = False
 ) -> Simulation:
-    """Runs the actions of all ranks.
+    """Simulates the actions of all ranks.
 
     Args:
         actions: actions of every rank, as `schedules.actions` gives them.
-        costs: durations of every stage.
-        waits_for_sends: whether a rank goes on only when what it sends has arrived, see
+        costs: time and memory of every stage.
+        waits_for_sends: whether a rank waits until each tensor that it sends has arrived, see
             `schedules.waits_for_sends`.
     """
     lists = ActionLists.of(actions)
@@ -182,7 +184,7 @@ def simulate(
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank while it runs: when it is free, how long it has computed, what it holds and held at most."""
+    """The state of a rank in a simulation: when it is free, how long it has computed, its memory and peak memory."""
 
     held_bytes: float
     peak_bytes: float

@@ -1,7 +1,7 @@
-"""Bytes of every stage: memory held all the time, memory that stays for backward, and transient memory.
+"""Bytes of all possible stages: memory of the whole step, memory saved for backward, and transient memory.
 
-For every micro-batch in flight a stage holds the tensors that its ops keep for backward and, because
-`torch.distributed.pipelining` does, the values that it received and sent.
+For every micro-batch in flight, a stage holds the tensors that its ops save for backward, and the tensors that it
+received and sent (`torch.distributed.pipelining` keeps these).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autopar.pipeline.stretches import has, sums
 
 
 class StageBytes:
-    """Bytes of a plan's stages.
+    """Bytes of all possible stages of a plan.
 
     Args:
-        blocks: the plan's items by block.
-        crossings: what crosses from one block to a later one.
+        blocks: the plan's work and memory, by block.
+        crossings: tensors that one block computes and a later one uses.
     """
 
     def __init__(self, blocks: PricedBlocks, crossings: Crossings) -> None:
@@ -41,9 +41,9 @@ class StageBytes:
         """Bytes of parameters and their gradients and states, counted once in every stage that uses them.
 
         Args:
-            weights: kind of a holding -> number of times that it counts.
-            tier: memory in which the counted holdings lie.
-            stored_alone: whether only holdings count that the optimizer finds there.
+            weights: kind of a holding, such as "gradients" -> number of times that its bytes count.
+            tier: tier of the holdings that count.
+            stored_alone: whether only holdings count that the optimizer reads or updates.
         """
         held: dict[str, float] = {}
         for h in self.blocks.holdings:
@@ -58,7 +58,7 @@ class StageBytes:
         )
 
     def _covered(self, shared: Iterable[tuple[float, Sequence[int]]]) -> np.ndarray:
-        """Bytes of every stage, from pairs of a size and the blocks of which a stage needs one to count it, once."""
+        """Bytes of every stage, given pairs of bytes and blocks; a stage with any of the blocks has the bytes."""
         n = self.blocks.n
         single, total = np.zeros(n), np.zeros((n + 1, n + 1))
         sizes: dict[tuple[int, ...], float] = {}
@@ -73,12 +73,15 @@ class StageBytes:
 
     @cached_property
     def stays(self) -> StayingBytes:
-        """All memory that stays for backward or crosses between blocks, where whole blocks are recomputed."""
+        """The memory saved for backward or sent between blocks, if whole blocks are recomputed."""
         memories = self._memories(self._staying(self.blocks.unit_repeats))
         return StayingBytes(memories, self._moments, self.blocks.repeating, keeps_part=False)
 
     def stays_with(self, entering: Mapping[Memory, Sequence[int]]) -> StayingBytes:
-        """The same, where `entering` says which memory stays of recomputed blocks, and for which captured parts."""
+        """The memory saved for backward or sent between blocks, if single ops are recomputed.
+
+        `entering` maps the memory that recomputed blocks save to the captured parts that save it.
+        """
         memories = self._memories(entering)
         return StayingBytes(memories, self._moments, self.blocks.repeating, keeps_part=True)
 
@@ -108,7 +111,7 @@ class StageBytes:
     def _slices(
         self, kept: Mapping[Memory, Sequence[int]], entering: Mapping[Memory, Sequence[int]]
     ) -> list[KeptSlice]:
-        """The slices of memory that their block would keep otherwise."""
+        """The slices that are saved in place of memory that their block would save as a whole."""
         return [
             each
             for each in self.blocks.slices
@@ -121,7 +124,7 @@ class StageBytes:
         kept: dict[Memory, list[int]],
         entering: dict[Memory, Sequence[int]],
     ) -> Staying:
-        """A slice that its block keeps in place of the memory, which is taken from what it keeps."""
+        """The memory of a slice; removes the memory that it replaces from what the block saves."""
         size = self.blocks.bytes((each.tensor, each.slice_layout))
         at = (each.block,)
         if each.block in self._again:
@@ -137,7 +140,7 @@ class StageBytes:
 
     @cached_property
     def _wires(self) -> dict[Memory, list[tuple[int, int]]]:
-        """Memory that crosses -> pairs of the captured part that makes it and the last that uses it."""
+        """Memory that later blocks use -> pairs of the captured part computing it and the last part using it."""
         found: dict[Memory, list[tuple[int, int]]] = {}
         for name, span in self.crossings.spans.items():
             at = self.blocks.flow.saved.memory(name, self.blocks.flow.produced[name])
@@ -145,9 +148,9 @@ class StageBytes:
         return found
 
     def _staying(self, again: Mapping[int, bool]) -> dict[Memory, list[int]]:
-        """Memory that stays for backward -> the captured parts that keep it.
+        """Memory saved for backward -> the captured parts that save it.
 
-        A part that is recomputed (`again`) keeps only the tensors that enter it.
+        A recomputed part (`again`) saves only the tensors that enter it.
         """
         graph, flow = self.blocks.graph, self.blocks.flow
         stored = {*graph.parameters.values(), *graph.buffers.values()}
@@ -165,7 +168,7 @@ class StageBytes:
         return found
 
     def _from_outside(self, op: Op) -> tuple[str, ...]:
-        """Operands that are made outside of the op's block."""
+        """Operands of an op that no op of its block computes."""
         makers = {name: self.blocks.graph.producer.get(name) for name in op.operands}
         unit = self.blocks.unit[op.name]
         return tuple(
@@ -174,7 +177,7 @@ class StageBytes:
 
     @cached_property
     def _moments(self) -> np.ndarray:
-        """Bytes that every block has for a moment: the loss, or gathered parameters with gradients."""
+        """Transient bytes of every block: of a loss, or of gathered parameters with their gradients."""
         blocks = self.blocks
         gathered, losses = np.zeros(blocks.n), np.zeros(blocks.n)
         for h in blocks.holdings:

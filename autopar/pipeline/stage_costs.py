@@ -1,19 +1,19 @@
-"""What the stages of a pipeline cost: every stretch of blocks, priced at once.
+"""The costs of all possible pipeline stages: of every stretch of neighbouring blocks.
 
-With n blocks there are n (n + 1) / 2 stages to choose from, from block i up to block j. Work adds up, so
-that the seconds of all of them are differences of one running sum over the blocks; what several blocks
-share (a tied embedding, a mask, the residual stream) is counted once in every stage that has any of them.
+Out of n blocks, n (n + 1) / 2 stages are possible, each with the blocks i to j - 1. Seconds add up, so that the seconds
+of every stage are the difference of two values of one running sum over the blocks. Memory that several blocks share
+(a tied embedding, a mask, the residual stream) counts once in every stage that has one of these blocks.
 
 The items of a plan are attributed to blocks (`priced_blocks`), summed over stretches of blocks (`stretches`) as
 seconds (`stage_seconds`), bytes (`stage_bytes`) and messages (`crossings`), and composed to a `StageTable` here.
 
-[Note: recomputed blocks] A recomputed block keeps only the tensors that enter it, and has all its memory while
-it is recomputed (Chen et al. 2016). The recomputed blocks are the first ones of a stage (`autopar.ir.recompute`):
-in the stage i .. j they are the blocks up to a block e(i). The recomputed work is the sum from i to e(i); the kept
-memory is the sum of entering tensors up to e(i) and of all saved tensors from there on. When these blocks are
-recomputed, the blocks after e(i) have run backward, so only memory in excess of theirs is new. A gathered
-parameter is not gathered once more: backward gathers it anyway. Where single ops are selected
-(`autopar.pipeline.recomputable`), every block that may repeat recomputes its selected ops.
+[Note: recomputed blocks] A recomputed block keeps only the tensors that enter it. While backward recomputes it, all its
+saved tensors exist (Chen et al. 2016). The recomputed blocks are the first ones of a stage (`autopar.ir.recompute`):
+in a stage that begins with block i, the blocks i to e(i) - 1. The recomputed work is the sum over these blocks. The
+saved memory is the sum of the inputs of these blocks, and of all saved tensors of the other blocks. Backward has
+finished the other blocks before it recomputes, and has freed their tensors; only memory beyond theirs raises the peak.
+Gathers of parameters do not count as recomputed work, because backward gathers parameters anyway. If single ops are
+selected (`autopar.pipeline.recomputable`), every block that may be recomputed recomputes its selected ops.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def stage_table(
 
     Args:
         graph: the captured model, at the size of one micro-batch.
-        plan: gives layouts, micro-batches and recomputation; its own cuts are not looked at.
-        hardware: what the prices are made of.
-        starts: where blocks begin, the first op included; by default `block_starts(graph)`.
-        world: the mesh of all ranks, for the links; by default `plan.world_mesh`.
+        plan: plan with layouts, micro-batches and recomputation; its cuts are ignored.
+        hardware: machine whose figures give the prices.
+        starts: name of the first op of every block; by default `block_starts(graph)`.
+        world: mesh of all ranks, which decides the links; by default `plan.world_mesh`.
         training_state, software: see `autopar.cost_model`.
     """
     tables = StageTables(
@@ -81,7 +81,7 @@ def costs_of_stages(
     training_state: TrainingState = FULL,
     software: Software = AUTOPAR,
 ) -> tuple[StageCosts, ...]:
-    """What the stages of a plan cost, wherever it is cut; one stage for a plan without a pipeline."""
+    """The costs of the stages of a plan; a plan without a pipeline has one stage."""
     cuts = plan.pipeline.cuts if plan.pipeline else ()
     places = {op.name: i for i, op in enumerate(graph.ops)}
     starts = sorted({*block_starts(graph), *cuts}, key=places.__getitem__)
@@ -95,11 +95,11 @@ class StageTables:
     """The tables of a plan for any number of recomputed blocks; see `stage_table` for the arguments.
 
     Attributes:
-        blocks: the plan's items and holdings by block.
-        memory: the memory of its stages.
+        blocks: the plan's work (items) and memory (holdings), by block.
+        memory: bytes of all possible stages.
         parts: the blocks of the whole model, in order.
         starts: name of the first op of every block.
-        repetition: the blocks that a captured block stands for.
+        repetition: relation of captured blocks to the blocks of the whole model.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class StageTables:
 
     @property
     def selectable(self) -> list[tuple[str, BlockChoices[Memory]]]:
-        """Path and choices of every block of which ops may be recomputed."""
+        """For every block with recomputable ops, its path, and these ops with the tensors that it may keep."""
         return self._selectable.selectable
 
     def at(self, recompute: Recompute) -> StageTable:
-        """The table where so many blocks of every stage are recomputed."""
+        """The table of costs with this recomputation in every stage."""
         if recompute not in self._found:
             self._found[recompute] = self._with(recompute, Turn.of(self._turns(recompute)))
         return self._found[recompute]
 
     def whole(self, recompute: Recompute) -> WholeModel:
-        """Figures of the table that bound every plan of stages, without the table."""
+        """Figures of all blocks together, which bound the costs of any cuts; computed without the table."""
         if isinstance(recompute, Selection):
             return self.at(recompute).whole
         if recompute not in self._wholes:
@@ -156,7 +156,7 @@ class StageTables:
         return [*ends_of_repeats(self.blocks.parts, recompute), self.blocks.n]
 
     def _stays(self, recompute: Recompute) -> StayingBytes:
-        """The memory that stays for backward; that of selected ops is found for every selection."""
+        """The memory saved for backward with this recomputation."""
         if isinstance(recompute, Selection):
             return self.memory.stays_with(self._selectable.kept_with(recompute))
         return self.memory.stays
@@ -195,17 +195,17 @@ class StageTables:
 
     @cached_property
     def _kept_bytes(self) -> np.ndarray:
-        """Bytes that a stage holds all the time."""
+        """Bytes that every possible stage holds during the whole step."""
         return self.memory.held({"parameters": 1, "gradients": 1, "optimizer": 1, "buffers": 1})
 
     @cached_property
     def _version_bytes(self) -> np.ndarray:
-        """Bytes of one more version of a stage's parameters."""
+        """Bytes of one more version of the parameters of every possible stage."""
         return self.memory.held({"parameters": 1})
 
     @cached_property
     def _optimizer_seconds(self) -> np.ndarray:
-        """Seconds of an update in every tier; see `autopar.cost_model.step`."""
+        """Seconds of the optimizer's update of every possible stage; see `autopar.cost_model.step`."""
         rate = self.blocks.hardware.updates_per_second
         tiers = dict.fromkeys(("device", *(h.tier for h in self.blocks.holdings)))
         touched = {tier: self.memory.held(TOUCHED, tier, stored_alone=True) for tier in tiers}

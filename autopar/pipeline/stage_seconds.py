@@ -1,4 +1,4 @@
-"""Seconds of every stage: forward, backward, recomputation, and what is done once a step."""
+"""Seconds of all possible stages: forward, backward, recomputation, and work once per step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from autopar.pipeline.stretches import Turn, ratio
 
 _Columns = Sequence[np.ndarray]  # seconds of every stage, by column of a block's work
 
-# Seconds of a block in one direction, as columns: computation, communication of parameters and gradients,
-# communication of activations, the wait for the host op by op, and its sum where the host runs ahead.
+# Columns of the seconds of a block in one direction: computation; communication of parameters and gradients;
+# communication of activations; waiting for the host, op by op; and the excess of launching over running (it may be
+# negative), which counts if the host launches kernels ahead of the device.
 _COMPUTE, _STORED, _ACTIVATIONS, _WAITS, _AHEAD = range(5)
 
 
@@ -28,9 +29,9 @@ class BlockWork(NamedTuple):
     Attributes:
         forward: seconds of forward, of shape `(n, 3, 5)`.
         backward: seconds of backward, of shape `(n, 3, 5)`.
-        recomputed: change of backward where the block is recomputed, see `Item.recomputed`.
+        recomputed: seconds that backward takes more if the block is recomputed, of shape `(n, 3, 5)`.
         weights: seconds of backward for gradients of parameters, of shape `(n,)`.
-        once: seconds of gathers and reductions once a step, of shape `(n, 2)`.
+        once: seconds of gathers and of reductions that run once per step, of shape `(n, 2)`.
     """
 
     forward: np.ndarray
@@ -98,7 +99,7 @@ class StageSeconds:
         return row
 
     def _weight_share(self, item: Item) -> float:
-        """The share of an item of backward that no other stage waits for, from 0 to 1."""
+        """Fraction of an item of backward that computes gradients of parameters, for which no other stage waits."""
         op = self.blocks.graph.by_name.get(item.of)
         if op is None or item.carries == "gradient":
             return 1.0
@@ -109,7 +110,7 @@ class StageSeconds:
 
     @cached_property
     def _of_parameters(self) -> frozenset[str]:
-        """Parameters, and casts and views of them."""
+        """Names of parameters' tensors, and of tensors that depend only on parameters, such as casts and views."""
         found = set(self.blocks.graph.parameters.values())
         for op in self.blocks.graph.ops:
             if op.operands and found.issuperset(op.operands):
@@ -121,11 +122,11 @@ class StageSeconds:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of forward, of backward, and of the computation of backward, of every stage.
 
-        What is hidden is found region by region for both directions together, as `autopar.cost_model.step`
-        does it, and attributed to each direction by its part of the communication.
+        The communication that overlaps with compute is computed for both directions together, region by region, as in
+        `autopar.cost_model.step`. Each direction gets a part of it in proportion to its communication.
 
         Args:
-            turn: the block at which recomputation ends, of every stage.
+            turn: for every stage, the block at which recomputation ends.
             recomputed: work of every recomputed block, of the shape of `BlockWork.recomputed`.
         """
         found = np.zeros((3, *turn.turns.shape))
@@ -143,7 +144,7 @@ class StageSeconds:
         return found[0], found[1], found[2]
 
     def _exposed(self, forward: _Columns, backward: _Columns) -> np.ndarray:
-        """Seconds of both directions in one region, given its work by column."""
+        """Seconds of forward and backward in one region, without hidden communication, given its work by column."""
         software = self.blocks.software
         compute, stored, activations, _, ahead = both = [
             a + b for a, b in zip(forward, backward, strict=True)

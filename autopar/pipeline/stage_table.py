@@ -1,4 +1,4 @@
-"""The figures of every stage that a pipeline can have, as arrays over its first and its last block."""
+"""The costs of all possible stages, as arrays indexed by a stage's first block and the block after its last."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autopar.pipeline.simulation import StageCosts
 
 
 class WholeModel(NamedTuple):
-    """Figures that bound every way to cut a model into stages.
+    """Costs of all blocks together, which bound the costs of any cuts into stages.
 
     Attributes:
-        seconds: forward and backward of a micro-batch through all blocks, as one stage.
-        block_seconds: the same of the slowest block, as a stage of its own.
+        seconds: forward and backward of a micro-batch, if all blocks are one stage.
+        block_seconds: forward and backward of a micro-batch, if the slowest block is a stage by itself.
         kept_bytes: parameters, gradients, optimizer states and buffers of all blocks.
         saved_bytes: saved activations of a micro-batch in all blocks.
     """
@@ -32,23 +32,24 @@ class WholeModel(NamedTuple):
 
 @dataclass(frozen=True)
 class StageTable:
-    """Figures of the stage with blocks `i` up to `j`, at `[i, j]` of arrays of shape `(n + 1, n + 1)`.
+    """Costs of all possible stages: arrays of shape `(n + 1, n + 1)`, with the stage of blocks i to j - 1 at `[i, j]`.
 
     Attributes:
         starts: name of the first op of every block.
         recompute: number of a stage's blocks that are recomputed in backward, or a selection of their ops.
         repeating: for every block whether it may be recomputed.
-        forward_seconds: forward of one micro-batch, without the communication that is hidden.
-        backward_seconds: backward of one micro-batch, likewise.
-        weight_seconds: the part of backward that makes gradients of parameters.
+        forward_seconds: forward of one micro-batch, without communication that overlaps with compute.
+        backward_seconds: backward of one micro-batch, without communication that overlaps with compute.
+        weight_seconds: part of backward that computes gradients of parameters.
         once_seconds: gathers, reductions and the optimizer, once for every update.
         saved_bytes: saved activations of each micro-batch in flight.
         kept_bytes: parameters, gradients, optimizer states and buffers.
-        version_bytes: parameters, of which a schedule without a flush keeps several versions.
-        transient_bytes: memory of the largest block that is allocated for a moment.
-        sent_bytes: tensors that cross into block k, at `[k]`, of shape `(n + 1,)`.
-        gradient_bytes: gradients that cross out of block k, at `[k]`, of shape `(n + 1,)`.
-        send_seconds: duration of sending those tensors, of shape `(n + 1,)`.
+        version_bytes: one version of the parameters; a schedule without a flush keeps several.
+        transient_bytes: memory that exists only while a block runs, for the block with most.
+        sent_bytes: bytes that a stage beginning with block k receives, at `[k]`, of shape `(n + 1,)`.
+        gradient_bytes: bytes of gradients that a stage beginning with block k sends back, at `[k]`, of shape `(n +
+            1,)`.
+        send_seconds: duration of sending those bytes, of shape `(n + 1,)`.
         gradient_seconds: duration of sending those gradients, of shape `(n + 1,)`.
     """
 
@@ -82,7 +83,7 @@ class StageTable:
 
     @property
     def whole(self) -> WholeModel:
-        """Figures of all blocks."""
+        """Costs of all blocks together."""
         both, all_blocks = self.forward_seconds + self.backward_seconds, (0, self.blocks)
         slowest = float(np.diagonal(both, offset=1).max())
         kept, saved = float(self.kept_bytes[all_blocks]), float(self.saved_bytes[all_blocks])
@@ -94,7 +95,7 @@ class StageTable:
         return max(sum(self.repeating[i:j]) for i, j in itertools.pairwise(edges))
 
     def stage(self, begin: int, end: int) -> StageCosts:
-        """The stage with blocks `begin` up to `end`, as the event simulator takes it."""
+        """Costs of the stage with the blocks `begin` to `end` - 1, for the simulation."""
         at = begin, end
         return StageCosts(
             forward_seconds=float(self.forward_seconds[at]),
@@ -110,6 +111,6 @@ class StageTable:
         )
 
     def stages(self, cuts: Sequence[int]) -> tuple[StageCosts, ...]:
-        """All stages, given the blocks with which those after the first begin."""
+        """Costs of all stages, given the index of the first block of every stage but the first."""
         edges = (0, *cuts, self.blocks)
         return tuple(self.stage(i, j) for i, j in itertools.pairwise(edges))

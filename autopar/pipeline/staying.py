@@ -1,9 +1,9 @@
-"""Memory that stays of every micro-batch in flight, of all stages at once.
+"""Memory saved for backward of each micro-batch in flight, for all possible stages at once.
 
-[Note: reach] A stage from block i up to block j holds a tensor if it has a block that keeps it, or if it receives or
-sends it. For one tensor and one i the first kind is a threshold: the stage has such a block if j is beyond the first
-one. So a tensor is known by one number for every block, its reach, and stages are summed up by counting reaches:
-that takes time in proportion to tensors times blocks, not to tensors times stages.
+[Note: reach] The stage of blocks i to j - 1 holds a tensor if one of its blocks saves the tensor, or if it receives or
+sends the tensor. For a fixed i the first condition is a threshold on j: j must exceed the index of the first block
+from i on that saves the tensor. This index is the tensor's *reach* for i. The bytes of all stages follow from counting
+reaches, in time proportional to tensors times blocks, not tensors times stages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from autopar.pipeline.stretches import Turn, following, largest
 
 
 class Staying(NamedTuple):
-    """Memory that stays for backward, in blocks of the whole model.
+    """A tensor's memory that is saved for backward, with the blocks of the whole model that save it.
 
     Attributes:
-        bytes: its size.
-        kept: blocks that keep it where nothing is recomputed.
-        entering: blocks that keep it where they are recomputed: it enters them.
-        spans: pairs of the block that makes it and the last block that uses it, where it crosses between blocks.
+        bytes: size of the memory.
+        kept: blocks that save it if they are not recomputed.
+        entering: blocks that save it if they are recomputed, for example because it enters them.
+        spans: pairs of the block that computes it and the last block that uses it, if later blocks use it.
     """
 
     bytes: float
@@ -34,13 +34,13 @@ class Staying(NamedTuple):
 
 
 class StayingBytes:
-    """Bytes that stay for backward, and the most that recomputed blocks have for a moment.
+    """Bytes saved for backward, and the largest transient bytes, of all possible stages.
 
     Args:
-        memories: the memory that stays.
-        moments: bytes that every block has for a moment, where nothing is recomputed.
+        memories: the memory that is saved for backward.
+        moments: transient bytes of every block without recomputation.
         repeating: for every block whether it may be recomputed.
-        keeps_part: whether recomputed blocks keep some of their tensors, as with selected ops.
+        keeps_part: whether recomputed blocks keep some of the tensors that they compute, as with selected ops.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class StayingBytes:
                 self._shared.append(each)
 
     def saved(self, turn: Turn) -> np.ndarray:
-        """Bytes that stay of a micro-batch: tensors that ops keep, and values that a stage received and sent.
+        """Bytes of a micro-batch in flight: tensors that ops save, and tensors that a stage received and sent.
 
         Args:
-            turn: the block at which recomputation ends of every stage; begins are rows, ends are columns.
+            turn: for every stage, the block at which recomputation ends.
         """
         return self._of_shared(turn) + turn.first(self._again) + turn.then(self._once)
 
@@ -86,7 +86,7 @@ class StayingBytes:
 
     @cached_property
     def _largest(self) -> tuple[np.ndarray, np.ndarray]:
-        """The largest block for a moment of every stage: where nothing and where all of it is recomputed."""
+        """For every stage, the largest transient bytes of a block: without recomputation, and if all is recomputed."""
         again = (self._moments + self._made) * self._repeating
         return largest(self._moments), largest(again)
 
@@ -96,7 +96,10 @@ class StayingBytes:
 
     @cached_property
     def _following(self) -> tuple[np.ndarray, np.ndarray]:
-        """For every shared tensor the first block from each on that has it, recomputed and not, and n + 1 for none."""
+        """For every shared tensor and block, the first block from there on that saves it; n + 1 if there is none.
+
+        The first array is for recomputed blocks, the second for other blocks.
+        """
         entering = [following(each.entering, self._n) for each in self._shared]
         kept = [following(each.kept, self._n) for each in self._shared]
         shape = len(self._shared), self._n + 1
@@ -114,7 +117,7 @@ class StayingBytes:
         return found
 
     def _of_shared(self, turn: Turn) -> np.ndarray:
-        """Bytes of the tensors that several blocks share; see [Note: reach]."""
+        """Bytes of the tensors that several blocks save; see [Note: reach]."""
         begins, ends = turn.begins.reshape(-1), turn.ends.reshape(-1)
         reach = self._reach(turn.latest, begins)
         rows, width = len(begins), self._n + 2
@@ -130,7 +133,7 @@ class StayingBytes:
         return total
 
     def _reach(self, latest: np.ndarray, begins: np.ndarray) -> np.ndarray:
-        """For every shared tensor and first block of a stage the block that the stage must end after to hold it."""
+        """The reach of every shared tensor, for each first block of a stage; see [Note: reach]."""
         entering, kept = self._following
         recomputed = entering[:, begins]
         recomputed = np.where(recomputed < latest[begins], recomputed, self._n + 1)
@@ -139,7 +142,7 @@ class StayingBytes:
 
 
 def _alike(memories: Sequence[Staying]) -> Iterator[Staying]:
-    """Yields the memory that stays for the same blocks, summed up."""
+    """Joins memories that are saved by the same blocks, and adds up their bytes."""
     sizes: dict[tuple[Any, ...], float] = {}
     for size, *where in memories:
         sizes[tuple(where)] = sizes.get(tuple(where), 0.0) + size

@@ -1,7 +1,7 @@
 """Sums, unions and maxima over every stretch of blocks.
 
-With n blocks there are stretches from block i up to (and without) block j, for all i and j from 0 to n. An array
-over stretches has the figure of that stretch at `[i, j]`, and so the shape `(n + 1, n + 1, ...)`.
+A stretch has the blocks i to j - 1, for i and j from 0 to n. An array over stretches has the figure of this
+stretch at `[i, j]`, and the shape `(n + 1, n + 1, ...)`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 
 class Turn(NamedTuple):
-    """The block of every stretch at which recomputation ends: blocks i up to there are recomputed, the rest is not.
+    """The *turn* of stretches: the block at which recomputation ends. The blocks before it are recomputed.
 
     Attributes:
-        latest: the turn of the longest stretch that begins with each block, of shape `(n + 1,)`.
-        begins: index i of the stretch's first block; this and the next two are broadcast against each other.
-        ends: index j of the block after its last.
-        turns: index of the first block that is not recomputed.
+        latest: for every block, the turn of the longest stretch that begins with it, of shape `(n + 1,)`.
+        begins: index i of the first block of each stretch. The shapes of this and the next two arrays broadcast.
+        ends: index j of the block after each stretch.
+        turns: index of the first block of each stretch that is not recomputed, or j.
     """
 
     latest: np.ndarray
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
     @classmethod
     def among(cls, turns: Sequence[int], begins: np.ndarray, ends: np.ndarray) -> Turn:
-        """The turns of some stretches, given their ends and the same."""
+        """The turns of some stretches, given their ends, and the turn of the longest stretch from each block."""
         latest = np.array(turns)
         return cls(latest, begins, ends, np.minimum(ends, latest[begins]))
 
@@ -44,11 +44,11 @@ class Turn(NamedTuple):
         return _between(rows, self.begins, self.ends)
 
     def first(self, rows: np.ndarray) -> np.ndarray:
-        """The same sum over the stretch's recomputed blocks."""
+        """The sum of a figure over the recomputed blocks of each of these stretches."""
         return _between(rows, self.begins, self.turns)
 
     def then(self, rows: np.ndarray) -> np.ndarray:
-        """The same sum over the stretch's other blocks."""
+        """The sum of a figure over the blocks that are not recomputed, of each of these stretches."""
         return _between(rows, self.turns, self.ends)
 
 
@@ -65,12 +65,12 @@ def _between(rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarr
 
 
 def has(units: Sequence[int], n: int) -> np.ndarray:
-    """Whether a stretch has one of these blocks, `n` being the number of all blocks."""
+    """Whether each stretch has at least one of the blocks `units`, out of `n` blocks."""
     return following(units, n)[:, None] < np.arange(n + 1)[None, :]
 
 
 def following(units: Sequence[int], n: int) -> np.ndarray:
-    """The first of these blocks from every block on, of shape `(n + 1,)`; n + 1 where there is none."""
+    """For every block, the first of the blocks `units` at or after it, of shape `(n + 1,)`; n + 1 if there is none."""
     following = np.full(n + 1, n + 1)
     for unit in sorted(units, reverse=True):
         following[: unit + 1] = unit
@@ -78,7 +78,7 @@ def following(units: Sequence[int], n: int) -> np.ndarray:
 
 
 def largest(values: np.ndarray) -> np.ndarray:
-    """The largest figure of a block, of shape `(n,)`, in every stretch."""
+    """The largest figure of a block in every stretch, given the figures of all blocks, of shape `(n,)`."""
     n = len(values)
     found = np.zeros((n + 1, n + 1))
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Versions of a stage's parameters, under schedules that update without waiting for the pipeline to run empty.
+"""Versions of a stage's parameters, under schedules that update them while micro-batches are in the pipeline.
 
 A step begins with version 0 on every stage, and the n-th update of a stage makes its version n. A micro-batch's
 backward on a stage sees the version that its forward saw there. With p stages, s = 0 ... p - 1, and micro-batches
@@ -9,13 +9,13 @@ m = 0, 1, ...:
     pipedream-sync   every micro-batch         max(0, m - (p - 1))              p
     2bw              every p micro-batches     max(0, m // p - 1)               2
 
-`pipedream` keeps ("stashes") what the forward saw: the newest version of the stage at that time (Narayanan et al. 2019,
-"PipeDream: Generalized Pipeline Parallelism for DNN Training", section 3.3). `pipedream-sync` is its vertical sync:
-all stages take the version that the first stage took. `2bw` adds up the gradients of p micro-batches, and takes the
-version before the newest (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1).
-All three run the actions of 1F1B.
+`pipedream` keeps ("stashes") the version that the forward saw: the newest one of the stage at that time (Narayanan et
+al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section 3.3). `pipedream-sync` is its
+vertical sync: all stages take the version that the first stage took. `2bw` adds up the gradients of p micro-batches,
+and takes the version before the newest (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training",
+section 3.1). All three run the actions of 1F1B.
 
-Nothing here computes: the figures are read off the lists of actions that are simulated and run.
+The figures of this module are read off the same lists of actions that are simulated and run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WeightVersions:
 
     @cached_property
     def seen(self) -> tuple[tuple[int, ...], ...]:
-        """For every stage the version that the forward and the backward of each micro-batch see."""
+        """For every stage, the version of its parameters that the forward and backward of each micro-batch use."""
         return _RULES[self.pipeline.schedule](self)
 
     @cached_property
@@ -64,12 +64,12 @@ class WeightVersions:
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
-        """For every stage the most versions that it has at once, the newest included."""
+        """For every stage, the largest number of versions that exist at once, including the newest."""
         return tuple(map(_most_alive, self._actions, self.seen))
 
     @cached_property
     def delays(self) -> tuple[int, ...]:
-        """For every stage the most updates that lie between a gradient's version and the one that it changes."""
+        """For every stage, the largest age of a gradient: updates since the version that it was computed with."""
         every = self.pipeline.update_every
         return tuple(max(m // every - v for m, v in enumerate(own)) for own in self.seen)
 
