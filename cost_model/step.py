@@ -469,10 +469,11 @@ class Step:
         )  # fmt: skip
 
     def _recomputed(self, stage: Stage, flight: Quantity) -> Term:
-        """Saved activations where layers are recomputed.
+        """Bytes of saved activations if layers are recomputed, times the micro-batches in flight.
 
-        They are the inputs of the recomputed layers, all activations of the other layers, and those of one layer
-        while it is recomputed. By then the layers after it have freed theirs.
+        They are the inputs of the recomputed layers, the activations of the other layers, and those of one layer at a
+        time while backward recomputes it. The last part counts only if all layers are recomputed: otherwise backward
+        has already freed the activations of a later layer.
         """
         layers = sum(
             (h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0

@@ -1,4 +1,4 @@
-"""From a model and a cluster to a plan with its explanation: what the command line and reports stand on."""
+"""Plans a model on a cluster and explains the plan, for the command line and reports."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def silent(message: str) -> None:
 
 @dataclass(frozen=True)
 class Advice(Explanation):
-    """An explanation with what else is known of the question it answers.
+    """An explanation of the plan that answers a `Question`.
 
     Attributes:
-        words: size -> what people call it, such as 4096 -> "hidden".
-        changes: what would change the choice.
-        setting: the configuration it was made for; None for a mesh that was given.
+        words: size -> name of this size, such as 4096 -> "hidden".
+        changes: changes of the cluster that would change the plan.
+        setting: the setting of the plan; None if the user named the mesh.
         has_loss_fn: whether the model was given with a loss function.
     """
 
@@ -75,19 +75,19 @@ class Advice(Explanation):
     has_loss_fn: bool = False
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
-        """Without parts that are nothing but the rounding of a difference."""
+        """The tree of costs, without parts that are only rounding errors."""
         tree = super()._tree(name, unit, terms)
         parts = tuple(part for part in tree.parts if abs(part.value) > _DUST * abs(tree.value))
         return replace(tree, parts=parts)
 
     @cached_property
     def factor_words(self) -> Mapping[str, str]:
-        """Factor -> what people call it."""
+        """Name of a factor -> word for its size, such as "hidden"."""
         return _words(self.graph, self.words)
 
     @cached_property
     def legend(self) -> Mapping[str, str]:
-        """Symbol -> what it stands for: a word where there is one, and the dims it is the size of."""
+        """Symbol -> its meaning: a word if there is one, and the dims whose size it is."""
         stands: dict[str, list[str]] = {}
         for name, symbol in factor_symbols(self.graph).items():
             stands.setdefault(str(symbol), []).append(name)
@@ -105,7 +105,7 @@ class Advice(Explanation):
         return f"{said}{size}: {', '.join(where[:2])}{' ...' if len(where) > 2 else ''}"
 
     def word(self, symbol: str) -> str:
-        """What people call the size that a symbol stands for; "" where nobody said."""
+        """Word for the size that a symbol stands for, such as "hidden"; "" if there is none."""
         if symbol in ("batch", "seq", "layers"):
             return symbol
         names = (n for n, s in factor_symbols(self.graph).items() if str(s) == symbol)
@@ -130,8 +130,8 @@ class Question:
         seq: number of tokens of a sequence; None for the target's own length, which for presets and configurations is
             the longest that the model supports, at most `DEFAULT_SEQ` tokens.
         progress: function that is called with a line of text when a phase of the search begins.
-        training_state: words of what differs from the training state that is usual for the model's formats
-            (`training_state_of`), as `TrainingState.parse` reads them.
+        training_state: text of differences from the usual training state for the model's dtypes
+            (`training_state_of`), as `TrainingState.parse` reads it.
     """
 
     target: str | Preset
@@ -146,7 +146,7 @@ class Question:
 
     @property
     def cluster(self) -> Cluster:
-        """The machine that is asked for."""
+        """The cluster of the request."""
         return self.request.cluster
 
     @property
@@ -155,12 +155,12 @@ class Question:
         return self.request.bound_bytes
 
     def _asked(self, graph: Graph) -> Request:
-        """The request with pins as the search reads them, and the training state of the graph."""
+        """The request with labels in place of pins that name an axis, and with the training state of the graph."""
         pins = expand_pins(self.request.pins, graph, self.request.hardware)
         return self.request.but(pins=pins, training_state=self._state_of(graph))
 
     def _state_of(self, graph: Graph) -> TrainingState:
-        """The usual training state of the graph's formats, with what was asked in place of it."""
+        """The usual training state for the graph's dtypes, changed as the question asks."""
         return TrainingState.parse(self.training_state, training_state_of(graph))
 
     @cached_property
@@ -170,11 +170,11 @@ class Question:
 
     @property
     def _parameter_dtype(self) -> torch.dtype:
-        """The format at rest of a preset's parameters: float32 where a precision casts them for use."""
+        """The dtype in which a preset's parameters are stored: float32 if a mixed-precision policy casts them."""
         return torch.bfloat16 if self.request.precision is None else torch.float32
 
     def captured(self, batch: int) -> tuple[Prepared, Graph]:
-        """The step at a micro-batch of `batch` sequences, few layers standing for all."""
+        """The step captured with a micro-batch of `batch` sequences, in which a few layers stand for all."""
         if self.model.own_batch:
             batch = 0
         if batch not in self._captured:
@@ -197,32 +197,32 @@ class Question:
         return replace(space, _plans=self._plans)
 
     def on(self, request: Request, training_state: str | None = None) -> Question:
-        """Another question about the same model, priced with the layouts that were found for this one.
+        """Another question about the same model, which uses the layouts that were searched for this one.
 
         Args:
-            request: what is asked now, under the same precision.
-            training_state: words of the training state; None for those of this question.
+            request: the new request, under the same precision.
+            training_state: text of the training state; None for the text of this question.
         """
         state = self.training_state if training_state is None else training_state
         return replace(self, request=request, training_state=state)
 
     def at(self, seq: int) -> Question:
-        """The same question about sequences of so many tokens."""
+        """The same question with another number of tokens in a sequence."""
         return replace(self, seq=seq, _captured={}, _plans={})
 
     @cached_property
     def settings(self) -> tuple[PricedCandidate, ...]:
-        """Closed forms of every setting that the request leaves, fastest first.
+        """Estimates of all settings that the request allows, fastest first.
 
-        Raises AutoparError where there are none, or where the request asks for what has no closed form.
+        Raises AutoparError if there are none, or if the request asks for something that has no estimate.
         """
         check_closed_form(self.request)
         return closed_forms(self.space, self._posed[1])
 
     def priced(self, settings: Sequence[PricedCandidate]) -> list[PricedCandidate]:
-        """Settings of another question, on as many ranks, priced for this one; fastest first.
+        """The prices for this question of settings of another question with as many ranks; fastest first.
 
-        Between keeping all and recomputing all, the fewest layers that fit are found anew.
+        If recomputation is open, the fewest recomputed layers that fit are computed again.
         """
         space = self.space
         alike = [p.setting for p in settings if p.setting.recompute in space.recomputes]
@@ -233,7 +233,7 @@ class Question:
 
     @cached_property
     def _posed(self) -> tuple[Prepared, Request]:
-        """A captured batch, and the request for a step of known size, as the search takes them."""
+        """The captured step, and the request with a known batch size: the arguments of the search."""
         own = self.model.own_batch
         prepared, graph = self.captured(0 if own else EXPLORED_BATCH)
         request = self._asked(graph)
@@ -249,7 +249,7 @@ class Question:
         ).of_replica()
 
     def _own_batches(self, own: int) -> int:
-        """Number of micro-batches of a step in which each is the target's own example of so many rows."""
+        """Number of micro-batches of a step, if each micro-batch has the `own` rows of the target's example."""
         batch, asked = self.request.batch, self.request.micro_batches
         assert batch is not None, "a batch was asked for"
         if asked is not None and batch == own:
@@ -271,7 +271,7 @@ class Question:
     # --- the chosen one
 
     def answer(self) -> Advice:
-        """The chosen plan with the next best. Raises SearchError where nothing fits, with what would."""
+        """The best plan, with the next best ones. Raises SearchError if none fits; the error says what would help."""
         prepared, request = self._posed
         self.progress("searching the plan")
         try:
@@ -289,7 +289,7 @@ class Question:
         return replace(answer, candidates=tuple(self._rows(found, answer)))
 
     def _rows(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
-        """The chosen plan, other plans that were searched, and the closed forms of what was not."""
+        """Rows of the comparison: the chosen plan, other searched plans, and estimates of other settings."""
         pipeline = answer.plan.pipeline
         yield _row(answer, name_of(answer.plan), _idle(answer.simulation) if pipeline else "", "")
         for each in found.best.others[:_OTHERS]:
@@ -322,7 +322,7 @@ class Question:
         )  # fmt: skip
 
     def _traffic_and_cause(self, planned: Planned) -> tuple[float, str]:
-        """Bytes that a rank sends in a step, and what most of the step's time goes to."""
+        """Bytes that a rank sends in a step, and the cause that takes most of the step's time."""
         graph, plan, software = planned.graph, planned.plan, self.request.software
         hardware, state = self.cluster.hardware, self._state_of(graph)
         if plan.pipeline is not None:
@@ -332,10 +332,10 @@ class Question:
         return float(total(step.traffic())), _largest_cause(step)
 
     def explain(self, priced: PricedCandidate) -> Advice:
-        """A setting with the plan that its recipe leads to at its own sizes, whether it fits or not."""
+        """The explanation of the best plan for a setting, whether or not it fits."""
         setting, (prepared, request) = priced.setting, self._posed
         self.progress(f"searching the plan for {setting.name}")
-        # The setting is one of those that the refusals leave, so that they need no second check.
+        # The setting already satisfies the request's `without`, which is therefore not checked again.
         found = search_step(
             prepared,
             request.but(
@@ -347,9 +347,9 @@ class Question:
         return replace(self._advice(found.best.graph, found.best.plan), setting=setting)
 
     def whole_plan(self, plan: Plan) -> Plan:
-        """The plan of an answer, for the model with all its layers: it names every op and parameter.
+        """The plan of an answer with the ops and parameters of all layers, not only of the captured ones.
 
-        `autopar.compile(model, plan=...)` and `autopar.verify` read it.
+        `autopar.compile(model, plan=...)` and `autopar.verify` accept it.
         """
         batch = self._posed[1].batch
         assert batch is not None, "the batch of a step is known"
@@ -357,7 +357,7 @@ class Question:
         return spoken_of_all_layers(plan, graph, prepared.captured)
 
     def _captured_rows(self, rows: int) -> tuple[Prepared, Graph]:
-        """A micro-batch of so many rows, of the example's where its batch is its own."""
+        """The step captured with a micro-batch of this number of rows."""
         if not self.model.own_batch or rows == captured_batch(self.captured(0)[1]):
             return self.captured(rows)
         if rows not in self._captured:
@@ -400,12 +400,12 @@ class Question:
     def _changes(
         self, explored: Explored, best: PricedCandidate, scale: float
     ) -> tuple[Change, ...]:
-        """What other figures of the cluster would lead to, among the settings that were near.
+        """The best settings on clusters with other figures (such as more memory), among the nearly best settings here.
 
         Args:
             explored: all settings of the request.
-            best: closed form of the chosen setting.
-            scale: step of the chosen plan, as a multiple of its closed form.
+            best: estimate of the chosen setting.
+            scale: seconds of the chosen plan's step, divided by the estimate.
         """
         nearest = near(explored.settings, best)
         self.progress("asking what would change the choice")
@@ -423,7 +423,7 @@ class Question:
         return tuple(each for each in found if each is not None)
 
     def why_nothing_fits(self) -> str:
-        """Sentences that say by how much the smallest way is too large, and what would help."""
+        """Sentences on how much memory the smallest setting lacks, and on what would help."""
         least, bound = smallest(self.settings), self.bound_bytes
         over = least.memory_bytes - bound
         ranks = -(-least.memory_bytes * self.cluster.ranks // bound) if bound else 0
@@ -443,7 +443,7 @@ _KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas", "versions")
 
 
 def _kept_notes(plan: Plan) -> Iterator[str]:
-    """Notes on the next best plan, where parameters lie, replicas and versions; the others are made anew."""
+    """The search's notes that an answer keeps (next best plan, tiers, replicas, versions); it writes others itself."""
     return (note for note in plan.notes if kind_of(note) in _KEPT_NOTES)
 
 
@@ -461,7 +461,7 @@ def name_of(plan: Plan) -> str:
 
 
 def _idle(simulation: Simulation | None) -> str:
-    """`bubble 11.1 %`."""
+    """Words such as `bubble 11.1 %`."""
     assert simulation is not None, "a plan with stages is simulated"
     return f"bubble {100 * simulation.bubble_fraction:.1f} %"
 
@@ -486,7 +486,7 @@ def _largest_cause(step: Step) -> str:
 
 
 def _words(graph: Graph, words: Mapping[int, str]) -> dict[str, str]:
-    """Factor -> what people call it: by its size where that has a word of its own, or by its use."""
+    """Name of a factor -> word for it: by its size if that has a word, or by its use."""
     heads = head_factors(graph)
     found = {}
     for name, factor in graph.factors.items():
@@ -503,7 +503,7 @@ def _words(graph: Graph, words: Mapping[int, str]) -> dict[str, str]:
 
 
 def _folded(names: Sequence[str]) -> list[str]:
-    """Names of factors with the numbers of layers starred, each once."""
+    """Names of factors with `*` in place of the numbers of layers, without repetitions."""
     starred = (".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
     return list(dict.fromkeys(starred))
 
@@ -556,14 +556,14 @@ def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:
 
 
 def training_state_of(graph: Graph) -> TrainingState:
-    """How parameters of this number format are usually trained: 16-bit ones with float32 masters."""
+    """The usual training state for the graph's dtypes: 16-bit parameters have float32 master copies."""
     tensors = (graph.tensors[name] for name in graph.parameters.values())
     sizes = [t.at_rest.itemsize_bytes for t in tensors if t.needs_grad]
     return MIXED_FLOAT32_GRADIENTS if min(sizes, default=4) <= 2 else FULL
 
 
 def tokens_of(graph: Graph) -> int | None:
-    """Tokens of a micro-batch: entries of its first input of whole numbers in two dims, if any."""
+    """Number of tokens in a micro-batch: entries of the first int64 input with two dims; None without such an input."""
     inputs = (graph.tensors[name] for name in graph.inputs.values())
     tokens = (t for t in inputs if t.itemsize_bytes == 8 and not t.needs_grad and len(t.shape) == 2)
     return next((math.prod(t.shape) for t in tokens), None)

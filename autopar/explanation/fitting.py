@@ -1,4 +1,4 @@
-"""Will it fit, what would make it fit, and what each change costs in time and money."""
+"""Answers whether a model fits into memory, which changes would make it fit, and their cost in time and money."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from autopar.explanation.remedies import FACTORS, Found, answered, remedies
 from autopar.search.comparison import best_that_fits, smallest
 from autopar.search.settings import PricedCandidate
 
-Prices = Mapping[str, float]  # device of the catalogue -> what an hour of one device costs
+Prices = Mapping[str, float]  # device of the catalogue -> price of one device for an hour
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change with which it fits, or still does.
+    """A change with which the model fits.
 
     Attributes:
         what: the change in words, such as "zero2 instead of zero1".
         options: options of the command line that ask for it.
-        setting: the configuration then, in words.
+        setting: name of the setting after the change.
         memory_bytes: peak memory of a rank after the change.
         step_seconds: duration of a step after the change.
         slower: change of the duration of a step's tokens, relative to the step as asked; negative is faster.
@@ -42,14 +42,14 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer.
+    """Whether a model fits, and the changes that help.
 
     Attributes:
-        asked: the configuration in question, the fastest that fits or else the smallest.
-        advice: its explanation.
-        remedies: changes by the time, or where there are prices the money, that the step's tokens take then.
-        prices: price of an hour of a device, by its name.
-        is_largest: whether no larger micro-batch and no fewer nodes can be asked for.
+        asked: the fastest setting that fits; if none fits, the one with least memory.
+        advice: explanation of this setting.
+        remedies: changes, sorted by the time (with prices, by the money) that the same tokens take after them.
+        prices: name of a device -> price of one device for an hour.
+        is_largest: whether the micro-batch cannot be larger, and the nodes cannot be fewer.
     """
 
     asked: PricedCandidate
@@ -64,7 +64,7 @@ class Fit:
 
     @property
     def margin_bytes(self) -> float:
-        """What is left of a rank's memory; negative for what is missing."""
+        """Free bytes of a rank's memory; negative if the plan does not fit."""
         return self.advice.bound_bytes - self.advice.memory_bytes
 
     @property
@@ -74,10 +74,10 @@ class Fit:
 
 
 def will_it_fit(question: Question, prices: Prices | None = None) -> Fit:
-    """Whether a request leaves a way that fits, and what would change that.
+    """Whether some setting that a request allows fits, and which changes would help.
 
     Args:
-        question: the model, and what is asked of a plan for it.
+        question: the model and the request.
         prices: price of an hour of one device, by its name in the catalogue, such as `{"h100": 2.5}`.
     """
     bound, prices = question.bound_bytes, prices or {}
@@ -138,7 +138,7 @@ def _room(question: Question, larger: list[PricedCandidate]) -> Iterator[Found]:
 
 
 def _fewer_nodes(question: Question) -> Iterator[Question]:
-    """The question on a part of the nodes, as far as they can be halved."""
+    """The same question on fewer nodes: a half, a quarter and so on."""
     nodes = question.cluster.nodes
     for factor in FACTORS:
         if nodes % factor:
@@ -162,7 +162,7 @@ def _fewest(question: Question, fewer: list[Question]) -> Iterator[Found]:
 
 
 def to_json(fit: Fit, target: str) -> dict[str, object]:
-    """The answer about a model of this name, with units in the keys."""
+    """The answer as JSON values, with units in the keys; `target` is the name of the model."""
     advice = fit.advice
     return {
         "fits": fit.fits,

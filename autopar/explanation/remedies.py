@@ -1,4 +1,4 @@
-"""What one could change so that a step fits, each change a question of its own, searched and priced as `explain` does.
+"""Changes with which a step fits into memory; each one is searched and priced as a question by itself.
 
 another recipe, recomputation, micro-batches, tensor parallelism    settings of the question's own cluster
 parameters stored and updated on the host                           the same question, which allows it
@@ -24,9 +24,9 @@ from autopar.search.intents import allows
 from autopar.search.request import Request
 from autopar.search.settings import DATA, ClusterSetting, PricedCandidate
 
-FACTORS = (2, 4, 8, 16, 32, 64)  # of nodes
+FACTORS = (2, 4, 8, 16, 32, 64)  # multiples and parts of the number of nodes to try
 _STATES = ("adamwbf16", "adamw8bit", "adamw4bit", "adafactor")
-_SHORTER = (2, 4)  # parts of a sequence
+_SHORTER = (2, 4)  # divisors of the sequence length to try
 _KEPT = ("parameters", "gradients", "optimizer", "buffers", "reserved")  # whatever the tokens
 _LARGER_DEVICES = 2  # devices of the catalogue that are offered
 
@@ -36,10 +36,10 @@ Found = tuple[
 
 
 def remedies(question: Question, asked: Advice, setting: ClusterSetting) -> Iterator[Found]:
-    """Changes with which a step fits that does not fit as asked.
+    """Yields changes with which a step fits that does not fit as asked.
 
     Args:
-        question: what was asked.
+        question: the model and the request.
         asked: explanation of the smallest setting that the question allows.
         setting: the smallest setting that the question allows.
     """
@@ -73,7 +73,7 @@ def answered(
 
 
 def _settings(question: Question, setting: ClusterSetting) -> Iterator[Found]:
-    """One change at a time, the least of its kind that is enough; else several at once."""
+    """Changes of the setting: for each kind of change the smallest one that fits; if none does, several at once."""
     allowed = [p for p in question.space.price() if not _refused(question, p.setting)]
     fitting = [p for p in allowed if p.memory_bytes <= question.bound_bytes]
     found = 0
@@ -90,7 +90,7 @@ def _settings(question: Question, setting: ClusterSetting) -> Iterator[Found]:
 
 
 def _first_that_fits(question: Question, priced: list[PricedCandidate]) -> Advice | None:
-    """The first setting whose searched plan fits as its closed form does; of three, as they seldom differ."""
+    """The first of three settings whose searched plan fits; their estimates fit, and seldom differ from the plan."""
     explained = (question.explain(each) for each in priced[:3])
     return next((advice for advice in explained if advice.fits), None)
 
@@ -113,7 +113,7 @@ _Kind = tuple[
 
 
 def _kinds(s: ClusterSetting) -> list[_Kind]:
-    """(in words, whether a setting differs in this alone, what is least) of every kind of change."""
+    """For every kind of change: its words, whether a setting differs only in it, and a sort key."""
 
     def alike(other: ClusterSetting, **changed: object) -> bool:
         values = {name: getattr(other, name) for name in changed}
@@ -152,7 +152,7 @@ def _kinds(s: ClusterSetting) -> list[_Kind]:
 
 
 def _refused(question: Question, setting: ClusterSetting) -> bool:
-    """Whether a setting uses what the request rules out by name; all else may be changed."""
+    """Whether a setting uses something in the request's `without`; a change may break all other constraints."""
     return not allows(_freed(question.request), setting, question.cluster.devices_per_node)
 
 

@@ -1,4 +1,4 @@
-"""What the command line prints of a plan: a page for a terminal, small parts folded."""
+"""The reports that `autopar explain` and `autopar fit` print in a terminal."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from autopar.views import (
 from autopar.views.bars import headline
 from autopar.views.gantt import Gantt
 
-_DEPTH, _SMALLEST = 2, 0.02  # of the trees: levels, and shares that are summed up
-_STRONGEST = 12  # rows of what the step time hangs on
+_DEPTH, _SMALLEST = 2, 0.02  # levels of a tree; parts below this share are summed up
+_STRONGEST = 12  # rows of the table of sensitivities
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sheet:
 
     Attributes:
         advice: the plan with its costs, and the candidates that it was compared with.
-        page: the same as data for tables and figures.
+        page: the contents of the report, as data for tables and figures.
     """
 
     advice: Advice
@@ -96,7 +96,7 @@ class Sheet:
 
 
 def _pairs(asked: tuple[tuple[str, str], ...]) -> Table:
-    """What was asked, a line each."""
+    """A table of the request, with one line per constraint."""
     table = Table.grid(padding=(0, 2))
     for what, value in asked:
         table.add_row(Text(what, style="dim"), Text(value))
@@ -104,7 +104,7 @@ def _pairs(asked: tuple[tuple[str, str], ...]) -> Table:
 
 
 def _legend(advice: Advice, shown: Mapping[str, float]) -> Iterator[Text]:
-    """What the symbols stand for."""
+    """Lines with the meanings of the symbols shown."""
     for name in shown:
         if name in advice.legend and name not in ("batch", "seq"):
             yield Text(f"{name} = {advice.legend[name]}", style="dim")
@@ -112,7 +112,7 @@ def _legend(advice: Advice, shown: Mapping[str, float]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class FitSheet:
-    """Whether it fits, what takes the memory, and what one could change."""
+    """The report of `autopar fit`: whether a model fits, what takes the memory, and which changes help."""
 
     target: str
     fit: Fit
@@ -139,7 +139,7 @@ class FitSheet:
 
 
 def _remedy_table(fit: Fit) -> Table:
-    """The changes in their order, with memory, time and money; `price` is of the tokens of the step as asked."""
+    """A table of the changes, each with memory, step time, and the change of time and money for the same tokens."""
     title = "What else would fit" if fit.fits else "What would make it fit"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     names = ["change", "then", "memory", "step", "price", *(["money"] if fit.prices else [])]

@@ -1,4 +1,4 @@
-"""Questions to the formulas of a plan: what its time depends on, and what fits into its memory."""
+"""Sensitivity of a plan's time to every symbol, and the largest size that fits into memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.cost_model.symbols import factor_symbols, symbol
 from autopar.errors import AutoparError
 from autopar.explanation.costs import STAGES, PlanCost
 
-_TINY = 1e-30  # of the step in the complex plane; its square vanishes
+_TINY = 1e-30  # size of the complex step; its square underflows
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,9 @@ class LargestFit:
         name: name of the size among the symbols of the memory formula.
         value: `limit` rounded down to a multiple of the number of ranks that split this size.
         limit: the real number at which the memory of a rank would be exactly full.
-        expression: formula of `limit` in the other symbols and `memory_bound_bytes`; None where the memory is not
-            linear in the size. The memory is a maximum over moments of a step. The formula is that of the
-            moment that is largest at `limit`, on the pipeline stage that needs most there; it does not hold at
-            numbers where another moment or stage needs most.
+        expression: formula of `limit` in the other symbols and `memory_bound_bytes`; None if the memory is not
+            linear in the size. The peak memory is a maximum over moments and pipeline stages. The formula is for the
+            moment and stage with the maximum at `limit`; it is wrong for values at which another one has the maximum.
     """
 
     name: str
@@ -39,7 +38,7 @@ class LargestFit:
 
 
 def sensitivity(cost: PlanCost) -> dict[str, float]:
-    """The answer of `Explanation.sensitivity`."""
+    """Symbol -> relative change of a step's seconds per 1 % more, see `Explanation.sensitivity`."""
     cost = cost.closed_form
     fixed = {axis for axis, size in cost.plan.mesh.axes if size == 1}
     fixed |= {"stages", "chunks"} if cost.run.stages == 1 else set()
@@ -60,7 +59,7 @@ def sensitivity(cost: PlanCost) -> dict[str, float]:
 
 
 def solve_for(cost: PlanCost, name: str) -> LargestFit:
-    """The answer of `Explanation.solve_for`."""
+    """The largest value of a size with which the plan fits into memory, see `Explanation.solve_for`."""
     cost = cost.closed_form
     x = symbol(name)
     stages = {stage: total(cost.symbolic.memory(stage)) for stage in STAGES}
@@ -84,7 +83,7 @@ def solve_for(cost: PlanCost, name: str) -> LargestFit:
 
 
 def _largest(cost: PlanCost, name: str) -> float:
-    """The value at which memory meets the bound, by bisection: memory rises with every size."""
+    """The value of a size at which memory equals the bound, by bisection (memory grows with every size)."""
 
     def peak(value: float) -> float:
         step = cost.at(**{name: value})
@@ -102,7 +101,7 @@ def _largest(cost: PlanCost, name: str) -> float:
 
 
 def _granule(cost: PlanCost, name: str) -> int:
-    """The number that a size must be a multiple of, so that every axis which splits it divides it."""
+    """The number of which a size must be a multiple, so that every axis that splits it divides it."""
     symbols = {factor: str(s) for factor, s in factor_symbols(cost.graph).items()}
     axes = {
         axis
@@ -123,7 +122,7 @@ def _active(expression: sympy.Expr, numbers: Mapping[sympy.Symbol, float]) -> sy
 
 
 def _solved(expression: sympy.Expr, x: sympy.Symbol, bound: sympy.Symbol) -> sympy.Expr | None:
-    """The one solution of `expression = bound` in `x` where it is linear in it."""
+    """The solution of `expression = bound` for `x`; None if the expression is not linear in `x`."""
     slope = sympy.expand(expression).coeff(x, 1)
     rest = sympy.expand(expression) - sympy.expand(slope * x)
     return None if rest.has(x) or slope.has(x) or slope == 0 else (bound - rest) / slope

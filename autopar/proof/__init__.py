@@ -1,1 +1,1 @@
-"""Plans proved: every rank in one process, against the single device."""
+"""Checks plans: simulates all ranks in one process, and compares with a single device."""

@@ -1,4 +1,4 @@
-"""Errors of a step, tensor by tensor: of simulated ranks, and of a single device, against the same reference."""
+"""Errors of every tensor of a step against a float64 reference: for simulated ranks, and for a single device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autopar.proof.lockstep import Ranks
 from autopar.proof.single_device import Results
 from autopar.proof.verdict import TOLERANCE_FLOAT64, Kind, Verdict, nan_last, rounding_bound
 
-# A gradient is a sum whose terms may be as large as the largest gradient and cancel, as those of a bias before
-# batch norm do; each term is rounded by eps. So a float64 gradient below this share of the largest one is compared
-# with that share: 64 roundings of the largest, 1.4e-14 of it, count as zero.
+# A gradient is a sum. Its terms may be as large as the largest gradient of the model and cancel (as for a bias before
+# batch norm), and each is rounded by eps. The error of a small gradient is therefore measured relative to this share of
+# the largest gradient: an error of 64 roundings of the largest (1.4e-14 of it) is within the tolerance.
 _FLOOR = 64 * torch.finfo(torch.float64).eps / TOLERANCE_FLOAT64  # 1.4e-5
-# The same for a buffer and the largest buffer of its module: a running mean may be all rounding.
+# The same holds for a buffer and the largest buffer of its module: a running mean may be only rounding errors.
 _BUFFER_FLOOR = 0.1
 
 Key = tuple[Kind, str]
@@ -76,7 +76,7 @@ def own_errors(
 
 
 def float64_verdicts(errors: Mapping[Key, float], reference: Results, step: int) -> list[Verdict]:
-    """Verdicts on a run in float64: errors relative to the tensor's largest entry have to stay below the tolerance."""
+    """Verdicts on a run in float64: an error divided by the tensor's largest entry must stay below the tolerance."""
     scales = _scales(errors, reference)
     return [
         Verdict(kind, name, step, "float64", error, 0.0, TOLERANCE_FLOAT64 * scale, scale)
@@ -91,7 +91,7 @@ def rounding_verdicts(
     dtypes: Mapping[Key, torch.dtype],
     arithmetic: str,
 ) -> list[Verdict]:
-    """Verdicts on a run in the model's own arithmetic: an error has to be about as large as that of a single device.
+    """Verdicts on a run in the model's own dtypes: an error may be about as large as that of a single device.
 
     Args:
         errors: errors of the plan, by tensor.
@@ -122,7 +122,10 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def comparable(gradient: Tensor, largest: float) -> float:
-    """The scale of a gradient's errors: its largest entry, or a share of `largest`, that of all gradients."""
+    """The scale of a gradient's errors: its largest entry, but at least `_FLOOR` times `largest`.
+
+    `largest` is the largest entry of all gradients.
+    """
     return max(largest_entry(gradient), _FLOOR * largest)
 
 
@@ -149,7 +152,7 @@ def _scales(keys: Iterable[Key], reference: Results) -> dict[Key, float]:
 
 
 def _largest_of_module(name: str, updated: Iterable[str], reference: Results) -> float:
-    """The largest entry of the module's updated floating-point buffers; counters do not compare."""
+    """The largest entry of the updated floating-point buffers in the module of a buffer."""
     module = name.rpartition(".")[0]
     beside = [reference.buffers[other] for other in updated if other.rpartition(".")[0] == module]
     return max((largest_entry(x) for x in beside if x.is_floating_point()), default=0.0)
@@ -182,7 +185,7 @@ def largest_difference(ranks: Ranks, expected: Tensor) -> float:
 
 
 def _difference(value: Tensor, expected: Tensor) -> float:
-    if value.shape != expected.shape:  # a plan's mistake that broadcasting would hide
+    if value.shape != expected.shape:  # broadcasting would hide this error of a plan
         return float("inf")
     if torch.equal(value, expected):  # also where both are infinite
         return 0.0
@@ -191,7 +194,7 @@ def _difference(value: Tensor, expected: Tensor) -> float:
 
 
 def whole_of_shards(spec: TensorSpec, shards: Sequence[Tensor], plan: Plan) -> Tensor:
-    """A tensor put together from the shards of all ranks of a parameter's storage."""
+    """A parameter's whole tensor, assembled from the stored shards of all ranks."""
     layout = plan.parameters[spec.name].storage
     places = torch.arange(torch.Size(spec.shape).numel()).view(spec.shape)
     whole = shards[0].new_empty(places.numel())
@@ -203,7 +206,7 @@ def whole_of_shards(spec: TensorSpec, shards: Sequence[Tensor], plan: Plan) -> T
 def parameter_verdicts(
     found: Sequence[nn.Module], expected: Sequence[nn.Module], step: int
 ) -> Iterator[Verdict]:
-    """The parameters of models that a plan updated, against those of plain models."""
+    """Verdicts on the parameters of models that a plan updated, compared with plain models."""
     for ours, plain in zip(found, expected, strict=True):
         own = dict(ours.named_parameters())
         for name, x in plain.named_parameters():

@@ -1,7 +1,7 @@
-"""All ranks of a program in one process, in lockstep.
+"""Simulates all ranks of a program in one process, in lockstep.
 
-Every node of the local graph is run once per rank before the next node; a collective sees the tensors
-of all ranks at once and is computed by its definition (`collectives.LOCAL`). Its backward is the
+Every node of the local graph runs once for each rank before the next node runs. A collective gets the tensors
+of all ranks at once, and is computed by its definition (`collectives.LOCAL`). Its backward is the
 transposed collective, as on real process groups, so that a wrong transpose gives a wrong gradient.
 """
 
@@ -60,7 +60,7 @@ def _define(
 def collective(
     call: CollectiveCall, mesh: Mesh, ranks: Sequence[Tensor], tables: Sequence[Tensor] = ()
 ) -> Ranks:
-    """Runs one call on all ranks; one that exchanges rows has the table of every rank."""
+    """Runs one collective on all ranks. `tables` has the table of counts of every rank for an exchange of rows."""
     if call.before is not None:
         ranks = [seen(x, call.before) for x in ranks]
     ranks = list(_Collective.apply(call, mesh, tables, *ranks))
@@ -81,7 +81,7 @@ def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
 
 
 def _converted(ranks: Sequence[Tensor], steps: Sequence[CollectiveCall], mesh: Mesh) -> Ranks:
-    """The tensors of all ranks after the steps of a conversion."""
+    """The local tensors of all ranks after the steps of a conversion."""
     for call in steps:
         ranks = collective(call, mesh, ranks)
     return list(ranks)

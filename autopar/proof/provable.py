@@ -1,4 +1,4 @@
-"""Which models a proof can compare: those with real weights that draw no random numbers."""
+"""Checks that a model can be compared: it must have real weights, and draw no random numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Plans drawn at random: every choice of every op, every storage, owner and residence, and what is saved in slices.
+"""Random legal plans: random choices of ops, layouts and owners of parameters, and tensors saved in slices.
 
-The parity of such plans with the single-device model is the test the project stands on.
+The most important test of the project compares such plans with the model on a single device.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from autopar.pipeline.schedules import fewest_micro_batches
 def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Plan:
     """Draws a legal plan; the same seed gives the same plan.
 
-    With an axis `pp` in the mesh the schedule is drawn too, and cuts at any op.
+    With an axis `pp` in the mesh, the schedule and the cuts (at any op) are random, too.
     """
     draw = random.Random(seed)
     whole, mesh = mesh, without_pipeline(mesh)
     tiers = random.Random(
         f"tiers {seed}"
-    )  # drawn apart: the other choices of a seed stay as they were
+    )  # a generator by itself, so that the other choices of a seed do not change
     parameters = {
         name: _random_parameter(graph.tensors[tensor], mesh, draw, tiers.choice(("device", "host")))
         for name, tensor in graph.parameters.items()
@@ -75,7 +75,7 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
 
 
 def _random_residents(plan: Plan, draw: random.Random) -> Plan:
-    """Half of all plans leave half of the parameters that are stored on the host there during a step."""
+    """The plan with random resident tiers: in half of all plans, half of the host's parameters stay there."""
     if draw.random() < 0.5:
         return plan
     parameters = {
@@ -86,7 +86,7 @@ def _random_residents(plan: Plan, draw: random.Random) -> Plan:
 
 
 def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
-    """Half of all plans keep some tensors of their blocks in slices, and half of these recompute the blocks."""
+    """The plan with random slices: half of all plans save some tensors in slices; half of these recompute blocks."""
     if draw.random() < 0.5 or not has_blocks(graph):
         return plan
     plan = replace(plan, recompute=draw.choice(["none", "full"]))
@@ -142,7 +142,7 @@ def _fits(tensor: Tensor, layout: Layout, mesh: Mesh) -> bool:
 def _with_owners(
     tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random
 ) -> ParameterPlan:
-    """The parameter; of four stored on the device about one has an owner along some axis."""
+    """The parameter, if it is stored on the device, with an owner along each axis with a probability of 1/4."""
     owners = [draw.randrange(size) if draw.random() < 0.25 else None for size in mesh.sizes]
     if how.tier != "device" or not tensor.dims or owners == [None] * len(owners):
         return how

@@ -1,8 +1,8 @@
-"""One step with all ranks simulated in one process, in the order of the plan's own schedule.
+"""Simulates one step of all ranks in one process, in the order of the plan's schedule.
 
-Every stage runs on all ranks of its mesh in lockstep (`autopar.proof.lockstep`), every micro-batch at its place
-in the schedule; what stages send to each other is detached and given on, as on real ranks, so that a
-gradient that is not sent is missing.
+Every stage runs on all ranks of its mesh in lockstep (`autopar.proof.lockstep`), and micro-batches run in the order of
+the schedule. A tensor that one stage sends to the next is detached from autograd, as on real ranks. If the stage then
+does not send the gradient back, the gradient is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Inputs = Callable[[int], Mapping[str, Tensor]]  # micro-batch -> global inputs b
 
 
 def actions_of(plan: Plan) -> Sequence[Action]:
-    """The actions of all ranks along the pipeline, in an order in which each has what it needs."""
+    """The actions of all pipeline ranks, in an order in which each comes after the actions that it needs."""
     if plan.pipeline is not None:
         return actions(plan.pipeline, plan.micro_batches).in_order
     return [Action(kind, 0, i) for i in range(plan.micro_batches) for kind in ("F", "B")]
@@ -44,21 +44,21 @@ class _Flight:
     has_landed: bool = False
 
     def land(self) -> None:
-        """Gives the parameters what is left to give."""
+        """Computes the gradients of the parameters that the first half of a split backward left out."""
         assert self.halves is not None, "a backward's second half before its first"
         self.halves.run_weights()
         self.results, self.has_landed = [], True
 
 
 class Rehearsal:
-    """All stages of a plan with their parameters.
+    """All stages of a plan with their parameters on all ranks; `run` runs a step.
 
     Args:
         whole: the program before it was cut.
         stages: the programs of its stages.
         parameters, buffers: global values by name.
         micro_batches: number of micro-batches.
-        shares: share of each micro-batch's loss in the loss of the step; by default they are equal.
+        shares: weight of each micro-batch's loss in the loss of the step; by default they are equal.
 
     Attributes:
         stored: parameter name -> the stored shard of every rank; gradients are left in `.grad`.
@@ -84,7 +84,7 @@ class Rehearsal:
         self.losses: dict[int, Ranks] = {}
         self.extras: dict[int, list[Ranks]] = {}
         self.updates: dict[str, Ranks] = {}
-        # Every rank has its own: an op may write to one without saying so.
+        # Every rank gets a copy: an op may write to it although its schema does not say so.
         self.buffers = {
             s.name: [buffers[s.name].clone() for _ in range(self.mesh.size)] for s in whole.buffers
         }
@@ -100,7 +100,7 @@ class Rehearsal:
         self._place_shards(spec, shards, whole)
 
     def _place_shards(self, spec: TensorSpec, shards: Ranks, whole: Program) -> None:
-        """Takes the shards of all ranks for a parameter's, and makes leaves of them."""
+        """Stores the shards of a parameter on all ranks, and makes leaves of its resident copies."""
         how, mesh = whole.storage(spec.name), self.mesh
         needs_grad = spec.name not in whole.frozen
         self.stored[spec.name] = [x.requires_grad_(needs_grad) for x in shards]
@@ -110,7 +110,7 @@ class Rehearsal:
         self._leaves[spec.name] = [_leaf(x, spec, needs_grad) for x in self._residents[spec.name]]
 
     def run(self, order: Iterable[Action], inputs: Inputs) -> None:
-        """Runs a step: actions of all ranks, in an order in which each has what it needs."""
+        """Runs a step: the actions of all ranks, each after the actions that it needs (`actions_of`)."""
         for action in order:
             key = (action.stage, action.micro_batch)
             if action.kind == "F":
@@ -148,7 +148,7 @@ class Rehearsal:
         return _Flight(received, results)
 
     def _leaves_of(self, stage: int, micro_batch: int) -> Mapping[str, Ranks]:
-        """Parameter name -> what a micro-batch's forward takes on a stage, on every rank."""
+        """Parameter name -> the tensors on all ranks that a micro-batch's forward uses on a stage."""
         return self._leaves
 
     def _receive(self, stage: int, micro_batch: int) -> list[Ranks]:
@@ -168,7 +168,7 @@ class Rehearsal:
     # --- backward
 
     def _backward(self, stage: int, micro_batch: int, kind: type[Halves]) -> None:
-        """The gradients of what a stage received, and of its parameters or what is left to do for them."""
+        """Runs a backward, or its first half, of a micro-batch on a stage."""
         flight = self._flights[stage, micro_batch]
         pairs = [
             (x, g)
@@ -184,7 +184,7 @@ class Rehearsal:
             x.grad = gradient
 
     def _arrived(self, stage: int, micro_batch: int) -> list[Ranks | None]:
-        """The gradients of a stage's results: of the loss, or from the stage behind."""
+        """The gradients of a stage's results: of the loss on the last stage, else those that the next stage sent."""
         program = self.stages[stage]
         if program.is_step:
             share = self.shares[micro_batch]
@@ -195,7 +195,7 @@ class Rehearsal:
         return [_gradients_of(ranks) for ranks in behind]
 
     def _update(self, stage: int, micro_batch: int) -> None:
-        """Updates a stage's parameters after a micro-batch's backward, where the schedule says so."""
+        """Updates a stage's parameters inside of a step; only schedules with versions of parameters do so."""
         raise AssertionError("parameters without versions are updated after a step")
 
     @staticmethod
@@ -207,7 +207,7 @@ class Rehearsal:
 
 
 def _leaf(x: Tensor, spec: TensorSpec, needs_grad: bool) -> Tensor:
-    """A leaf in the element type that the program takes, whose gradient is summed in its own."""
+    """A leaf in the dtype that the program uses, whose gradient is accumulated in `spec.gradient_dtype`."""
     leaf = x.detach().to(spec.dtype).requires_grad_(needs_grad)
     if leaf.dtype != spec.gradient_dtype:
         leaf.grad_dtype = spec.gradient_dtype
@@ -215,7 +215,7 @@ def _leaf(x: Tensor, spec: TensorSpec, needs_grad: bool) -> Tensor:
 
 
 def _gradients_of(ranks: Ranks) -> Ranks | None:
-    """The gradients of received tensors; zeros on ranks that got none."""
+    """The gradients of received tensors, with zeros on ranks without one; None if no rank has one."""
     if all(x.grad is None for x in ranks):
         return None
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in ranks]

@@ -1,13 +1,13 @@
-"""Replicas that meet every so many steps, simulated in one process and compared with plain ones.
+"""Checks plans with replicas that meet every K steps (`autopar.ir.meeting`), by comparison with plain PyTorch.
 
-Two sides take the same steps with the same delays, in float64:
+Both sides take the same steps in one process, in float64:
 
     reference     a copy of the model for each replica, one after the other: autograd, torch.optim.SGD, and at the
                   meeting the mean of the copies, or torch.optim.SGD with Nesterov's momentum on the differences
     the plan      the program of a replica on simulated ranks, whose gradients are put together from the shards of the
                   ranks, and at the meeting `autopar.runtime.outer_step`
 
-The inner optimizer of both is SGD, as any would do that makes the replicas' parameters differ.
+Between meetings both sides use SGD. Any optimizer would do, as long as the replicas' parameters become different.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from autopar.proof.single_device import Batch, Results, SingleDevice, copied
 from autopar.proof.verdict import Verdict
 from autopar.runtime.outer_step import OuterStep
 
-SHOWN_STEPS = 3  # between meetings, at most: the program of every step is the same
-_RATE = 1e-2  # of SGD
+SHOWN_STEPS = 3  # most steps between meetings that are run: the program of every step is the same
+_RATE = 1e-2  # learning rate of SGD
 
 
 @dataclass(frozen=True)
 class ReplicaSteps:
-    """The steps of all replicas, to be run on both sides.
+    """The steps of all replicas, which `verdicts` runs on both sides.
 
     Attributes:
         device: the model and its loss in float64.
         whole: the program of a replica in float64.
         graph: the captured model.
         parts: for every replica the micro-batches of its plan.
-        together: for every replica the same as the single device takes them, see `Subject`.
-        meeting: the plan's replicas.
+        together: for every replica the batches of a step for the single device, see `Subject`.
+        meeting: the replicas and meetings of the plan.
     """
 
     device: SingleDevice
@@ -63,7 +63,7 @@ class ReplicaSteps:
         return min(self.meeting.steps, SHOWN_STEPS)
 
     def verdicts(self) -> list[Verdict]:
-        """Every step up to a second meeting and one more, of every replica, and the parameters of the meetings."""
+        """Verdicts on every step of every replica until one step after the second meeting, and on both meetings."""
         pairs = [copied(self.device.model, self.device.loss_fn) for _ in self.parts]
         plain, ours = [model for model, _ in pairs], self._copies()
         reference, outer = _PlainReplicas(plain, self.meeting), OuterStep(self.meeting)
@@ -97,7 +97,7 @@ class ReplicaSteps:
 
 
 class _PlainReplicas:
-    """Meetings of plain models, by torch.optim."""
+    """Plain copies of the model, one for each replica, whose meetings use only torch (the reference side)."""
 
     def __init__(self, models: Sequence[nn.Module], meeting: Meeting) -> None:
         self._models, self._meeting = models, meeting
@@ -126,7 +126,7 @@ class _PlainReplicas:
 
 @torch.no_grad()
 def _meet(models: Sequence[nn.Module], outer: OuterStep) -> None:
-    """A meeting as ranks hold it, with the mean taken here."""
+    """A meeting by the runtime's code, in which this function computes the mean in place of an all-reduce."""
     columns = [dict(_trained(model)) for model in models]
     for name, x in columns[0].items():
         mean = torch.stack([outer.sent(name, each[name]) for each in columns]).sum(0)
@@ -158,7 +158,7 @@ def _descend(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
 
 
 def _whole_gradients(results: PlanResults) -> dict[str, Tensor]:
-    """Gradients put together from the shards of the ranks."""
+    """Whole gradients of all parameters, assembled from the shards of the ranks."""
     plan = results.program.plan
     return {
         spec.name: whole_of_shards(

@@ -32,14 +32,14 @@ def simulated_steps(
     steps: Iterable[tuple[Sequence[Batch], Results]],
     between: Between | None,
 ) -> Iterator[PlanResults]:
-    """Runs the steps of a plan on simulated ranks; the weights stay, and buffers take their new values.
+    """Runs steps of a plan on simulated ranks. The weights are not updated; buffers are.
 
     Args:
         whole: the program of the plan.
         graph: the captured model.
         device: the model and its loss function, which are copied.
-        steps: for every step its micro-batches, and what a single device makes of them.
-        between: called with the copy of the model between two steps, or None.
+        steps: for every step its micro-batches, and the results of a single device.
+        between: function that is called with the copy of the model between two steps, or None.
 
     Yields the results of every step.
     """
@@ -67,14 +67,14 @@ def simulated_steps(
 
 
 def prefixed_buffers(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Buffers by the names that the denominator of a loss knows them by."""
+    """Buffers with the prefix `buffers.`, as the denominator of a loss names them."""
     return {f"buffers.{name}": x for name, x in buffers.items()}
 
 
 def named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a micro-batch by the names of the program's inputs, in the element types that it takes."""
+    """The tensors of a micro-batch by the names of the program's inputs, in the dtypes that it expects."""
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
-    # A program in float64 arithmetic says that it takes float64.
+    # The inputs of a program in float64 arithmetic have the dtype float64.
     pairs = zip(whole.inputs, tensors, strict=True)
     return {spec.name: x.to(torch.promote_types(spec.dtype, x.dtype)) for spec, x in pairs}
 
@@ -82,9 +82,9 @@ def named_inputs(whole: Program, batch: Batch) -> dict[str, Tensor]:
 def _updated_buffers(
     rehearsal: Rehearsal, model: nn.Module, expected: Results
 ) -> dict[str, lockstep.Ranks]:
-    """The buffers that the program says it updates, and those that the model itself changes.
+    """The buffers that the program updates, and those that the model changes on a single device.
 
-    A buffer that the model changes and the program does not know of stays as it was, and fails.
+    If the model changes a buffer and the program does not, the old value is compared, and the check fails.
     """
     found = dict(rehearsal.updates)
     names = _names_of_buffers(model)
@@ -96,7 +96,7 @@ def _updated_buffers(
 
 
 def widened_program(program: Program) -> Program:
-    """A program that takes float64, and whose gradients are added up in float64."""
+    """The program with inputs, parameters and accumulated gradients in float64."""
     return replace(
         program,
         parameters=tuple(map(_widened_spec, program.parameters)),
@@ -111,7 +111,7 @@ def _widened_spec(spec: TensorSpec) -> TensorSpec:
 
 
 def _names_of_buffers(model: nn.Module) -> dict[str, list[str]]:
-    """The first name of every buffer -> all that it has."""
+    """First name of every buffer -> all its names."""
     names: dict[int, list[str]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         names.setdefault(id(buffer), []).append(name)

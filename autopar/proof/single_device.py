@@ -1,4 +1,4 @@
-"""What one device computes: a model run eagerly, without autopar, in the arithmetic that is asked for."""
+"""The reference: runs a model eagerly on one device, without autopar, in its own dtypes or in float64."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class SingleDevice:
     captured: Captured
 
     def run(self, steps: Sequence[Sequence[Batch]], between: Between | None) -> list[Results]:
-        """Runs steps one after the other on one copy of the model; the weights stay.
+        """Runs steps one after the other on one copy of the model, without updating the weights.
 
         Args:
             steps: the micro-batches of every step.
-            between: what to call with the copy between two steps.
+            between: function to call with the copy between two steps; None for none.
         """
         model, loss_fn = copied(self.model, self.loss_fn)
         results: list[Results] = []
@@ -83,7 +83,7 @@ class SingleDevice:
         return all(_is_same(x, y) for x, y in pairs)
 
     def widened(self) -> SingleDevice:
-        """The same weights, buffers and state as float64, to be run under `float64_arithmetic`."""
+        """A copy with weights, buffers and other tensors in float64; run it inside of `float64_arithmetic`."""
         model, loss_fn = copied(self.model, self.loss_fn)
         holders = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
         for holder in holders:
@@ -94,7 +94,7 @@ class SingleDevice:
     def step_of(
         self, model: nn.Module, loss_fn: LossFunction | None, batches: Sequence[Batch]
     ) -> Results:
-        """Runs a step of a copy of the model, with its copy of the loss function; the weights stay."""
+        """Runs forward and backward of a step on copies of the model and loss, without updating the weights."""
         before = {name: x.clone() for name, x in model.named_buffers()}
         model.zero_grad()
         losses = []
@@ -112,7 +112,7 @@ class SingleDevice:
 
 @contextmanager
 def float64_arithmetic() -> Iterator[None]:
-    """Inside it every operator runs in float64, and floating-point tensors are made as float64."""
+    """A context in which every operator computes in float64, and new floating-point tensors are float64."""
     ordinary = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -130,9 +130,9 @@ def widened_tensors(tree: Any) -> Any:
 
 
 def copied(model: nn.Module, loss_fn: LossFunction | None) -> tuple[nn.Module, LossFunction | None]:
-    """A deep copy, with the loss, which may be a method of the model or hold it.
+    """A deep copy of a model and its loss function; if the loss function refers to the model, its copy does too.
 
-    A tensor that an earlier run left in an attribute with its autograd graph is copied without the graph.
+    Tensors with an autograd graph, which an earlier run left in attributes, are copied without the graph.
     """
     left = [x for x in _tensors_of(model) if not x.is_leaf]
     return copy.deepcopy((model, loss_fn), {id(x): x.detach().clone() for x in left})
@@ -147,7 +147,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _is_same(before: Tensor, after: Tensor) -> bool:
-    """Whether two tensors are the same bit by bit; a nan is itself."""
+    """Whether two tensors are equal bit by bit; equal nans count as equal."""
     if (before.shape, before.dtype) != (after.shape, after.dtype):
         return False
     bits = (dense(x).contiguous().reshape(-1).view(torch.uint8) for x in (before, after))

@@ -1,4 +1,4 @@
-"""A captured model with the results of a single device, with which any number of plans are compared."""
+"""A captured model and its results on a single device, for comparison with any number of plans."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _DELAYED_STEPS = (
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of the single device, with which those of plans are compared.
+    """The results of a single device, with which the results of plans are compared.
 
     Attributes:
         steps: results of every step, computed in float64.
@@ -73,9 +73,9 @@ class Subject:
         kwargs: keyword arguments of the micro-batch.
         prepared: the model's captured step.
         loss_fn: the same as in `compile`.
-        between: called with a copy of the model between two steps, or None.
-        references: number of micro-batches -> results of a single device, once it was run.
-        wholes: number of micro-batches -> capture of the batch that they make, once it was made.
+        between: function that is called with a copy of the model between two steps, or None.
+        references: cache: number of micro-batches -> results of a single device.
+        wholes: cache: number of micro-batches -> the step captured with the whole batch.
         others: arguments of a micro-batch of each further replica.
     """
 
@@ -100,7 +100,7 @@ class Subject:
         between: Between | None = None,
         replicas: int = 1,
     ) -> Subject:
-        """Captures a model, with the rows of the first of the replicas; its random numbers must not matter."""
+        """Captures a model with the rows of the first replica; raises AutoparError if it draws random numbers."""
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
         (args, kwargs), *others = [
@@ -133,7 +133,7 @@ class Subject:
         )
 
     def whole(self, count: int) -> Prepared:
-        """The step as captured for a batch of so many micro-batches, which is captured once."""
+        """The step captured with a whole batch of this number of micro-batches."""
         if count not in self.wholes:
             ((args, kwargs),) = _together(self._batches(0, count))
             capture = functools.partial(
@@ -144,7 +144,7 @@ class Subject:
         return self.wholes[count]
 
     def compare_program(self, whole: Program) -> VerifyReport:
-        """Compares the program of a plan likewise."""
+        """Simulates the program of a plan and compares its results, see `compare`."""
         plan = whole.plan
         reference = self.reference(plan.micro_batches)
         flushed = replace(whole, plan=_flushed(plan))
@@ -187,7 +187,7 @@ class Subject:
         return Reference(tuple(exact), tuple(samples))
 
     def _in_float64(self, whole: Program, reference: Reference) -> list[Verdict]:
-        """Every step of the plan in float64 arithmetic."""
+        """Verdicts on every step of the plan in float64 arithmetic."""
         if self.arithmetic == torch.float64:
             rehearsed = self._simulate(whole, self.single_device, reference)
         else:
@@ -201,7 +201,7 @@ class Subject:
         ]
 
     def _of_replicas(self, whole: Program, meeting: Meeting) -> list[Verdict]:
-        """Steps and meetings of all replicas in float64 arithmetic."""
+        """Verdicts on steps and meetings of all replicas in float64 arithmetic."""
         count = whole.plan.micro_batches
         every = [
             replace(self, args=args, kwargs=kwargs, references={}, others=())
@@ -219,7 +219,7 @@ class Subject:
             return ReplicaSteps(device, wide, graph, parts, together, meeting).verdicts()
 
     def _of_versions(self, whole: Program) -> list[Verdict]:
-        """Steps with updates inside, in float64 arithmetic."""
+        """Verdicts on steps whose schedule updates parameters inside of a step, in float64 arithmetic."""
         count = whole.plan.micro_batches
         steps = [self._batches(i, count) for i in range(_DELAYED_STEPS)]
         together = [self._of_updates(whole, batches) for batches in steps]
@@ -240,7 +240,7 @@ class Subject:
         return [_together(group) if is_whole else group for group in groups]
 
     def _in_own_arithmetic(self, whole: Program, reference: Reference) -> list[Verdict]:
-        """The first step of the plan as it would run."""
+        """Verdicts on the first step of the plan in the model's own dtypes."""
         first = Reference(reference.steps[:1], reference.samples)
         (found,) = self._simulate(whole, self.single_device, first)
         errors = plan_errors(found, reference.steps[0])
@@ -281,14 +281,14 @@ class Subject:
 
 
 def _flushed(plan: Plan) -> Plan:
-    """The plan with one update a step, as a single device has it; itself, where it has one."""
+    """The plan with a schedule that updates once per step; unchanged if it already does."""
     if plan.pipeline is None or not plan.pipeline.update_every:
         return plan
     return replace(plan, pipeline=replace(plan.pipeline, schedule="1f1b"))
 
 
 def _together(batches: list[Batch]) -> list[Batch]:
-    """The micro-batches as one batch."""
+    """The micro-batches, concatenated to one batch."""
     together = pytree.tree_map(
         lambda *xs: torch.cat(xs) if isinstance(xs[0], Tensor) and xs[0].ndim else xs[0], *batches
     )
@@ -296,7 +296,7 @@ def _together(batches: list[Batch]) -> list[Batch]:
 
 
 def _schedule_text(plan: Plan) -> str:
-    """`1f1b with 4 micro-batches through 2 stages`, `2 replicas that meet every 4 steps local`, or ""."""
+    """Words such as `1f1b with 4 micro-batches through 2 stages`, `2 replicas that meet every 4 steps local`, or ""."""
     if plan.meeting is not None:
         shown = f", {SHOWN_STEPS} of them run" if plan.meeting.steps > SHOWN_STEPS else ""
         return f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}{shown}"

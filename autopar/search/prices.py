@@ -103,7 +103,7 @@ class Exposure:
 
 
 def kind_of(item: Item) -> str:
-    """Kind of an item's work as in `Exposure.every`: "compute", "stored" or "activation"."""
+    """Kind of an item's work: "compute", or communication of "stored" parameters and gradients or of "activation"s."""
     if item.resource == COMPUTE:
         return "compute"
     return "activation" if item.carries == "activation" else "stored"
