@@ -1,4 +1,4 @@
-"""Graph to graph: one file per rewrite, and the lists of them, in the order they run.
+"""Rewrites of fx graphs, one file per rewrite, and the list `CLEANUP` of rewrites in the order in which they run.
 
 `CLEANUP` makes a captured graph fit for analysis; `partition` turns it into the program of one rank.
 """

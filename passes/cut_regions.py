@@ -1,4 +1,4 @@
-"""Runs of plain ops -> calls of submodules, which can be compiled; what a compiler must not see stays.
+"""Runs of plain ops -> calls of submodules, which can be compiled; calls that cannot be compiled stay outside.
 
     k = randint(); a = f(w0, x); g = gather(w1); b = h(g, a, k)
                 ->   k = randint(); a = region_0(w0, x)[0]; g = gather(w1); b = region_1(g, a, k)[0]
@@ -56,7 +56,7 @@ def cut_regions(module: fx.GraphModule, make: Make) -> fx.GraphModule:
 
 
 def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Regions, and between them single nodes that belong to none."""
+    """The regions, and between them single nodes that belong to no region."""
     region: dict[fx.Node, None] = {}
     block: Any = None
     for node in nodes:
@@ -75,7 +75,10 @@ def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _place(node: fx.Node, latest: Any) -> Any:
-    """What all calls of a region have in common; a call without a block goes with those before it."""
+    """The block of a call and whether backward recomputes it, which are equal for all calls of a region.
+
+    A call without a block takes the values of the call before it.
+    """
     is_marked = "block" in node.meta
     return (node.meta["block"], node.meta.get("again", False)) if is_marked else latest
 
@@ -91,7 +94,7 @@ def _moves_up(node: fx.Node) -> bool:
 
 
 def _edges(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What enters a region, in the order of its use, and what leaves it."""
+    """The nodes that a region uses, in the order of their use, and its nodes that others use."""
     own = set(region)
     entering = dict.fromkeys(n for c in region for n in c.all_input_nodes if n not in own)
     return list(entering), [c for c in region if not own.issuperset(c.users)]
@@ -100,7 +103,7 @@ def _edges(region: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
 def _extract(
     region: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """The graph of a region, with names that say nothing of where it stood."""
+    """The graph of a region, with names that do not depend on its place, so that equal regions have equal code."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:
         copies[node] = graph.placeholder(f"x{len(copies)}")

@@ -8,8 +8,8 @@ cut is right for every layout, and its backward sends the gradient the other way
     b = g(w1, a)                  stage 1: a; b = g(w1, a)       -> a, b
     c = h(w2, a, b)               stage 2: a, b; c = h(w2, a, b) -> c
 
-What depends on no parameter (masks, positions, targets) is computed again on every stage that uses it, and
-so is what is made of one parameter alone: a parameter lies where it is used.
+Nodes that depend on no parameter (masks, positions, targets) are computed again on every stage that uses them. So are
+nodes that depend on a single parameter and nothing else, and the parameter lies on every such stage.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class StageGraph:
     """The graph of one stage: `module(*leaves, *received)` returns `(*outputs, *sent)`.
 
     Attributes:
-        leaves: names of the placeholders of the whole graph that it takes, in their order.
-        received: values that come from the stage before.
-        outputs: positions among the outputs of the whole graph of those it returns.
-        sent: values that go to the stage behind.
+        leaves: names of the whole graph's placeholders that the stage uses, in order.
+        received: values that the previous stage sends.
+        outputs: positions, among the outputs of the whole graph, of the outputs that the stage returns.
+        sent: values that the stage sends to the next one.
     """
 
     module: fx.GraphModule
@@ -85,7 +85,7 @@ class _Cut:
         self.copied = self._copied(kept) | self._of_one_weight(weights)
 
     def _copied(self, kept: frozenset[str]) -> set[fx.Node]:
-        """What every stage can make for itself."""
+        """The nodes that every stage can compute by itself: they depend on nothing in `kept`, and draw no numbers."""
         found: set[fx.Node] = set()
         for node in self.nodes:
             if node.op == "placeholder":
@@ -97,7 +97,7 @@ class _Cut:
         return found
 
     def _of_one_weight(self, weights: frozenset[str]) -> set[fx.Node]:
-        """What is made of a weight and nothing else, by one op after the other."""
+        """The calls that depend on one weight and nothing else."""
         found = {n for n in self.nodes if n.op == "placeholder" and n.name in weights}
         for node in self.nodes:
             sources = node.all_input_nodes
@@ -147,7 +147,7 @@ class _Cut:
         return StageGraph(module, tuple(n.name for n in leaves), received, outputs, sent)
 
     def _home(self, node: fx.Node) -> int:
-        """The stage that returns an early output; one that every stage can make, the first returns."""
+        """The stage that returns an early output: the one that computes it; the first, if every stage can."""
         return 0 if node in self.copied else self.numbers[node]
 
     def _own(self, stage: int) -> list[fx.Node]:
@@ -159,7 +159,7 @@ class _Cut:
 
     @staticmethod
     def _needed(roots: Iterable[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-        """Roots and what they are made of, down to what is given."""
+        """The roots and all nodes on which they depend, without `given` nodes and those behind them."""
         needed: set[fx.Node] = set()
         waiting = [n for n in roots if n not in given]
         while waiting:
@@ -173,7 +173,7 @@ class _Cut:
 def stage_numbers(
     module: fx.GraphModule, places: Mapping[str, int], begins: Sequence[int]
 ) -> dict[fx.Node, int]:
-    """The stage of every call: that of the captured op it is for."""
+    """The stage of every call: the stage of the captured op for which it was added."""
     numbers: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
         if node.op != "call_function":

@@ -10,7 +10,7 @@ _FLAGS = ("sparse", "sparse_grad")  # as ATen's schemas call them
 
 
 def densify_gradients(module: fx.GraphModule) -> None:
-    """What is looked up gets a dense gradient: no collective takes a sparse one."""
+    """Turns off sparse gradients of lookups, because no collective accepts sparse tensors."""
     for node in module.graph.nodes:
         if is_operator(node):
             for i, argument in enumerate(schema(node).arguments):

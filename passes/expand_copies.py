@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 def expand_copies(module: fx.GraphModule) -> None:
-    """What is left of `x[...] = y` once the graph is functional."""
+    """Replaces `copy` calls, to which the functional graph turns `x[...] = y`, by `expand`, which has a gradient."""
     for node in module.graph.find_nodes(op="call_function", target=aten.copy.default):
         target, source = node.args[:2]
         like, value = target.meta["val"], source.meta["val"]

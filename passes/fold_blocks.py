@@ -2,9 +2,9 @@
 
     a = f(w0, x); b = g(w1, a); c = h(w2, b)   ->   a = f(w0, x); block_1 = block_1(w1, a); c = h(w2, block_1[0])
 
-What depends on no parameter and draws nothing (masks, positions) stays outside where several blocks use
-it, and is made once. A call that an earlier pass has put in (a gather of parameters) belongs to the first
-block that uses it.
+A call that depends on no parameter and draws no random numbers (masks, positions) stays outside if several blocks use
+it, and runs once. A call that an earlier pass has added (a gather of parameters) belongs to the first block that uses
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.passes.cut_stages import extract
 
 
 class _Home(NamedTuple):
-    """Where a call goes: with others of its block behind what all blocks may use."""
+    """The new place of a call: its block, and whether it goes inside of the block's submodule."""
 
     block: float
     is_inside: bool
@@ -51,7 +51,7 @@ def fold_blocks(
 
 
 def _free(graph: fx.Graph, parameters: int, received: int) -> set[fx.Node]:
-    """What depends on no parameter and draws nothing."""
+    """The nodes that depend on no parameter and draw no random numbers."""
     placeholders = graph.find_nodes(op="placeholder")
     found = set(placeholders[parameters : len(placeholders) - received])
     for node in graph.nodes:
@@ -79,7 +79,7 @@ def _homes(
 def _home(
     node: fx.Node, homes: dict[fx.Node, _Home], folded: frozenset[int], is_free: bool
 ) -> _Home:
-    """A free call goes inside a block if that alone uses it, and else before the first that does."""
+    """The new place of a call; a free call goes inside a block if only this block uses it, else before its users."""
     users = {homes[user] for user in node.users}
     block = node.meta.get("block", math.inf)
     if is_free or "block" not in node.meta:

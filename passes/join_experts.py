@@ -3,8 +3,8 @@
     order = sort(ids)[1]; x = rows[order // k]; y = grouped(x, weights, ends of the sorted ids)
     z = y[inverse of order]                        ->   z = experts(rows, ids, weights)
 
-However the order, the ends and the inverse are spelled, they are functions of the ids alone: they are run
-on random ids, and a layer is joined if they are what they must be.
+Models compute the order, the ends and the inverse in many ways, but always from the ids alone. This pass therefore
+runs these computations on random ids, and joins a layer if the results are a sort, its ends and its inverse.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def join_experts(module: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What stands between a sort and the lookup that undoes it.
+    """The nodes of a mixture of experts, from the sort of ids to the lookup that restores the order of rows.
 
     Attributes:
-        ids: what is sorted.
+        ids: node of the expert ids, which are sorted.
         count: number of experts.
-        entries: lookups of rows by the order -> how many ids each row has.
+        entries: lookup of rows in the sorted order -> number of ids of each row.
         body: calls on sorted rows.
-        routing: what the body takes of what depends on the ids alone -> "ordered" (ids) or "ends".
-        exit: the lookup that puts rows back.
+        routing: node that the body uses and that depends only on the ids -> "ordered" (sorted ids) or "ends".
+        exit: the lookup that restores the order of rows.
     """
 
     ids: fx.Node
@@ -82,7 +82,7 @@ def _find(sort: fx.Node) -> _Layer | None:
 def _checked(
     sort: fx.Node, count: int, values: dict[fx.Node, Tensor], body: list[fx.Node], last: fx.Node
 ) -> _Layer | None:
-    """The layer, if order, ends and inverse are what they must be."""
+    """The layer, if the values for random ids are a sorting order, its ends and its inverse; else None."""
     ids = tensor_operands(sort)[0]
     drawn = values.pop(ids)
     ordered = drawn.sort().values
@@ -120,7 +120,7 @@ def _entries(
 def _used(
     body: list[fx.Node], values: dict[fx.Node, Tensor], ordered: Tensor, count: int
 ) -> dict[fx.Node, str | None]:
-    """What the body takes of the routing: sorted ids and ends; None for anything else."""
+    """Routing value that the body uses -> "ordered" for sorted ids, "ends", or None for anything else."""
     ends = torch.searchsorted(ordered, torch.arange(count), right=True)
     used = [n for call in body for n in tensor_operands(call) if n in values]
     return {
@@ -144,7 +144,7 @@ def _same(value: Tensor, wanted: Tensor) -> bool:
 
 
 def _after(node: fx.Node) -> dict[fx.Node, None]:
-    """The node and all that depends on it, in the graph's order."""
+    """The node and all nodes that depend on it, in the graph's order."""
     found = {node: None}
     here = node.next
     while here.op != "output":
@@ -155,7 +155,7 @@ def _after(node: fx.Node) -> dict[fx.Node, None]:
 
 
 def _before(node: fx.Node) -> list[fx.Node]:
-    """What a node depends on, in the graph's order."""
+    """The nodes on which a node depends, in the graph's order."""
     found: set[fx.Node] = set()
     waiting = list(node.all_input_nodes)
     while waiting:
@@ -167,7 +167,7 @@ def _before(node: fx.Node) -> list[fx.Node]:
 
 
 def _index(node: fx.Node) -> fx.Node | None:
-    """The one tensor of indices of the first dim, of a lookup."""
+    """The index tensor of a lookup along the first dim; None for any other node."""
     if node.target is not aten.index.Tensor:
         return None
     indices = list(node.args[1])  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def _index(node: fx.Node) -> fx.Node | None:
 
 
 def _routing(sort: fx.Node, after: Collection[fx.Node], count: int) -> dict[fx.Node, Tensor]:
-    """What depends on the ids alone, run on random ids of `count` experts."""
+    """Node that depends only on the ids -> its value for random ids of `count` experts."""
     ids = tensor_operands(sort)[0]
     example = ids.meta["val"]
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
 """attention(q, k, v, dropout p) -> matmul, safe softmax, dropout, matmul.
 
-Inside one op the mask would come from the generator that all ranks share, the same for every part of the
-batch. In the open it is drawn by key, see [Note: keys of random ops].
+Inside the attention op, all ranks would draw the dropout mask from equal generators, so that every part of the batch
+would have the same mask. A separate dropout op draws it by a key, see [Note: keys of random ops].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 
 
 def open_random_attention(module: fx.GraphModule) -> None:
-    """Opens attention with dropout; with `enable_gqa` every head of keys and values is repeated first."""
+    """Replaces attention with dropout by its single ops; with `enable_gqa` key and value heads are repeated first."""
     for node in module.graph.find_nodes(op="call_function", target=_ATTENTION):
         arguments = bound_arguments(node)
         if arguments["dropout_p"] > 0:

@@ -1,11 +1,11 @@
-"""Sums that ranks need not wait for in the middle of a step.
+"""Moves all-reduces so that ranks do not wait for each other in the middle of a step.
 
     return all_reduce(x)                  -> return x        its backward is nothing, so it can wait
     f(p); all_reduce(g(i))       -> start(g(i)); f(p); finish()
 
-A collective in mid-step makes every rank wait for the slowest one there. The sum that makes the loss is
-left to the end of the step, and sums of inputs alone (such as how many targets count) are started first
-and waited for where they are needed.
+At a collective in the middle of a step every rank waits for the slowest one. The all-reduce that computes the loss is
+therefore moved to the end of the step. All-reduces of inputs alone (such as the number of valid targets) start at the
+beginning of the step, and finish where the result is needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The captured graph and a plan -> the program of one rank.
+"""The captured graph and a plan -> the graph that one rank runs.
 
-Every op is run on local shards, on operands converted to the layouts its choices ask for. One
-conversion per (tensor, layout) is shared by all consumers, so that autograd sums their gradients
-before the one backward collective.
+Every op runs on local shards, after its operands are converted to the layouts that its choices need. All consumers
+that need a tensor in one layout share one conversion, so that autograd sums their gradients before the single
+collective in backward.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Partitioner:
 
 
 class _LocalCall:
-    """What a localizer sees (autopar.rules.spec.Local)."""
+    """The argument of a localizer (`autopar.rules.spec.Local`): a rule's function that writes an op for shards."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class _LocalCall:
         return new
 
     def _is_stated(self, new: fx.Node) -> bool:
-        """Whether the rule says that the op sends this: a collective that nobody states has no price."""
+        """Whether the rule lists the collective that a new node runs; an unlisted one would have no price."""
         call, ring = Collective.of(new), Ring.of(new)
         sent = [(call.name, call.group)] if call and call.name in MOVING else []
         sent += [(ring.name, axis) for axis in ring.turning] if ring else []

@@ -1,4 +1,4 @@
-"""Of a tensor that gives its type alone, only the type is read.
+"""Replaces a tensor operand of which an op reads only the dtype by this dtype.
 
 type_as(x, y)       ->  _to_copy(x, dtype=dtype of y), and x itself where that is its own
 new_empty(y, size)  ->  empty(size, dtype=dtype of y), as Dropout2d has it
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def read_types(module: fx.GraphModule) -> None:
-    """A tensor of any shape may give its type; it would be moved, and bind layouts, for nothing."""
+    """Replaces such calls. Otherwise the tensor would be converted to a layout although its values are not used."""
     for node in list(module.graph.find_nodes(op="call_function", target=aten.type_as.default)):
         value, model = node.args
         dtype = model.meta["val"].dtype

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def real_scatters(module: fx.GraphModule) -> None:
-    """Real and imaginary part are a last dim, so that a dim counted from the end is one further."""
+    """Replaces complex scatters. The real view has one more dim at the end, so that negative dims change by one."""
     for target in (aten.slice_scatter.default, aten.select_scatter.default):
         for node in module.graph.find_nodes(op="call_function", target=target):
             if node.meta["val"].is_complex():

@@ -1,8 +1,8 @@
 """Runs the examples again, so that they have the strides which the cleaned graph gives them.
 
-Whether a reshape copies, and so what backward keeps, is a matter of strides. A copy that was taken out
-leaves its users' examples as if it still stood. On the meta device attention gives a result as its open
-form lays it out; its fused kernels, on every accelerator, lay it out by (batch, row, head).
+Strides decide whether a reshape copies, and so which tensors autograd saves. After a pass has removed a copy, the
+example tensors of later nodes still have the strides that the copy gave. On the meta device, attention returns the
+strides of its decomposition; fused kernels on accelerators return another order, (batch, row, head).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""clone(x) -> x, alias(x) -> x: nothing is changed in place, so that a copy is only its strides."""
+"""clone(x) -> x, alias(x) -> x: the graph changes nothing in place, so that a copy only changes strides."""
 
 from __future__ import annotations
 

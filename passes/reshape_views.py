@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def reshape_views(module: fx.GraphModule) -> None:
-    """Local tensors, and captured ones run again (T5, Swin), may have strides that view rejects."""
+    """Replaces views, because local tensors may have strides that `view` rejects (as in T5 and Swin)."""
     for node in module.graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default

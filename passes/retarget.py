@@ -1,4 +1,4 @@
-"""A portable program -> one that runs: on this device, on these process groups."""
+"""Binds a program to a device and to process groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.ops.ring import Ring
 
 
 def retarget_device(module: fx.GraphModule, device: torch.device) -> None:
-    """f(..., device=captured) -> f(..., device=device): factories ran where the model was captured."""
+    """f(..., device=captured) -> f(..., device=device): factories would use the device of the capture."""
     for node in module.graph.nodes:
         if isinstance(node.kwargs.get("device"), torch.device):
             node.kwargs = {**node.kwargs, "device": device}

@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def single_batch_norm(module: fx.GraphModule) -> None:
-    """Batch norm with given statistics has one result; the other two, which are empty, go."""
+    """Replaces batch norm in evaluation by an op with one result; the other two results are empty and dropped."""
     for node in module.graph.find_nodes(
         op="call_function", target=aten._native_batch_norm_legit_no_training.default
     ):

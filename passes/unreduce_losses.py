@@ -18,7 +18,7 @@ _REDUCTIONS = {MEAN: aten.mean.default, SUM: aten.sum.default}
 
 
 def unreduce_losses(module: fx.GraphModule) -> None:
-    """Splits off the reduction, so that each half can be split by a rule of its own."""
+    """Replaces a loss by the loss without reduction and a reduction, so that each of them has a rule for splitting."""
     for node in list(module.graph.nodes):
         if node.target is aten.broadcast_tensors.default:
             _expand_each(module.graph, node)

@@ -1,4 +1,4 @@
-"""A graph with three layers of a stack -> the graph with all of them, as a capture of the whole model gives it.
+"""A graph with three layers of a list of layers -> the graph with all of them, as a capture of the whole model gives.
 
     %x1 = layers.0(%x0); %x2 = layers.1(%x1); %x3 = layers.2(%x2)
     -> %x1 = layers.0(%x0); %x2 = layers.1(%x1); %x3 = layers.2(%x2); ...; %x32 = layers.31(%x31)
@@ -28,7 +28,7 @@ _MODULES = "nn_module_stack"  # where torch.export notes the modules around a no
 
 
 def unroll_layers(captured: Captured, stacks: Sequence[Stack]) -> tuple[Captured, Copies]:
-    """Captures nothing: writes out the layers that a captured middle layer stands for.
+    """Adds the layers for which a captured middle layer stands, without another capture.
 
     Args:
         captured: a capture, cleaned up, that has `stack.captured` layers of every stack.
@@ -46,7 +46,7 @@ def unroll_layers(captured: Captured, stacks: Sequence[Stack]) -> tuple[Captured
 
 
 def _through(first: Copies, second: Copies) -> Copies:
-    """The names after two rewrites."""
+    """Name in the first graph -> names after both of two rewrites."""
     if not first:
         return second
     return {
@@ -55,7 +55,7 @@ def _through(first: Copies, second: Copies) -> Copies:
 
 
 class _Unroller:
-    """One stack of one captured graph."""
+    """Adds the layers of one list of layers to one captured graph."""
 
     def __init__(self, captured: Captured, stack: Stack) -> None:
         self.captured, self.stack = captured, stack
@@ -91,7 +91,7 @@ class _Unroller:
         )
 
     def _chain(self) -> dict[fx.Node, fx.Node]:
-        """What the middle layer reads of the layer before -> what the last layer reads of the middle one."""
+        """Node of the layer before that the middle layer reads -> node of the middle layer that the last one reads."""
         chain: dict[fx.Node, fx.Node] = {}
         ends = {*self.middle}
         if len(self.after) < len(self.middle):
@@ -108,7 +108,7 @@ class _Unroller:
         return chain
 
     def _check_readers(self, later: Sequence[fx.Node]) -> None:
-        """Only the next layer reads what a middle layer makes: else every layer's result is wanted."""
+        """Raises CaptureError if another node than the next layer reads a result of the middle layer."""
         following = set(self.after)
         for node in later:
             read = self.inside.intersection(node.all_input_nodes)
@@ -134,11 +134,11 @@ class _Unroller:
 
     @property
     def _numbers(self) -> range:
-        """The layers that are written anew."""
+        """Numbers of the layers that are added."""
         return range(self.stack.middle + 1, self.stack.middle + 1 + self.times)
 
     def _write(self, node: fx.Node) -> None:
-        """A node as it is; one of the layers behind the middle has a higher number then."""
+        """Copies a node; the layers after the middle one get their numbers in the whole model."""
         qualified = self.named.get(node.name, "")
         index = self.stack.index(qualified)
         moves = index is not None and index > self.stack.middle
@@ -159,7 +159,7 @@ class _Unroller:
         return copy
 
     def _write_placeholders(self, placeholders: Sequence[fx.Node]) -> None:
-        """Those of all copies of the middle layer, layer by layer, as the whole model has them."""
+        """Adds the placeholders of all copies of the middle layer, layer by layer, as the whole model has them."""
         for number in self._numbers:
             for node in placeholders:
                 name = self._placeholder(node, self.stack.middle, number)
@@ -184,7 +184,7 @@ class _Unroller:
             self.new[node] = self.made[node][-1]
 
     def _modules(self, node: fx.Node, index: int, number: int) -> dict[str, Any]:
-        """The modules around a node, were it in another layer."""
+        """The metadata of the modules around a node, with the number of another layer."""
         inside = re.compile(
             rf"^((?:L__self__)?model\.{re.escape(self.stack.path)}\.){index}(?=[.@]|$)"
         )
@@ -198,7 +198,7 @@ class _Unroller:
     # --- the result
 
     def _result(self) -> tuple[Captured, Copies]:
-        """The graph with its final names, and what its placeholders are."""
+        """The capture of the whole model with its final names, and for every node the names of its copies."""
         long = fx.GraphModule(self.captured.module, self.graph)
         order = list(self.graph.nodes)
         name_nodes(long)
@@ -234,7 +234,7 @@ class _Unroller:
         ), copies  # fmt: skip
 
     def _names(self, name: str) -> tuple[str, ...]:
-        """A parameter or buffer in the whole model: one of the middle layer in all that it stands for."""
+        """The names in the whole model of a parameter or buffer; several for one of the middle layer."""
         index, path = self.stack.index(name), self.stack.path
         if index is None or index < self.stack.middle:
             return (name,)
@@ -245,7 +245,7 @@ class _Unroller:
 
 
 def _flat(path: str) -> str:
-    """A path in the name of a placeholder."""
+    """A module path in the form that names of placeholders have."""
     return re.sub(r"[^a-zA-Z0-9]", "_", path).lower()
 
 

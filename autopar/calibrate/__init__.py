@@ -1,8 +1,8 @@
-"""Measures the machine it runs on, and writes the hardware file that the cost model prices with.
+"""Measures the machine on which it runs, and writes the hardware file that the cost model reads.
 
-`run` starts or joins the ranks, `measure` times products, kernels and collectives on them, `fit`
-makes the cost model's constants of the curves, `document` writes them down with their sources.
-What differs between devices is all in `devices`.
+`run` starts or joins the ranks, `measure` times matrix products, kernels and collectives on them, `fit`
+fits the cost model's constants to the measurements, and `document` writes them with their sources. `devices` has all
+that differs between kinds of devices.
 """
 
 from autopar.calibrate.document import to_hardware, write

@@ -62,7 +62,7 @@ def calibrate_command(
 
 @contextlib.contextmanager
 def _bar(shown: bool) -> Iterator[measure.Progress]:
-    """A bar on a terminal; nothing in a file or on other ranks."""
+    """A progress bar on a terminal; nothing if the output is a file, or on other ranks."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description:<46}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
@@ -77,7 +77,7 @@ def _bar(shown: bool) -> Iterator[measure.Progress]:
 
 
 def summary(hardware: Hardware) -> Table:
-    """What was found, in the units people speak in."""
+    """A table of the measured figures, in common units."""
     table = Table(title=f"{hardware.name}: one of {hardware.devices_per_node} ranks of a node")
     for column in ("figure", "value", "kind"):
         table.add_column(column, justify="right" if column == "value" else "left")

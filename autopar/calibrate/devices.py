@@ -1,7 +1,6 @@
-"""All that differs between kinds of devices: clocks, memory, number formats, sizes worth measuring.
+"""All that differs between kinds of devices: clocks, memory, dtypes, sizes to measure.
 
-A new kind of device is one more subclass of `Device`, and its name in `find_device`, MAIN_FORMAT and
-ABSENT.
+To add a kind of device, write a subclass of `Device`, and add its name to `find_device`, MAIN_FORMAT and ABSENT.
 """
 
 from __future__ import annotations
@@ -113,20 +112,20 @@ class Device(ABC):
     @property
     @abstractmethod
     def machine(self) -> str:
-        """What it is called, for the source of every figure."""
+        """Name of the machine, which the source of every figure mentions."""
 
     @property
     @abstractmethod
     def formats(self) -> tuple[str, ...]:
-        """Number formats that it multiplies in; a subset of FORMATS."""
+        """Names of the dtypes in which the device multiplies matrices; a subset of FORMATS."""
 
     @abstractmethod
     def effort(self, quick: bool) -> Effort:
-        """What to measure."""
+        """Sizes and repetitions of the measurements."""
 
     @abstractmethod
     def seconds(self, run: Callable[[], object], times: int) -> float:
-        """Seconds of one `run`, of which `times` are issued in a row."""
+        """Seconds of one call of `run`, as the mean over `times` calls in a row."""
 
     @abstractmethod
     def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
@@ -134,19 +133,19 @@ class Device(ABC):
 
     @abstractmethod
     def memory_bytes(self, local_ranks: int) -> int:
-        """Capacity for one rank, of `local_ranks` on this machine."""
+        """Bytes of memory for one rank, if `local_ranks` run on this machine."""
 
     @abstractmethod
     def reserved_bytes(self) -> int:
-        """What of it is taken by other things than tensors, once everything was measured."""
+        """Bytes of this memory that are used by other things than tensors, after all measurements."""
 
     @abstractmethod
     def per_node(self, local_ranks: int) -> int:
-        """Ranks that a node like this one has, of which `local_ranks` measure."""
+        """Number of ranks that a node like this one can have; `local_ranks` of them measure."""
 
     @contextlib.contextmanager
     def multiplying(self, number_format: str) -> Iterator[None]:
-        """Inside it, products of float32 are made in this format."""
+        """A context in which matrix products of float32 run in this format: "float32" or "tf32"."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if number_format == "tf32" else "highest")
         try:
@@ -194,7 +193,7 @@ class Cpu(Device):
         return (time.perf_counter() - start) / times
 
     def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """All of it is the launch: nothing goes on while the host issues."""
+        """Seconds of a tiny call, and 0: the CPU launches and computes in the same thread."""
         return self.seconds(run, times), 0.0
 
     def memory_bytes(self, local_ranks: int) -> int:
@@ -222,7 +221,7 @@ class Cuda(Device):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """bfloat16 and tf32 came with compute capability 8."""
+        """Names of the dtypes in which the GPU multiplies matrices; bfloat16 and tf32 need compute capability 8."""
         old = torch.cuda.get_device_capability(self.device) < (8, 0)
         return tuple(name for name in FORMATS if not (old and name in ("tf32", "bfloat16")))
 
@@ -245,7 +244,7 @@ class Cuda(Device):
         return start.elapsed_time(end) * 1e-3 / times
 
     def launch_and_host_seconds(self, run: Callable[[], object], times: int) -> tuple[float, float]:
-        """Issues behind kernels that keep the device busy, so that the queue never runs dry."""
+        """Measures with other kernels ahead in the queue, so that the GPU never waits for the CPU."""
         run()
         torch.cuda.synchronize(self.device)
         host = self._issue(run, times)
@@ -263,15 +262,15 @@ class Cuda(Device):
         return start.elapsed_time(end) * 1e-3 / times, host
 
     def memory_bytes(self, local_ranks: int) -> int:
-        """The whole device's."""
+        """Bytes of the whole device's memory."""
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def per_node(self, local_ranks: int) -> int:
-        """One for each GPU."""
+        """Number of GPUs of this machine."""
         return torch.cuda.device_count()
 
     def reserved_bytes(self) -> int:
-        """What is neither free nor in torch's own pool: the context, NCCL and cuBLAS buffers."""
+        """Bytes that are neither free nor in torch's memory pool: CUDA context, buffers of NCCL and cuBLAS."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - torch.cuda.memory_reserved(self.device)
 
@@ -313,5 +312,5 @@ def device_count(kind: str) -> int:
 
 
 def default_device() -> str:
-    """cuda where there is one."""
+    """The name "cuda" if there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"

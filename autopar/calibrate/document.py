@@ -1,4 +1,4 @@
-"""Measurements as hardware of the cost model, and as the file that it is read from."""
+"""Turns measurements into `Hardware` for the cost model, and writes its file."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Fits:
 
     @cached_property
     def memory_efficiency(self) -> float:
-        """What the kernels reach of it on average, by time."""
+        """Fraction of this bandwidth that the kernels reach on average (the harmonic mean of their rates)."""
         average = len(self.found.rates) / sum(1 / rate for _, rate in self.found.rates)
         return average / self.memory_bytes_per_second
 
     @cached_property
     def kernel_bytes_per_second(self) -> float:
-        """What the cost model lets kernels read and write."""
+        """Bytes per second that the cost model assumes for element-wise kernels."""
         return self.memory_bytes_per_second * self.memory_efficiency
 
     @cached_property
@@ -70,7 +70,7 @@ class Fits:
 
     @cached_property
     def products(self) -> ProductFit:
-        """The main format's."""
+        """The fit of the matrix products in the main format."""
         return fit_products(
             self._of(self.main_format), launch_seconds=self.found.launch_seconds,
             memory_bytes_per_second=self.kernel_bytes_per_second,
@@ -205,7 +205,7 @@ class _Sources:
             )
 
     def _guess(self, link: str) -> Source:
-        """Why it was not measured, and what it is taken for."""
+        """The source of a link that was not measured: why it was not, and which link's figures it has."""
         if link == "inside_node" and self.fits.links:
             return Source("guess", "a node of the run had one rank; as across_nodes")
         told = ABSENT[self.found.kind][link][1]

@@ -3,10 +3,10 @@
     product      launch + flops / (peak * e(m) * e(n) * e(k) * efficiency),  e(x) = x / (x + half)
     collective   launches + hops * latency + sent bytes / (bandwidth * gain)
 
-`autopar.cost_model.compute` and `.collectives` price with the same; gain is 1 but for all-to-all and
-send. Both are least squares of predicted / measured - 1: a point of a microsecond counts as much as
-one of a second, and one that something else on the machine made ten times slower hardly counts,
-since its ratio can change by a tenth only. What is left is reported as the mean of the absolute values.
+`autopar.cost_model.compute` and `.collectives` have the same formulas; gain is 1 except for all-to-all and send. Both
+fits minimize the sum of squares of predicted / measured - 1. A point of a microsecond therefore counts as much as one
+of a second. A point that a disturbance made ten times slower hardly counts, because its ratio is close to 0 for any
+fit. Reports show the mean of the absolute values of these errors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ProductFit:
     """Matrix products of one number format.
 
     Attributes:
-        peak_flops: FLOP/s of a product of endless extents, or of a larger one that was faster.
-        efficiency: fraction of it that a product of endless extents reaches.
-        half_size: extent that halves it.
+        peak_flops: FLOP/s of a product of infinite extents, or of a measured one that was faster.
+        efficiency: fraction of `peak_flops` that a product of infinite extents reaches.
+        half_size: extent of one dim at which the rate is half of that.
         error: mean relative error of the products that are not bound by memory.
     """
 
@@ -56,7 +56,7 @@ class ProductFit:
 
 
 def message_seconds(message: Message, link: Link, launch_seconds: float) -> float:
-    """What the cost model predicts for a collective like `message`."""
+    """Seconds that the cost model predicts for the collective of a message."""
     whole, part = message.bytes, message.bytes // message.ranks
     before, after = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(
         message.collective, (whole, whole)
@@ -70,8 +70,8 @@ def message_seconds(message: Message, link: Link, launch_seconds: float) -> floa
 def fit_link(messages: Sequence[Message], launch_seconds: float) -> LinkFit:
     """The link that all these messages crossed.
 
-    Latency and bandwidth are those of the rings; all-to-all and send are given what they make of
-    that bandwidth.
+    Latency and bandwidth are fitted to the collectives in `RINGS`. The gains of all-to-all and send are fitted
+    afterwards.
     """
     rings = [_terms(m, launch_seconds) for m in messages if m.collective in RINGS]
     latency, per_byte = fit_two(*([getattr(t, f) for t in rings] for f in _Terms._fields))
@@ -209,9 +209,9 @@ def _is_bound_by_work(product: Product, launch_seconds: float, bandwidth: float)
 
 
 def minimise(loss: Callable[[float], float], largest: float = 1e5) -> float:
-    """The x in [0, largest] of the least loss: a grid of 0 and powers, refined by golden section.
+    """The x in [0, largest] with the least loss: the best point of a geometric grid, refined by golden section.
 
-    The least such x, where the loss does not depend on it.
+    If several points of the grid have the least loss, the smallest of them is refined.
     """
     grid = [0.0, *(float(x) for x in np.geomspace(1e-3, largest, 161))]
     losses = [loss(x) for x in grid]

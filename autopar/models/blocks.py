@@ -161,10 +161,10 @@ def _with_slopes(q: Tensor, k: Tensor, slopes: Tensor, places: Tensor) -> tuple[
 
 
 class MLP(nn.Module):
-    """Two linear maps around an activation, three where it is gated.
+    """A feed-forward layer: two linear maps around an activation, or three if it is gated.
 
-    Fused, gate and up are the two halves of one weight, in a dim of their own: ffn then stays a dim that
-    splits.
+    If fused, gate and up are one weight with a dim of size 2 for the two. The dim ffn stays a dim by itself, so that it
+    can be split.
     """
 
     def __init__(self, blocks: Blocks) -> None:

@@ -87,7 +87,7 @@ class Repetition:
         return f"{stack.path}.{number + copy}"
 
     def group_of(self, block: int) -> Group | None:
-        """The run of repeated blocks (`Group`) to which a captured block belongs; None for a block that is not repeated."""
+        """The run of repeated blocks (`Group`) that has a captured block; None for a block that is not repeated."""
         return self._places[block][1]
 
     def at(self, block: int, copy: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""A plan of a graph with few layers, said of the model with all of them."""
+"""The plan of a whole model, from a plan of a graph with few of its layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def spoken_of_all_layers(plan: Plan, graph: Graph, captured: Captured) -> Plan:
-    """The plan of the whole model in which every layer does what the captured one that stands for it does.
+    """The plan of the whole model in which every layer has the choices of the captured layer that stands for it.
 
     Args:
         plan: a plan of `graph`; where it has stages, they begin at ops of the whole model already.

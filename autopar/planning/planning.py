@@ -52,7 +52,7 @@ class Prepared:
 
     @property
     def whole(self) -> BatchCapture:
-        """The capture as that of a whole batch, with which one of a micro-batch is compared."""
+        """This capture, used as that of the whole batch, for comparison with the capture of a micro-batch."""
         return BatchCapture(self.captured, self.analysis.graph)
 
 
@@ -125,7 +125,7 @@ def _prepared(captured: Captured) -> Prepared:
 def policy_of(
     asked: MixedPrecision | str | None, plan: Plan | None = None
 ) -> MixedPrecision | None:
-    """The mixed-precision policy that is asked for, or that of a plan; AutoparError where they differ."""
+    """The mixed-precision policy that the user asks for, or that of a plan. Raises AutoparError if they differ."""
     policy = MixedPrecision.of(asked)
     if plan is None or policy == plan.precision:
         return policy
@@ -144,15 +144,14 @@ def make_plan(
     captured_micro_batches: int | None = None,
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
 ) -> Plan:
-    """Searches a plan; without a mesh its shape is searched too, for the request's number of ranks.
+    """Searches a plan; without a mesh in the request, the mesh is searched, too.
 
     Args:
-        prepared: the model, at the size of a micro-batch where the request says how many there are, and
-            otherwise of any number of them.
-        request: what is asked.
-        captured_micro_batches: number of captured batches that make a step; by default the request's
+        prepared: the captured model, with the rows of one micro-batch if the request has a number of micro-batches.
+        request: the user's wishes.
+        captured_micro_batches: number of captured batches that make up a step; by default the request's
             number of micro-batches.
-        fixed_storage: how parameters lie that were placed before, by name.
+        fixed_storage: layouts of parameters that are placed already, by name.
 
     Raises MeshError, RecipeError or SearchError where no plan can be made, and PlanError for
     recomputation of more blocks than the model has.
@@ -172,12 +171,13 @@ def search_step(
     captured_micro_batches: int | None = None,
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
 ) -> Searched:
-    """The same search with the price of the plan and with what else was found; arguments as in `make_plan`."""
+    """The search of `make_plan`; returns the plan with its price, and the other plans that were found."""
     graph = prepared.analysis.graph
     if request.micro_batches is None and (
         _batch_elsewhere(graph) or _is_changed_by_micro_batches(prepared)
     ):
-        # Micro-batches are parts of dim 0; where that is not the batch, or another loss, none are taken unasked.
+        # Micro-batches are parts of dim 0. If dim 0 is not the batch, or the parts give another loss, the search must
+        # not choose their number.
         request = request.but(micro_batches=captured_micro_batches or 1)
     if fixed_storage is None:
         _refuse_more_blocks(graph, request.recompute)
@@ -227,7 +227,7 @@ def _check_batch_first(graph: Graph, micro_batches: int) -> None:
 
 
 def _is_changed_by_micro_batches(prepared: Prepared) -> bool:
-    """Whether a result of a batch does not come from those of its micro-batches, as a loss with batch statistics.
+    """Whether a result of a batch cannot be computed from those of its micro-batches, as with batch statistics.
 
     A batch of one row cannot be cut.
     """
@@ -277,7 +277,7 @@ def refuse_sum(prepared: Prepared, meeting: Meeting, half: Callable[[], Prepared
 
 
 def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:
-    """The first input whose batch is not its dim 0, and which dim is."""
+    """The first input whose batch is not its dim 0, with the dim that is the batch; None if there is no such input."""
     for name, tensor in graph.inputs.items():
         first, *others = (
             any("batch" in graph.factors[factor].roles for factor in factors)
@@ -289,7 +289,7 @@ def _batch_elsewhere(graph: Graph) -> tuple[str, int] | None:
 
 
 def plan_again(plan: Plan, prepared: Prepared, micro_batches: int) -> Plan | None:
-    """The choices of a plan, for the same ops at other sizes; None where they are not legal there."""
+    """The choices of a plan, for a graph of the same ops with other sizes; None if they are not legal there."""
     if why_not_again(plan, prepared):
         return None
     return replace(
@@ -330,7 +330,7 @@ def why_not_again(plan: Plan, prepared: Prepared) -> str:
 
 
 def _obstacle(op: Op, labels: Labels, mesh: Mesh) -> str:
-    """The factor of an op that the mesh does not divide as the labels ask."""
+    """Words for a factor of an op that the labels split and the mesh does not divide; "" if there is none."""
     split: dict[str, list[tuple[str, int]]] = {}
     for label, axis in zip(labels, mesh.axes, strict=True):
         if op.choice(label).splits:
@@ -346,7 +346,7 @@ def _obstacle(op: Op, labels: Labels, mesh: Mesh) -> str:
 def unsplit_plan(
     prepared: Prepared, mesh: Mesh, parameters: Mapping[str, ParameterPlan], micro_batches: int
 ) -> Plan:
-    """The plan in which every rank does all; parameters lie as they are given."""
+    """The plan in which every rank does all the work, with the given layouts of parameters."""
     graph, axes = prepared.analysis.graph, len(mesh.axes)
     return Plan(
         mesh=mesh, fingerprint=prepared.captured.fingerprint, recipe="auto",

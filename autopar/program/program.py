@@ -50,15 +50,16 @@ _MEAN = Objective()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor at the edge of a program.
+    """An argument or result of a program: a parameter, buffer, input or output.
 
     Attributes:
-        name: qualified name of a parameter or buffer, or name of an input.
-        dims: factors of its dims, globally.
-        dtype: its element type; of a parameter, that in which the program takes it.
+        name: qualified name of a parameter or buffer, or name of an input or output.
+        dims: for every dim of the whole tensor the sizes of its factors.
+        shape: shape of the whole tensor.
+        dtype: dtype in which the program takes or returns the tensor.
         layout: layout of the local part that the program takes or returns.
         tier: memory in which the program takes a parameter.
-        reduced: element type in which a parameter's gradient is added up; None for `dtype`.
+        reduced: dtype in which a parameter's gradient is accumulated; None for `dtype`.
     """
 
     name: str
@@ -114,11 +115,11 @@ class Program:
         frozen: parameters that take no gradient.
         is_step: whether the last output is the loss; those before it are the step's extra results.
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
-        received: what comes from the stage before.
-        sent: what goes to the stage behind.
-        recomputed: numbers of the blocks that run again in backward; every call of the module has that
+        received: tensors that the previous stage sends.
+        sent: tensors that the stage sends to the next one.
+        recomputed: numbers of the blocks that backward recomputes; every call of the module has the number
             of its block in `meta["block"]`.
-        slices: name in the graph's notes -> what a block keeps of a tensor in this rank's slice.
+        slices: name of a tensor that is saved in slices -> its slice.
         objective: how the loss of a batch comes from the losses of its micro-batches.
         extras: how each extra result of a step comes from those of its micro-batches.
     """
@@ -148,7 +149,7 @@ class Program:
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether an op of it draws random numbers."""
+        """Whether some op of the program draws random numbers."""
         return any(draws(node) for node in self.module.graph.nodes)
 
     def storage(self, name: str) -> ParameterPlan:
@@ -159,17 +160,17 @@ class Program:
 def build_program(
     captured: Captured, analysis: Analysis, plan: Plan, batch: BatchCapture | None = None
 ) -> Program:
-    """Carries out a plan.
+    """Rewrites a captured model into the program of one rank, as a plan says.
 
     Args:
         captured: the captured model, at the size of a micro-batch.
         analysis: the analysis of the capture.
-        plan: the plan that is carried out.
-        batch: the same step as captured for the whole batch, which shows what counts its rows; None for a plan of one
-            micro-batch. Without it, no number of a step in several micro-batches is taken to count rows.
+        plan: the plan for this model.
+        batch: the same step captured for the whole batch, whose comparison shows which numbers count rows; None for a
+            plan of one micro-batch. Without it, no number is taken to count rows.
 
-    Raises PlanError where the plan is of another model, or was tampered with. Raises StepError for an extra result of
-    the step that the plan's micro-batches do not give.
+    Raises PlanError if the plan is for another model, or not legal. Raises StepError for an extra result of
+    the step that cannot be computed from micro-batches.
     """
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
@@ -221,7 +222,7 @@ def build_program(
 def _outputs(
     captured: Captured, analysis: Analysis, layouts: tuple[Layout, ...]
 ) -> tuple[TensorSpec, ...]:
-    """The outputs behind the new values of buffers, tensors only."""
+    """The tensor outputs that follow the new values of buffers."""
     specs = []
     for node, layout in zip(output_nodes(captured.module), layouts, strict=True):
         tensor, value = analysis.graph.tensors[analysis.names[node.name][0]], node.meta["val"]
@@ -230,14 +231,14 @@ def _outputs(
 
 
 def _out_literals(captured: Captured) -> dict[int, Any]:
-    """The leaves of the result that are no tensor, by position."""
+    """Position of a leaf of the result that is not a tensor -> its value."""
     output = next(iter(captured.module.graph.find_nodes(op="output"))).args[0]
     own = list(output)[len(captured.mutated) :]
     return {i: leaf for i, leaf in enumerate(own) if not isinstance(leaf, fx.Node)}
 
 
 def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
-    """Raises PlanError, saying where, unless the plan can be carried out on this captured model."""
+    """Raises PlanError, with the reason, unless a plan fits this captured model."""
     if plan.precision != captured.precision:
         raise PlanError(
             f"The plan was made for the precision {plan.precision or 'of the parameters'}, and the model was "
@@ -395,7 +396,7 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
 
 
 def _check_versions(plan: Plan, schedule: str) -> None:
-    """Raises PlanError where parameters are not stored as they are used, of which there can be no versions yet."""
+    """Raises PlanError if parameters are not used as they are stored, which schedules with versions do not support."""
     if plan.precision is not None:
         raise PlanError(
             f"The plan casts parameters for use (precision {plan.precision}), and its schedule {schedule} keeps "
@@ -426,7 +427,7 @@ def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
 
 
 def _difference(graph: Graph, plan: Plan) -> str:
-    """The first thing in which a graph is not the one that the plan was made for, in words."""
+    """Words for the first difference between a graph and the graph for which a plan was made."""
     ours, theirs = set(graph.parameters), set(plan.parameters)
     for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
         if names:

@@ -1,9 +1,8 @@
-"""Which block a call of a program belongs to, and which calls backward recomputes.
+"""Marks the calls of a program with their block, and with whether backward recomputes them.
 
-A plan names whole blocks, the first ones of every stage, or ops of every block (`autopar.ir.recompute`). A
-model without stacks of layers has its blocks recomputed instead. What a block is, and which come first,
-`autopar.pipeline.blocks` says, and what an op is called `autopar.pipeline.recomputable`, so that the search
-prices what runs.
+A plan names whole blocks (the first ones of every stage), or ops of every block (`autopar.ir.recompute`).
+`autopar.pipeline.blocks` finds the blocks, and `autopar.pipeline.recomputable` gives ops their names. The search uses
+the same functions, so that it prices what runs.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def check_selection(plan: Plan, selection: Selection, graph: Graph) -> None:
 
 
 def known_recomputation(plan: Plan, graph: Graph) -> Recompute:
-    """What a plan recomputes, without the ops that this graph of the same model does not run.
+    """The recomputation of a plan, without ops that this graph of the same model does not have.
 
     A forward runs no loss, and in evaluation no dropout.
     """

@@ -1,9 +1,9 @@
-"""Marks in a program's graph the tensors of which blocks keep only a slice for backward.
+"""Marks in a program's graph the tensors of which each rank saves only a slice for backward.
 
     b = f(w1, a)   ->   a_1 = kept(a, "layers.1.input"); b = f(w1, a_1)
 
-A note stands where a block first takes the tensor, in the graph and not in a table, so that it goes with the
-block when the program is cut into stages. `Program.slices` maps each name to its slice.
+The mark is a call of `kept` before the first use of the tensor in a block. Because it is a node of the graph, it stays
+with its block when the program is cut into stages. `Program.slices` maps the name in each mark to its slice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autopar.pipeline.saved_values import SavedValues
 
 @dataclass(frozen=True)
 class SavedSlice:
-    """The slice of a tensor that stays for backward.
+    """The slice of a tensor that is saved for backward.
 
     Attributes:
         dims: factors of the tensor's dims.
-        layout: layout of the tensor in forward, R in place of V.
-        slice_layout: layout of what stays.
+        layout: layout of the tensor in forward, with R in place of V.
+        slice_layout: layout of the slice.
     """
 
     dims: Dims
@@ -35,7 +35,7 @@ class SavedSlice:
     slice_layout: Layout
 
     def cut(self, mesh: Mesh) -> tuple[CollectiveCall, ...]:
-        """The steps from the tensor to the slice, none of which sends anything."""
+        """The steps from the tensor to the slice, which need no communication."""
         return calls(self.dims, self.layout, self.slice_layout, mesh)
 
     def back(self, mesh: Mesh) -> tuple[CollectiveCall, ...]:
@@ -44,7 +44,7 @@ class SavedSlice:
 
 
 def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, SavedSlice]:
-    """Notes in a program's graph what blocks keep in slices, and returns the slices by name.
+    """Adds the marks to a program's graph, and returns the slices by name.
 
     Every call has its block in `meta["block"]`, and where it holds a tensor of the graph in a layout, both in
     `meta["holds"]`.
@@ -66,9 +66,9 @@ def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, S
 
 
 def _note(graph: fx.Graph, node: fx.Node, slices: Mapping[int, KeptSlice]) -> None:
-    """Puts a note before the first call of every block that takes the tensor; a block without a slice keeps it all.
+    """Adds a mark before the first call of every block that uses the tensor; the mark of a block without a slice is "".
 
-    A block's slice is of the tensor that it takes first; a view of the same memory needs no note.
+    The slice is of the tensor that the block uses first. Other views of the same memory need no mark.
     """
     tensor, _ = node.meta["holds"]
     for block, users in _users_by_block(graph, node).items():

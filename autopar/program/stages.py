@@ -19,9 +19,9 @@ from autopar.program.program import Program, TensorSpec, Wire
 
 
 def cut_stages(program: Program, graph: Graph) -> list[Program]:
-    """The stages of a program as its plan says, each a program of its own; itself, where there are none.
+    """Cuts a program into one program per pipeline stage of its plan; without stages, returns the program itself.
 
-    Raises PlanError where a stage changes a buffer that another one reads.
+    Raises PlanError if a stage changes a buffer that another stage reads.
     """
     pipeline = program.plan.pipeline
     if pipeline is None:
@@ -50,9 +50,9 @@ def cuts_where_parameters_lie(
     Args:
         graph: the other graph, such as the forward without its loss.
         users: parameter name -> the stages that hold it.
-        stages: how many there are.
+        stages: number of stages.
 
-    Raises PlanError where the ops are in an order that the stages are not.
+    Raises PlanError if the ops of the graph use parameters in another order than the stages.
     """
     names = {tensor: name for name, tensor in graph.parameters.items()}
     homes = [
@@ -182,7 +182,7 @@ def _wire(node: fx.Node, values: Mapping[str, Tensor]) -> Wire:
 
 
 def _refuse_shared_parameters(stages: Sequence[Program], schedule: str) -> None:
-    """Stages update at different times, so that copies of one parameter would part."""
+    """Raises PlanError if two stages use one parameter: they update at different times, so that copies would differ."""
     homes: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for spec in stage.parameters:
@@ -196,7 +196,7 @@ def _refuse_shared_parameters(stages: Sequence[Program], schedule: str) -> None:
 
 
 def _refuse_stale_buffers(stages: Sequence[Program]) -> None:
-    """A buffer that one stage changes and another reads would be old there in the next step."""
+    """Raises PlanError if one stage changes a buffer that another one reads, which would have the old value."""
     for number, stage in enumerate(stages):
         for name in stage.mutated.values():
             others = [
