@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar._torch import code_when_called
 from autopar.ops.verifier import verify_graph
+from autopar.passes.close_sizes import close_sizes
 from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
 from autopar.passes.densify_gradients import densify_gradients
@@ -22,6 +23,7 @@ from autopar.passes.name_nodes import name_nodes
 from autopar.passes.open_random_attention import open_random_attention
 from autopar.passes.overlap_sums import defer_loss_sum, hoist_input_sums
 from autopar.passes.partition import partition
+from autopar.passes.plain_slices import plain_slices
 from autopar.passes.read_types import read_types
 from autopar.passes.real_scatters import real_scatters
 from autopar.passes.refresh_examples import refresh_examples
@@ -44,6 +46,7 @@ CLEANUP: tuple[Pass, ...] = (
     densify_gradients,  # no collective takes a sparse one
     read_types,  # of a tensor that gives only its type, no part is needed
     reshape_views,  # a view's strides need not be those of the local tensor
+    plain_slices,  # they differ between sizes that are numbers and open ones
     remove_clones,  # they differ between devices, and compute nothing
     join_experts,  # tokens are sorted by every rank alone, and experts can be split
     refresh_examples,  # their strides tell what must be copied, and so what backward keeps
@@ -61,6 +64,6 @@ def clean_up(module: fx.GraphModule) -> None:
 
 
 __all__ = [
-    "CLEANUP", "bind_groups", "clean_up", "cut_regions", "cut_stage_graphs", "defer_loss_sum",
+    "CLEANUP", "bind_groups", "clean_up", "close_sizes", "cut_regions", "cut_stage_graphs", "defer_loss_sum",
     "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums", "partition", "retarget_device", "verify_graph",
 ]  # fmt: skip

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
-from autopar.capture.export import LossFunction
-from autopar.capture.guards import Place
+from autopar.capture.captured import Captured
+from autopar.capture.export import LossFunction, capture_forward, capture_step
+from autopar.capture.open_sizes import OpenDims
 from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.explanation.costs import run_of
@@ -42,9 +43,8 @@ from autopar.planning.planning import (
     has_same_ops,
     make_plan,
     plan_again,
-    prepare_forward,
-    prepare_step,
     prepare_whole,
+    prepared_of,
     refuse_sum,
     unsplit_plan,
     why_not_again,
@@ -122,8 +122,11 @@ class Planner:
         micro_batches, is_step = asked.micro_batches, asked.is_step
 
         def captured(count: int) -> Prepared:
-            with stand_ins(count) as (args, kwargs):
-                return self._prepare(model, args, kwargs, is_step=is_step, numbers=asked.numbers)
+            def capture(open_dims: OpenDims) -> Captured:
+                with stand_ins(count) as (args, kwargs):
+                    return self._capture(model, args, kwargs, asked, open_dims)
+
+            return prepared_of(asked.captures.captured(count, asked.shapes(count), capture))
 
         if micro_batches is None and asked.fixed is not None:
             micro_batches = self._best_count(captured)
@@ -153,16 +156,14 @@ class Planner:
         count = agreed(lambda: self._search(batch, None, captured=1)).micro_batches
         return count if count == 1 or are_given_by_micro_batches(captured(count), batch) else 1
 
-    def _prepare(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_step: bool,
-        numbers: Sequence[Place] = (),
-    ) -> Prepared:  # fmt: skip
+    def _capture(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+        asked: ProgramRequest, open_dims: OpenDims,
+    ) -> Captured:  # fmt: skip
         precision = self._request.precision
-        if not is_step:
-            return prepare_forward(model, args, kwargs, precision=precision, numbers=numbers)
-        return prepare_step(
-            model, args, kwargs, loss_fn=self._loss_fn, precision=precision, numbers=numbers
-        )
+        if not asked.is_step:
+            return capture_forward(model, args, kwargs, precision, asked.numbers, open_dims)
+        return capture_step(model, args, kwargs, self._loss_fn, precision, asked.numbers, open_dims)
 
     def _chosen(
         self, prepared: Prepared, micro_batches: int | None, fixed: Fixed | None, is_step: bool

@@ -27,6 +27,7 @@ from autopar.capture.forms import capturable
 from autopar.capture.functions import keeping_functions
 from autopar.capture.guards import Place
 from autopar.capture.numbers import with_numbers
+from autopar.capture.open_sizes import OpenDims, open_to_export
 from autopar.capture.own_errors import own_error
 from autopar.capture.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import (
@@ -129,16 +130,18 @@ def capture_step(
     loss_fn: LossFunction | None,
     precision: MixedPrecision | None = None,
     numbers: Sequence[Place] = (),
+    open_dims: OpenDims = (),
 ) -> Captured:
     """Captures forward and loss. Raises StepError where the result is not a scalar loss.
 
     Args:
         numbers: where numbers stand that are to be inputs if they can be (`autopar.capture.numbers`).
+        open_dims: dims of inputs whose sizes are left open (`autopar.capture.open_sizes`).
     """
 
     def capture() -> Captured:
         wrapper = _WithLoss(model, loss_fn, is_step=True, precision=precision)
-        captured = _capture(wrapper, args, kwargs, is_step=True)
+        captured = _capture(wrapper, args, kwargs, open_dims, is_step=True)
         _require_scalar_loss(captured, loss_fn)
         return captured
 
@@ -151,11 +154,13 @@ def capture_forward(
     kwargs: dict[str, Any],
     precision: MixedPrecision | None = None,
     numbers: Sequence[Place] = (),
+    open_dims: OpenDims = (),
 ) -> Captured:
-    """Captures the forward alone; `numbers` as in `capture_step`."""
+    """Captures the forward alone; `numbers` and `open_dims` as in `capture_step`."""
 
     def capture() -> Captured:
-        return _capture(_WithLoss(model, None, precision=precision), args, kwargs, is_step=False)
+        wrapper = _WithLoss(model, None, precision=precision)
+        return _capture(wrapper, args, kwargs, open_dims, is_step=False)
 
     return with_numbers(capture, numbers)
 
@@ -206,8 +211,9 @@ def _require_scalar_loss(captured: Captured, loss_fn: LossFunction | None) -> No
 
 
 def _capture(
-    wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_step: bool
-) -> Captured:
+    wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims,
+    *, is_step: bool,
+) -> Captured:  # fmt: skip
     # Export merges inputs that are one object; a batch may well use one tensor twice.
     args, kwargs = pytree.tree_map(
         lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
@@ -224,13 +230,15 @@ def _capture(
     watch = wrapper.__dict__["watch"] = Watch(wrapper.model, wrapper.loss_fn)
     with _torch.code_when_called():
         with watch.keeping(), capturable(run, wrapper, args, kwargs) as forms:
-            exported = _export(wrapper, args, kwargs)
+            exported = _export(wrapper, args, kwargs, open_dims)
         described = _describe(exported, wrapper, args, kwargs, is_step)
     described.module.recompile()
     return replace(described, forms=forms, guards=watch.guards, writes=watch.writes)
 
 
-def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _export(
+    wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims
+) -> Any:
     with (
         keeping_functions(wrapper) as put_functions,
         _torch.without_value_checks(),
@@ -242,7 +250,8 @@ def _export(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     ):
         warnings.simplefilter("ignore")  # export's own deprecations are not the user's business
         try:
-            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+            asked = open_to_export(wrapper, args, kwargs, open_dims)
+            exported = torch.export.export(wrapper, args, kwargs, strict=False, **asked)
             for rewrite in EXPORTED:
                 rewrite(exported.graph_module)
             exported = exported.run_decompositions({})
@@ -401,7 +410,7 @@ def _is_unknown(node: fx.Node) -> bool:
     """Whether a result, or its shape, is a Python number that only a run tells."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, Tensor) else (value,)
-    return any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in sizes)
+    return any(map(_torch.depends_on_values, sizes))
 
 
 def _is_read(number: fx.Node) -> bool:

@@ -70,9 +70,15 @@ def prepare_step(
     Raises CaptureError or StepError.
     """
     captured = capture_step(model, args, dict(kwargs or {}), loss_fn, precision, numbers)
-    prepared = _prepared(captured)
+    clean_up(captured.module)
+    return prepared_of(captured)
+
+
+def prepared_of(captured: Captured) -> Prepared:
+    """The analysis of a cleaned capture. Raises StepError for a step that trains nothing."""
+    prepared = Prepared(captured, analyze(captured))
     graph = prepared.analysis.graph
-    if not graph.tensors[graph.outputs[-1]].needs_grad:
+    if captured.is_step and not graph.tensors[graph.outputs[-1]].needs_grad:
         raise StepError(
             "No gradient flows from the loss to any parameter: all are frozen or detached, or the model "
             "uses torch.utils.checkpoint with use_reentrant=True (False can be captured)."
@@ -114,12 +120,9 @@ def prepare_forward(
     numbers: Sequence[Place] = (),
 ) -> Prepared:
     """Captures the forward alone; arguments as in `capture_forward`. Raises CaptureError."""
-    return _prepared(capture_forward(model, args, dict(kwargs or {}), precision, numbers))
-
-
-def _prepared(captured: Captured) -> Prepared:
+    captured = capture_forward(model, args, dict(kwargs or {}), precision, numbers)
     clean_up(captured.module)
-    return Prepared(captured, analyze(captured))
+    return prepared_of(captured)
 
 
 def policy_of(

@@ -29,6 +29,11 @@ def shape_words(shapes: Sequence[Sequence[int]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
+def shapes_of(tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
+    """The shapes of tensors, in order."""
+    return tuple(tuple(x.shape) for x in tensors)
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a call, flattened.
@@ -65,7 +70,7 @@ class Arguments:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes of the tensors, in order."""
-        return tuple(tuple(x.shape) for x in self.tensors)
+        return shapes_of(self.tensors)
 
     @property
     def paths(self) -> tuple[str, ...]:

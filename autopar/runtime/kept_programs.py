@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from autopar.capture.guards import ChangedValue, Guards, NumberInput
 from autopar.capture.structure import Structure
 from autopar.capture.writes import Write
+from autopar.program.captures import Captures
 from autopar.program.program import Program
 from autopar.runtime.executor import BoundProgram
 from autopar.runtime.inputs import Arguments, Shape, shape_words, whole_shapes
@@ -37,6 +38,7 @@ class ReadyProgram:
         count: number of micro-batches.
         guards: what the capture read of Python.
         structure: what the model was made of.
+        captures: the captures that the program was made of, which may give those of other sizes.
         writes: what the captured forward does to attributes of modules.
         numbers: numbers of Python that are inputs of the program.
     """
@@ -46,6 +48,7 @@ class ReadyProgram:
     count: int
     guards: Guards
     structure: Structure
+    captures: Captures
     writes: Sequence[Write]
     numbers: Sequence[NumberInput] = ()
 
@@ -82,17 +85,36 @@ class KeptPrograms:
         self.ready: dict[bool, list[ReadyProgram]] = {True: [], False: []}
         self.first_step: Program | None = None
         self._captures, self._capture_seconds = 0, 0.0  # of further shapes
+        self._said: set[str] = set()  # reasons why sizes are not left open
 
     def fitting(self, arguments: Arguments, *, is_step: bool) -> list[ReadyProgram]:
         """The programs that take such arguments, of whatever sizes."""
         return [r for r in self.ready[is_step] if arguments.fits(r.bound.program)]
+
+    def fit_for(
+        self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool
+    ) -> ReadyProgram | None:
+        """The program for arguments of these shapes as the model is now; None if there is none."""
+        known = self.fitting(arguments, is_step=is_step)
+        alike = (r for r in known if r.state == state and r.shapes == arguments.shapes)
+        return next((r for r in alike if r.holds()), None)
+
+    def captures(
+        self, arguments: Arguments, state: tuple[object, ...], *, is_step: bool
+    ) -> Captures:
+        """The captures of the model as it is now, for such arguments of any sizes; new ones where it has changed."""
+        known = reversed(self.fitting(arguments, is_step=is_step))
+        found = (r.captures for r in known if r.state == state and r.holds())
+        return next(found, None) or Captures()
 
     def used(self, program: ReadyProgram) -> None:
         """Notes that a program runs now, so that others make room before it."""
         programs = self.ready[program.bound.program.is_step]
         programs.append(programs.pop(programs.index(program)))
 
-    def add(self, ready: ReadyProgram, arguments: Arguments, seconds: float) -> None:
+    def add(
+        self, ready: ReadyProgram, arguments: Arguments, seconds: float, *, was_captured: bool
+    ) -> None:
         """Keeps a program whose capture and planning took so long, and says what shapes cost."""
         program = ready.bound.program
         alike = [
@@ -104,12 +126,21 @@ class KeptPrograms:
             self.first_step = program
         kept.append(ready)
         if ready.bound.world.rank == 0:
-            log.info("Captured for the shapes %s in %.1f s.", shape_words(ready.shapes), seconds)
+            done = "Captured" if was_captured else "Planned, without a capture,"
+            log.info("%s for the shapes %s in %.2f s.", done, shape_words(ready.shapes), seconds)
+            self._say_closed(ready.captures.why_closed)
+        another = another and was_captured
         self._captures += another
         self._capture_seconds += seconds * another
         if another and self._captures + 1 in (_MANY_SHAPES, KEPT_PROGRAMS + 1):
             self._warn_of_shapes()
         del kept[:-KEPT_PROGRAMS]
+
+    def _say_closed(self, why: str) -> None:
+        """Says once why a size was captured by itself; nothing for no reason."""
+        if why and why not in self._said:
+            self._said.add(why)
+            log.info("Captured by itself, as %s.", " ".join(why.split()).rstrip("."))
 
     def clear(self) -> None:
         """Drops all programs."""

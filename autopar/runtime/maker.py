@@ -17,6 +17,7 @@ from autopar.capture.writes import Write
 from autopar.ir import ParameterPlan, Pipeline, Plan
 from autopar.ir.recompute import Recompute
 from autopar.ir.saved import SavedLayout
+from autopar.program.captures import Captures, Shapes
 from autopar.program.program import Program
 from autopar.runtime.part import Users
 from autopar.runtime.world import World
@@ -75,12 +76,16 @@ class ProgramRequest:
         is_step: whether it is a training step; otherwise it is a forward.
         micro_batches: number of micro-batches of a step; None leaves it open.
         fixed: layouts that the parameters already have; None for the first program.
+        shapes: function from a number of micro-batches to the shapes of the tensors in one of them.
+        captures: what was captured of the model as it is now.
         numbers: places of the Python numbers that are to be inputs where they can be.
     """
 
     is_step: bool
     micro_batches: int | None
     fixed: Fixed | None
+    shapes: Callable[[int], Shapes]
+    captures: Captures
     numbers: Sequence[Place] = ()
 
 

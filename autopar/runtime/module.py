@@ -41,6 +41,7 @@ from autopar.runtime.inputs import (
     first_micro_batch,
     parts_given,
     shape_words,
+    shapes_of,
 )
 from autopar.runtime.kept_programs import KeptPrograms, ReadyProgram, release
 from autopar.runtime.loss_scale import LossScaler
@@ -305,12 +306,17 @@ class CompiledModule(nn.Module):
         return whole_or_own(ready.bound.program, arguments, ready.count, ready.bound.world)
 
     def prepare(self, *batch: Any, **kwargs: Any) -> None:
-        """Captures and plans in advance for a batch of this shape, which is given as to `step`; every rank calls it."""
+        """Captures and plans in advance for a batch of this shape, which is given as to `step`; every rank calls it.
+
+        Values do not matter, and tensors may be on the meta device. A shape that is known takes no time.
+        """
         arguments = Arguments.of(batch, kwargs)
         self._shapes.compare(arguments, "")
         if self._settings.batch == "local":
             arguments = arguments.of_shapes(shapes_of_whole(arguments, self._settings.batch_ranks))
-        self._add(self._rows_of_step(arguments), is_step=True)
+        arguments = self._rows_of_step(arguments)
+        if self._kept.fit_for(arguments, self._state(), is_step=True) is None:
+            self._add(arguments, is_step=True)
 
     def _rows_of_step(self, arguments: Arguments) -> Arguments:
         """The arguments with the rows that this rank's replica trains on; all rows where there are no replicas."""
@@ -417,10 +423,14 @@ class CompiledModule(nn.Module):
         if replaced:
             self._kept.clear()
         with _lasting():
+            captures = self._kept.captures(arguments, self._state(), is_step=is_step)
+            runs = captures.count
             asked = ProgramRequest(
                 is_step=is_step,
                 micro_batches=self._count(arguments) if is_step else 1,
                 fixed=self._placement.fixed,
+                shapes=lambda count: shapes_of(first_micro_batch(arguments, count)),
+                captures=captures,
                 numbers=self._recaptures.numbers,
             )
             programs = self._planner.program(model, partial(self._stand_ins, arguments), asked)
@@ -435,10 +445,11 @@ class CompiledModule(nn.Module):
                 self._placement.place_replaced(programs, replaced)
             ready = ReadyProgram(
                 self._bind(programs, count), self._state(), count,
-                programs.guards, Structure(model), programs.writes, programs.numbers,
+                programs.guards, Structure(model), captures, programs.writes, programs.numbers,
             )  # fmt: skip
         self._shapes.learn(arguments, ready.bound.program, ready.bound.world)
-        self._kept.add(ready, arguments, time.perf_counter() - start)
+        seconds, was_captured = time.perf_counter() - start, captures.count > runs
+        self._kept.add(ready, arguments, seconds, was_captured=was_captured)
         return ready
 
     def _add_again(

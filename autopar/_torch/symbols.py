@@ -1,0 +1,124 @@
+"""Sizes that torch.export leaves open: what a trace has found of them, and their values for given shapes.
+
+An open size is a symbol. The trace computes with it, and wherever Python or torch had to compare it, the trace notes
+the answer as a condition (torch calls it a guard). The graph is right for all sizes that meet the conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+
+from autopar._torch import pytree
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class OtherSizes(Exception):
+    """A graph with open sizes is not that of these shapes; the text says why."""
+
+
+def depends_on_values(x: object) -> bool:
+    """Whether a size or number is read off the values of a tensor, so that only a run tells it."""
+    if not isinstance(x, SYMBOLIC):
+        return False
+    # One without any symbols is a value on which the trace has an assertion.
+    return not x.node._expr.free_symbols or bool(free_unbacked_symbols(x.node._expr))
+
+
+class SizeValues:
+    """What the open sizes of a graph are for some shapes of its inputs.
+
+    Args:
+        inputs: example tensors of the graph's inputs.
+        shapes: their shapes, without open sizes.
+
+    Raises OtherSizes where the graph is not that of these shapes.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+        env = next((e for e in map(_environment, inputs) if e is not None), None)
+        self._known: dict[Any, Any] = {}
+        self._values: dict[sympy.Basic, sympy.Integer] = {}
+        pairs = list(_sizes(inputs, shapes))
+        for made, size in pairs:
+            if isinstance(made, torch.SymInt) and made.node._expr.is_Symbol:
+                self._values.setdefault(made.node._expr, sympy.Integer(size))
+        if env is not None:
+            self._replace(env)
+        for made, size in pairs:
+            if self.number(made) != size:
+                raise OtherSizes(f"the model fixes a size to {made}, and another is given")
+        if env is not None:
+            self._check(env)
+
+    def number(self, x: Any) -> Any:
+        """The value of an open size, or of what is computed of some; any other object as it is."""
+        if not isinstance(x, SYMBOLIC):
+            return x
+        expression = x.node._expr
+        if expression not in self._known:
+            self._known[expression] = self._plain(expression)
+        return self._known[expression]
+
+    def example(self, x: Any) -> Any:
+        """An example tensor with these sizes; a tensor without open sizes, and any other object, as it is."""
+        if not isinstance(x, Tensor):
+            return self.number(x)
+        if not any(isinstance(size, torch.SymInt) for size in (*x.shape, *x.stride())):
+            return x
+        shape, strides = (list(map(self.number, each)) for each in (x.shape, x.stride()))
+        with x.fake_mode:  # type: ignore[attr-defined]
+            return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+    def examples(self, tree: Any) -> Any:
+        """The same of all leaves."""
+        return pytree.tree_map(self.example, tree)
+
+    def _replace(self, env: ShapeEnv) -> None:
+        """Gives a value to every symbol that the trace has found to be computed of others."""
+        for symbol, expression in env.replacements.items():
+            value = expression.xreplace(self._values)
+            if self._values.setdefault(symbol, value) != value:
+                raise OtherSizes(f"the model fixes a size to {expression}, and another is given")
+
+    def _check(self, env: ShapeEnv) -> None:
+        for symbol, value in self._values.items():
+            span = env.var_to_range.get(symbol)
+            if span is not None and not (span.lower <= value <= span.upper):
+                bound = f"under {span.lower}" if value < span.lower else f"over {span.upper}"
+                raise OtherSizes(f"the model goes another way for a size {bound}")
+        conditions = [guard.expr for guard in env.guards]
+        conditions += [each.expr for some in env.deferred_runtime_asserts.values() for each in some]
+        for condition in conditions:
+            if condition.xreplace(self._values) != sympy.true:
+                raise OtherSizes(f"the model goes another way where not {condition}")
+
+    def _plain(self, expression: sympy.Basic) -> int | float | bool:
+        value = expression.xreplace(self._values)
+        if value in (sympy.true, sympy.false):
+            return bool(value)
+        if not value.is_number:
+            raise OtherSizes(f"the number {expression} is read off a tensor's values")
+        return int(value) if value.is_integer else float(value)
+
+
+def _environment(example: Tensor) -> ShapeEnv | None:
+    """What the trace of an example tensor has found of sizes."""
+    mode = getattr(example, "fake_mode", None)
+    return None if mode is None else mode.shape_env
+
+
+def _sizes(
+    inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+) -> Iterator[tuple[int | torch.SymInt, int]]:
+    """Every size of the examples with that of the shapes."""
+    for example, shape in zip(inputs, shapes, strict=True):
+        if example.ndim != len(shape):
+            raise OtherSizes(f"an input has {len(shape)} dims, and had {example.ndim}")
+        yield from zip(example.shape, shape, strict=True)

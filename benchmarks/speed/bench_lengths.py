@@ -1,0 +1,118 @@
+"""Seconds until a batch of a new length runs: of a bucketed loader, and at a second start of a script.
+
+    OMP_NUM_THREADS=1 python benchmarks/speed/bench_lengths.py --ranks 2
+
+A GPT of examples/gpt.py, or a small Llama of transformers (`--model llama`), takes batches of 15 lengths under a plan
+that splits them. `--alone` captures each length by itself, as versions before 0.1 did. Counted is the time of a step
+with a new length less that of the next step with the same length.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import autopar
+from autopar.program.captures import SizedCaptures
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from gpt import GPT, GPTConfig, loss_fn
+
+LENGTHS = range(32, 32 + 15 * 16, 16)
+Batch = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]  # length -> arguments of a step
+
+
+def gpt() -> tuple[nn.Module, Any, Batch]:
+    """The demo's model."""
+
+    def batch(length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        text = torch.zeros(16, length, dtype=torch.long)
+        return (text, text), {}
+
+    return GPT(GPTConfig(seq_len=max(LENGTHS))), loss_fn, batch
+
+
+def llama() -> tuple[nn.Module, Any, Batch]:
+    """A Llama of 4 layers, with padding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+
+    def batch(length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        text = torch.zeros(16, length, dtype=torch.long)
+        return (), {"input_ids": text, "labels": text, "attention_mask": torch.ones_like(text)}
+
+    return LlamaForCausalLM(config), None, batch
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+def seconds_of_lengths(name: str, ranks: int, recipe: str) -> tuple[list[float], int]:
+    """Seconds that each new length takes more than a known one, and how often the model was captured."""
+    model, loss, batch = MODELS[name]()
+    made = autopar.compile(model, loss_fn=loss, mesh={"dp": ranks}, recipe=recipe)
+    found = []
+    for length in LENGTHS:
+        args, kwargs = batch(length)
+        taken = []
+        for _ in range(2):
+            start_seconds = time.perf_counter()
+            made.step(*args, **kwargs)
+            taken.append(time.perf_counter() - start_seconds)
+        found.append(taken[0] - taken[1])
+    return found, made._kept.ready[True][-1].captures.count
+
+
+def work(rank: int, ranks: int, port: int, name: str, recipe: str, alone: bool) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    if alone:
+        SizedCaptures._dims = lambda *_: ()  # type: ignore[method-assign]
+    found, captures = seconds_of_lengths(name, ranks, recipe)
+    if rank == 0:
+        rest = found[2:]
+        print(
+            f"{name}, {ranks} ranks, {recipe}{', alone' if alone else ''}: first length {found[0]:.2f} s, second "
+            f"{found[1]:.2f} s, each of {len(rest)} others {statistics.median(rest):.3f} s ({min(rest):.3f} to "
+            f"{max(rest):.3f}), all {sum(found):.1f} s; the model was captured {captures} times"
+        )
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--model", default="gpt", type=click.Choice(list(MODELS)), help="What is trained.")
+@click.option("--ranks", default=2, help="Gloo processes.")
+@click.option("--recipe", default="zero3", help="How it is split.")
+@click.option("--alone", is_flag=True, help="Capture every length by itself.")
+def main(model: str, ranks: int, recipe: str, alone: bool) -> None:
+    """Print the seconds of new lengths."""
+    mp.spawn(work, (ranks, free_port(), model, recipe, alone), ranks)
+
+
+if __name__ == "__main__":
+    main()
