@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.api import planner
-from autopar.planning.planning import make_plan, prepare_step
+from autopar.capture.export import capture_step
+from autopar.planning.planning import make_plan
 from tests.runtime.models import MLP, make, mean_square
 
 
@@ -224,17 +225,15 @@ def test_an_open_number_of_micro_batches_is_searched_once(monkeypatch: pytest.Mo
     captures: list[int] = []
     searches: list[int] = []
 
-    def prepare(
-        model: nn.Module, args: tuple[Tensor, ...], *rest: object, **options: object
-    ) -> object:
+    def capture(model: nn.Module, args: tuple[Tensor, ...], *rest: object) -> object:
         captures.append(len(args[0]))
-        return prepare_step(model, args, *rest, **options)  # type: ignore[arg-type]
+        return capture_step(model, args, *rest)  # type: ignore[arg-type]
 
     def search(*given: object, **options: object) -> autopar.Plan:
         searches.append(1)
         return replace(make_plan(*given, **options), micro_batches=2)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planner, "prepare_step", prepare)
+    monkeypatch.setattr(planner, "capture_step", capture)
     made = compiled()
     assert captures == [8] and made.plan.micro_batches == 1
     monkeypatch.setattr(planner, "make_plan", search)

@@ -12,6 +12,7 @@ from autopar.cost_model import find_hardware
 from autopar.explanation.advice import Question
 from autopar.ir import Plan
 from autopar.models.targets import resolve_target
+from autopar.planning.planning import prepare_step
 from autopar.search.request import Request
 
 TARGET = "examples.gpt:tiny_example"
@@ -34,7 +35,7 @@ def by_compile(request: Request, monkeypatch: pytest.MonkeyPatch) -> Plan:
         request, loss_fn=loss_fn, plan=None, device=torch.device("cpu"), device_mesh=None,
         timeout_seconds=None,
     )  # fmt: skip
-    prepared = planner._prepare(model, args, {}, is_step=True)
+    prepared = prepare_step(model, args, loss_fn=loss_fn)
     count = request.micro_batches
     return planner._chosen(prepared, count, None, True)
 

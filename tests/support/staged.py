@@ -11,9 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.api import planner
+from autopar.capture.captured import Captured
+from autopar.capture.export import capture_step
+from autopar.capture.open_sizes import OpenDims
 from autopar.cost_model import find_hardware
 from autopar.ir import PLACEMENTS, Graph, MixedPrecision, Pipeline, Plan
 from autopar.pipeline.parts import block_starts
@@ -112,7 +115,19 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
             return capture()
         return _prepared(_Step(_key(model, args, loss_fn, precision), capture))
 
-    with mock.patch.object(caller, "prepare_step", prepared):
+    def captured(
+        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any,
+        precision: MixedPrecision | None, numbers: Sequence[Any] = (), open_dims: OpenDims = (),
+    ) -> Captured:  # fmt: skip
+        if any(open_dims):
+            return capture_step(model, args, kwargs, loss_fn, precision, numbers, open_dims)
+        options = {"loss_fn": loss_fn, "precision": precision, "numbers": numbers}
+        found = prepared(model, args, kwargs, **options).captured
+        module = fx.GraphModule(found.module, copy.deepcopy(found.module.graph))
+        return replace(found, module=module)
+
+    name, mine = ("capture_step", captured) if caller is planner else ("prepare_step", prepared)
+    with mock.patch.object(caller, name, mine):
         yield
 
 
