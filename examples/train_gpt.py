@@ -260,6 +260,7 @@ def main(
     model = autopar.compile(
         GPT(config, seed=seed), example_inputs=next(iter(data())), loss_fn=loss_fn,
         mesh=autopar.Mesh.parse(mesh) if mesh else None, recipe=recipe, training_state=states,
+        cache=out / "plans",
     )  # fmt: skip
     console.print(model.explain())
     with loss_bar(console) as progress:

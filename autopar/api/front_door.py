@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from autopar.planning.planning import (
     prepare_step,
     split_example,
 )
+from autopar.planning.stored_plans import StoredPlans
 from autopar.runtime.compiled import Executor, ExecutorName
 from autopar.runtime.failures import show_failures
 from autopar.runtime.files import Files
@@ -69,6 +71,7 @@ def compile(
     init_fn: InitFunction | None = None,
     weights: str | os.PathLike[str] | None = None,
     nvme: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
     seed: int = 0,
     outputs: Outputs = "local",
     batch: Batch = "global",
@@ -130,6 +133,9 @@ def compile(
             as `save_pretrained` of transformers writes; each rank reads its own shards alone.
         nvme: folder on a disk of this machine, for a plan or recipe that keeps parameters in the tier nvme; files there
             have no names, and their space is free again when the process ends (docs/tiers.md).
+        cache: folder where the first rank keeps the plans that it searches, as JSON, for the next start of the script;
+            by default what the environment variable AUTOPAR_CACHE names, and nothing is kept without it
+            (docs/search.md). A plan is taken again only for the same model, sizes, request and versions.
         seed: seed for the initial values of a meta-device model.
         outputs: what `model(...)` returns: "local" tensors in the layout of the plan, or "dtensor".
         batch: what every rank gives to `step` and `model(...)`: "global", the same whole batch, or "local",
@@ -174,7 +180,7 @@ def compile(
     planner = Planner(
         request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=timeout_seconds,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None, assumed=assumed,
-        files=None if nvme is None else Files.at(nvme),
+        files=None if nvme is None else Files.at(nvme), stored=_stored(cache),
     )  # fmt: skip
     device_mesh = planner.device_mesh()
     settings = Settings(
@@ -187,6 +193,12 @@ def compile(
         loss_scaling=LossScaling.of(loss_scale, policy),
     )  # fmt: skip
     return _prepared(CompiledModule(model, planner, settings), example_inputs)
+
+
+def _stored(cache: str | os.PathLike[str] | None) -> StoredPlans:
+    """The folder of plans that was named, by the caller or else by the environment."""
+    folder = cache or os.environ.get("AUTOPAR_CACHE")
+    return StoredPlans(Path(folder) if folder else None)
 
 
 def _loaded(

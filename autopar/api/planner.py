@@ -49,6 +49,7 @@ from autopar.planning.planning import (
     unsplit_plan,
     why_not_again,
 )
+from autopar.planning.stored_plans import StoredPlans
 from autopar.program.program import build_program
 from autopar.program.recomputation import known_recomputation
 from autopar.program.stages import cut_stages, cuts_where_parameters_lie
@@ -85,6 +86,7 @@ class Planner:
         timeout_seconds: float | None,
         assumed: Sequence[str] = (),
         files: Files | None = None,
+        stored: StoredPlans | None = None,
     ) -> None:
         """Takes what was asked; the process group exists by now.
 
@@ -97,8 +99,9 @@ class Planner:
             timeout_seconds: how long a collective waits for the other ranks; None for the group's time.
             assumed: notes on what was assumed, for the plan.
             files: where this rank keeps tensors of the tier nvme; None where no folder was named.
+            stored: plans that earlier starts have searched; None where they are not kept.
         """
-        self._files = files
+        self._files, self._stored = files, stored or StoredPlans(None)
         self.device, self._request, self._assumed = device, request, tuple(assumed)
         self._loss_fn, self._plan = loss_fn, plan
         self._timeout_seconds, self._device_mesh = timeout_seconds, device_mesh
@@ -264,7 +267,10 @@ class Planner:
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         request = self._request.but(mesh=self._mesh, micro_batches=micro_batches)
-        plan = make_plan(prepared, request, captured_micro_batches=captured)
+        plan = self._stored.plan(
+            lambda: make_plan(prepared, request, captured_micro_batches=captured),
+            prepared, request, captured_micro_batches=captured,
+        )  # fmt: skip
         if self._mesh is not None:
             warn_of_idle_axes(plan)
         if world_size() == 1:  # there may be no process group, which stages communicate by
@@ -326,7 +332,10 @@ class Planner:
         )  # fmt: skip
 
         def search(asked: Request) -> Plan:
-            return make_plan(prepared, asked, fixed_storage=parameters)
+            return self._stored.plan(
+                lambda: make_plan(prepared, asked, fixed_storage=parameters),
+                prepared, asked, fixed_storage=parameters,
+            )  # fmt: skip
 
         try:
             plan = search(request)

@@ -280,3 +280,20 @@ def test_a_model_that_runs_on_micro_batches_alone() -> None:
     with pytest.warns(UserWarning, match="a micro-batch and not on the whole batch"):
         loss = compiled.step(x, y)
     assert loss.item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_second_start_takes_the_stored_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compiled(cache=tmp_path)
+
+    def search(*given: object, **options: object) -> autopar.Plan:
+        raise AssertionError("the plan was searched again")
+
+    monkeypatch.setattr(planner, "make_plan", search)
+    second = compiled(cache=tmp_path)
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    third = compiled()
+    assert str(first.plan) == str(second.plan) == str(third.plan)
+    with pytest.raises(AssertionError, match="searched again"):
+        compiled(cache=tmp_path, memory_bytes=10**10)

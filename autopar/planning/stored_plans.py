@@ -1,0 +1,153 @@
+"""Plans that were searched, kept in a folder for the next start of a script.
+
+A plan is stored as JSON under a hash of all that the search depends on: the graph with its sizes, the request with the
+machine, where parameters lie already, and the code that searches. So a plan is found again only for the same question.
+What is read is checked as a plan that a user gives is; a file that is damaged, or of somebody else, is not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.errors import PlanError
+from autopar.ir import ParameterPlan, Plan
+from autopar.ir.files import write_whole
+from autopar.ir.plan import read_document
+from autopar.planning.planning import Prepared, why_not_again
+from autopar.search.request import Request
+
+log = logging.getLogger("autopar")
+
+_PLAIN = (str, int, float, bool, type(None))
+_SEARCHERS = ("highspy", "numpy", "networkx", "sympy")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPlans:
+    """A folder of searched plans.
+
+    Attributes:
+        folder: folder of the files, made when the first plan is stored; None to store nothing.
+    """
+
+    folder: Path | None
+
+    def plan(
+        self,
+        search: Callable[[], Plan],
+        prepared: Prepared,
+        request: Request,
+        captured_micro_batches: int | None = None,
+        fixed_storage: Mapping[str, ParameterPlan] | None = None,
+    ) -> Plan:
+        """The stored plan for a question, or the one that `search` finds, which is stored.
+
+        Args:
+            search: function that searches the plan.
+            prepared: the model.
+            request: what is asked of the plan.
+            captured_micro_batches: number of captured batches that make a step.
+            fixed_storage: how parameters lie that were placed before, by name.
+        """
+        if self.folder is None:
+            return search()
+        question = (*_model(prepared), request, captured_micro_batches, fixed_storage)
+        try:
+            key = hashlib.sha256("\n".join(_lines(question)).encode()).hexdigest()
+        except TypeError as error:
+            log.info("The plan is not stored. %s", error)
+            return search()
+        path = self.folder / f"{key}.json"
+        found = self._read(path, key, prepared)
+        if found is None:
+            found = search()
+            self._write(path, key, found)
+        return found
+
+    def _read(self, path: Path, key: str, prepared: Prepared) -> Plan | None:
+        """The plan in a file; None, with a line in the log, for a file that cannot be used."""
+        if not path.is_file():
+            return None
+        try:
+            document = read_document(path)
+            if not isinstance(document, dict) or document.get("question") != key:
+                raise PlanError("it is not the answer to the question of its name")
+            plan = Plan.from_json(document.get("plan"))
+            wrong = why_not_again(plan, prepared)
+            if wrong or plan.fingerprint != prepared.captured.fingerprint:
+                raise PlanError(wrong or "it is a plan of another model")
+        except (PlanError, OSError, ValueError) as error:
+            log.info("The stored plan %s is not used, and searched again: %s", path, error)
+            return None
+        log.info("The plan was stored by an earlier start (%s).", path)
+        return plan
+
+    def _write(self, path: Path, key: str, plan: Plan) -> None:
+        """Stores a plan; a line in the log where that is not possible."""
+        document = plan.to_json()
+        if Plan.from_json(document) != plan:  # it would not be the same at the next start
+            log.info("The plan is not stored, because its JSON does not say all of it.")
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(json.dumps({"question": key, "plan": document}, indent=1) + "\n", path)
+        except OSError as error:
+            log.info("The plan is not stored in %s: %s.", path.parent, error.strerror)
+
+
+def _model(prepared: Prepared) -> tuple[object, ...]:
+    """What a search reads of the model, and the code that searches."""
+    captured = prepared.captured
+    said = (captured.is_step, captured.training, captured.has_loss_fn, captured.has_more)
+    tables = (captured.tied, captured.frozen, captured.mutated, captured.forms, captured.inputs)
+    formats = {name: str(dtype) for name, dtype in captured.stored.items()}
+    graph = prepared.analysis.graph
+    return (_code(), captured.fingerprint, *said, *tables, formats, str(captured.out_spec), graph)
+
+
+@functools.cache
+def _code() -> tuple[str, ...]:
+    """Versions of what searches; of autopar, whose code may change without its version, a hash of the files."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in (package, package / "passes", package / "cost_model"):  # rglob follows no links
+        for path in sorted(room.rglob("*.py")):
+            digest.update(path.read_bytes())
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in _SEARCHERS]
+    return (digest.hexdigest(), f"torch {torch.__version__}", *versions)
+
+
+def _lines(value: object) -> Iterator[str]:
+    """A value as text that is the same in every process; TypeError for what has no such text."""
+    if isinstance(value, _PLAIN):
+        yield f"{type(value).__name__} {value!r}"
+    elif dataclasses.is_dataclass(value):
+        yield f"({type(value).__name__}"
+        for field in dataclasses.fields(value):
+            yield field.name
+            yield from _lines(getattr(value, field.name))
+        yield ")"
+    elif isinstance(value, Mapping):
+        yield from _many("mapping", [part for item in value.items() for part in item])
+    elif isinstance(value, (set, frozenset)):
+        yield from _many("set", sorted("\n".join(_lines(each)) for each in value))
+    elif isinstance(value, Sequence):
+        yield from _many("sequence", value)
+    else:
+        raise TypeError(f"A {type(value).__name__} has no text that is the same in every process.")
+
+
+def _many(kind: str, values: Sequence[object]) -> Iterator[str]:
+    yield f"[{kind} {len(values)}"
+    for value in values:
+        yield from _lines(value)
+    yield "]"

@@ -1,0 +1,149 @@
+"""Plans in a folder: the same question is answered from it, any other is searched, and no file can do harm."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.cost_model import find_hardware
+from autopar.ir import Mesh, ParameterPlan, R
+from autopar.planning.planning import make_plan, prepare_step
+from autopar.planning.stored_plans import StoredPlans
+from autopar.search.request import Request
+from autopar.units import counted
+
+
+def prepared(rows=8, width=4, *, frozen=False, activation=nn.ReLU):
+    model = nn.Sequential(nn.Linear(4, width), activation(), nn.Linear(width, 4))
+    model[0].requires_grad_(not frozen)
+    x = torch.ones(rows, 4)
+    return prepare_step(model, (x, x), loss_fn=nn.functional.mse_loss)
+
+
+def request(**options):
+    return Request(find_hardware("h100"), **({"mesh": {"dp": 2}} | options))
+
+
+class Searching:
+    """Plans of a folder, and how many had to be searched."""
+
+    def __init__(self, folder):
+        self.stored, self.count = StoredPlans(folder), 0
+
+    def plan(self, model, asked, **options):
+        def search():
+            self.count += 1
+            return make_plan(model, asked, **options)
+
+        return self.stored.plan(search, model, asked, **options)
+
+
+@pytest.fixture
+def searching(tmp_path):
+    return Searching(tmp_path / "plans")
+
+
+def files(searching) -> list[Path]:
+    return sorted(searching.stored.folder.iterdir())
+
+
+def test_the_same_question_is_searched_once(searching):
+    plans = [searching.plan(prepared(), request()) for _ in range(3)]
+    assert searching.count == 1 and plans[0] == plans[1] == plans[2]
+    assert str(plans[0]) == str(plans[1])
+    (path,) = files(searching)
+    assert json.loads(path.read_text())["question"] == path.stem
+
+
+OTHERS = {
+    "sizes": (lambda: prepared(rows=16), request()),
+    "the model": (lambda: prepared(width=8), request()),
+    "an op": (lambda: prepared(activation=nn.Tanh), request()),
+    "a frozen parameter": (lambda: prepared(frozen=True), request()),
+    "the mesh": (prepared, request(mesh={"dp": 4})),
+    "the names of axes": (prepared, request(mesh={"tp": 2})),
+    "the recipe": (prepared, request(recipe="zero3")),
+    "the memory": (prepared, request(memory_bytes=10**10)),
+    "the machine": (prepared, Request(find_hardware("a100-40gb"), mesh={"dp": 2})),
+    "a pin": (prepared, request(pins={"0.weight": "S(0)@dp"})),
+    "the optimizer": (prepared, request(training_state="adamw8bit")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_question_is_searched(searching, name):
+    searching.plan(prepared(), request())
+    model, asked = OTHERS[name]
+    searching.plan(model(), asked)
+    assert searching.count == 2 and len(files(searching)) == 2
+
+
+def test_micro_batches_and_parameters_that_lie_are_part_of_the_question(searching):
+    model = prepared()
+    searching.plan(model, request())
+    searching.plan(model, request(), captured_micro_batches=2)
+    lie = {name: ParameterPlan((R,), (R,)) for name in model.analysis.graph.parameters}
+    searching.plan(model, request(), fixed_storage=lie)
+    assert searching.count == len(files(searching)) == 3
+
+
+def damaged(text: str) -> dict[str, str]:
+    """Contents that a file may have instead of its own."""
+    document = json.loads(text)
+    other = document["plan"] | {"ops": dict.fromkeys(document["plan"]["ops"], "zz")}
+    return {
+        "empty": "",
+        "cut short": text[: len(text) // 2],
+        "no JSON": "\x00\x01",
+        "a list": "[]",
+        "another question": json.dumps(document | {"question": "0" * 64}),
+        "no plan": json.dumps({"question": document["question"]}),
+        "a foreign op": json.dumps(document | {"plan": other}),
+        "another model": json.dumps(document | {"plan": document["plan"] | {"model": "5be0c1"}}),
+    }
+
+
+KINDS = [
+    "empty",
+    "cut short",
+    "no JSON",
+    "a list",
+    "another question",
+    "no plan",
+    "a foreign op",
+    "another model",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_cannot_be_used_is_searched_again(searching, caplog, kind):
+    first = searching.plan(prepared(), request())
+    (path,) = files(searching)
+    text = path.read_text()
+    path.write_text(damaged(text)[kind])
+    with caplog.at_level(logging.INFO, "autopar"):
+        assert searching.plan(prepared(), request()) == first
+    (said,) = [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
+    assert str(path) in said and searching.count == 2
+    assert path.read_text() == text, f"it is written again in {counted(1, 'file')}"
+    assert files(searching) == [path]
+
+
+def test_a_folder_that_cannot_be_made_stores_nothing(tmp_path, caplog):
+    (tmp_path / "plans").write_text("a file")
+    searching = Searching(tmp_path / "plans")
+    with caplog.at_level(logging.INFO, "autopar"):
+        searching.plan(prepared(), request())
+    assert searching.count == 1
+    assert "The plan is not stored in" in caplog.text
+
+
+def test_without_a_folder_nothing_is_stored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    searching = Searching(None)
+    plan = searching.plan(prepared(), request(mesh=Mesh.of({"dp": 2})))
+    assert plan.mesh == Mesh.of({"dp": 2}) and searching.count == 1
+    assert not list(tmp_path.iterdir())
