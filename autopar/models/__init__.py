@@ -1,4 +1,4 @@
-"""The project's own models: sizes as data, and plain PyTorch made of them."""
+"""The project's own models: their sizes as data, and plain PyTorch modules built from these."""
 
 from autopar.models.build import build, check_sequence, example_inputs, longest, with_layers
 from autopar.models.description import (

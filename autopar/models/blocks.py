@@ -1,4 +1,4 @@
-"""Attention and feed-forward blocks in plain PyTorch, which know nothing of autopar.
+"""Attention and feed-forward blocks in plain PyTorch, without any use of autopar.
 
 Letters in shapes: B batch, S sequence, D hidden, N heads, K heads of keys and values, H width of a head,
 F inner width, E experts, C capacity of an expert, T experts per token.
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from autopar.models.description import Blocks
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
-INIT_STD = 0.02  # of weights that no torch module initialises (GPT-2)
+INIT_STD = 0.02  # standard deviation of weights that no torch module initialises (GPT-2)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention knows of positions, computed once for all blocks.
+    """Tensors by which attention takes positions into account, computed once for all blocks.
 
     Attributes:
         rotary: cosines and sines, each of shape (S, H / 2).
-        alibi: slopes times sqrt(H), of shape (N, 1, 1), and places of keys of shape (S, 2), see
+        alibi: slopes times sqrt(H), of shape (N, 1, 1), and positions of keys of shape (S, 2), see
             `_with_slopes`.
-        bias: added to scores, of a shape that broadcasts to (B, N, S, S).
-        future: True where a query may not look, of shape (S, S); None where the op masks by itself.
+        bias: tensor that is added to scores, of a shape that broadcasts to (B, N, S, S).
+        future: mask of shape (S, S), True where a query must not see a key; None if the attention op masks by itself.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -49,15 +49,16 @@ def norm(blocks: Blocks) -> nn.Module:
 
 
 def dropout(blocks: Blocks) -> nn.Module:
-    """A new dropout, which leaves no op behind where nothing is dropped."""
+    """A new dropout; with probability 0 an identity, which adds no op to the graph."""
     return nn.Dropout(blocks.dropout) if blocks.dropout else nn.Identity()
 
 
 class Attention(nn.Module):
-    """Multi-head attention, whose products split along heads.
+    """Multi-head attention, whose matrix products can be split along heads.
 
-    Query, key and value are apart; fused, rows of the one weight are ordered by head of keys: first its
-    queries, then its key and its value, as in Megatron-LM, so that the weight still splits along heads.
+    Query, key and value have separate weights. If fused, they share one weight whose rows are ordered by key head:
+    first the queries of this head, then its key and its value, as in Megatron-LM. The weight can then be split along
+    heads, too.
     """
 
     def __init__(self, blocks: Blocks, *, causal: bool, looks_back: bool = False) -> None:
@@ -118,7 +119,7 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def _in_parts(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
-        """BNSH, BKSH, BKSH -> BNSH, keeping the attention weights."""
+        """BNSH, BKSH, BKSH -> BNSH, by single ops, so that autograd saves the attention weights."""
         group = self.blocks.heads // self.blocks.kv_heads
         k, v = (_shared_by_group(x, group) for x in (k, v))
         scores = (q / math.sqrt(self.blocks.head_dim)) @ k.transpose(-1, -2)  # BNSS
@@ -137,7 +138,7 @@ class Attention(nn.Module):
 
 
 def _shared_by_group(x: Tensor, group: int) -> Tensor:
-    """BKSH -> BNSH: every head of keys stands for the `group` heads of queries that share it."""
+    """BKSH -> BNSH: repeats every key head for the `group` query heads that share it."""
     if group == 1:
         return x
     return x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
@@ -152,9 +153,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _with_slopes(q: Tensor, k: Tensor, slopes: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """ALiBi without a mask of S x S: two more columns of queries and keys.
 
-    slope * (j - i) is, for the softmax of query i, the same as slope * j, a product of what the head
-    knows and what the key knows. The key's place has two columns, of the high and low 8 bits, because
-    bfloat16 holds whole numbers up to 256 alone.
+    For the softmax of query i, adding slope * (j - i) is the same as adding slope * j: a product of a number of the
+    head and a number of the key. The position j has two columns, for its high and low 8 bits, because bfloat16
+    represents whole numbers exactly only up to 256.
     """
     q = torch.cat([q, slopes.expand(*q.shape[:-1], 2)], dim=-1)
     return q, torch.cat([k, places.expand(*k.shape[:-1], 2)], dim=-1)
@@ -195,11 +196,11 @@ class MLP(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """A mixture of experts with tokens looked up, not multiplied by a mask: FLOPs are those of the experts.
+    """A mixture of experts in which experts look up their tokens, so that no FLOPs are spent on masks.
 
-    Every token chooses its T best experts. Of every sequence an expert takes the first C = T S / E tokens
-    that chose it (capacity factor 1 of arXiv 2006.16668, where the sequence is the group); to the others it
-    adds nothing. Tokens and experts meet by `gather` alone, so that the expert dim E splits like any other.
+    Every token chooses its T best experts. An expert processes the first C = T S / E tokens of each sequence
+    that chose it (capacity factor 1 of arXiv 2006.16668, with the sequence as group), and adds nothing to the others.
+    Only `gather` connects tokens and experts, so that the expert dim E can be split as any other dim.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -222,7 +223,7 @@ class ExpertLayer(nn.Module):
         return torch.einsum("bstd,bst->bsd", y, weights)
 
     def _assign(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The token in every expert's slot (BEC), the slot of every choice (BST), and whether it has one."""
+        """The token in every slot of every expert (BEC), the slot of each token's choice (BST), and whether it has one."""
         length = chosen.shape[1]
         capacity = math.ceil(self.per_token * length / self.experts)
         numbers = torch.arange(self.experts, device=chosen.device)
@@ -255,7 +256,7 @@ def _look_up(x: Tensor, index: Tensor) -> Tensor:
 class TransformerBlock(nn.Module):
     """Attention, then MLP or experts, each with its norm and added to the residual stream.
 
-    With `looks_back`, an attention to the encoder's result stands between them.
+    With `looks_back`, cross-attention to the encoder's result comes between them.
     """
 
     def __init__(self, blocks: Blocks, *, causal: bool, looks_back: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""From a description to plain PyTorch modules whose forward returns the loss."""
+"""Builds plain PyTorch modules from descriptions; their forward returns the loss."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def build(
     Its forward takes what `example_inputs` gives, and returns the mean cross-entropy.
 
     Args:
-        description: the sizes.
-        dtype: element type of all parameters.
-        layers: at most so many blocks in every stack, None for all.
+        description: sizes of the model.
+        dtype: dtype of all parameters.
+        layers: largest number of blocks in every list of layers; None for all blocks.
     """
     if layers is not None:
         description = with_layers(description, layers)
@@ -46,7 +46,7 @@ def build(
 
 
 def with_layers(description: Description, layers: int) -> Description:
-    """The same sizes with at most so many blocks in every stack."""
+    """The same sizes with at most `layers` blocks in every list of layers."""
     if layers < 1:
         raise AutoparError(f"A model needs at least 1 layer, not {layers}.")
     fewer = min(layers, description.layers)
@@ -66,10 +66,10 @@ def example_inputs(
     """Inputs of one micro-batch on the meta device.
 
     Args:
-        description: the sizes.
-        batch: sequences or images.
-        seq: tokens of a sequence; None for the longest, 512 of an encoder-decoder. Images have their own.
-        dtype: element type of pixels; tokens and labels are int64.
+        description: sizes of the model.
+        batch: number of sequences or images.
+        seq: number of tokens in a sequence; None for the longest, or 512 for an encoder-decoder. Not used for images.
+        dtype: dtype of pixels; tokens and labels are int64.
 
     Raises AutoparError for a batch or sequence below 1, or longer than the model's positions.
     """
@@ -86,7 +86,7 @@ def example_inputs(
 
 
 def longest(description: Description) -> int:
-    """The sequence length that the model is known for."""
+    """The sequence length of the model in tokens: the longest that it supports; for T5, that of its pre-training."""
     if isinstance(description, EncoderDecoder):
         return 512  # T5's pre-training, arXiv 1910.10683 section 3.1.2
     if isinstance(description, VisionTransformer):
@@ -149,7 +149,7 @@ class LanguageModel(nn.Module):
 
 
 class EncoderDecoderModel(nn.Module):
-    """T5 and its like."""
+    """An encoder-decoder such as T5, from tokens to the loss."""
 
     def __init__(self, description: EncoderDecoder) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class VisionModel(nn.Module):
 
 
 def _tie(embedding: nn.Embedding, head: nn.Linear | None) -> None:
-    """Small random rows, so that logits start small; the head's are the same where it is given."""
+    """Initialises an embedding with small random numbers, so that logits start small; ties the head to it if given."""
     nn.init.normal_(embedding.weight, std=INIT_STD)
     if head is not None:
         head.weight = embedding.weight
@@ -239,7 +239,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def positions_of(description: Transformer, x: Tensor) -> Positions:
-    """What all blocks of a language model need to know of positions; `x` of shape (B, S, D) is its input."""
+    """The tensors for positions that all blocks of a language model use; `x` of shape (B, S, D) is its input."""
     places = torch.arange(x.shape[1], device=x.device)
     in_parts = not description.fused_attention
     future = places > places.unsqueeze(-1) if in_parts and description.causal else None
@@ -270,9 +270,9 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
 
 
 def relative_bucket(distance: Tensor, *, causal: bool) -> Tensor:
-    """T5's bucket of a distance (key less query): exact up to 8 or 16, then logarithmic up to `FARTHEST`.
+    """T5's bucket of a distance (key minus query): exact up to 8 or 16, then logarithmic up to `FARTHEST`.
 
-    Half of the buckets are for keys after the query, unless there are none.
+    Half of the buckets are for keys after the query, unless attention is causal.
     """
     buckets = RELATIVE_BUCKETS if causal else RELATIVE_BUCKETS // 2
     later = (distance > 0) * (0 if causal else buckets)

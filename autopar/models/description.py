@@ -1,8 +1,8 @@
-"""Sizes of a model as a frozen value: what a paper's table of architectures says, and no more.
+"""The sizes of a model as a frozen value, with the numbers of a paper's table of architectures.
 
 Three kinds share their blocks: `Transformer` (decoder or encoder alone), `EncoderDecoder` (T5-like)
-and `VisionTransformer`. `autopar.models.build` makes plain PyTorch of them; `parameter_count` is the
-closed form of what it makes.
+and `VisionTransformer`. `autopar.models.build` builds plain PyTorch modules from them; `parameter_count` is a formula
+for their number of parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What people look at: a report for a terminal, as one HTML file, and a step as a trace.
+"""Reports: for a terminal, as one HTML file, and a step as a trace.
 
 A `Page` holds what is shown. The views know costs (`autopar.cost_model.breakdown`) and nothing else.
 """

@@ -1,4 +1,4 @@
-"""Stacked bars for a terminal. Patterns tell the parts apart where there is no colour."""
+"""Stacked bars for a terminal; without colours, the parts have different patterns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StackedBar:
 
     Attributes:
         parts: (value, colour) pairs, left to right; none negative.
-        bound: where to draw a line, in the unit of the values; None for no line.
+        bound: value at which a line is drawn, in the unit of the parts; None for no line.
     """
 
     parts: tuple[tuple[float, Colour], ...]
@@ -55,7 +55,7 @@ class StackedBar:
 
 
 def _ends(values: Sequence[float], whole: float, width: int) -> list[tuple[int, int]]:
-    """First and last cell of every value; their sum is rounded, so that no error adds up."""
+    """First and last cell of every value; running sums are rounded, so that errors do not add up."""
     ends, reached = [], 0.0
     for value in values:
         start = reached
@@ -103,7 +103,7 @@ def memory_bar(memory: Breakdown, bound_bytes: float) -> RenderableType:
 
 
 def memory_headline(memory: Breakdown, bound_bytes: float) -> str:
-    """`63.1 GB of 80.0 GB, 16.9 GB free`, or by how much it is over."""
+    """Words such as `63.1 GB of 80.0 GB, 16.9 GB free`, or how much memory is missing."""
     margin = bound_bytes - memory.value
     rest = f"{units.format_bytes(abs(margin))} {'free' if margin >= 0 else 'TOO MUCH'}"
     return (
@@ -112,7 +112,7 @@ def memory_headline(memory: Breakdown, bound_bytes: float) -> str:
 
 
 def time_bar(time: Breakdown, axes: Iterable[str] = ()) -> RenderableType:
-    """The time of a step by what it goes to."""
+    """The time of a step as a bar, by cause."""
     parts = shown(time)
     colours = palette.with_axes((part.name for part in parts), palette.of_axes(axes))
     bound = time.value if savings(time) else None
@@ -125,7 +125,7 @@ def time_bar(time: Breakdown, axes: Iterable[str] = ()) -> RenderableType:
 
 
 def time_headline(time: Breakdown) -> str:
-    """The time, and what a bar that is longer than it means."""
+    """Words for the time, and for hidden communication, which makes the bar longer than the time."""
     if not savings(time):
         return units.format_as(time.unit, time.value)
     saved = units.format_seconds(-sum(part.value for part in savings(time)))

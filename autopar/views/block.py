@@ -1,4 +1,4 @@
-"""The repeated block as a graph: ops with their layouts, collectives on the edges that need them."""
+"""A drawing of the repeated block as a graph: ops with their layouts, and collectives on the edges between them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _collective_words(each: BlockCollective) -> str:
 def _op_box(
     node: BlockNode, sources: Sequence[BlockNode], on_top: tuple[BlockCollective, ...]
 ) -> Box:
-    """Layouts are written where they differ from those of a source; hovering tells them always."""
+    """The box of an op. It shows the op's layouts only if a source has others; hovering always shows them."""
     changed = not sources or any(node.layouts != source.layouts for source in sources)
     layouts = node.layouts if changed and node.kind not in PILLS else ()
     wide = max(text_width(_head(node), NORMAL) + 22, _tags_width(layouts) + 20)

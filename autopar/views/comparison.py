@@ -20,7 +20,7 @@ SLOWER, FASTER = PALETTE[3], PALETTE[2]
 
 
 def picture(candidates: Sequence[Candidate], bound_bytes: float) -> Markup:
-    """Time against memory; numbers are those of the table, a line joins the Pareto front."""
+    """A picture of time against memory; numbers refer to rows of the table, and a line joins the Pareto front."""
     ranked = tables.ranked(tuple(candidates))
     shown = [
         (number, each)
@@ -75,7 +75,7 @@ Point = tuple[float, float]
 
 
 def _front(candidates: Sequence[Candidate], across: Linear, up: Linear) -> tuple[Point, ...]:
-    """Corners of steps through the Pareto front: nothing below and left of them is known."""
+    """Corners of the staircase through the Pareto front; no candidate lies below and left of it."""
     corners: list[Point] = []
     for each in sorted(pareto(tuple(candidates)), key=lambda c: c.memory_bytes):
         x, y = across(each.memory_bytes), max(TOP, up(each.step_seconds))
@@ -112,7 +112,7 @@ def _points(
 
 
 def _point(each: Candidate, x: float, y: float) -> Markup:
-    """A ring around the chosen one; a cross for what does not fit; a dot for the rest."""
+    """The mark of a candidate: a ring for the chosen one, a cross if it does not fit, else a dot."""
     seconds, memory = units.format_seconds(each.step_seconds), units.format_bytes(each.memory_bytes)
     title = tag("title", f"{each.name}: {seconds}, {memory}\n{tables.verdict(each)}")
     if not each.fits:
@@ -157,7 +157,7 @@ def _table_row(number: int, each: Candidate, on_front: bool) -> Markup:
 
 
 def sensitivity_bars(sensitivity: Mapping[str, float], smallest: float = 1e-5) -> Markup:
-    """A bar to the right for what makes a step slower when it grows, to the left for faster."""
+    """A bar for every symbol: to the right if a larger value makes the step slower, to the left if faster."""
     found = tables.strongest(sensitivity, smallest)
     if not found:
         return Markup("")

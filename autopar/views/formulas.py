@@ -41,7 +41,7 @@ def typeset(expression: sympy.Expr) -> Markup:
 
 
 def _size(expression: sympy.Expr) -> int:
-    """Nodes of the expression, counted no further than matters: shared parts can make it endless."""
+    """Number of nodes of the expression up to a limit; with shared parts the full count can be huge."""
     found = itertools.islice(sympy.preorder_traversal(expression), LONGEST_TEXT + 1)
     return sum(1 for _ in found)
 

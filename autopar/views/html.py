@@ -104,7 +104,7 @@ def _header(page: Page) -> Markup:
 
 
 def _pairs(page: Page) -> Iterator[Markup]:
-    """What was asked, as terms and values of a list."""
+    """The request, as a list of terms and values."""
     for what, value in page.asked:
         yield tag("div", tag("dt", what), tag("dd", value))
 
@@ -195,7 +195,7 @@ def _comparison(page: Page) -> Section:
 
 
 def _tree(breakdown: Breakdown) -> Markup | None:
-    """The breakdown down to its smaller parts, folded away."""
+    """The breakdown with all its parts, in a collapsed element."""
     if not any(part.parts for part in breakdown.parts):
         return None
     rows = (

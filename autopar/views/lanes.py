@@ -53,7 +53,7 @@ def _place(found: list[list[Event]], event: Event) -> None:
 
 
 def end(event: Event) -> float:
-    """When it ends, in seconds from the start of the step."""
+    """Time at which an event ends, in seconds from the start of the step."""
     return event.start_seconds + event.duration_seconds
 
 

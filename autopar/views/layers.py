@@ -1,4 +1,4 @@
-"""A layered drawing of an acyclic graph: which layer, and how far to the right.
+"""A layered drawing of an acyclic graph: the layer of every vertex, and its position in the layer.
 
 The four steps of Sugiyama, Tagawa, Toda (1981), each in its plainest form: layers by longest path,
 a bend in every layer that an edge crosses, orders by the mean of the neighbours, and places as near
@@ -64,7 +64,7 @@ def place(
 
 
 def _layers(names: Sequence[str], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Every vertex below all its sources; those without a source right above what they feed."""
+    """The layer of every vertex: below all its sources; a vertex without sources is just above its first target."""
     layer = dict.fromkeys(names, 0)
     place_of = {name: i for i, name in enumerate(names)}
     for source, target in sorted(edges, key=lambda e: place_of[e[1]]):
@@ -110,7 +110,7 @@ def _neighbours(links: Sequence[tuple[Vertex, Vertex]]) -> tuple[Neighbours, Nei
 
 
 def _order(rows: list[list[Vertex]], towards: Neighbours) -> None:
-    """Sorts every row by the mean place of the neighbours; what has none keeps its place."""
+    """Sorts every row by the mean position of the neighbours; a vertex without neighbours keeps its position."""
     at = {v: (i - (len(row) - 1) / 2) for row in rows for i, v in enumerate(row)}
     for row in rows:
         row.sort(key=lambda v: _mean([at[n] for n in towards.get(v, ())], at[v]))
@@ -189,7 +189,7 @@ def _is_free(
 
 
 def _spread(wanted: Sequence[float], apart: Sequence[float]) -> list[float]:
-    """Places nearest to the wanted ones in least squares, `apart` from each other at least."""
+    """The positions nearest to the wanted ones in least squares, with a distance of at least `apart`."""
     offsets = [0.0]
     for distance in apart:
         offsets.append(offsets[-1] + distance)

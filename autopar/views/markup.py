@@ -14,7 +14,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 class Markup(str):
-    """Text that is markup: every special character in it means what it says."""
+    """Text that is markup already, so that its special characters are not escaped."""
 
     __slots__ = ()
 

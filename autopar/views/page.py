@@ -1,4 +1,4 @@
-"""What a report shows, as plain values: the views read a `Page` and know nothing of searches."""
+"""The contents of a report as plain values: views read a `Page`, and need no search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RooflinePoint(NamedTuple):
     """An op under the roofline.
 
     Attributes:
-        name: such as `mlp.up linear`.
+        name: name such as `mlp.up linear`.
         flops_per_byte: floating-point operations per byte of device memory traffic.
         flops_per_second: predicted rate.
         seconds: time of the op in a step, shown as the area of its dot.
@@ -34,8 +34,8 @@ class BlockCollective(NamedTuple):
     """A collective on the way into an op.
 
     Attributes:
-        axis: the mesh axis it runs over.
-        name: such as `all_gather`.
+        axis: mesh axis along which the collective runs.
+        name: name such as `all_gather`.
         bytes: bytes sent by one rank.
         seconds: duration of the collective.
         operand: the operand of the op that it converts; "" where it belongs to no single one.
