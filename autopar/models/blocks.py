@@ -223,7 +223,7 @@ class ExpertLayer(nn.Module):
         return torch.einsum("bstd,bst->bsd", y, weights)
 
     def _assign(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The token in every slot of every expert (BEC), the slot of each token's choice (BST), and whether it has one."""
+        """Token in every slot of an expert (BEC), slot of each choice of a token (BST), and whether it has one."""
         length = chosen.shape[1]
         capacity = math.ceil(self.per_token * length / self.experts)
         numbers = torch.arange(self.experts, device=chosen.device)
