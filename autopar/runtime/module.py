@@ -12,7 +12,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +46,7 @@ from autopar.runtime.kept_programs import KeptPrograms, ReadyProgram, release
 from autopar.runtime.loss_scale import LossScaler
 from autopar.runtime.maker import ProgramMaker, ProgramRequest, Programs
 from autopar.runtime.meetings import Meetings
+from autopar.runtime.modes import lasting, modes, without_autocast
 from autopar.runtime.outputs import as_dtensor
 from autopar.runtime.part import as_stored
 from autopar.runtime.parts import shapes_of_whole, whole_or_own
@@ -65,14 +65,6 @@ from autopar.runtime.weights import PathLike, read_weights, write_weights
 from autopar.runtime.world import World
 
 log = logging.getLogger("autopar")
-
-
-@contextlib.contextmanager
-def _lasting() -> Iterator[None]:
-    """Context without inference mode, because tensors made in inference mode could not be trained later."""
-    is_grad_enabled = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
-        yield
 
 
 class CompiledModule(nn.Module):
@@ -173,7 +165,10 @@ class CompiledModule(nn.Module):
             predicted = self._planner.predicted(self.plan)
             log.info("%s", self._clock.against(predicted, self._settings.device))
         try:
-            with self._as_captured(), naming_plan(lambda: self._planner.predicted(self.plan)):
+            with (
+                without_autocast(self._settings.device),
+                naming_plan(lambda: self._planner.predicted(self.plan)),
+            ):
                 self._seeds.draw(bound.program, bound.world)
                 shares = step_shares(bound.program, parts, self._original, bound.world)
                 found = self._scaler.step(
@@ -246,7 +241,7 @@ class CompiledModule(nn.Module):
         inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
         self._scaler.warn_of_forward()
         try:
-            with self._as_captured():
+            with without_autocast(self._settings.device):
                 self._seeds.draw(bound.program, bound.world)
                 outputs = bound.forward(inputs)
         except PeerError as error:
@@ -422,7 +417,7 @@ class CompiledModule(nn.Module):
             )
         if replaced:
             self._kept.clear()
-        with _lasting():
+        with lasting():
             captures = self._kept.captures(arguments, self._state(), is_step=is_step)
             runs = captures.count
             asked = ProgramRequest(
@@ -510,17 +505,8 @@ class CompiledModule(nn.Module):
         )  # fmt: skip
 
     def _state(self) -> tuple[object, ...]:
-        """Global modes that a program depends on: autocast and its dtype, the default dtype, and training.
-
-        The `training` flags of submodules have guards.
-        """
-        device = self._settings.device.type
-        casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return (casts, torch.get_default_dtype(), self._original.training)
-
-    def _as_captured(self) -> AbstractContextManager[Any]:
-        """Context without autocast, whose casts are in the captured graph already."""
-        return torch.autocast(self._settings.device.type, enabled=False)
+        """Modes that a program depends on. The `training` flags of submodules have guards."""
+        return (*modes(self._settings.device), self._original.training)
 
     def _place(self, programs: Programs) -> None:
         """Puts the parameters into the layouts between steps that the first plan gives them, and reads weights."""
