@@ -374,7 +374,11 @@ class Step:
         return (
             *(Term(kind, self.held(kind, stage), self._held_parts(kind, stage)) for kind in kinds),
             saved,
-            Term("transient peak", self._transient(stage), note="the loss, or one layer gathered"),
+            Term(
+                "transient peak",
+                self._transient(stage),
+                note="the loss, or one layer gathered or run again",
+            ),
             Term("reserved", self.hardware.reserved_bytes, note="context and library buffers"),
         )
 
@@ -411,7 +415,31 @@ class Step:
         if again := self._by_block("made again", stage):
             returned = sum((h.bytes for h in self.holdings if h.kind == "returned"), start=0)
             found += [moments.get(block, 0) + held - returned for block, held in again.items()]
+        elif self._recomputes:
+            found.append(self._last_layer_again(stage, moments))
         return reduce(larger, _distinct(found), 0)
+
+    @property
+    def _recomputes(self) -> bool:
+        return not (isinstance(self.run.recompute, str) and self.run.recompute == "none")
+
+    def _last_layer_again(self, stage: Stage, moments: Mapping[Hashable, Quantity]) -> Quantity:
+        """Bytes of the last layer while it is recomputed, beyond what the loss and the head have freed by then.
+
+        It takes no more than layers that run once, where there are such: they have freed theirs.
+        """
+        layers = self._saved_of("layers")
+        count = self._share("layers", stage) * self.layers
+        is_last = larger(0, 1 - (count - self.run.again(count)))
+        blocks = {h.block for h in self.holdings if h.region == "layers"}
+        moment = reduce(larger, (moments[block] for block in blocks if block in moments), 0)
+        freed = self._share("after", stage) * self._saved_of("after")
+        return moment + is_last * layers / self.layers - freed
+
+    def _saved_of(self, region: Region) -> Quantity:
+        """Bytes of a region's activations that stay where nothing is recomputed, of the whole model."""
+        found = (h.bytes for h in self.holdings if self._is(h, "saved activations", region))
+        return sum(found, start=0)
 
     def _moments(self, stage: Stage) -> dict[Hashable, Quantity]:
         """Block -> bytes of its loss, or of its gathered parameters with their gradients, whichever is more."""
@@ -459,7 +487,7 @@ class Step:
     def _saved(self, stage: Stage) -> Term:
         """Saved activations of the micro-batches in flight."""
         flight = self._in_flight(stage)
-        if not (isinstance(self.run.recompute, str) and self.run.recompute == "none"):
+        if self._recomputes:
             return self._recomputed(stage, flight)
         parts = self._held_parts("saved activations", stage)
         return Term(
@@ -471,24 +499,21 @@ class Step:
     def _recomputed(self, stage: Stage, flight: Quantity) -> Term:
         """Bytes of saved activations if layers are recomputed, times the micro-batches in flight.
 
-        They are the inputs of the recomputed layers, the activations of the other layers, and those of one layer at a
-        time while backward recomputes it. The last part counts only if all layers are recomputed: otherwise backward
-        has already freed the activations of a later layer.
+        They are the inputs of the recomputed layers and the activations of the other layers. The activations of the
+        layer that backward recomputes at the moment are part of the transient peak.
         """
-        layers = sum(
-            (h.bytes for h in self.holdings if self._is(h, "saved activations", "layers")), start=0
+        ends = (
+            self._share(region, stage) * self._saved_of(region) for region in ("before", "after")
         )
-        ends = sum(
-            (self._share(h.region, stage) * h.bytes for h in self.holdings
-             if self._is(h, "saved activations", "before") or self._is(h, "saved activations", "after")), start=0,
-        )  # fmt: skip
-        count, one = self._share("layers", stage) * self.layers, layers / self.layers
+        count, one = (
+            self._share("layers", stage) * self.layers,
+            self._saved_of("layers") / self.layers,
+        )
         again = self.run.again(count)
         parts = (
             Term("inputs of layers", flight * self.boundary_bytes * again),
             Term("layers that run once", flight * one * (count - again)),
-            Term("one layer run again", one * larger(0, 1 - (count - again))),
-            Term("embedding, head and loss", flight * ends),
+            Term("embedding, head and loss", flight * sum(ends)),
         )
         return Term("saved activations", total(parts), parts, "layers are run again in backward")
 

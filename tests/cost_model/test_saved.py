@@ -226,7 +226,6 @@ def test_recomputation_keeps_the_inputs_of_layers() -> None:
     parts = saved_parts(prepared, plan)
     everything = price(prepared.analysis.graph, plan, HARDWARE).saved_bytes
     ends = parts["embedding, head and loss"]
-    assert 3 * parts["one layer run again"] + ends == everything
     model.layers = nn.ModuleList(Checkpointed(block) for block in model.layers)
     kept = parts["inputs of layers"] + ends
     assert kept == pytest.approx(eager_kept_bytes(model, inputs), rel=0.001)
