@@ -230,9 +230,11 @@ class _Search:
         if shape is None or self.request.recompute == "none":
             return
         whole, one, every = (tables.whole(each) for each in ("none", 1, "full"))
-        one_frees, all_free = (
-            mean_bytes(whole, shape) - mean_bytes(x, shape) for x in (one, every)
-        )
+        try:
+            kept_bytes, *less = (mean_bytes(each, shape) for each in (whole, one, every))
+        except PlanError:
+            return  # the schedule does not run so many micro-batches
+        one_frees, all_free = (kept_bytes - each for each in less)
         if one_frees <= 0:
             return
         for freed_bytes in (all_free, one_frees):
