@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autopar.api import compile, explain
     from autopar.backend.sharding import shard_
     from autopar.capture.forms import register_form
+    from autopar.proof.served import replay
     from autopar.proof.verdict import VerifyReport
     from autopar.proof.verify import verify
     from autopar.rules.registered import register_rule
@@ -49,6 +50,7 @@ _HOMES = {
     "launch": "autopar.runtime.launch",
     "register_form": "autopar.capture.forms",
     "register_rule": "autopar.rules.registered",
+    "replay": "autopar.proof.served",
     "shard_": "autopar.backend.sharding",
     "verify": "autopar.proof.verify",
 }
@@ -57,7 +59,7 @@ __all__ = [
     "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "LossScaling", "Mesh", "MeshError",
     "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
     "VerifyReport", "checkpoint", "compile", "explain", "find_nan", "launch", "register_form",
-    "register_rule", "shard_", "verify",
+    "register_rule", "replay", "shard_", "verify",
 ]  # fmt: skip
 
 

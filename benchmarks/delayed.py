@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-
-from benchmarks.parity.recipes import free_port
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from text import read_source, standard_library, unigram_entropy
@@ -69,7 +68,7 @@ def record_losses(
     entropy = unigram_entropy(training_text())
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "losses"
-        mp.spawn(_train_all, (free_port(), ranks, str(file), losses, tuple(names)), ranks)
+        mp.spawn(_train_all, (get_free_port(), ranks, str(file), losses, tuple(names)), ranks)
         found: dict[str, list[float]] = json.loads(file.read_text())
     document = {
         "entropy_nats": round(entropy, 4), "steps_of_a_point": steps_of_a_point,

@@ -13,6 +13,7 @@ t = (n - 1) / n  B / bandwidth. The seconds are:
     reduce          the same                                                 B before the step
     scatter, gather as all_gather                                            B of the whole
     send            launch + start + latency + B / (bandwidth * send_gain)   B bytes to one other rank
+    serve           2 (n - 1) sends over the owner's link                    B bytes of a message
     rotate          n - 1 sends                                              B bytes of a rank's block
     rotate_back     twice as many                                            B bytes of a rank's block
     fill            written in the rank's own memory
@@ -122,6 +123,18 @@ def _send(m: _Message) -> Quantity:
     return start + m.before_bytes / (link.bandwidth_bytes_per_second * link.send_gain)
 
 
+def _serve(m: _Message) -> Quantity:
+    """Seconds in which an asynchronous server takes a message from each other rank and answers with one.
+
+    The messages of all ranks share the owner's link, so that they come one after another.
+    """
+    link, size_bytes = m.link, m.before_bytes
+    transfer = size_bytes / (link.bandwidth_bytes_per_second * link.send_gain)
+    start = _begin(m) + link.latency_seconds
+    once = (_share(size_bytes, m) * start if m.bucketed else start) + transfer
+    return 2 * (m.ranks - 1) * once
+
+
 def _rotate(m: _Message) -> Quantity:
     """A rank's block goes round, while those of all others do."""
     return (m.ranks - 1) * _send(m)
@@ -142,6 +155,7 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
     "scatter": lambda m: _ring(m.before_bytes, m),
     "gather": lambda m: _ring(m.after_bytes, m),
     "send": _send,
+    "serve": _serve,
     "rotate": _rotate,
     "rotate_back": lambda m: 2 * _rotate(m),
     "fill": lambda m: _copy(0, m.after_bytes, m),
@@ -155,7 +169,7 @@ _FORMULAS: dict[str, Callable[[_Message], Quantity]] = {
 _TRAFFIC = frozenset(
     {
         "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "scatter", "gather", "send",
-        "rotate", "rotate_back",
+        "serve", "rotate", "rotate_back",
         *EXCHANGES,
     }
 )  # fmt: skip

@@ -8,6 +8,10 @@
 size, one per operand that needs a gradient. The backward of any other op reads and writes about as much as its
 forward (Kaplan et al. 2020, section 2.1: 2N forward and 4N backward).
 
+A product whose operands are rounded (`Op.product_itemsize_bytes`) reads them in their own format and writes them in the
+narrow one, in a kernel before; the product then has the peak of the narrow format. In backward the product that makes
+the gradient of the weight is not rounded (`autopar.ops.float8`).
+
 The formulas accept numbers and symbols, see `autopar.cost_model.arith`.
 """
 
@@ -15,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from autopar.cost_model.arith import Quantity, larger
@@ -64,11 +69,76 @@ class OpPrice(NamedTuple):
             flops = sum(sizes.flops(op, work, labels) for work in works(op))
             moved = local_bytes(op, labels, tensors, sizes, inner)
             seconds = larger(
-                _arithmetic_seconds(op, labels, tensors, sizes, hardware),
+                _arithmetic_seconds(
+                    op, labels, result_itemsize_bytes(op, tensors), sizes, hardware
+                ),
                 memory_seconds(moved, hardware),
             )
             forward = Direction(1, seconds, moved, flops)
-        return cls(forward, forward._replace(passes=backward_passes(op, tensors)))
+        passes = backward_passes(op, tensors)
+        if op.product_itemsize_bytes is None:
+            return cls(forward, forward._replace(passes=passes))
+        of_x, of_weight, of_result = _sizes_of_linear(op, labels, tensors, sizes)
+        rounding = partial(_rounded, forward, op, labels, sizes=sizes, hardware=hardware)
+        backward = (rounding((of_result, of_weight)), forward)  # of the input, and of the weight
+        wanted = [
+            each for x, each in zip(op.operands, backward, strict=True) if tensors[x].needs_grad
+        ]
+        return cls(
+            rounding((of_x, of_weight)), _mean(wanted or backward[:1])._replace(passes=passes)
+        )
+
+
+class _Size(NamedTuple):
+    """Bytes of a tensor on one rank, in its own format, and bytes of one of its elements."""
+
+    bytes: Quantity
+    itemsize_bytes: int
+
+
+def _sizes_of_linear(
+    op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes
+) -> list[_Size]:
+    """The sizes of the two operands and of the result of a rounded product."""
+    names = (*op.operands, *op.results[:1])
+    layouts = (*operand_layouts(op, labels), *result_layouts(op, labels)[:1])
+    return [
+        _Size(sizes.bytes(tensors[x], layout), tensors[x].itemsize_bytes)
+        for x, layout in zip(names, layouts, strict=True)
+    ]
+
+
+def _rounded(
+    plain: Direction,
+    op: Op,
+    labels: Labels,
+    operands: Sequence[_Size],
+    *,
+    sizes: Sizes,
+    hardware: Hardware,
+) -> Direction:
+    """A product that rounds these operands before, where `plain` is the one that does not."""
+    narrow = op.product_itemsize_bytes
+    assert narrow is not None, "the op rounds"
+    read = sum(each.bytes for each in operands)
+    written = sum(each.bytes * (narrow / each.itemsize_bytes) for each in operands)
+    seconds = larger(
+        _arithmetic_seconds(op, labels, narrow, sizes, hardware),
+        memory_seconds(plain.traffic_bytes - read + written, hardware),
+    )
+    rounding = memory_seconds(read + written, hardware)
+    return Direction(1, seconds + rounding, plain.traffic_bytes + 2 * written, plain.flops)
+
+
+def _mean(passes: Sequence[Direction]) -> Direction:
+    """The pass that takes as long, times its number, as these passes together."""
+    count = len(passes)
+    return Direction(
+        count,
+        sum(each.seconds for each in passes) / count,
+        sum(each.traffic_bytes for each in passes) / count,
+        sum(each.flops for each in passes) / count,
+    )
 
 
 def op_seconds(
@@ -83,9 +153,9 @@ def op_seconds(
 
 
 def _arithmetic_seconds(
-    op: Op, labels: Labels, tensors: Mapping[str, Tensor], sizes: Sizes, hardware: Hardware
+    op: Op, labels: Labels, itemsize_bytes: int, sizes: Sizes, hardware: Hardware
 ) -> Quantity:
-    peak = hardware.flops_per_second(itemsize_bytes(op, tensors))
+    peak = hardware.flops_per_second(itemsize_bytes)
     stretch = math.prod(op.choice(label).stretch for label in {*labels})
     return stretch * sum(
         sizes.flops(op, work, labels) / (peak * efficiency(op, work, labels, sizes, hardware))
@@ -191,7 +261,7 @@ def _is_pointwise(op: Op) -> bool:
 NOT_FUSED = frozenset({"aten.embedding", "aten.cat", "aten.cross_entropy_loss", "aten.index"})
 
 
-def itemsize_bytes(op: Op, tensors: Mapping[str, Tensor]) -> int:
+def result_itemsize_bytes(op: Op, tensors: Mapping[str, Tensor]) -> int:
     """Bytes of one number in the op's arithmetic: those of its widest result."""
     seen = (name for name in op.results if name not in op.hidden)
     return max((tensors[name].itemsize_bytes for name in seen), default=4)

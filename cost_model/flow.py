@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from autopar.cost_model.memory import SavedTensors, keeps
-from autopar.ir import Graph, Layout, Plan, R, Tier, TieredLayout, operand_layouts, result_layouts
+from autopar.ir import (
+    Graph,
+    Layout,
+    Op,
+    Plan,
+    R,
+    Tier,
+    TieredLayout,
+    operand_layouts,
+    result_layouts,
+)
 
 
 class Flow:
@@ -39,6 +49,23 @@ class Flow:
             if keeps(op, graph.tensors)
             for name in op.saved
         }
+
+    def entering(self, op: Op, blocks: Mapping[str, Hashable]) -> tuple[Layout, ...]:
+        """The layouts in which the operands of an op enter its block.
+
+        An operand that is converted for the first op of the block that needs it so, enters as it was produced.
+
+        Args:
+            op: the op.
+            blocks: op name -> its block.
+        """
+        return tuple(
+            self.produced[name]
+            if layout != self.produced[name]
+            and blocks.get(self.targets[name][layout]) == blocks[op.name]
+            else layout
+            for name, layout in zip(op.operands, self.operands[op.name], strict=True)
+        )
 
     def place(self, name: str) -> TieredLayout:
         """Layout and tier of a tensor before it is converted for its uses."""

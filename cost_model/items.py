@@ -50,6 +50,7 @@ class Item:
             repeated; 0 for work that is not; -1 for a gather in backward that is dropped, because the recomputed
             forward has gathered the tensor already.
         moves: name of the tensor that a conversion inside the graph converts; "" for all other work.
+        hidden_seconds: part of `seconds` that overlaps with the products with which a collective is decomposed.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Item:
     of: str = ""
     recomputed: int = 0
     moves: str = ""
+    hidden_seconds: Quantity = 0
 
 
 @dataclass(frozen=True)

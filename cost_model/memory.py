@@ -21,7 +21,7 @@ from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import VARIED, Graph, Layout, Op, ParameterPlan, R, State, Tensor
+from autopar.ir import VARIED, Graph, Layout, Op, ParameterPlan, R, State, Tensor, Tier
 
 OPTIMIZER_STATES = 2  # first and second moment of AdamW (Loshchilov and Hutter 2019)
 
@@ -131,16 +131,17 @@ class Selected(NamedTuple):
 
 
 class KeptSlice(NamedTuple):
-    """A tensor of which every rank saves only a slice, until backward gathers it; see `autopar.ir.saved`.
+    """A tensor that a block saves in slices or on the host, until backward brings it back; see `autopar.ir.saved`.
 
     Attributes:
         name: name of the tensor in the plan, with the number of its block, such as `layers.3.input`.
         memory: the memory that the block would save without slices.
         tensor: name under which the block uses the tensor.
         layout: layout of the whole tensor, R in place of V.
-        slice_layout: layout of the slice.
+        slice_layout: layout of what a rank saves.
         block: number of the block, as `autopar.pipeline.saved_values` counts them.
         user: name of the first op of the block that takes the tensor.
+        tier: the memory where a rank saves it.
     """
 
     name: str
@@ -150,6 +151,7 @@ class KeptSlice(NamedTuple):
     slice_layout: Layout
     block: int
     user: str
+    tier: Tier = "device"
 
 
 def recomputed_ops(graph: Graph, blocks: Mapping[str, Hashable]) -> frozenset[str]:

@@ -33,6 +33,7 @@ from autopar.ir import (
     has_owner,
     steps,
 )
+from autopar.ir.meeting import SERVER
 from autopar.ir.tier import moves
 
 LOSS = "aten.cross_entropy_loss"  # autograd saves neither its operands nor their gradients, which are as large
@@ -176,10 +177,19 @@ class NodePricer:
                 )  # fmt: skip
 
     def restored(self, kept: KeptSlice) -> Iterator[Item]:
-        """The gathers in backward of a tensor of which every rank has saved only a slice."""
+        """The gathers in backward of a tensor that is saved in slices, and its moves to the host and back."""
         op, tensor = self.graph.by_name[kept.user], self.graph.tensors[kept.tensor]
         region, count = self.place(op.name, op.module)
         title = f"of saved {numbers_out(kept.name)}"
+        size, there = self.sizes.bytes(tensor, kept.slice_layout), moves("device", kept.tier)
+        item = partial(
+            move_item, title, size_bytes=size, hardware=self.hardware, region=region, count=count, of=op.name,
+            carries="activation", every_micro_batch=True,
+        )  # fmt: skip
+        for move in there:
+            yield item(move, phase="forward")
+        for move in way_back(there):
+            yield item(move, phase="backward")
         for axis, name, _, before, after in self._steps(tensor, kept.slice_layout, kept.layout):
             yield self._item(
                 title, name, axis, "backward", region, count, before, after, "activation", of=op.name,
@@ -282,10 +292,10 @@ class NodePricer:
     def meeting(
         self, name: str, how: ParameterPlan, meeting: Meeting, link: Link
     ) -> Iterator[Item]:
-        """Items of one parameter in a meeting of replicas: the all-reduce, and the update from the mean.
+        """Items of one parameter in a meeting of replicas: the messages, and the update from what they bring.
 
-        The update copies the stored shard into a message and back, and reads and writes every copy that the rule of the
-        meeting keeps (`Meeting.copies`).
+        Replicas take their mean by an all-reduce, or exchange messages with an asynchronous server. The update makes
+        and takes messages (`Meeting.moves`).
         """
         tensor = self.graph.tensors[self.graph.parameters[name]]
         if not tensor.needs_grad:
@@ -293,18 +303,17 @@ class NodePricer:
         region, count = self.place(name, name)
         stored = self.sizes.bytes(tensor.at_rest, how.storage)
         count = count / meeting.steps
+        kind = "serve" if meeting.rule == SERVER else "all_reduce"
         seconds = collective_seconds(
-            "all_reduce", before_bytes=stored, after_bytes=stored, ranks=meeting.replicas,
+            kind, before_bytes=stored, after_bytes=stored, ranks=meeting.replicas,
             link=link, hardware=self.hardware, bucketed=True, bucket_bytes=self.bucket_bytes,
         )  # fmt: skip
-        sent = traffic_bytes(
-            "all_reduce", before_bytes=stored, after_bytes=stored, ranks=meeting.replicas
-        )
+        sent = traffic_bytes(kind, before_bytes=stored, after_bytes=stored, ranks=meeting.replicas)
         yield Item(
-            f"all_reduce {numbers_out(name)}", "all_reduce", meeting.axis, "meet", region, count, seconds,
+            f"{kind} {numbers_out(name)}", kind, meeting.axis, "meet", region, count, seconds,
             sent, kernels=0, carries="parameter", every_micro_batch=False, ranks=meeting.replicas, of=name,
         )  # fmt: skip
-        moved = (4 + 2 * meeting.copies) * stored
+        moved = meeting.moves * stored
         yield Item(
             "parameters of a meeting", "update", COMPUTE, "meet", region, count,
             memory_seconds(moved, self.hardware), moved, every_micro_batch=False, of=name,

@@ -8,16 +8,18 @@ from functools import cached_property
 
 from autopar.cost_model.arith import Quantity, larger
 from autopar.cost_model.collectives import BUCKET_BYTES
+from autopar.cost_model.decomposed import Decomposed
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Phase, TrainingState
 from autopar.cost_model.memory import KeptSlice, Selected, keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.nodes import NodePricer, numbers_out, regions_of, words_of
 from autopar.cost_model.owners import busiest_owner
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Layout, Op, Plan
+from autopar.ir import Graph, Layout, Op, Plan, Tier
 
 _Memory = tuple[str, Layout]
+_Kept = tuple[str, Layout, Tier]  # tensor, layout and tier of what is saved
 
 
 class Pricer:
@@ -68,6 +70,16 @@ class Pricer:
             recomputed=recomputed_ops(graph, self.blocks),
             position=busiest_owner(graph, plan.parameters, plan.mesh),
         )  # fmt: skip
+        self.decomposed = Decomposed(
+            graph, plan, self.flow, sizes=sizes, seconds=self._compute_seconds
+        )
+
+    def _compute_seconds(self, op: Op, phase: Phase) -> Quantity:
+        """Seconds in which an op computes in one phase; the backward of a product is two of its size."""
+        _, count = self.nodes.place(op.name, op.module)
+        items = self.nodes.op(op, self.plan.ops[op.name])
+        own = (i for i in items if i.resource == COMPUTE and i.phase == phase)
+        return sum((i.count / count * i.seconds for i in own), start=0)
 
     def _block(self, op: str) -> Hashable:
         return self._labels.get(op, "")
@@ -113,7 +125,8 @@ class Pricer:
     def _conversion(self, name: str, target: Layout, user: str) -> Iterator[Item]:
         stays_split = name in self._parameters or self.regathers
         again = stays_split and name in self.flow.saved_roots
-        return self.nodes.conversion(name, self.flow.place(name), target, user, again=again)
+        items = self.nodes.conversion(name, self.flow.place(name), target, user, again=again)
+        return self.decomposed.items(name, target, list(items))
 
     def into(self, op: Op, position: int) -> Iterator[Item]:
         """Forward items of the conversion of the operand of `op` at this position."""
@@ -136,22 +149,25 @@ class Pricer:
         for op in self.graph.ops:
             yield from self.nodes.working(op, self.plan.ops[op.name], self._block(op.name))
         kept = self._staying()
-        for at, op in kept.items():
-            yield self._saved(at, op)
+        for (name, layout, tier), op in kept.items():
+            yield replace(self._saved((name, layout), op), tier=tier)
         yield from self._made_again(kept if self.selected is not None else ())
 
-    def _staying(self) -> dict[_Memory, Op]:
-        """Saved memory -> the first op that needs it in backward; a tensor saved in slices appears as its slice."""
+    def _staying(self) -> dict[_Kept, Op]:
+        """What is saved -> the first op that needs it in backward; a tensor saved in slices appears as its slice."""
         if self.selected is not None:
             named = self.selected.kept.items()
             users = {at: [self.graph.by_name[name] for name in names] for at, names in named}
         else:
             users = self._kept(self.again)
-        found: dict[_Memory, Op] = {}
+        found: dict[_Kept, Op] = {}
         for at, ops in users.items():
             for op in ops:
                 own = self.slices.get((at, self._block(op.name)))  # type: ignore[arg-type]
-                found.setdefault(at if own is None else (own.tensor, own.slice_layout), op)
+                whole: _Kept = (*at, "device")
+                found.setdefault(
+                    whole if own is None else (own.tensor, own.slice_layout, own.tier), op
+                )
         return found
 
     def _gathered(self) -> Iterator[Holding]:
@@ -172,9 +188,9 @@ class Pricer:
         found: dict[_Memory, list[Op]] = {}
         for op in self.graph.ops:
             names: Collection[str] = op.saved if keeps(op, self.graph.tensors) else ()
-            if op.name in again:
-                names = self._entering(op)
             operands = self.flow.operands[op.name]
+            if op.name in again:
+                names, operands = self._entering(op), self.flow.entering(op, self._labels)
             if self.regathers:
                 operands = tuple(map(self._shards, op.operands, operands))
             layouts = (*operands, *self.flow.results[op.name])
@@ -189,7 +205,7 @@ class Pricer:
         makers = {name: self.graph.producer.get(name) for name in op.operands}
         return [n for n, m in makers.items() if m is None or self._block(m.name) != block]
 
-    def _made_again(self, stays: Collection[_Memory]) -> Iterator[Holding]:
+    def _made_again(self, stays: Collection[_Kept]) -> Iterator[Holding]:
         """Holdings of recomputation: activations that blocks make again, and those that later blocks have freed by
         then.
 
@@ -201,7 +217,7 @@ class Pricer:
         later = order[1 + max(map(order.index, again)) :] if again else ()
         for at, ops in self._kept(()).items():
             holding, blocks = self._saved(at, ops[0]), [self._block(op.name) for op in ops]
-            if blocks[0] in again and at not in stays:
+            if blocks[0] in again and (*at, "device") not in stays:
                 yield replace(holding, kind="made again", name="made again", block=blocks[0])
             if blocks[0] in later and len({*blocks}) == 1:
                 yield replace(holding, kind="returned", name="returned")

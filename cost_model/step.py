@@ -272,16 +272,20 @@ class Step:
     def _hidden(self, region: Region) -> Quantity:
         """Seconds of communication that overlap with compute: gathers of parameters and reductions of gradients.
 
-        Where the runtime sends activations piece by piece, those overlap, too.
+        Where the runtime or the plan sends activations piece by piece, those overlap, too.
         """
         compute = sum(
             (times * i.count * i.seconds for i, times in self.runs(region, COMPUTE)), start=0
         )
         moved: dict[str, Quantity] = {"parameter": 0, "gradient": 0, "activation": 0}
+        hidden: Quantity = 0
         for axis in self.axes:
             for item, times in self.runs(region, axis):
-                moved[item.carries] += times * item.count * item.seconds
-        own = self.software.hides * smaller(moved["parameter"] + moved["gradient"], compute)
+                moved[item.carries] += times * item.count * (item.seconds - item.hidden_seconds)
+                hidden += times * item.count * item.hidden_seconds
+        own = hidden + self.software.hides * smaller(
+            moved["parameter"] + moved["gradient"], compute
+        )
         if not self.software.hides_activations:
             return own
         return own + self.software.hides_activations * smaller(moved["activation"], compute)
@@ -400,7 +404,7 @@ class Step:
         """Memory that a rank keeps on the host or in files, by parts."""
         return tuple(
             Term(kind, self.held(kind, stage, tier), self._held_parts(kind, stage, tier))
-            for kind in TOUCHED
+            for kind in (*TOUCHED, "saved activations")
         )
 
     def _transient(self, stage: Stage) -> Quantity:

@@ -205,7 +205,7 @@ class Expressions:
         items = tuple(
             dataclasses.replace(
                 item, count=next(rest), seconds=next(rest), traffic_bytes=next(rest), flops=next(rest),
-                ranks=next(rest),
+                ranks=next(rest), hidden_seconds=next(rest),
             )
             for item in self.items
         )  # fmt: skip
@@ -213,7 +213,10 @@ class Expressions:
 
     @cached_property
     def _flat(self) -> list[sympy.Expr]:
-        fields = [[i.count, i.seconds, i.traffic_bytes, i.flops, i.ranks] for i in self.items]
+        fields = [
+            [i.count, i.seconds, i.traffic_bytes, i.flops, i.ranks, i.hidden_seconds]
+            for i in self.items
+        ]
         return [sympy.sympify(x) for group in fields for x in group] + [
             *(sympy.sympify(h.bytes) for h in self.holdings),
             sympy.sympify(self.boundary_bytes),

@@ -6,6 +6,9 @@ all-reduce (Patarasuk and Yuan 2009). In a broadcast or reduce of B bytes all ra
 
 In a rotation the block of every rank goes round all n, in n - 1 sends of each; back it goes once more, with the sum of
 its gradients (`autopar.ops.ring_attention`).
+
+An asynchronous server gets B bytes from each of the other n - 1 ranks, and sends B bytes to each (`serve`). The bytes
+are those of its owner, whose link carries all of them.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ _RINGS: Mapping[str, Callable[[Quantity, Quantity], Quantity]] = MappingProxyTyp
 _SENDS: Mapping[str, Callable[[Quantity], Quantity]] = MappingProxyType(
     {
         "send": lambda ranks: 1,
+        "serve": lambda ranks: ranks - 1,
         "rotate": lambda ranks: ranks - 1,
         "rotate_back": lambda ranks: 2 * (ranks - 1),
     }

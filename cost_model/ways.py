@@ -59,10 +59,10 @@ def move_item(
     name: str, move: Move, size_bytes: Quantity, hardware: Hardware, *, phase: Phase, region: Region,
     count: Quantity, carries: str, of: str, every_micro_batch: bool, moves: str = "", recomputed: int = 0,
 ) -> Item:  # fmt: skip
-    """The item of one move of a parameter or a gradient.
+    """The item of one move of a parameter, a gradient or a saved activation.
 
     Args:
-        name: name of the parameter for reports.
+        name: name of the tensor for reports.
         move: source and target tier.
         size_bytes: bytes that are copied.
         hardware: the machine with the bandwidth and latency of the copy.

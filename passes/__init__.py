@@ -14,6 +14,7 @@ from autopar.ops.verifier import verify_graph
 from autopar.passes.close_sizes import close_sizes
 from autopar.passes.cut_regions import cut_regions
 from autopar.passes.cut_stages import cut_stage_graphs
+from autopar.passes.decompose_products import decompose_products
 from autopar.passes.densify_gradients import densify_gradients
 from autopar.passes.expand_copies import expand_copies
 from autopar.passes.fold_blocks import fold_blocks
@@ -32,6 +33,7 @@ from autopar.passes.remove_clones import remove_clones
 from autopar.passes.reshape_views import reshape_views
 from autopar.passes.retarget import bind_groups, retarget_device
 from autopar.passes.single_batch_norm import single_batch_norm
+from autopar.passes.start_early import start_early
 from autopar.passes.unreduce_losses import unreduce_losses
 
 Pass = Callable[[fx.GraphModule], None]
@@ -64,6 +66,7 @@ def clean_up(module: fx.GraphModule) -> None:
 
 
 __all__ = [
-    "CLEANUP", "bind_groups", "clean_up", "close_sizes", "cut_regions", "cut_stage_graphs", "defer_loss_sum",
-    "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums", "partition", "retarget_device", "verify_graph",
+    "CLEANUP", "bind_groups", "clean_up", "close_sizes", "cut_regions", "cut_stage_graphs", "decompose_products",
+    "defer_loss_sum", "find_gathers", "fold_blocks", "group_gathers", "hoist_input_sums", "partition",
+    "retarget_device", "start_early", "verify_graph",
 ]  # fmt: skip

@@ -52,8 +52,9 @@ def partition(
     mesh axes instead of process groups.
 
     Every call has in `meta["origin"]` the name of the captured op for which it was added, "" for the conversion of an
-    output. A call that belongs to the conversion of a tensor's layout has the tensor's name in `meta["converts"]`. A
-    node that is a tensor of the captured graph in some layout has both in `meta["holds"]`.
+    output. A call that belongs to the conversion of a tensor's layout has the tensor's name in `meta["converts"]`, and
+    the number of dims of its operand in `meta["ndim"]`. A node that is a tensor of the captured graph in some layout
+    has both in `meta["holds"]`.
     """
     return _Partitioner(captured, analysis, plan).run()
 
@@ -159,6 +160,7 @@ class _Partitioner:
                 for target_op, arguments in self._calls(call):
                     node = self.call(target_op, (node, *arguments))
                     node.meta["converts"] = tensor
+                    node.meta["ndim"] = len(spec.dims if call.before is None else call.before)
         return node
 
     def _calls(self, call: CollectiveCall) -> Iterator[tuple[Any, tuple[Any, ...]]]:

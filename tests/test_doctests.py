@@ -28,5 +28,5 @@ def test_every_public_function_has_an_example() -> None:
     public = [getattr(autopar, name) for name in autopar.__all__ if name != "checkpoint"]
     public += [autopar.checkpoint.save_checkpoint, autopar.checkpoint.load_checkpoint]
     functions = [f for f in public if not isinstance(f, type)]
-    assert len(functions) == 10
+    assert len(functions) == 11
     assert not [f.__name__ for f in functions if ">>> " not in (f.__doc__ or "")]

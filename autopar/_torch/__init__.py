@@ -44,6 +44,7 @@ from autopar._torch.compiling import (
 from autopar._torch.devices import (
     CPU,
     accelerator_kind,
+    autocast_dtype,
     autocast_kinds,
     backend_of,
     catalogue_name,
@@ -83,6 +84,7 @@ from autopar._torch.exporting import (
     without_values,
 )
 from autopar._torch.files import make_states_by, map_file
+from autopar._torch.float8 import multiplies_tiles, product_of_tiles
 from autopar._torch.groups import (
     all_gather,
     all_reduce,
@@ -104,7 +106,12 @@ from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
 from autopar._torch.optimizers import update_by_shards
 from autopar._torch.owned import Owned, copied, cut_like, owned_as
-from autopar._torch.pipelining import pipeline_actions, pipeline_stage, runs_one_stage
+from autopar._torch.pipelining import (
+    pipeline_actions,
+    pipeline_computations,
+    pipeline_stage,
+    runs_one_stage,
+)
 from autopar._torch.shortcuts import code_when_called, quick_decompositions
 from autopar._torch.symbols import SYMBOLIC, OtherSizes, SizeValues, depends_on_values
 from autopar._torch.tensors import has_storage, storage_key, storage_reference, without_memory
@@ -113,17 +120,18 @@ __all__ = [
     "CPU", "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DictVersions", "DropoutBase",
     "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "OpOverload", "OtherSizes", "Owned", "RandomLastBits",
     "SizeDependsOnValues", "SizeValues", "TorchDispatchMode", "accelerator_kind", "accumulate_gradient",
-    "all_gather", "all_reduce", "all_to_all", "applying_functions_by", "as_if_compiling", "autocast_kinds",
-    "autopar_op", "backend_of", "backward_hooks_of", "below_autograd", "broke_in_communication", "call_with",
-    "catalogue_name", "code_when_called", "compile_graph", "computes_complex", "copied", "copy_to_host",
+    "all_gather", "all_reduce", "all_to_all", "applying_functions_by", "as_if_compiling", "autocast_dtype",
+    "autocast_kinds", "autopar_op", "backend_of", "backward_hooks_of", "below_autograd", "broke_in_communication",
+    "call_with", "catalogue_name", "code_when_called", "compile_graph", "computes_complex", "copied", "copy_to_host",
     "current_device", "cut_like", "default_store", "depends_on_values", "device_copy", "differentiable_local",
     "dtensor", "dynamo_source", "exchange_rows", "fake_mode", "forked_random_state", "forward_of_running_node",
     "fused_attention", "fused_attention_backward", "gradient_flags", "guard_hooks", "handed_on",
     "has_backward_hooks", "has_fused_attention", "has_storage", "has_used_accelerator", "host_copy",
     "in_functorch_transform", "is_accelerator", "is_functional", "lines_along", "local_gradient", "local_tensor",
-    "make_states_by", "map_file", "missing_cpp_compiler", "noting_forward", "on_second_derivative",
-    "outside_of_traces", "owned_as", "peak_allocated_bytes", "pipeline_actions", "pipeline_stage",
-    "quick_decompositions", "quiet_export", "quiet_fake_failures", "random_states", "reduce_scatter",
+    "make_states_by", "map_file", "missing_cpp_compiler", "multiplies_tiles", "noting_forward",
+    "on_second_derivative", "outside_of_traces", "owned_as", "peak_allocated_bytes", "pipeline_actions",
+    "pipeline_computations", "pipeline_stage", "product_of_tiles", "quick_decompositions", "quiet_export",
+    "quiet_fake_failures", "random_states", "reduce_scatter",
     "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_seconds",

@@ -78,6 +78,17 @@ def autocast_kinds() -> tuple[str, ...]:
     return ("cpu",) if kind is None else ("cpu", kind)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The format to which autocast brings the operands of products on a device; None where it is off.
+
+    >>> autocast_dtype(CPU) is None
+    True
+    """
+    kind = device.type
+    is_known = torch.amp.is_autocast_available(kind)  # not of the meta device
+    return torch.get_autocast_dtype(kind) if is_known and torch.is_autocast_enabled(kind) else None
+
+
 @contextlib.contextmanager
 def forked_random_state(devices: Iterable[torch.device]) -> Iterator[None]:
     """Inside it random numbers are drawn from copies of the states of the processor's and the devices' generators."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,22 +69,41 @@ def pipeline_actions(
     Returns:
         (kind, stage, micro-batch) for every action of every rank, without those for FSDP.
     """
-    # Half a second to import, which only pipelines need.
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-
-    ranks, count = len(stages_of), sum(map(len, stages_of))
-    stages = [
-        [_StandInStage(index, count, rank, ranks) for index in found]
-        for rank, found in enumerate(stages_of)
-    ]
-    has_list = issubclass(schedule, PipelineScheduleMulti)  # of the class's own, not of its base
-    if has_list:
+    stages = _stand_ins(stages_of)
+    if not runs_one_stage(schedule):
         lists = schedule(stages[0], micro_batches).pipeline_order_with_comms
-        return tuple(_flat_actions(lists[rank]) for rank in range(ranks))
+        return tuple(_flat_actions(lists[rank]) for rank in range(len(stages)))
     # One object runs the stages of all ranks: at birth it makes a list for every rank.
     built = schedule(stages[0][0], micro_batches)
     built._stage_forward_initialized = True  # or it would look for neighbours to receive from
     return tuple(_looped_actions(built, stage) for (stage,) in stages)
+
+
+def pipeline_computations(
+    schedule: type[Any], stages_of: Sequence[Sequence[int]], micro_batches: int
+) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+    """The forwards and backwards of `pipeline_actions`, in order, without sends and receives.
+
+    A class with several stages a rank adds sends and receives to its list at birth, which takes most of the time, and
+    keeps the order of computations. Here it adds none. Arguments and errors are those of `pipeline_actions`; the class
+    takes several stages a rank.
+    """
+    bare = type(schedule.__name__, (schedule,), {"_prepare_schedule_with_comms": _prepare_nothing})
+    lists = bare(_stand_ins(stages_of)[0], micro_batches).pipeline_order
+    return tuple(_flat_actions(filter(None, lists[rank])) for rank in range(len(stages_of)))
+
+
+def _prepare_nothing(*_: object, **__: object) -> None:
+    """Stands in for the method of a schedule class that adds sends and receives."""
+
+
+def _stand_ins(stages_of: Sequence[Sequence[int]]) -> list[list[_StandInStage]]:
+    """A stand-in for every stage of every rank."""
+    ranks, count = len(stages_of), sum(map(len, stages_of))
+    return [
+        [_StandInStage(index, count, rank, ranks) for index in found]
+        for rank, found in enumerate(stages_of)
+    ]
 
 
 def _looped_actions(built: Any, stage: _StandInStage) -> tuple[tuple[str, int, int], ...]:
@@ -93,7 +112,7 @@ def _looped_actions(built: Any, stage: _StandInStage) -> tuple[tuple[str, int, i
     return tuple(stage.log)
 
 
-def _flat_actions(actions: Sequence[Any]) -> tuple[tuple[str, int, int], ...]:
+def _flat_actions(actions: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:
     parts = (part for each in actions for part in each.sub_actions or (each,))
     return tuple(
         (part.computation_type.value, part.stage_index, part.microbatch_index)

@@ -77,7 +77,7 @@ class SizeValues:
             return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
     def examples(self, tree: Any) -> Any:
-        """The same of all leaves."""
+        """A tree of the same structure, in which `example` replaces every leaf."""
         return pytree.tree_map(self.example, tree)
 
     def _replace(self, env: ShapeEnv) -> None:

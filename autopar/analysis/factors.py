@@ -340,6 +340,7 @@ class _Analyzer:
             work=works(spec, lambda letter: self._leaves(node.name, letter)),
             hidden=hidden,
             collectives=tuple(self._collectives(node.name, spec)),
+            product_itemsize_bytes=spec.product_itemsize_bytes,
         )
 
     def _collectives(self, node: str, spec: Spec) -> Iterable[OwnCollective]:

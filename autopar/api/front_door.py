@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
 from autopar.ir import PIPELINE_AXIS, Mesh, MixedPrecision, Plan
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.ir.recompute import PARTITIONED, RecomputeWish
+from autopar.ir.recompute import SAVED_TIERS, RecomputeWish, is_saved_wish
 from autopar.planning.planning import (
     make_plan,
     policy_of,
@@ -46,7 +46,7 @@ from autopar.runtime.processes import (
 from autopar.runtime.settings import Batch, Outputs, Settings
 from autopar.runtime.weights import WeightFiles
 from autopar.search import RecipeLike
-from autopar.search.request import HEADROOM, Request
+from autopar.search.request import HEADROOM, Request, named_axes
 
 
 def compile(
@@ -62,6 +62,7 @@ def compile(
     schedule: str | None = None,
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
+    decompose: str | Sequence[str] = (),
     precision: MixedPrecision | str | None = None,
     training_state: TrainingState | str | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
@@ -108,10 +109,14 @@ def compile(
         chunks: stages of each pipeline rank, for schedules that take several.
         recompute: "none" keeps everything for backward; "full" keeps only the inputs of every layer, and
             recomputes the layer in backward; "partitioned" keeps each rank's slice of these inputs along axes on which
-            they are replicated, and gathers them again; 3 does so with the first three layers of every stage; 0.5
+            they are replicated, and gathers them again; "offloaded" moves these slices to the host's memory until
+            backward; 3 does so with the first three layers of every stage; 0.5
             keeps at most half of what recomputation can save. By default nothing is recomputed if the step
             fits into memory; else blocks or single ops, whichever is faster within the memory, unless
             sharding more is.
+        decompose: mesh axes, such as "tp", along which an all-gather before linear layers, or a reduce-scatter after
+            one, runs piece by piece while the pieces that are there are multiplied (docs/overlap.md); "auto" for the
+            axes along which that makes the priced step shorter. By default none.
         precision: a mixed-precision policy, such as "bf16" or a `MixedPrecision`: parameters stay in their
             own format, are cast once a step before they are gathered, and gradients are added up and
             reduced in the format of the policy. By default everything is computed in the model's own
@@ -164,7 +169,10 @@ def compile(
     a plan of another model, and CaptureError, RecipeError or SearchError where no plan can be made.
     """
     show_failures()
-    loaded = _loaded(plan, {"schedule": schedule, "chunks": chunks, "recompute": recompute})
+    decomposed = named_axes(decompose)
+    loaded = _loaded(plan, {
+        "schedule": schedule, "chunks": chunks, "recompute": recompute, "decompose": decomposed or None,
+    })  # fmt: skip
     _refuse_unknown_batch(batch)
     policy = policy_of(precision, loaded)
     device = _device(model, mesh, device)
@@ -174,7 +182,7 @@ def compile(
         priced, ranks=world_size(), mesh=_checked(axes_of(mesh, loaded)), recipe=recipe,
         pins=pins or {}, memory_bytes=memory_bytes, headroom=headroom,
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
-        recompute=recompute, precision=policy,
+        recompute=recompute, decompose=decomposed, precision=policy,
         training_state=TrainingState.of(training_state),
     ).of_replica(loaded)  # fmt: skip
     planner = Planner(
@@ -255,11 +263,16 @@ def _refuse_other_choices(plan: Plan | None, choices: Mapping[str, object]) -> N
     if plan is None:
         return
     pipeline = plan.pipeline
-    asks_for_slices = choices.get("recompute") == PARTITIONED and plan.recompute == "full"
+    wish = choices.get("recompute")
+    tiers = {how.tier for how in plan.saved.values()}
+    asks_for_slices = (
+        is_saved_wish(wish) and plan.recompute == "full" and tiers <= {SAVED_TIERS[wish]}
+    )
     found = {
         "schedule": None if pipeline is None else pipeline.schedule,
         "chunks": None if pipeline is None else pipeline.chunks,
-        "recompute": PARTITIONED if asks_for_slices else plan.recompute,
+        "recompute": wish if asks_for_slices else plan.recompute,
+        "decompose": plan.decomposed,
     }
     for name, asked in choices.items():
         if asked not in (None, found[name]):
@@ -300,6 +313,7 @@ def explain(
     schedule: str | None = None,
     chunks: int | None = None,
     recompute: RecomputeWish | None = None,
+    decompose: str | Sequence[str] = (),
     precision: MixedPrecision | str | None = None,
     training_state: TrainingState | str | None = None,
 ) -> Explanation:
@@ -311,7 +325,7 @@ def explain(
             out: a tuple of arguments, a dict of keyword arguments, or one tensor.
         mesh: the axes and their sizes.
         cluster: a name such as `h100x8x16`, the path of a TOML file, or figures.
-        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute: the same as in `compile`.
+        loss_fn, recipe, pins, memory_bytes, headroom, schedule, chunks, recompute, decompose: the same as in `compile`.
         micro_batches: number of micro-batches in a step; by default the search's choice with stages, 1 without.
         precision: the same as in `compile`. Gradients are priced in the format that they are reduced in, and
             parameters at rest in their own.
@@ -331,7 +345,7 @@ def explain(
     request = Request(
         found.hardware, mesh=axes, recipe=recipe, pins=pins or {}, memory_bytes=memory_bytes,
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
-        recompute=recompute, precision=MixedPrecision.of(precision),
+        recompute=recompute, decompose=named_axes(decompose), precision=MixedPrecision.of(precision),
         training_state=TrainingState.of(training_state),
     )  # fmt: skip
     args, kwargs = split_example(example_inputs)

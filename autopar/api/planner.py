@@ -34,7 +34,7 @@ from autopar.ir import (
 )
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
-from autopar.pipeline.composed import composed, stored_bytes
+from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
 from autopar.planning.planning import (
@@ -267,10 +267,7 @@ class Planner:
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
         request = self._request.but(mesh=self._mesh, micro_batches=micro_batches)
-        plan = self._stored.plan(
-            lambda: make_plan(prepared, request, captured_micro_batches=captured),
-            prepared, request, captured_micro_batches=captured,
-        )  # fmt: skip
+        plan = self._stored.plan(make_plan, prepared, request, captured_micro_batches=captured)
         if self._mesh is not None:
             warn_of_idle_axes(plan)
         if world_size() == 1:  # there may be no process group, which stages communicate by
@@ -315,11 +312,11 @@ class Planner:
         if plan.pipeline is not None or plan.recompute != "none":
             return True
         request = self._request
-        found = composed(
+        step = step_of(
             prepared.analysis.graph, plan, request.hardware, software=request.software,
-            training_state=request.training_state,
+            training_state=request.training_state, with_items=False,
         )  # fmt: skip
-        return found.peak_bytes <= request.bound_bytes
+        return step.peak_bytes() <= request.bound_bytes
 
     def _search_anew(self, prepared: Prepared, fixed: Fixed, micro_batches: int) -> Plan:
         assert self._mesh is not None, "there was a first program"
@@ -332,10 +329,7 @@ class Planner:
         )  # fmt: skip
 
         def search(asked: Request) -> Plan:
-            return self._stored.plan(
-                lambda: make_plan(prepared, asked, fixed_storage=parameters),
-                prepared, asked, fixed_storage=parameters,
-            )  # fmt: skip
+            return self._stored.plan(make_plan, prepared, asked, fixed_storage=parameters)
 
         try:
             plan = search(request)

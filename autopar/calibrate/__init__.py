@@ -5,8 +5,8 @@ fits the cost model's constants to the measurements, and `document` writes them 
 that differs between kinds of devices.
 """
 
-from autopar.calibrate.document import to_hardware, write
+from autopar.calibrate.document import to_hardware
 from autopar.calibrate.measure import Measurements, Message, Product
 from autopar.calibrate.run import calibrate
 
-__all__ = ["Measurements", "Message", "Product", "calibrate", "to_hardware", "write"]
+__all__ = ["Measurements", "Message", "Product", "calibrate", "to_hardware"]

@@ -12,9 +12,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from autopar.calibrate import measure
-from autopar.calibrate.document import check_output, to_hardware, to_toml, write
+from autopar.calibrate.document import check_output, to_hardware, to_toml
 from autopar.calibrate.run import calibrate, is_first_rank
 from autopar.cost_model import Hardware, Link
+from autopar.ir.files import write_whole
 
 
 @click.command(
@@ -55,7 +56,7 @@ def calibrate_command(
         )
     if first:
         name = name or output.stem
-        write(to_toml(found, name), output)
+        write_whole(to_toml(found, name), output)
         Console().print(summary(to_hardware(found, name)))
         Console().print(f"Wrote {output}", soft_wrap=True, highlight=False)
 

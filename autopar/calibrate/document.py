@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -255,7 +253,7 @@ def to_toml(found: Measurements, name: str) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Raises AutoparError where `write` would fail, before anything is measured."""
+    """Raises AutoparError where the file could not be written, before anything is measured."""
     if path.suffix != ".toml":
         raise AutoparError(f"A hardware file is called NAME.toml, not {path.name!r}.")
     if path.is_dir():
@@ -265,18 +263,3 @@ def check_output(path: Path) -> None:
             return
     except OSError as error:
         raise AutoparError(f"Cannot write {path}: {error.strerror}.") from error
-
-
-def write(text: str, path: Path) -> None:
-    """Replaces the file in one step: a reader sees the old one or the new one."""
-    options: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "dir": path.parent}
-    with tempfile.NamedTemporaryFile(prefix=f".{path.stem}-", delete=False, **options) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # that of temporary files is for their owner alone
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

@@ -3,7 +3,8 @@ parameters are then taken out of the graph, whose placeholders stand for the cas
 
 The runtime makes those copies once a step, before anything is gathered (`autopar.runtime.parameters`).
 Buffers keep their format, and so do the weights of batch normalization, whose kernels want them in that
-of its statistics, as in FSDP's `MixedPrecision(_module_classes_to_ignore=...)`.
+of its statistics, as in FSDP's `MixedPrecision(_module_classes_to_ignore=...)`. Products of linear layers may be
+rounded to float8 (`autopar.capture.float8`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar._torch import BatchNormBase, pytree
+from autopar.capture.float8 import rounded_products
 from autopar.ir import MixedPrecision
 
 aten = torch.ops.aten
@@ -34,7 +36,8 @@ def call_cast(
     dtype = dtype_of(policy.param_dtype)
     parameters = {name: p.to(dtype) for name, p in cast_parameters(model)}
     args, kwargs = _cast((args, kwargs), dtype)
-    result = _torch.call_with(model, parameters, args, kwargs)
+    with rounded_products(model, parameters, policy):
+        result = _torch.call_with(model, parameters, args, kwargs)
     return result if policy.output_dtype is None else _cast(result, dtype_of(policy.output_dtype))
 
 

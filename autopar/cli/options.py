@@ -19,7 +19,7 @@ from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
 from autopar.search.recipes import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
-from autopar.search.request import AXES, HEADROOM, REFUSALS, Request
+from autopar.search.request import AXES, HEADROOM, REFUSALS, Request, named_axes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,12 +67,12 @@ class Pin(click.ParamType):
 
 
 class Recomputation(click.ParamType):
-    """The value of `--recompute`: `none`, `full`, `partitioned`, a number of layers, or a part such as `0.5`.
+    """The value of `--recompute`: `none`, `full`, `partitioned`, `offloaded`, a number of layers, or a part like `0.5`.
 
     `parse_wish` reads it; a JSON object such as `{"layers.*": ["mlp.act/gelu"]}` selects single ops.
     """
 
-    name = "none|full|partitioned|N|PART"
+    name = "none|full|partitioned|offloaded|N|PART"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> RecomputeWish:
         try:
@@ -102,7 +102,7 @@ class Price(click.ParamType):
 # as help texts have them
 RECIPE_NAMES = (
     f"{', '.join(RECIPES)} (with an axis pp also {', '.join(PIPELINE_RECIPES)}; for the first axis also "
-    f"{', '.join(MEETING_RECIPES)}, where replicas meet every K steps)"
+    f"{', '.join(MEETING_RECIPES)}, where replicas meet every K steps or are at most S exchanges ahead)"
 )
 
 POSITIVE = click.IntRange(min=1)
@@ -150,9 +150,12 @@ _INTENTS = (
                  help="In which order pipeline stages run micro-batches; else searched."),
     click.option("--chunks", type=POSITIVE, metavar="V",
                  help="Stages of each pipeline rank, for the schedules that take several; else searched."),
-    click.option("--recompute", type=Recomputation(), metavar="none|full|partitioned|N|PART",
+    click.option("--recompute", type=Recomputation(), metavar="none|full|partitioned|offloaded|N|PART",
                  help="How many layers of a stage run again in backward, or, as 0.5, the part of the memory "
                       "for activations that may be kept; else the fewest that fit."),
+    click.option("--decompose", default="", metavar="AXES",
+                 help="Axes, such as tp, along which the all-gathers before products and the reduce-scatters after "
+                      "them run piece by piece; auto for those where that is priced to be faster."),
     click.option("--precision", metavar="POLICY",
                  help="Cast parameters for use, as precision= of autopar.compile does: bf16, or 'bf16 "
                       "reduce=bf16' to reduce gradients in it too."),
@@ -182,7 +185,8 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
         recipe=given["recipe"], pins=dict(given["pins"]), memory_bytes=memory,
         headroom=given["headroom"], micro_batches=given["micro_batches"],
         stages=_depths(given["stages"], mesh), schedule=given["schedule"], chunks=given["chunks"],
-        recompute=given["recompute"], precision=MixedPrecision.of(given["precision"]),
+        recompute=given["recompute"], decompose=named_axes(given["decompose"]),
+        precision=MixedPrecision.of(given["precision"]),
         offload=given["offload"] or None, without=frozenset(given["without"]), inside_node=given["inside_node"],
     )  # fmt: skip
     _check_pins(request)

@@ -439,11 +439,11 @@ class Question:
 # --- parts of an answer
 
 
-_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas", "versions")
+_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas", "versions", "decomposed")
 
 
 def _kept_notes(plan: Plan) -> Iterator[str]:
-    """The search's notes that an answer keeps (next best plan, tiers, replicas, versions); it writes others itself."""
+    """The search's notes that an answer keeps (next best plan, tiers, replicas and so on); it writes others itself."""
     return (note for note in plan.notes if kind_of(note) in _KEPT_NOTES)
 
 

@@ -196,6 +196,8 @@ class Op:
         has_rule: whether the op has a rule that says how it can be split; without one it runs replicated.
         work: the loop nests to which the `flops` belong.
         collectives: collectives inside the op, each with the choices under which it runs.
+        product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
+            where products have the format of the operands.
     """
 
     name: str
@@ -211,6 +213,7 @@ class Op:
     work: tuple[Work, ...] = ()
     hidden: tuple[str, ...] = ()
     collectives: tuple[OwnCollective, ...] = ()
+    product_itemsize_bytes: int | None = None
 
     def choice(self, label: str) -> Choice:
         """The choice with this label; the caller guarantees that it exists."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self, get_args
 
-NoteKind = Literal["", "price", "stages", "runner-up", "tiers", "replicas", "owners", "versions"]
+NoteKind = Literal[
+    "", "price", "stages", "runner-up", "tiers", "replicas", "owners", "versions", "decomposed"
+]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
 
@@ -19,7 +21,7 @@ class Note(str):
         kind: subject of the note. "price": time and memory that the search predicts for one stage. "stages": cuts and
             time of a pipeline. "runner-up": the next best plan. "tiers": what is stored outside the devices.
             "replicas" and "versions": differences from training on a single device. "owners": parameters that single
-            ranks store. "": anything else.
+            ranks store. "decomposed": axes along which collectives run piece by piece. "": anything else.
     """
 
     kind: str

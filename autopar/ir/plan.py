@@ -10,11 +10,14 @@ the right column):
     micro-batches 1
     replicas far: every 10 steps diloco momentum=0.9 rate=0.7
                                                       axis along which replicas lie, how often and by which rule
-                                                      they meet; see `autopar.ir.meeting`
+                                                      they meet, or the owner of an asynchronous server's
+                                                      parameters and the bound on staleness; see `autopar.ir.meeting`
     pipeline 1f1b: linear_4 linear_8                  schedule, and the first op of every stage but the first
     recompute 3 blocks                                blocks that backward recomputes, `full` for all of them; or
                                                       ops by block, {"layers.*": ["mlp.act/gelu"]}
     precision bfloat16 reduce=float32                 mixed-precision policy, see `MixedPrecision`
+    decomposed tp                                     axes along which a product is computed in pieces while the
+                                                      all-gather before it or the reduce-scatter after it sends them
     parameter mlp.up.weight: S(1)@dp S(0)@tp | S(1)@dp S(0)@tp | step
                                                       storage | resident | when gradients are reduced
     saved layers.*.input: S(1)@tp                     layout in which a tensor is saved from forward to backward;
@@ -63,9 +66,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from autopar.errors import AutoparError, LayoutError, MeshError, PlanError
+from autopar.ir.files import write_whole
 from autopar.ir.graph import Labels
 from autopar.ir.layout import Layout, format_layout, parse_layout
-from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
+from autopar.ir.meeting import SERVER, Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.note import NOTE_KINDS, Note, kind_of
 from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
@@ -153,6 +157,10 @@ class Plan:
         shapes: global shapes of inputs and parameters, by keys such as `input tokens` and `parameter up.weight`. Errors
             about a plan for another model compare them. Empty where the plan does not record shapes.
         meeting: replicas that meet every K steps; None where all ranks train one model synchronously.
+        decomposed: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
+            while the products are computed; see `autopar.ops.decomposed`.
+
+    Raises PlanError for a field that no plan can have, such as an axis that the mesh does not have.
     """
 
     mesh: Mesh
@@ -169,10 +177,12 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     saved: Mapping[str, SavedLayout] = field(default_factory=dict)
     meeting: Meeting | None = None
+    decomposed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute)
         self._check_meeting()
+        self._check_decomposed()
         if type(self.micro_batches) is not int:  # a bool is an int to isinstance
             raise PlanError(
                 "The number of micro-batches of a plan is a whole number such as 1, not "
@@ -202,6 +212,12 @@ class Plan:
                 f"The plan has {self.meeting.replicas} replicas along {self.meeting.axis}, and a pipeline of "
                 f"{self.pipeline.stages} stages: replicas in stages cannot be run yet. Leave out one of the two."
             )
+        if self.meeting.rule == SERVER and self.mesh.size > 1:
+            raise PlanError(
+                f"The plan has {self.meeting.replicas} replicas along {self.meeting.axis} that exchange with an "
+                f"asynchronous server, each on the mesh {self.mesh}: such a replica is a single rank so far. Leave out "
+                "the other axes, or choose geo, whose replicas wait for each other."
+            )
         far = [name for name, how in self.parameters.items() if how.tier != "device"]
         if far:
             raise PlanError(
@@ -209,6 +225,15 @@ class Plan:
                 f"device, such as {far[0]}: replicas whose parameters lie on the host cannot meet yet. Leave out "
                 "one of the two."
             )
+
+    def _check_decomposed(self) -> None:
+        """Raises PlanError for an axis of decomposed collectives that the mesh of a stage does not have once."""
+        for axis in self.decomposed:
+            if axis not in self.mesh.names or self.decomposed.count(axis) > 1:
+                raise PlanError(
+                    f"The plan decomposes collectives along {' '.join(self.decomposed)}, and its stages have the axes "
+                    f"{', '.join(self.mesh.names)}: name each of these at most once."
+                )
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -258,6 +283,8 @@ class Plan:
             lines.append(f"recompute {format_recompute(self.recompute)}")
         if self.precision is not None:
             lines.append(f"precision {self.precision}")
+        if self.decomposed:
+            lines.append(f"decomposed {' '.join(self.decomposed)}")
         lines += [
             f"parameter {name}: {' | '.join(self._parameter_fields(p))}"
             for name, p in self.parameters.items()
@@ -320,7 +347,7 @@ class Plan:
         return [stored, format_place(how.resident, how.resident_tier, self.mesh), how.reduce]
 
     def _pipeline_json(self) -> dict[str, Any]:
-        """JSON fields that only some plans have: replicas, stages, recomputation, saved layouts, casts and shapes."""
+        """JSON fields that only some plans have, such as replicas, stages, recomputation and saved layouts."""
         fields: dict[str, Any] = {}
         if self.meeting is not None:
             fields["replicas"] = [self.meeting.axis, str(self.meeting)]
@@ -332,6 +359,8 @@ class Plan:
             fields["saved"] = {name: how.text(self.mesh) for name, how in self.saved.items()}
         if self.precision is not None:
             fields["precision"] = str(self.precision)
+        if self.decomposed:
+            fields["decomposed"] = " ".join(self.decomposed)
         if self.shapes:
             fields["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
         return fields
@@ -369,6 +398,7 @@ class Plan:
                 shapes=_shapes(document.get("shapes", {})),
                 saved=parse_saved(document.get("saved", {}), mesh),
                 meeting=meeting,
+                decomposed=tuple(document.get("decomposed", "").split()),
             )
         except KeyError as error:
             raise PlanError(f"The plan is incomplete: it has no field {error}.") from None
@@ -380,11 +410,9 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON. The file is replaced in one move, so that a crash leaves the old one."""
         target = Path(path)
-        partial = target.with_name(target.name + ".partial")
         if not target.parent.is_dir():
             raise PlanError(f"Cannot save the plan as {path}: there is no folder {target.parent}.")
-        partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        os.replace(partial, target)
+        write_whole(json.dumps(self.to_json(), indent=1) + "\n", target)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -574,7 +602,7 @@ def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
         kind = word.removeprefix("note").strip("()")
         document["notes"].append({kind: rest} if kind else rest)
         return
-    if word in ("pipeline", "recompute", "precision"):
+    if word in ("pipeline", "recompute", "precision", "decomposed"):
         _once(word, number, document)
         schedule, _, cuts = rest.partition(":")
         value = parse_recompute(rest) if word == "recompute" else rest

@@ -18,9 +18,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import PlanError
+from autopar.ir.tier import Tier
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,11 @@ def path_pattern(path: str) -> str:
 
 
 Recompute = Literal["none", "full"] | int | Selection
-PARTITIONED: Literal["partitioned"] = "partitioned"
-# What a user can ask of a search: also "partitioned" and a float, see `check_wish`.
-RecomputeWish = Recompute | Literal["partitioned"] | float
+# Words for all blocks whose inputs are saved in another way, and the tier where they are saved.
+SavedWish = Literal["partitioned", "offloaded"]
+SAVED_TIERS: Mapping[str, Tier] = MappingProxyType({"partitioned": "device", "offloaded": "host"})
+# What a user can ask of a search: also these words and a float, see `check_wish`.
+RecomputeWish = Recompute | SavedWish | float
 
 
 def check_recompute(recompute: object) -> None:
@@ -96,14 +103,14 @@ def check_wish(wish: object) -> None:
     """Raises PlanError unless `wish` is a recomputation that a user can ask of a search.
 
     A user can ask for None (the search decides), "none", "full", "partitioned" (all blocks, whose inputs are saved in
-    slices along the axes that replicate them), a whole number of blocks from 1 on, a `Selection`, or a float
-    between 0 and 1, both excluded.
+    slices along the axes that replicate them), "offloaded" (the same slices, in the host's memory), a whole number of
+    blocks from 1 on, a `Selection`, or a float between 0 and 1, both excluded.
 
     A float bounds the memory for saved activations, as `torch._functorch.config.activation_memory_budget` does. 1.0
     would be the memory that "none" keeps, 0.0 the memory that "full" keeps, and the bound is linear between them. The
     search takes the fastest recomputation within this bound on every pipeline stage.
     """
-    if wish is None or wish == PARTITIONED or (isinstance(wish, float) and 0 < wish < 1):
+    if wish is None or is_saved_wish(wish) or (isinstance(wish, float) and 0 < wish < 1):
         return
     if isinstance(wish, float):
         raise PlanError(
@@ -111,6 +118,11 @@ def check_wish(wish: object) -> None:
             "take 'none' to keep all, 'full' to keep least, and a whole number for so many blocks."
         )
     check_recompute(wish)
+
+
+def is_saved_wish(wish: object) -> TypeIs[SavedWish]:
+    """Whether a wish is one of the words `partitioned` and `offloaded`."""
+    return isinstance(wish, str) and wish in SAVED_TIERS
 
 
 def recompute_json(recompute: Recompute) -> Any:
@@ -149,12 +161,12 @@ def _json(text: str) -> Any:
 
 
 def parse_wish(text: str) -> RecomputeWish:
-    """Reads a user's `none`, `full`, `partitioned`, number of blocks such as `3`, or part such as `0.5`.
+    """Reads a user's `none`, `full`, `partitioned`, `offloaded`, number of blocks such as `3`, or part such as `0.5`.
 
     Raises PlanError for any other text.
     """
-    if text == PARTITIONED:
-        return PARTITIONED
+    if is_saved_wish(text):
+        return text
     whole, point, part = text.partition(".")
     if point and (whole + part).isdigit():
         check_wish(float(text))

@@ -1,4 +1,4 @@
-"""The layout in which a block keeps a tensor between forward and backward.
+"""The layout in which a block keeps a tensor between forward and backward, and the memory where it keeps it.
 
 Autograd saves a tensor in the layout in which the op used it. Along an axis that replicates the tensor (states R and
 V of `autopar.ir.layout`) all ranks would save the same values. A plan can say that each rank saves only a slice:
@@ -14,6 +14,11 @@ checkpoints of ZeRO-R (Rajbhandari et al. 2020, section 6.1). For operands that 
 Megatron-LM's second gather (Korthikanti et al. 2022, section 4.2.2).
 
 A `saved` line changes nothing along an axis that it does not name, or along which the tensor is split already.
+
+A tier behind the layout (`autopar.ir.tier`) says that what a rank saves leaves the device until backward wants it:
+
+    saved layers.*.input: S(1)@tp host        each rank's slice lies in the host's memory (P_a+cpu of ZeRO-R)
+    saved layers.*.input: R host              the tensor as it is does
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.conversion import steps
-from autopar.ir.layout import Dims, Layout, R, divides, format_layout, parse_layout
+from autopar.ir.layout import Dims, Layout, R, divides
 from autopar.ir.mesh import Mesh
+from autopar.ir.tier import Tier, format_place, parse_place
 
 
 @dataclass(frozen=True)
@@ -34,29 +40,40 @@ class SavedLayout:
 
     Attributes:
         split: one state per mesh axis: S(d) where each rank keeps a slice along dim d, R where nothing changes.
+        tier: the memory that has it between forward and backward, device or host.
     """
 
     split: Layout
+    tier: Tier = "device"
 
     def text(self, mesh: Mesh) -> str:
-        """The value as text, such as `S(1)@tp`; the inverse of `parse`."""
-        return format_layout(self.split, mesh)
+        """The value as text, such as `S(1)@tp host`; the inverse of `parse`."""
+        return format_place(self.split, self.tier, mesh)
 
     @classmethod
     def parse(cls, text: Any, name: str, mesh: Mesh) -> SavedLayout:
-        """Reads `S(1)@tp`. Raises PlanError for any state but S, and the errors of `parse_layout`."""
+        """Reads `S(1)@tp`, `S(1)@tp host` or `R host`.
+
+        Raises PlanError for a state besides S, for a line that says nothing and for the tier nvme, and the errors of
+        `parse_layout`.
+        """
         if not isinstance(text, str):
             raise PlanError(
                 f"What is saved of {name} lies in a layout such as S(1)@tp, not {text!r}."
             )
-        split = parse_layout(text, mesh)
+        split, tier = parse_place(text, mesh)
         kinds = {state.kind for state in split} - {"R"}
-        if kinds != {"S"}:
+        if kinds - {"S"} or (not kinds and tier == "device"):
             raise PlanError(
                 f"The plan's line saved {name}: {text} slices nothing; write a dim and an axis, such as "
-                f"S(1)@{mesh.names[-1]}, or leave the line out."
+                f"S(1)@{mesh.names[-1]}, a tier as in R host, or leave the line out."
             )
-        return cls(split)
+        if tier == "nvme":
+            raise PlanError(
+                f"The plan's line saved {name}: {text} keeps an activation in files, which only parameters can be; "
+                f"write {format_place(split, 'host', mesh)} for the host's memory."
+            )
+        return cls(split, tier)
 
     def of(self, layout: Layout) -> Layout:
         """The layout in which a tensor is saved that has `layout` in forward; existing splits stay.
@@ -88,7 +105,7 @@ def can_slice(dims: Dims, layout: Layout, slice_layout: Layout, mesh: Mesh) -> b
 
 
 def words_of_saved(saved: Mapping[str, SavedLayout], mesh: Mesh) -> str:
-    """A clause for reports: which tensors are kept in slices, and along which axes; "" for none.
+    """A clause for reports: which tensors are kept in slices, along which axes, and whether on the host; "" for none.
 
     >>> mesh = Mesh.parse("dp=2,tp=4")
     >>> words_of_saved({"layers.*.input": SavedLayout.parse("S(1)@tp", "it", mesh)}, mesh)
@@ -103,7 +120,12 @@ def words_of_saved(saved: Mapping[str, SavedLayout], mesh: Mesh) -> str:
     ]
     names = list(saved)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} kept in slices along {' and '.join(axes)} until backward"
+    how = f" in slices along {' and '.join(axes)}" if axes else ""
+    tiers = {each.tier for each in saved.values()}
+    where = (
+        f" in the host's memory{'' if tiers == {'host'} else ' (some)'}" if "host" in tiers else ""
+    )
+    return f"{', '.join(names[:3])}{more} kept{how}{where} until backward"
 
 
 def parse_saved(document: object, mesh: Mesh) -> dict[str, SavedLayout]:

@@ -1,7 +1,7 @@
-"""Queries that meet some of their keys: a result with its log-sum-exp, and its backward.
+"""Attention of some queries over a part of their keys: forward, with the log-sum-exp of the scores, and backward.
 
-Results over several sets of keys are combined by the log-sum-exps of their scores (Milakov and Gimelshein 2018, Online
-normalizer calculation for softmax):
+The results over several parts of the keys are combined by the log-sum-exps of their scores (Milakov and Gimelshein
+2018, Online normalizer calculation for softmax):
 
     lse = log(exp(lse1) + exp(lse2));  out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2
 """
@@ -20,7 +20,7 @@ Attended = tuple[Tensor, Tensor]  # a result, and the log-sum-exp of the scores 
 
 
 def combined(one: Attended, other: Attended) -> Attended:
-    """Results and log-sum-exps over two sets of keys -> over both."""
+    """The result and log-sum-exp over the union of two disjoint sets of keys, given those over each set."""
     logsumexp = torch.logaddexp(one[1], other[1])
     finite = _finite(logsumexp)
     left, right = (torch.exp(each[1] - finite).unsqueeze(-1) for each in (one, other))
@@ -33,23 +33,24 @@ def _finite(logsumexp: Tensor) -> Tensor:
 
 
 def _addend(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as what is added to scores, in a number format."""
+    """The addend of the scores that a mask stands for, in the number format of `like`."""
     if mask.dtype is not torch.bool:
         return mask.to(like.dtype)
     zeros = torch.zeros(mask.shape, dtype=like.dtype, device=mask.device)
     return zeros.masked_fill(~mask, float("-inf"))
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The number format of sums over blocks."""
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The number format in which attention sums tensors of a format: float32 for the 16-bit formats."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-_SCORES_BYTES = 2**26  # of the scores that are in memory at once where no fused kernel is
+# Size of the scores that are in memory at the same time where there is no fused kernel.
+_SCORES_BYTES = 2**26
 
 
 class AttentionBlock(NamedTuple):
-    """Queries and keys that meet. Sums are made in float32 where the tensors have half precision.
+    """Attention of a set of queries over a set of keys. It sums in float32 where the tensors have 16 bits.
 
     Attributes:
         query, key, value: tensors of shape (batch, heads, rows, width); every head of keys serves as many consecutive
@@ -89,7 +90,7 @@ class AttentionBlock(NamedTuple):
             result, logsumexp = _torch.fused_attention(
                 *tensors, bias, is_causal=self._is_triangle, scale=self.scale
             )
-            return result.to(wide(self.query)), logsumexp
+            return result.to(wide(self.query.dtype)), logsumexp
         results, sums = [], []
         for first, last in self._rows():
             scores = self._scores(first, last)
@@ -113,7 +114,7 @@ class AttentionBlock(NamedTuple):
             )  # fmt: skip
         of_query = []
         of_key, of_value = (
-            torch.zeros_like(x, dtype=wide(x)).unsqueeze(2) for x in (self.key, self.value)
+            torch.zeros_like(x, dtype=wide(x.dtype)).unsqueeze(2) for x in (self.key, self.value)
         )
         key, value = self._grouped(self.key), self._grouped(self.value)
         for first, last in self._rows():
@@ -133,7 +134,7 @@ class AttentionBlock(NamedTuple):
     def _rows(self) -> Iterator[tuple[int, int]]:
         """Runs of queries, first and last + 1, whose scores are in memory together."""
         rows, columns = self.query.shape[-2], self.key.shape[-2]
-        size = columns * self.query.shape[:2].numel() * wide(self.query).itemsize
+        size = columns * self.query.shape[:2].numel() * wide(self.query.dtype).itemsize
         step = max(1, _SCORES_BYTES // max(1, size))
         return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
@@ -166,8 +167,8 @@ class AttentionBlock(NamedTuple):
 
     def _of_rows(self, x: Tensor, first: int, last: int) -> Tensor:
         """Rows of a tensor with the heads of queries, which are cut by the heads of keys."""
-        return x[..., first:last, :].to(wide(x)).unflatten(1, (self.key.shape[1], -1))
+        return x[..., first:last, :].to(wide(x.dtype)).unflatten(1, (self.key.shape[1], -1))
 
     def _grouped(self, x: Tensor) -> Tensor:
         """A tensor with the heads of keys, to be multiplied with `_of_rows`."""
-        return x.to(wide(x)).unsqueeze(2)
+        return x.to(wide(x.dtype)).unsqueeze(2)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar import _torch
+from autopar.ops.attention_block import wide
 from autopar.ops.collectives import naming_failures
 from autopar.ops.nodes import is_operator, schema
 from autopar.ops.ring_attention import Operands, Scoring, attend, attend_backward
@@ -164,9 +165,8 @@ def _backward(
 def _forward_shapes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    kind = torch.float32 if query.dtype.itemsize == 2 else query.dtype
     result = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    return result, query.new_empty(query.shape[:-1], dtype=kind)
+    return result, query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
 
 
 def _backward_shapes(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensors:

@@ -1,4 +1,4 @@
-"""Attention over keys and values that lie in parts on the ranks of a ring: what every rank does.
+"""Ring attention as one rank runs it: every rank has a part of the keys and values, and the parts travel in a ring.
 
 Queries and keys are split along their sequences over the same ranks. In n steps the keys and values of every rank
 travel once round all n; each rank attends to the block that it has got, while the block already travels on, and
@@ -31,7 +31,7 @@ from autopar.ops.ring_place import ROWS, Arrival, Dialogue, RingPlace, RowRun, T
 
 
 class Scoring(NamedTuple):
-    """What a call of attention says besides its tensors.
+    """The arguments of a call of attention that are not tensors.
 
     Attributes:
         is_causal: whether query i of all sees no key behind key i of all.
@@ -166,12 +166,13 @@ def attend_backward(
 def _backward(
     place: RingPlace, how: Scoring, own: Operands, attended: Attended, gradient: Tensor, *, dealt: bool
 ) -> Dialogue[Tensors]:  # fmt: skip
-    """The same, of rows as they lie.
+    """The gradients of the rank's query, key and value, computed without dealing rows out or back.
 
-    The sums of the gradients of keys and values follow their blocks, one step behind, and then go home.
+    The sums of the gradients of keys and values travel one step behind their blocks. After the last step they return to
+    the rank that owns the block.
     """
     here, arrival = own.travelling(how), None
-    of_query = torch.zeros_like(own.query, dtype=wide(own.query))
+    of_query = torch.zeros_like(own.query, dtype=wide(own.query.dtype))
     kept: Tensors | None = None  # of this rank's own keys and values, which are here first
     sums_arrival: Arrival | None = None
     sums: Tensors = ()

@@ -7,9 +7,11 @@ nearly twice its share to do. Rows are therefore dealt out: in 2 n chunks, of wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,11 +43,11 @@ Dialogue = Generator[Send, Arrival, T]
 
 
 class RowRun(NamedTuple):
-    """Consecutive rows of the whole that a rank has.
+    """Consecutive rows of the whole tensor that one rank has.
 
     Attributes:
-        first: the first of them, counted in the whole.
-        here: the same, counted in the rank's tensor.
+        first: index of the run's first row in the whole tensor.
+        here: index of the same row in the rank's tensor.
         length: number of rows.
     """
 
@@ -59,7 +61,7 @@ class RowRun(NamedTuple):
 
 
 class RingPlace(NamedTuple):
-    """A rank among those that split the queries.
+    """Position of one rank among the ranks that split the queries.
 
     Attributes:
         sizes: number of ranks along every axis that splits the queries, major first.
@@ -74,22 +76,25 @@ class RingPlace(NamedTuple):
     @property
     def block(self) -> int:
         """Number of the rank's block of queries."""
-        return _number(self.position, self.sizes)
+        return _position(self.position, self.sizes)
 
     @property
     def blocks(self) -> int:
         """Number of blocks of queries."""
-        return _number([size - 1 for size in self.sizes], self.sizes) + 1
+        return math.prod(self.sizes)
 
     def stops(self) -> Iterator[tuple[int, tuple[int, int] | None]]:
-        """The number of every block of keys in the order in which it is here, and the axis and shift that lead on."""
+        """Every block of keys by its number, in the order in which the blocks reach this rank.
+
+        With each block comes the axis and the shift by which it travels on, or None for the last block.
+        """
         ring = [i for i, turns in enumerate(self.turns) if turns]
         sizes = [self.sizes[i] for i in ring]
         owner = [self.position[i] for i in ring]
         for axis, shift in route(sizes):
-            yield _number(owner, sizes), (ring[axis], shift)
+            yield _position(owner, sizes), (ring[axis], shift)
             owner[axis] = (owner[axis] - shift) % sizes[axis]
-        yield _number(owner, sizes), None
+        yield _position(owner, sizes), None
 
     def way_home(self) -> list[tuple[int, int]]:
         """Axes and shifts from where a block stops last to where it came from."""
@@ -110,19 +115,14 @@ class RingPlace(NamedTuple):
         return Send(axis, tuple(parts), tuple(coming), tensors)
 
 
-def _number(digits: Sequence[int], sizes: Sequence[int]) -> int:
-    found = 0
-    for digit, size in zip(digits, sizes, strict=True):
-        found = found * size + digit
-    return found
+def _position(along_axes: Sequence[int], sizes: Sequence[int]) -> int:
+    """The position among all ranks of a grid, in row-major order; 0 in a grid without axes."""
+    return int(np.ravel_multi_index(tuple(along_axes), tuple(sizes))) if sizes else 0
 
 
-def _digits(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    found = []
-    for size in reversed(sizes):
-        found.append(number % size)
-        number //= size
-    return tuple(reversed(found))
+def _along_axes(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The position along every axis of a grid of a rank that stands at `position` in row-major order."""
+    return tuple(map(int, np.unravel_index(position, tuple(sizes))))
 
 
 def route(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -183,8 +183,8 @@ def deal(place: RingPlace, tensors: Tensors, *, back: bool = False) -> Dialogue[
     Chunks go along the first axis to where they belong along it, then along the next.
     """
     rows, sizes = tensors[0].shape[ROWS], place.sizes
-    homes = {c: _digits(c // 2, sizes) for c in range(2 * place.blocks)}
-    hands = {c: _digits(block_of_chunk(c, place.blocks), sizes) for c in homes}
+    homes = {c: _along_axes(c // 2, sizes) for c in range(2 * place.blocks)}
+    hands = {c: _along_axes(block_of_chunk(c, place.blocks), sizes) for c in homes}
     at, to = (hands, homes) if back else (homes, hands)
     mine = [c for c in homes if at[c] == place.position]
     counts = [_count(c, rows) for c in mine]

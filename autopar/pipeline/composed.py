@@ -95,8 +95,13 @@ def step_of(
     *,
     software: Software = AUTOPAR,
     training_state: TrainingState = FULL,
+    with_items: bool = True,
 ) -> Step:
-    """The step of a plan without stages, in numbers; arguments as in `composed`."""
+    """The step of a plan without stages, in numbers; arguments as in `composed`.
+
+    Args:
+        with_items: whether the step has its work; without it only its memory can be asked.
+    """
     machine = software.on(hardware)
     blocks = RecomputationPrice.of(graph, plan)
     pricer = Pricer(
@@ -108,7 +113,7 @@ def step_of(
     )  # fmt: skip
     run = Run(plan.micro_batches, recompute=blocks.left, training_state=training_state)
     return Step(
-        tuple(pricer.items()), tuple(pricer.holdings()), run, machine, software,
+        tuple(pricer.items()) if with_items else (), tuple(pricer.holdings()), run, machine, software,
         layers=sum(stack.layers for stack in graph.stacks) or 1,
         boundary_bytes=pricer.boundary_bytes(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The tensors that blocks save in slices, by the `saved` lines of a plan (see `autopar.ir.saved`).
+"""The tensors that blocks save in slices or on the host, by the `saved` lines of a plan (see `autopar.ir.saved`).
 
 A recomputed block saves its inputs, or the tensors that its recomputed ops read. Any other block saves what its ops
 save. A `saved` line slices such a tensor along axes on which every rank has all of it (`autopar.pipeline.block_values`
@@ -15,7 +15,7 @@ from functools import cached_property
 
 from autopar.cost_model.memory import KeptSlice
 from autopar.errors import PlanError
-from autopar.ir import Graph, Plan, R, S, State
+from autopar.ir import Graph, Plan, R, S, State, Tier
 from autopar.ir.layout import format_layout
 from autopar.ir.recompute import Selection
 from autopar.ir.saved import SavedLayout, can_slice
@@ -60,10 +60,11 @@ class SavedValues:
             if line is None or not self.is_kept(each):
                 continue
             found = line.of(each.layout)
-            if found != each.layout:
+            if found != each.layout or line.tier != "device":
                 yield KeptSlice(
-                    each.name, each.memory, each.tensor, each.layout, found, each.block, each.user
-                )
+                    each.name, each.memory, each.tensor, each.layout, found, each.block, each.user,
+                    line.tier,
+                )  # fmt: skip
 
     def check(self) -> None:
         """Raises PlanError for a line whose tensor the model does not have, or that cannot slice its tensor."""
@@ -96,35 +97,48 @@ class SavedValues:
         lines = [(each, each.line(self.plan.saved)) for each in meant]
         return bool(meant) and all(line is None or self._allows(each, line) for each, line in lines)
 
-    # --- the word "partitioned"
+    # --- the words "partitioned" and "offloaded"
 
-    def partitioned(self) -> dict[str, SavedLayout]:
-        """The `saved` lines of `recompute="partitioned"`: every saved tensor is sliced along all axes that replicate
-        it.
+    def partitioned(self, tier: Tier = "device") -> dict[str, SavedLayout]:
+        """The `saved` lines of `recompute="partitioned"`, and of "offloaded" with the tier host.
 
-        The first dim that can be sliced is. Blocks with equal lines share one line with a pattern.
+        Every saved tensor is sliced along all axes that replicate it, by the first dim that can be sliced. Blocks with
+        equal lines share one line with a pattern.
         """
         wanted: dict[str, dict[str, SavedLayout | None]] = {}
         for each in self.all:
-            found = self._best(each) if self.is_kept(each) else None
+            found = self._best(each, tier) if self.is_kept(each) else None
             wanted.setdefault(each.pattern, {})[each.name] = found
         lines: dict[str, SavedLayout] = {}
         for pattern, names in wanted.items():
             some = {name: line for name, line in names.items() if line is not None}
-            is_one = len({*some.values()}) == 1 and all(
-                self._allows(each, next(iter(some.values())))
-                for each in self.all
-                if each.pattern == pattern
-            )
-            lines |= {pattern: next(iter(some.values()))} if is_one else some
+            line = self._shared(pattern, set(some.values()))
+            lines |= some if line is None else {pattern: line}
         return lines
+
+    def _shared(self, pattern: str, lines: set[SavedLayout]) -> SavedLayout | None:
+        """A line that says the same as these for all tensors with a pattern; None if there is none.
+
+        A line that slices also serves a tensor that no axis replicates, because it has no effect there.
+        """
+        slicing = {line for line in lines if any(state.kind == "S" for state in line.split)}
+        found = slicing or lines
+        if len(found) != 1:
+            return None
+        (line,) = found
+        meant = (each for each in self.all if each.pattern == pattern)
+        return line if all(self._allows(each, line) for each in meant) else None
 
     def _allows(self, each: BlockValue, line: SavedLayout) -> bool:
         dims = self.graph.tensors[each.tensor].dims
         return can_slice(dims, each.layout, line.of(each.layout), self.plan.mesh)
 
-    def _best(self, each: BlockValue) -> SavedLayout | None:
-        return self.sliced(each, lambda options: options[0])
+    def _best(self, each: BlockValue, tier: Tier) -> SavedLayout | None:
+        line = self.sliced(each, lambda options: options[0])
+        if tier == "device":
+            return line
+        split = (R,) * len(self.plan.mesh.axes) if line is None else line.split
+        return SavedLayout(split, tier)
 
     def sliced(
         self, each: BlockValue, choose: Callable[[list[State]], State]

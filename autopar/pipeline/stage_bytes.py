@@ -124,14 +124,25 @@ class StageBytes:
         kept: dict[Memory, list[int]],
         entering: dict[Memory, Sequence[int]],
     ) -> Staying:
-        """The memory of a slice; removes the memory that it replaces from what the block saves."""
-        size = self.blocks.bytes((each.tensor, each.slice_layout))
+        """The device's memory of a slice; removes the memory that it replaces from what the block saves."""
+        size = self._slice_bytes(each) if each.tier == "device" else 0.0
         at = (each.block,)
         if each.block in self._again:
             entering[each.memory] = [unit for unit in entering[each.memory] if unit != each.block]
             return Staying(size, (), at, ())
         kept[each.memory].remove(each.block)
         return Staying(size, at, (), ())
+
+    def _slice_bytes(self, each: KeptSlice) -> float:
+        return self.blocks.bytes((each.tensor, each.slice_layout))
+
+    def saved_in(self, tier: Tier) -> np.ndarray:
+        """Bytes of every stage that a micro-batch in flight keeps in the tier host or nvme."""
+        single = np.zeros(self.blocks.n)
+        for each in self.blocks.slices:
+            if each.tier == tier:
+                single[each.block] += self._slice_bytes(each)
+        return sums(single)
 
     @cached_property
     def _again(self) -> frozenset[int]:
@@ -159,7 +170,8 @@ class StageBytes:
             unit = self.blocks.unit[op.name]
             kept = op.saved if keeps(op, graph.tensors) else ()
             names = self._from_outside(op) if again.get(unit) else kept
-            layouts = (*flow.operands[op.name], *flow.results[op.name])
+            enters = flow.entering(op, self.blocks.unit) if again.get(unit) else None
+            layouts = (*(enters or flow.operands[op.name]), *flow.results[op.name])
             for name, layout in zip((*op.operands, *op.results), layouts, strict=True):
                 if name in names and flow.saved.root(name) not in stored:
                     units = found.setdefault(flow.saved.memory(name, layout), [])

@@ -93,7 +93,8 @@ class StageSeconds:
         if item.resource == COMPUTE:
             row[_COMPUTE] = seconds
         else:
-            row[_ACTIVATIONS if item.carries == "activation" else _STORED] = seconds
+            exposed = seconds - item.count * item.hidden_seconds
+            row[_ACTIVATIONS if item.carries == "activation" else _STORED] = exposed
         row[_WAITS] = max(0.0, late) if item.kernels else 0.0
         row[_AHEAD] = late
         return row

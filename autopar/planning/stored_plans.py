@@ -15,11 +15,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir import ParameterPlan, Plan
+from autopar.ir import Plan
 from autopar.ir.files import write_whole
 from autopar.ir.plan import read_document
 from autopar.planning.planning import Prepared, why_not_again
@@ -43,33 +44,32 @@ class StoredPlans:
 
     def plan(
         self,
-        search: Callable[[], Plan],
+        search: Callable[..., Plan],
         prepared: Prepared,
         request: Request,
-        captured_micro_batches: int | None = None,
-        fixed_storage: Mapping[str, ParameterPlan] | None = None,
+        **options: Any,
     ) -> Plan:
-        """The stored plan for a question, or the one that `search` finds, which is stored.
+        """The stored plan for a question, or else `search(prepared, request, **options)`, which is then stored.
 
         Args:
-            search: function that searches the plan.
+            search: function that searches a plan, such as `make_plan`.
             prepared: the model.
             request: what is asked of the plan.
-            captured_micro_batches: number of captured batches that make a step.
-            fixed_storage: how parameters lie that were placed before, by name.
+            options: further arguments of `search`; they are a part of the question.
         """
+        searched = functools.partial(search, prepared, request, **options)
         if self.folder is None:
-            return search()
-        question = (*_model(prepared), request, captured_micro_batches, fixed_storage)
+            return searched()
+        question = (*_model(prepared), request, options)
         try:
             key = hashlib.sha256("\n".join(_lines(question)).encode()).hexdigest()
         except TypeError as error:
             log.info("The plan is not stored. %s", error)
-            return search()
+            return searched()
         path = self.folder / f"{key}.json"
         found = self._read(path, key, prepared)
         if found is None:
-            found = search()
+            found = searched()
             self._write(path, key, found)
         return found
 

@@ -58,11 +58,11 @@ class Captures:
 
 
 class SizedCaptures:
-    """The same for one number of micro-batches.
+    """What was captured of a model for one number of micro-batches, at many sizes.
 
     Attributes:
-        count: how often the model was run.
-        why_closed: the reason why a size was captured by itself.
+        count: how often the model was run to capture it.
+        why_closed: the reason why a size was captured by itself; "" if none was but for the first.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.memory import KeptSlice
-from autopar.ir import CollectiveCall, Dims, Graph, Layout, Mesh, Plan, calls
+from autopar.ir import CollectiveCall, Dims, Graph, Layout, Mesh, Plan, Tier, calls
 from autopar.ops.saving import kept
 from autopar.pipeline.saved_values import SavedValues
 
@@ -28,11 +28,13 @@ class SavedSlice:
         dims: factors of the tensor's dims.
         layout: layout of the tensor in forward, with R in place of V.
         slice_layout: layout of the slice.
+        tier: the memory that has the slice until backward.
     """
 
     dims: Dims
     layout: Layout
     slice_layout: Layout
+    tier: Tier = "device"
 
     def cut(self, mesh: Mesh) -> tuple[CollectiveCall, ...]:
         """The steps from the tensor to the slice, which need no communication."""
@@ -60,7 +62,9 @@ def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, S
             _note(module.graph, node, of[memory])
     module.recompile()
     return {
-        each.name: SavedSlice(graph.tensors[each.tensor].dims, each.layout, each.slice_layout)
+        each.name: SavedSlice(
+            graph.tensors[each.tensor].dims, each.layout, each.slice_layout, each.tier
+        )
         for each in slices
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopar import _torch
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
 from autopar.ops.collectives import LOCAL, Collective, seen
 from autopar.ops.exchange import table_of
@@ -22,6 +23,7 @@ from autopar.ops.saving import kept
 from autopar.program.program import Program
 from autopar.proof.lockstep_rings import attend_together
 from autopar.runtime.saved import SlicedSaves
+from autopar.runtime.tiers import Tiers
 
 Ranks = list[Tensor]  # one local tensor per rank
 
@@ -75,7 +77,9 @@ def convert(ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh
 def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
     """Runs a program on all ranks; returns the tensor outputs of the graph, each for all ranks."""
     mesh = program.plan.mesh
-    saves = SlicedSaves(program.slices, mesh, lambda ranks, steps: _converted(ranks, steps, mesh))
+    saves = SlicedSaves(
+        program.slices, mesh, lambda ranks, steps: _converted(ranks, steps, mesh), Tiers(_torch.CPU)
+    )
     with saves.watching():
         return _run(program, arguments, saves)
 

@@ -33,6 +33,7 @@ from autopar.ir import (
     lies_in_chunks,
     without_pipeline,
 )
+from autopar.ir.saved import SavedLayout
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.saved_values import SavedValues
 from autopar.pipeline.schedules import fewest_micro_batches
@@ -86,13 +87,18 @@ def _random_residents(plan: Plan, draw: random.Random) -> Plan:
 
 
 def _random_slices(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
-    """The plan with random slices: half of all plans save some tensors in slices; half of these recompute blocks."""
+    """The plan with random slices: half of all plans save some tensors in slices or on the host; half of these
+    recompute blocks.
+    """
     if draw.random() < 0.5 or not has_blocks(graph):
         return plan
     plan = replace(plan, recompute=draw.choice(["none", "full"]))
     values = SavedValues(graph, plan)
-    lines = {each.name: values.sliced(each, draw.choice) for each in values.all}
-    return replace(plan, saved={name: line for name, line in lines.items() if line is not None})
+    whole = SavedLayout((R,) * len(plan.mesh.axes))
+    lines = {each.name: values.sliced(each, draw.choice) or whole for each in values.all}
+    tiers: tuple[Tier, ...] = ("device", "host")
+    lines = {name: replace(line, tier=draw.choice(tiers)) for name, line in lines.items()}
+    return replace(plan, saved={name: line for name, line in lines.items() if line != whole})
 
 
 def _random_pipeline(graph: Graph, mesh: Mesh, draw: random.Random) -> Pipeline | None:

@@ -67,15 +67,15 @@ class ReplicaSteps:
         pairs = [copied(self.device.model, self.device.loss_fn) for _ in self.parts]
         plain, ours = [model for model, _ in pairs], self._copies()
         reference, outer = _PlainReplicas(plain, self.meeting), OuterStep(self.meeting)
-        outer.begin(_trained(ours[0]), {})
+        outer.begin(trained(ours[0]), {})
         found: list[Verdict] = []
         for step in range(1, 2 * self.steps + 2):
             for replica, ((model, loss_fn), other) in enumerate(zip(pairs, ours, strict=True)):
                 expected = self.device.step_of(model, loss_fn, self.together[replica])
                 results = self._simulated(other, replica, expected)
                 found += float64_verdicts(plan_errors(results, expected), expected, step)
-                _descend(model, expected.gradients)
-                _descend(other, _whole_gradients(results))
+                descend(model, expected.gradients)
+                descend(other, whole_gradients(results))
             if step % self.steps == 0:
                 reference.meet()
                 _meet(ours, outer)
@@ -101,7 +101,7 @@ class _PlainReplicas:
 
     def __init__(self, models: Sequence[nn.Module], meeting: Meeting) -> None:
         self._models, self._meeting = models, meeting
-        self._base = {name: x.detach().clone() for name, x in _trained(models[0])}
+        self._base = {name: x.detach().clone() for name, x in trained(models[0])}
         self._outer = torch.optim.SGD(
             self._base.values(), lr=meeting.rate, momentum=meeting.momentum,
             nesterov=meeting.momentum > 0,
@@ -110,7 +110,7 @@ class _PlainReplicas:
     @torch.no_grad()
     def meet(self) -> None:
         """Gives all models the same parameters."""
-        columns = [dict(_trained(model)) for model in self._models]
+        columns = [dict(trained(model)) for model in self._models]
         for name, x in self._base.items():
             mean = torch.stack([each[name] for each in columns]).mean(0)
             if self._meeting.rule == "diloco":
@@ -127,7 +127,7 @@ class _PlainReplicas:
 @torch.no_grad()
 def _meet(models: Sequence[nn.Module], outer: OuterStep) -> None:
     """A meeting by the runtime's code, in which this function computes the mean in place of an all-reduce."""
-    columns = [dict(_trained(model)) for model in models]
+    columns = [dict(trained(model)) for model in models]
     for name, x in columns[0].items():
         mean = torch.stack([outer.sent(name, each[name]) for each in columns]).sum(0)
         outer.take(name, x, mean.div_(len(columns)))
@@ -144,12 +144,12 @@ def _average_buffers(models: Sequence[nn.Module]) -> None:
                 x.copy_(mean)
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
 
 
 @torch.no_grad()
-def _descend(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
+def descend(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
     """A step of SGD."""
     parameters = dict(model.named_parameters())
     for name, gradient in gradients.items():
@@ -157,7 +157,7 @@ def _descend(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
             parameters[name].sub_(gradient, alpha=_RATE)
 
 
-def _whole_gradients(results: PlanResults) -> dict[str, Tensor]:
+def whole_gradients(results: PlanResults) -> dict[str, Tensor]:
     """Whole gradients of all parameters, assembled from the shards of the ranks."""
     plan = results.program.plan
     return {

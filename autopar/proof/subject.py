@@ -16,6 +16,7 @@ from autopar.analysis.objective import objective_of
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
 from autopar.ir import Meeting, MixedPrecision, Plan
+from autopar.ir.meeting import SERVER
 from autopar.planning.planning import Prepared, prepare_step, prepare_whole, split_example
 from autopar.program.program import Program, build_program
 from autopar.proof.comparison import (
@@ -29,6 +30,7 @@ from autopar.proof.comparison import (
 )
 from autopar.proof.provable import require_determinism, require_weights
 from autopar.proof.replicas import SHOWN_STEPS, ReplicaSteps
+from autopar.proof.served import ServedSteps
 from autopar.proof.simulated_steps import simulated_steps, widened_program
 from autopar.proof.single_device import (
     Batch,
@@ -210,13 +212,13 @@ class Subject:
         parts = [each._batches(0, count) for each in every]
         together = [each._on_one_device(0, count) for each in every]
         graph = self.prepared.analysis.graph
+        steps = ServedSteps if meeting.rule == SERVER else ReplicaSteps
         if self.arithmetic == torch.float64:
-            steps = ReplicaSteps(self.single_device, whole, graph, parts, together, meeting)
-            return steps.verdicts()
+            return steps(self.single_device, whole, graph, parts, together, meeting).verdicts()
         with float64_arithmetic():
             device, wide = self.single_device.widened(), widened_program(whole)
             parts, together = widened_tensors(parts), widened_tensors(together)
-            return ReplicaSteps(device, wide, graph, parts, together, meeting).verdicts()
+            return steps(device, wide, graph, parts, together, meeting).verdicts()
 
     def _of_versions(self, whole: Program) -> list[Verdict]:
         """Verdicts on steps whose schedule updates parameters inside of a step, in float64 arithmetic."""
@@ -299,6 +301,8 @@ def _schedule_text(plan: Plan) -> str:
     """Words such as `1f1b with 4 micro-batches through 2 stages`, `2 replicas that meet every 4 steps local`, or ""."""
     if plan.meeting is not None:
         shown = f", {SHOWN_STEPS} of them run" if plan.meeting.steps > SHOWN_STEPS else ""
+        if plan.meeting.rule == SERVER:
+            shown += ", against its order on one device"
         return f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}{shown}"
     if plan.pipeline is None:
         return ""

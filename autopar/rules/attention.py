@@ -1,4 +1,4 @@
-"""Attention, split over batch, heads and queries; or over queries and keys at once, which then go round in a ring."""
+"""Rule of attention: split over batch, heads and queries, or over queries and keys at once, as a ring."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch import fx
 
 from autopar.ir import EXCHANGED
+from autopar.ops.attention_block import wide
 from autopar.ops.nodes import bound_arguments
 from autopar.ops.ring import ROTATE, ROTATE_BACK, arguments
 from autopar.ops.ring_attention import Scoring
 from autopar.rules.index import shifted
-from autopar.rules.kept import HALF, is_fused_attention
+from autopar.rules.kept import is_fused_attention
 from autopar.rules.notation import spec_of
 from autopar.rules.spec import (
     Call,
@@ -31,6 +32,11 @@ from autopar.rules.spec import (
 
 aten = torch.ops.aten
 ours = torch.ops.autopar
+
+# The choice that splits queries and keys over the same axes.
+_RING = f"q{EXCHANGED}k"
+# The result, where an operand is named by its position.
+_RESULT = -1
 
 
 def attention(call: Call) -> Spec:
@@ -76,7 +82,11 @@ def _is_dealt(call: Call) -> bool:
 
 
 def _sent(call: Call, spec: Spec) -> tuple[StatedCollective, ...]:
-    """Keys and values, and a mask that is split along them; backward once more, with the sums of their gradients."""
+    """All collectives of a ring.
+
+    Forward sends keys, values, and a mask that is split along the keys. Backward sends them again, with the sums of the
+    gradients of keys and values. Where rows are dealt out, the collectives of `_dealt` come in addition.
+    """
     found = [_message(call, spec, i, ROTATE, ROTATE_BACK) for i in (1, 2)]
     masks = [3] if _mask_travels(spec) else []
     found += [_message(call, spec, i, ROTATE, ROTATE) for i in masks]
@@ -84,40 +94,46 @@ def _sent(call: Call, spec: Spec) -> tuple[StatedCollective, ...]:
 
 
 def _dealt(call: Call, spec: Spec) -> Iterator[StatedCollective]:
-    """Operands to where they are attended, and the result back; all once more in backward, and gradients back."""
-    for i in (0, 1, 2, RESULT):
+    """The all-to-alls that deal rows out and back.
+
+    Forward deals out query, key and value, and takes the result and the log-sum-exp back. Backward deals all five out
+    again, and the gradient of the result, and takes the gradients of query, key and value back.
+    """
+    for i in (0, 1, 2, _RESULT):
         yield _message(call, spec, i, "all_to_all", "all_to_all")
         yield _message(call, spec, i, "", "all_to_all")  # gradients
-    exact = torch.float32 if call.operands[0].dtype in HALF else call.operands[0].dtype
-    logsumexp = spec.results[0][:-1], exact.itemsize
+    logsumexp = spec.results[0][:-1], wide(call.operands[0].dtype).itemsize
     yield _stated(call, *logsumexp, "all_to_all", "all_to_all")
 
 
 def _message(call: Call, spec: Spec, i: int, forward: str, backward: str) -> StatedCollective:
-    """A collective that moves an operand, or the result."""
-    letters, value = (spec.results, call.results) if i == RESULT else (spec.operands, call.operands)
+    """The collective that moves operand number `i`, or the result for `_RESULT`."""
+    letters, value = (
+        (spec.results, call.results) if i == _RESULT else (spec.operands, call.operands)
+    )
     return _stated(call, letters[max(i, 0)], value[max(i, 0)].element_size(), forward, backward)
 
 
 def _stated(
     call: Call, letters: Letters, itemsize_bytes: int, forward: str, backward: str
 ) -> StatedCollective:
-    """The same of a tensor with these letters; forward alone where no gradient is wanted."""
+    """A collective that moves a tensor.
+
+    Args:
+        call: the call of attention; where it wants no gradient, nothing is sent in backward.
+        letters: letters of the tensor's dims.
+        itemsize_bytes: bytes of an element.
+        forward, backward: names of the collectives of both passes, "" for none.
+    """
     flat = tuple(x for dim in letters for x in dim)
     back = backward if call.wanted else ""
     return StatedCollective(frozenset({_RING}), forward, back, flat, itemsize_bytes)
-
-
-RESULT = -1  # in place of the position of an operand
 
 
 def _mask_travels(spec: Spec) -> bool:
     """Whether a mask is split along the keys: it has a column for each, and the same row for all queries."""
     letters = {x for mask in spec.operands[3:] for dim in mask for x in dim}
     return "k" in letters and "q" not in letters
-
-
-_RING = f"q{EXCHANGED}k"
 
 
 def _of_the_square(call: Call) -> float:

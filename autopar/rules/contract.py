@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.ops.float8 import TILE
 from autopar.ops.nodes import schema
 from autopar.rules.notation import spec_of
-from autopar.rules.spec import Call, Dim, Local, RuleDoesNotApply, Spec, parts, run_as_is
+from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, parts, run_as_is
 
 aten = torch.ops.aten
 
@@ -30,6 +31,31 @@ def linear(call: Call) -> Spec:
     if call.operands[1].ndim == 1:
         raise RuleDoesNotApply("a weight of one dim")
     return row("b.. k, j k, +j -> b.. j | sum k | linear 0")(call)
+
+
+def float8_linear(call: Call) -> Spec:
+    """float8_linear: linear without a bias, where tiles of the two matrix dims are never cut.
+
+    Backward rounds the gradient, so that what it makes of parts of a sum is not what it makes of the sum.
+    """
+    spec = row("b.. k, j k -> b.. j | sum k")(call)
+    tiled = {name: (name, f"{name}_in_tile") for name in "jk"}
+    sizes = dict(spec.sizes)
+    for name in tiled:
+        sizes |= {name: sizes[name] // TILE, f"{name}_in_tile": TILE}
+    sizes = {letter: size for letter, size in sizes.items() if size > 1}
+
+    def cut(tensor: Letters) -> Letters:
+        return tuple(
+            tuple(x for letter in dim for x in tiled.get(letter, (letter,)) if x in sizes)
+            for dim in tensor
+        )
+
+    return replace(
+        spec, operands=tuple(map(cut, spec.operands)), results=tuple(map(cut, spec.results)), sizes=sizes,
+        sums=frozenset({"k", "k_in_tile"} & sizes.keys()), whole=frozenset({"j_in_tile", "k_in_tile"}),
+        linear_backward=False, product_itemsize_bytes=1,
+    )  # fmt: skip
 
 
 def matmul(call: Call) -> Spec:
@@ -140,6 +166,7 @@ def _convolve_locally(local: Local) -> fx.Node:
 
 RULES: dict[str, Callable[[Call], Spec]] = {
     "aten.linear": linear,
+    "autopar.float8_linear": float8_linear,
     "aten.addmm": row("+i j, i k, k j -> i j | sum k"),
     "aten.mm": row("i k, k j -> i j | sum k | linear 0 1"),
     "aten.bmm": row("b i k, b k j -> b i j | sum k | linear 0 1"),

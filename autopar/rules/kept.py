@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from autopar.ops.attention_block import wide
 from autopar.rules import blocks, shape, views
 from autopar.rules.contract import equation
 from autopar.rules.spec import Call, Hidden, Kept, Letters, Spec, flattens
@@ -215,6 +216,11 @@ def _linear(call: Call, spec: Spec) -> Kept:
     return Kept(tuple(operands))
 
 
+def _float8_linear(call: Call, spec: Spec) -> Kept:
+    """float8_linear: both operands as they are, since backward rounds the weight along its other dim."""
+    return Kept(tuple(i for i, other in ((0, 1), (1, 0)) if other in call.wanted))
+
+
 def _einsum(call: Call, spec: Spec) -> Kept:
     """einsum of two: a batched product over the letters that go; of one: permutations and sums."""
     names, out = equation(call)
@@ -290,7 +296,7 @@ def is_fused_attention(call: Call) -> bool:
 def _open_attention(call: Call, spec: Spec) -> Kept:
     """Two products with a softmax between them; half precision is widened first."""
     query, value = call.operands[0], call.operands[2]
-    dtype = torch.float32 if query.dtype in HALF else query.dtype
+    dtype = wide(query.dtype)
     batch, rows = spec.results[0][:-2], spec.results[0][-2]
     (keys, inner), width = spec.operands[1][-2:], spec.operands[2][-1]
     hidden: list[Hidden] = [Hidden("weights", (*batch, rows, keys), dtype)]
@@ -332,7 +338,7 @@ def _rms_norm(call: Call, spec: Spec) -> Kept:
     """rms_norm: one kernel on accelerators; on the CPU pow, mean, rsqrt and two products."""
     x = call.operands[0]
     rows = spec.operands[0][: x.ndim - len(call["normalized_shape"])]
-    exact = torch.float32 if x.dtype in HALF else x.dtype
+    exact = wide(x.dtype)
     root = Hidden("rstd", rows, exact)
     if _on_accelerator(call):
         return Kept(tuple(range(len(call.operands))), (), (root,))
@@ -430,6 +436,7 @@ FUNCTIONS: dict[str, Rule] = {
     "aten.l1_loss": _absolute_difference,
     "aten.matmul": _matmul,
     "aten.linear": _linear,
+    "autopar.float8_linear": _float8_linear,
     "aten.einsum": _einsum,
     "aten.scaled_dot_product_attention": _attention,
     "aten.layer_norm": _layer_norm,

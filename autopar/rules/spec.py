@@ -143,6 +143,8 @@ class Spec:
             split by it, and others by the second, where the op itself brings rows to the ranks that have their part
             of the second, and results back.
         linear_backward: whether backward makes of a sum of gradients the sum of what it makes of each.
+        product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
+            where products have the format of the operands.
         stretch: letters whose parts compute more than their share of the whole op -> by which factor; `t>e` for
             a split that exchanges.
         localize: runs the op on local shards.
@@ -168,6 +170,7 @@ class Spec:
     experts: frozenset[str] = frozenset()
     exchanges: tuple[tuple[str, str], ...] = ()
     linear_backward: bool = True
+    product_itemsize_bytes: int | None = None
     stretch: Mapping[str, float] = field(default_factory=dict)
     localize: Localizer = field(default=run_as_is, compare=False)
 

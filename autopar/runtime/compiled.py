@@ -95,6 +95,7 @@ class Region(nn.Module):
         kind = (*_modes(arguments), *map(_kind, arguments))
         run = self._runs.get(kind)
         if run is None:
+            self._graph.recompile()  # its code is a key, and may not be written yet
             run = self._runs[kind] = self._found((self._graph.code, kind), arguments)
         results = run.call(*arguments)
         _torch.on_second_derivative(results, _refuse_second_derivative)

@@ -10,12 +10,15 @@ from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar._torch import pytree
+from autopar.ops.decomposed import gather_products, product_scatter
 from autopar.passes import (
     bind_groups,
+    decompose_products,
     defer_loss_sum,
     fold_blocks,
     hoist_input_sums,
     retarget_device,
+    start_early,
     verify_graph,
 )
 from autopar.program.program import Program
@@ -28,6 +31,7 @@ from autopar.runtime.recompute import Recomputed
 from autopar.runtime.reducer import Reducer
 from autopar.runtime.results import StepResults, joined
 from autopar.runtime.saved import SlicedSaves, converter, install_notes
+from autopar.runtime.started import StartCollective, finish
 from autopar.runtime.transfer import Transfer, finish_sum, start_sum
 from autopar.runtime.versions import StageVersions
 from autopar.runtime.world import World
@@ -62,7 +66,9 @@ class Runner:
         executor: Executor,
     ) -> None:
         self.program, self.world, self._model = program, store.world, model
-        self.runs_backward_whole = executor.compiles or bool(program.recomputed or program.slices)
+        self.runs_backward_whole = executor.compiles or bool(
+            program.recomputed or program.slices or program.plan.decomposed
+        )
         self._seeds = seeds
         parameters = len(program.parameters)
         # Those without dims may be numbers that Python changes: they are moved before every run.
@@ -75,9 +81,12 @@ class Runner:
         self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
         self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
         mesh, groups = self.world.mesh, self.world.group_names
-        self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups))
+        self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups), self.world.tiers)
         install_notes(self._graph, self._saves)
-        bind_groups(self._graph, self.world.group_names)
+        bind_groups(self._graph, groups)
+        if program.plan.decomposed:
+            decomposed = [groups[axis] for axis in program.plan.decomposed]
+            decompose_products(self._graph, gather_products, product_scatter, groups=decomposed)
         self._graph = fold_blocks(
             self._graph, program.recomputed,
             lambda block: Recomputed(executor.ready(block)),
@@ -90,6 +99,11 @@ class Runner:
             parameters=parameters,
             received=len(program.received),
         )
+        if program.plan.pipeline is None and not executor.compiles:
+            axes = {group: axis for axis, group in groups.items()}
+            start_early(
+                self._graph, lambda call: StartCollective(call._replace(group=axes[call.group]), self.world), finish
+            )  # fmt: skip
         verify_graph(self._graph, after="binding to process groups")
         self._graph = executor.ready(self._graph)
         self._reducer = Reducer(

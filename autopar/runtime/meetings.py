@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar import _torch
 from autopar.errors import PeerError, StepError
 from autopar.ir import P, R
+from autopar.ir.order import Order
 from autopar.runtime.hops import Route, route, signature
 from autopar.runtime.outer_step import OuterStep
 from autopar.runtime.parameters import ParameterStore, batches
@@ -155,10 +156,13 @@ class Meetings:
     # --- what
 
     @torch.no_grad()
-    def hold(self) -> None:
-        """The meeting; every rank calls this. Raises PeerError if another rank died or hangs."""
+    def hold(self) -> Order | None:
+        """The meeting; every rank calls this. Raises PeerError if another rank died or hangs.
+
+        Returns what an asynchronous server did since the last meeting; None where replicas have none.
+        """
         if not self.steps:
-            return
+            return None
         parts = [*self._parts()]
         routes = [_sum_over(part.x, self._across) for part in parts]
         runs = batches(
@@ -180,6 +184,7 @@ class Meetings:
             doing = f"The meeting of {self.meeting.replicas} replicas after {self.steps} steps"
             raise self._store.world.explain(error, doing) from error
         self.steps = 0
+        return None
 
     def _land(self, parts: Sequence[_Exchanged], run: Sequence[int], transfer: Transfer) -> None:
         """Waits for a message, and gives its tensors their common values."""

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar import _torch
 from autopar.capture.results import loss_first
 from autopar.capture.rows import rows_of_replica
 from autopar.capture.structure import Structure
 from autopar.errors import AutoparError, CaptureError, NoLossError, PeerError, PlanError, StepError
 from autopar.ir import Pipeline, Plan
+from autopar.ir.order import Order
 from autopar.runtime.batch_shapes import BatchShapes, micro_batches_near
 from autopar.runtime.clipping import clip_grad_norm_, gradient_norm
 from autopar.runtime.clock import StepClock
@@ -55,6 +57,7 @@ from autopar.runtime.placement import Placement
 from autopar.runtime.recaptures import Recaptures
 from autopar.runtime.results import delivered
 from autopar.runtime.seeds import Seeds, draw_alike
+from autopar.runtime.served import meetings_between
 from autopar.runtime.settings import Settings
 from autopar.runtime.shares import step_shares
 from autopar.runtime.skipping import Skipping
@@ -322,14 +325,17 @@ class CompiledModule(nn.Module):
         own = rows_of_replica(arguments.tensors, replicas.number, count)
         return replace(arguments, tensors=tuple(own))
 
-    def meet(self) -> None:
+    def meet(self) -> Order | None:
         """Holds a meeting of the replicas now, before it is due: they exchange parameters, which are then equal.
 
         Every rank calls this (docs/local_steps.md). Without replicas it does nothing, nor where no step was run since
         the last meeting. Raises PeerError if another rank died or hangs.
+
+        Returns:
+            With an asynchronous server the order of its exchanges since the last meeting, for `autopar.replay`; else
+            None.
         """
-        if self._meetings is not None:
-            self._meetings.hold()
+        return None if self._meetings is None else self._meetings.hold()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Sets the optimizer that `step` calls under schedules that update inside a step (docs/versions.md).
@@ -417,7 +423,7 @@ class CompiledModule(nn.Module):
             )
         if replaced:
             self._kept.clear()
-        with lasting():
+        with lasting(), _torch.code_when_called():  # of a graph that several passes change
             captures = self._kept.captures(arguments, self._state(), is_step=is_step)
             runs = captures.count
             asked = ProgramRequest(
@@ -514,8 +520,10 @@ class CompiledModule(nn.Module):
         self._plan = programs.whole.plan
         store, replicas = self._placement.store, self._settings.replicas
         if replicas is not None and store is not None:
-            bucket_bytes = self._settings.bucket_bytes
-            self._meetings = Meetings(replicas, store, self._original, bucket_bytes=bucket_bytes)
+            self._meetings = meetings_between(
+                replicas, store, self._original, statistics=list(programs.whole.mutated.values()),
+                settings=self._settings,
+            )  # fmt: skip
         if self._settings.weights is not None:
             self._unread = f"The weights at {self._settings.weights.path} were not read to the end"
             self.load_weights(self._settings.weights.path)

@@ -73,6 +73,28 @@ class OuterStep:
             self._descend(name, base, mean.neg_())
         x.copy_(base)
 
+    def undo(self, name: str, x: Tensor) -> None:
+        """Gives a parameter the value that it had at the last meeting or pull; one unfrozen since stays."""
+        if name in self.base:
+            x.copy_(self.base[name])
+
+    def adopt(self, name: str, x: Tensor, common: Tensor, rows: Tensor | None) -> None:
+        """Gives a parameter the common value that a server has answered.
+
+        Args:
+            name: name of the parameter.
+            x: the parameter, which is overwritten.
+            common: the common value, which counts in these rows alone.
+            rows: numbers of the rows that differ from the parameter, or from its base; None for all.
+        """
+        base = self.base[name]
+        if rows is None:
+            base.copy_(common)
+            x.copy_(base)
+        else:
+            own = rows.to(x.device)
+            base[own] = x[own] = common[rows].to(x.device)
+
     def _descend(self, name: str, base: Tensor, gradient: Tensor) -> None:
         """A step of the outer optimizer, as torch.optim.SGD(nesterov=True) takes it."""
         factor = self.meeting.momentum

@@ -1,4 +1,4 @@
-"""Saved tensors in slices: what autograd keeps of a tensor is this rank's part of it.
+"""Saved tensors in slices or on the host: what autograd keeps of a tensor is this rank's part of it, where a plan says.
 
 A program notes where a block takes such a tensor (`autopar.program.slices`). From there on saved-tensor hooks
 replace every saved tensor that lies in its memory (itself, or a view) by a handle on the slice, and the tensor is
@@ -8,17 +8,20 @@ for all handles of the block. Each handle returns the tensor once and drops its 
     forward    x -> slice of x kept, handles in place of x       the slice is free: every rank has all of x
     backward   x = gather(slices); every handle gives x, or a view of it
 
-The ranks of an axis run the same graph, so that they gather in the same order. The slice is passed on to the
-saved-tensor hooks that were active outside, because they may replace it too: those of `autopar.runtime.gather` keep
-a gathered parameter as its shard, and a test's count bytes.
+The ranks of an axis run the same graph, so that they gather in the same order. A slice on the device is passed on to
+the saved-tensor hooks that were active outside, because they may replace it too: those of `autopar.runtime.gather`
+keep a gathered parameter as its shard, and a test's count bytes. A slice of the tier host is copied there at once
+(`autopar.runtime.tiers`), and copied back before the gather.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,6 +30,7 @@ from autopar import _torch
 from autopar.ir import CollectiveCall, Mesh
 from autopar.ops.saving import kept
 from autopar.program.slices import SavedSlice
+from autopar.runtime.tiers import Tiers
 
 # Takes the local tensors of all ranks that this process runs, and the steps of a conversion.
 Convert = Callable[[Sequence[Tensor], Sequence[CollectiveCall]], Sequence[Tensor]]
@@ -68,10 +72,13 @@ class SlicedSaves:
         slices: the slices by name.
         mesh: the axes of a stage.
         convert: what runs a conversion.
+        tiers: the memories besides the device's.
     """
 
-    def __init__(self, slices: Mapping[str, SavedSlice], mesh: Mesh, convert: Convert) -> None:
-        self._slices, self._mesh, self._convert = slices, mesh, convert
+    def __init__(
+        self, slices: Mapping[str, SavedSlice], mesh: Mesh, convert: Convert, tiers: Tiers
+    ) -> None:
+        self._slices, self._mesh, self._convert, self._tiers = slices, mesh, convert, tiers
         self._hooks: Hooks | None = None
         # Storage -> a reference that keeps its address from being used again, the slice in it, and of which rank.
         self._known: dict[int, tuple[object, _KeptParts, int]] = {}
@@ -112,13 +119,21 @@ class SlicedSaves:
     def _cut(self, ranks: Sequence[Tensor], how: SavedSlice) -> list[object]:
         assert self._hooks is not None, "a tensor is noted in a forward that is watched"
         parts = self._convert([x.detach() for x in ranks], how.cut(self._mesh))
-        return [self._hooks[0](x) for x in parts]
+        if how.tier == "device":
+            return [self._hooks[0](x) for x in parts]
+        return [self._tiers.from_device(x, how.tier) for x in parts]
+
+    def _fetch(self, how: SavedSlice) -> Callable[[Any], Tensor]:
+        """What brings a kept slice back to the device."""
+        assert self._hooks is not None, "a tensor is noted in a forward that is watched"
+        if how.tier == "device":
+            return self._hooks[1]
+        return functools.partial(self._tiers.to_device, tier=how.tier)
 
     def _back(
         self, name: str, ranks: Sequence[Tensor]
     ) -> Callable[[Sequence[object]], list[Tensor]]:
-        assert self._hooks is not None, "a tensor is noted in a forward that is watched"
-        unpack, steps = self._hooks[1], self._slices[name].back(self._mesh)
+        unpack, steps = self._fetch(self._slices[name]), self._slices[name].back(self._mesh)
         views = [SavedView.of(x) for x in ranks]
 
         def back(parts: Sequence[object]) -> list[Tensor]:

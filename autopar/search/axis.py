@@ -29,6 +29,7 @@ class AxisSolutions:
     axis: int
     given: Assignment
     _bounded: dict[float, Outcome] = field(default_factory=dict)
+    _infeasible: float = -math.inf  # largest bound within which there is known to be no assignment
 
     @classmethod
     def of(cls, problem: Problem, axis: int, given: Assignment) -> AxisSolutions:
@@ -62,8 +63,14 @@ class AxisSolutions:
 
     def within(self, bound: float) -> Outcome:
         """The fastest assignment within a bound, or the smallest one if none is within."""
+        if bound <= self._infeasible:
+            return self.smallest
         if bound not in self._bounded:
-            self._bounded[bound] = self._program.solve(max_bytes=bound) or self.smallest
+            found = self._program.solve(max_bytes=bound)
+            if found is None:
+                self._infeasible = bound
+                return self.smallest
+            self._bounded[bound] = found
         return self._bounded[bound]
 
     @cached_property

@@ -27,9 +27,9 @@ from autopar.errors import AutoparError, SearchError
 from autopar.ir import Graph, Layout, Plan, Tensor
 from autopar.ir.batches import batch_factors, captured_batch
 from autopar.ir.recompute import Recompute
-from autopar.search import search
 from autopar.search.causes import where_time_goes
 from autopar.search.pipeline_settings import divisors
+from autopar.search.search import MeshSearch
 from autopar.search.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
 
 
@@ -144,13 +144,18 @@ class Space:
         key = (data, tensor)
         if key not in self._plans:
             try:
-                self._plans[key] = search(
-                    self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware,
-                    recipe=f"dp:{data},tp:{tensor}", pins=self.pins,
-                )  # fmt: skip
+                found = self._searched.under(f"dp:{data},tp:{tensor}").within(None)
+                self._plans[key] = found.plan
             except SearchError:
                 self._plans[key] = None
         return self._plans[key]
+
+    @cached_property
+    def _searched(self) -> MeshSearch:
+        """The search on a mesh of 2 x 2, whose folded graph and prices all recipes share."""
+        return MeshSearch.of(
+            self.graph, {"dp": 2, "tp": 2}, hardware=self.cluster.hardware, pins=self.pins
+        )
 
     def _groups(self) -> Iterator[tuple[Plan, Recompute, list[ClusterSetting]]]:
         for data, tensor in itertools.product(DATA, TENSOR):

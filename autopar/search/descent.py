@@ -94,6 +94,7 @@ def best_of(descents: Sequence[Descent], bound: int | None) -> Descent:
 
 
 def _rank(bound: int | None, each: Descent) -> tuple[float, float]:
+    """A key that sorts plans: first by the bytes beyond the bound on memory, then by weighed seconds."""
     return excess(each.bytes, bound), each.weighed_seconds
 
 

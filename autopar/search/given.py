@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from autopar.errors import PlanError, SearchError, StateError
-from autopar.ir import Graph, ParameterPlan, Plan, with_pipeline
+from autopar.ir import Graph, ParameterPlan, Plan, Tier, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.ir.recompute import PARTITIONED, Recompute, RecomputeWish
+from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeWish, is_saved_wish
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
 from autopar.pipeline.parts import is_whole
@@ -18,11 +18,13 @@ from autopar.search.partitioned import in_slices
 from autopar.search.pipeline import search_pipeline
 from autopar.search.pipeline_settings import Priced
 from autopar.search.request import Request
-from autopar.search.search import Found, search_with_cost
+from autopar.search.search import Found
+from autopar.search.searches import Searches
 
 # CPU time of PyTorch for a kernel: forward and backward of an op on tiny tensors take 20 us, in two to three kernels
 # (a GPT of width 8 on one core of a cloud server, torch 2.13).
 _ISSUE_SECONDS = 10e-6
+_NEARER = 4  # searches for parameters beside activations on the host
 
 
 class Planned(NamedTuple):
@@ -57,6 +59,7 @@ class GivenMesh:
         captured: number of captured batches that make a step.
         fixed_storage: layouts of parameters that are placed already; None where they are open.
         faster_than_seconds: duration of a known step; with stages only a shorter one counts.
+        searches: searches of layouts, with and without recomputation.
     """
 
     graph: Graph
@@ -65,12 +68,13 @@ class GivenMesh:
     captured: int = 1
     fixed_storage: Mapping[str, ParameterPlan] | None = None
     faster_than_seconds: float = math.inf
+    searches: Searches = field(default_factory=Searches)
 
     def search(self) -> Planned:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
         request = self.request
-        if request.recompute == PARTITIONED:
-            return self._partitioned()
+        if is_saved_wish(request.recompute):
+            return self._partitioned(SAVED_TIERS[request.recompute])
         if request.has_stages:
             return self._staged(self._issuing())
         if self.fixed_storage is None:
@@ -92,13 +96,13 @@ class GivenMesh:
         """The plan without pipeline stages and without recomputation."""
         request = self.request
         assert request.mesh is not None, "a mesh was given"
-        return search_with_cost(
+        found = self.searches.on(
             self.graph, request.mesh, hardware=request.hardware, recipe=request.recipe,
-            pins=request.pins, memory_bytes=request.search_bound_bytes,
-            micro_batches=request.micro_batches or 1, fingerprint=self.fingerprint,
-            fixed_storage=self.fixed_storage, software=request.software,
-            training_state=request.training_state, tiers=request.tiers,
+            pins=request.pins, micro_batches=request.micro_batches or 1,
+            fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
+            software=request.software, training_state=request.training_state, tiers=request.tiers,
         )  # fmt: skip
+        return found.within(request.search_bound_bytes)
 
     def _priced(self, plan: Plan) -> Planned:
         """A plan without stages, with the time and memory of its step."""
@@ -114,7 +118,7 @@ class GivenMesh:
         found = search_pipeline(
             self.graph, request, captured_micro_batches=self.captured,
             fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
-            faster_than_seconds=self.faster_than_seconds,
+            faster_than_seconds=self.faster_than_seconds, searches=self.searches,
         )  # fmt: skip
         best, count = found.best, found.plan.micro_batches
         graph = self.graph
@@ -137,33 +141,78 @@ class GivenMesh:
         """The same search with some of the request changed."""
         return replace(self, request=self.request.but(**changes))
 
-    def _partitioned(self) -> Planned:
-        """The plan that recomputes all blocks and saves their inputs in slices; the slices may make it fit."""
-        try:
-            return self._sliced(self._but(recompute="full").search())
-        except SearchError:
-            found = self._sliced(self._but(recompute="full", must_fit=False).search())
-            if self.request.must_fit and found.price.peak_bytes > self.request.bound_bytes:
-                raise
-            return found
+    def _partitioned(self, tier: Tier) -> Planned:
+        """The fastest plan found that recomputes all blocks and saves their inputs in slices of a tier.
 
-    def _sliced(self, found: Planned) -> Planned:
-        plan, price = in_slices(found.graph, found.plan, self.request)
+        Layouts are searched under the bound, without one, and (if the host may store) with the room that the slices
+        make; the slices may make each of them fit.
+        """
+        errors, found = list[SearchError](), list[Planned]()
+        for must_fit in (True, False):
+            try:
+                whole = self._but(recompute="full", must_fit=must_fit).search()
+                found.append(self._sliced(whole, tier))
+            except SearchError as error:
+                errors.append(error)
+        if tier == "host" and self.request.offload:
+            found += self._that_fit_beside_activations()
+        if self.request.must_fit:
+            bound = self.request.bound_bytes
+            found = [each for each in found if each.price.peak_bytes <= bound]
+        if not found:
+            raise errors[0]
+        return min(found, key=lambda each: each.key)
+
+    def _sliced(self, found: Planned, tier: Tier = "device") -> Planned:
+        plan, price = in_slices(found.graph, found.plan, self.request, tier)
         return found._replace(plan=plan, price=price)
 
     def _that_fit_in_slices(self) -> list[Planned]:
-        """The fastest plan without a bound, with slices and with no or all blocks recomputed, if it then fits."""
+        """The fastest plan without a bound, with slices and with no or all blocks recomputed, if it then fits.
+
+        Slices lie on the device or, where the request lets the host store, in its memory.
+        """
         if not is_whole(self.graph):
             return []
         plan = self._but(must_fit=False)._flat().plan
         words: tuple[Recompute, ...] = ("none", "full")
-        found = [self._sliced(self._priced(replace(plan, recompute=word))) for word in words]
+        plans = [self._priced(replace(plan, recompute=word)) for word in words]
+        tiers: tuple[Tier, ...] = ("device", "host") if self.request.offload else ("device",)
+        found = [self._sliced(each, tier) for each in plans for tier in tiers]
         bound = self.request.bound_bytes
         return [each for each in found if each.plan.saved and each.price.peak_bytes <= bound]
 
+    def _that_fit_beside_activations(self) -> list[Planned]:
+        """The plan that keeps the inputs of recomputed blocks on the host, and also parameters, if it then fits.
+
+        Parameters are placed as if the device had the memory that these inputs leave. What they leave differs between
+        layouts, and tables of stages overstate the memory of a step a little: the room is made smaller where the plan
+        does not fit, and larger where there is none.
+        """
+        bound = self.request.bound_bytes
+        if bound <= self.request.hardware.reserved_bytes:
+            return []
+        whole = self._but(recompute="full", must_fit=False, offload=False).search()
+        room = int(whole.price.peak_bytes - self._sliced(whole, "host").price.peak_bytes)
+        has_shrunk = False
+        for _ in range(_NEARER):
+            try:
+                near = self._but(recompute="full", memory_bytes=bound + room).search()
+            except SearchError:
+                if has_shrunk:
+                    return []
+                room += bound // 16
+                continue
+            found = self._sliced(near, "host")
+            missing = math.ceil(found.price.peak_bytes - bound)
+            if missing <= 0:
+                return [found]
+            room, has_shrunk = room - missing, True
+        return []
+
     def _that_fits(self) -> Planned:
         """The fastest plan that fits: without recomputation, with recomputed blocks, or with activations saved in
-        slices.
+        slices or on the host.
 
         The latter two are searched only if the fastest plan does not fit into memory.
         """
@@ -181,6 +230,8 @@ class GivenMesh:
             errors.append(error)
         if not any(isinstance(error, StateError) for error in errors):
             found += self._that_fit_in_slices()
+        if not found and self.request.offload and is_whole(self.graph):
+            found += self._that_fit_beside_activations()
         if not found:
             raise _neither(*errors)
         return min(found, key=lambda each: each.price.step_seconds)

@@ -9,7 +9,7 @@ from autopar.cost_model.compute import is_product
 from autopar.cost_model.hardware import Hardware
 from autopar.errors import MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, Graph
-from autopar.ir.recompute import PARTITIONED, Recompute
+from autopar.ir.recompute import Recompute, is_saved_wish
 from autopar.search import search
 from autopar.search.recipes import ALIASES, asks_for_replicas, format_recipe
 from autopar.search.request import AXES, Request
@@ -25,7 +25,7 @@ def recomputations(request: Request) -> tuple[Recompute | float, ...]:
     asked = request.recompute
     if asked is None:
         return ("none", "full")
-    return ("full",) if asked == PARTITIONED else (asked,)
+    return ("full",) if is_saved_wish(asked) else (asked,)
 
 
 def has_closed_form(request: Request) -> bool:

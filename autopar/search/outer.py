@@ -30,13 +30,14 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import block_starts
 from autopar.search.candidates import Space
+from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
 from autopar.search.pipeline_settings import divisors, searched_chunks
 from autopar.search.recipes import RecipeLike, is_open, recipe_axes
 from autopar.search.replicas import with_meeting
-from autopar.search.request import Request
+from autopar.search.request import AUTO_AXES, Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
 from autopar.search.staged import SlowerError
@@ -218,11 +219,13 @@ class _Outer:
         """The faster one of a known plan and this search's plan on the same mesh.
 
         This search is skipped if parameters, gradients and optimizer states take less than `_WORTH_MOVING` of the
-        bound, because storing them on the host would then free little memory.
+        bound, because storing them on the host would then free little memory. It is not where even activations have
+        left the device.
         """
         request, best = self.request, found.best
         held = state_bytes(best.graph, best.plan, request.hardware, request.training_state)
-        if held < _WORTH_MOVING * request.bound_bytes:
+        is_short = any(how.tier == "host" for how in best.plan.saved.values())
+        if held < _WORTH_MOVING * request.bound_bytes and not is_short:
             return found
         try:
             other = self._near(found)
@@ -334,7 +337,8 @@ class _Outer:
         found = GivenMesh(
             graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
         ).search()
-        found = with_delays(with_meeting(with_stores(found, request=asked), asked), asked)
+        found = with_decomposed(with_stores(found, request=asked), asked)
+        found = with_delays(with_meeting(found, asked), asked)
         if known is None:
             return found
         others = sorted((*found.others, *known.others), key=lambda each: each.key)
@@ -346,7 +350,9 @@ class _Outer:
         if request.mesh is not None:
             return request
         staged = PIPELINE_AXIS in trial.mesh.names
+        there = tuple(axis for axis in request.decompose if axis in trial.mesh.names)
         return request.but(
+            decompose=request.decompose if request.decompose == AUTO_AXES else there,
             mesh=trial.mesh, recipe=trial.recipe, stages=None, without=frozenset(), inside_node=(),
             schedule=request.chosen_schedule if staged else None,
             chunks=request.chunks if staged else None,

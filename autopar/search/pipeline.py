@@ -44,6 +44,7 @@ from autopar.search.pipeline_settings import PipelineFound, divisors, shapes_of
 from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
+from autopar.search.searches import Searches
 from autopar.search.staged import Findings, SlowerError, StagedPlan
 from autopar.units import counted
 
@@ -63,6 +64,7 @@ def search_pipeline(
     fingerprint: str = "",
     fixed_storage: Mapping[str, ParameterPlan] | None = None,
     faster_than_seconds: float = math.inf,
+    searches: Searches | None = None,
 ) -> PipelineFound:
     """Finds the fastest plan with pipeline stages that fits into memory.
 
@@ -74,6 +76,7 @@ def search_pipeline(
         captured_micro_batches: number of captured batches that make up a step.
         fingerprint, fixed_storage: as in `search`.
         faster_than_seconds: seconds of a known step; settings that take as long are left out.
+        searches: searches of layouts that were made before; by default none.
 
     Raises MeshError for a mesh without `pp`, RecipeError for a pin that cannot be satisfied, PlanError for
     micro-batches that the schedule refuses, and SearchError if there are more stages than blocks, if no plan
@@ -84,8 +87,9 @@ def search_pipeline(
             f"The mesh {request.mesh} has no axis {PIPELINE_AXIS!r} for the stages of a pipeline."
         )
     found = _Search(
-        graph, request, captured_micro_batches, fingerprint, fixed_storage, faster_than_seconds
-    ).run()
+        graph, request, captured_micro_batches, fingerprint, fixed_storage, faster_than_seconds,
+        searches or Searches(),
+    ).run()  # fmt: skip
     plan = replace(found.plan, recipe=format_recipe(request.recipe))
     return replace(found, best=replace(found.best, plan=plan))
 
@@ -107,12 +111,14 @@ class _Search:
 
     def __init__(
         self, graph: Graph, request: Request, captured: int, fingerprint: str,
-        fixed_storage: Mapping[str, ParameterPlan] | None, faster_than_seconds: float = math.inf,
+        fixed_storage: Mapping[str, ParameterPlan] | None, faster_than_seconds: float,
+        searches: Searches,
     ) -> None:  # fmt: skip
         assert request.mesh is not None, "a mesh with stages"
         self.graph, self.request, self.captured = graph, request, captured
         self.mesh, self.hardware = request.mesh, request.hardware
         self.fingerprint, self.fixed_storage = fingerprint, fixed_storage
+        self.searches = searches
         bound = request.search_bound_bytes
         # Tables of stages leave out the memory that tensors cannot use.
         self.bound: float = math.inf if bound is None else bound - self.hardware.reserved_bytes
@@ -206,9 +212,9 @@ class _Search:
         """Bounds under which layouts are searched, as parts of the memory of all pipeline ranks.
 
         On one pipeline rank, or if the host may store parameters, the first search has no bound, because recomputation
-        may make room for the fastest plan.
+        may make room for the fastest plan. A bound of the memory that tensors cannot use leaves nothing to share.
         """
-        if not self.request.offload and not self._may_hold_state(inside):
+        if self.bound <= 0 or (not self.request.offload and not self._may_hold_state(inside)):
             return _SHARES[:1]
         may_recompute = self.request.recompute != "none" and math.isfinite(self.bound)
         is_first = self.request.offload or (self.ranks == 1 and may_recompute)
@@ -280,7 +286,7 @@ class _Search:
     def _inside(self, micro_batches: int) -> MeshSearch:
         """The search on the mesh of one stage."""
         if micro_batches not in self.inside:
-            self.inside[micro_batches] = MeshSearch.of(
+            self.inside[micro_batches] = self.searches.on(
                 self._graph(micro_batches), self.stage_mesh, hardware=self.hardware,
                 micro_batches=micro_batches, recipe=self.request.inside,
                 pins=self.request.pins, fixed_storage=self.fixed_storage,

@@ -149,6 +149,8 @@ class Prices:
         self._ops: dict[tuple[int, Labels], tuple[Item, ...]] = {}
         self._conversions: dict[tuple[int, TieredLayout, Layout], tuple[Item, ...]] = {}
         self._parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
+        self._every: dict[object, tuple[Item, ...]] = {}
+        self._all_parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
         self._kinds = self._number_kinds()
         self.blocks, self._users = self._find_blocks()
 
@@ -192,6 +194,27 @@ class Prices:
                 tuple(replace(h, bytes=h.bytes / one) for h in held),
             )
         return self._parameters[key]
+
+    def conversions(self, index: int, source: TieredLayout, target: Layout) -> tuple[Item, ...]:
+        """Items of the conversions of all tensors of an entry."""
+        key, count = (self._kinds[index], source, target), self.fold.entries[index].count
+        if (count, key) not in self._every:
+            items = self.conversion(index, source, target)
+            self._every[count, key] = tuple(replace(i, count=count * i.count) for i in items)
+        return self._every[count, key]
+
+    def parameters(
+        self, index: int, how: ParameterPlan
+    ) -> tuple[tuple[Item, ...], tuple[Holding, ...]]:
+        """Items and holdings of all parameters of an entry, stored in this way."""
+        key, count = (self._kinds[index], how), self.fold.entries[index].count
+        if (count, key) not in self._all_parameters:
+            items, held = self.parameter(index, how)
+            self._all_parameters[count, key] = (
+                tuple(replace(i, count=count * i.count) for i in items),
+                tuple(replace(h, bytes=h.bytes * count) for h in held),
+            )
+        return self._all_parameters[count, key]
 
     def kind(self, index: int) -> int:
         """A number that is equal for entries with equal prices."""

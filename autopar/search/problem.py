@@ -508,19 +508,18 @@ class Parts:
         prices = self.problem.prices
         for index, labels in enumerate(self.assignment.labels):
             yield from prices.op(index, labels)
-        for index, entry in enumerate(self.problem.entries):
+        for index in range(len(self.problem.entries)):
             source = self._source(index)
             for target in self.targets[index]:
-                yield from _times(entry.count, prices.conversion(index, source, target))
+                yield from prices.conversions(index, source, target)
         for index, how in self.assignment.parameters.items():
-            yield from _times(self.problem.entries[index].count, prices.parameter(index, how)[0])
+            yield from prices.parameters(index, how)[0]
 
     def holdings(self) -> Iterator[Holding]:
         """Memory of parameters, buffers, saved tensors, and of what exists only while a block runs."""
         problem = self.problem
         for index, how in self.assignment.parameters.items():
-            for held in problem.prices.parameter(index, how)[1]:
-                yield replace(held, bytes=held.bytes * problem.entries[index].count)
+            yield from problem.prices.parameters(index, how)[1]
         yield from problem.prices.buffers()
         yield Holding("saved", "saved activations", "layers", self._saved_bytes())
         for block, counts in enumerate(problem.prices.blocks):
@@ -568,7 +567,3 @@ class Parts:
             for target in self.targets[index] if count else ():
                 size += count * prices.gathered_bytes(index, source, target)
         return size
-
-
-def _times(count: int, items: Iterable[Item]) -> Iterator[Item]:
-    return (replace(item, count=count * item.count) for item in items)

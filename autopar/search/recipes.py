@@ -17,8 +17,10 @@ schedules of `autopar.ir.VERSIONED` change the result of training.) `split_recip
 the other axes. `1f1b` alone leaves all other axes to `auto`; in `pp:1f1b,dp:zero1` the axis `dp` has its own recipe.
 
 Under the recipes `local:K`, `geo:K` and `diloco:K` the ranks along an axis belong to different replicas of the model,
-which exchange parameters every K steps (`autopar.ir.meeting`). The result of training is then another one, so the
-search never chooses such a recipe by itself. `meeting_of` reads it, and `split_recipe` leaves it out.
+which exchange parameters every K steps (`autopar.ir.meeting`); under `async-server:S` they do so after every step with
+one rank that keeps the common parameters, and may be S exchanges ahead of the slowest. The result of training is then
+another one, so the search never chooses such a recipe by itself. `meeting_of` reads it, and `split_recipe` leaves it
+out.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from autopar.ir import (
     Op,
     Tier,
 )
-from autopar.ir.meeting import RULES
+from autopar.ir.meeting import RULES, SERVER
 
 Roles = frozenset[str]
 Which = Callable[[Roles], bool]
@@ -170,6 +172,7 @@ MEETING_RECIPES: Mapping[str, str] = MappingProxyType(
         "local:K": "replicas take their average every K steps (local SGD)",
         "geo:K": "replicas add the mean of their differences to a kept base every K steps",
         "diloco:K": "an outer optimizer with momentum takes that mean every K steps (DiLoCo)",
+        "async-server:S": "replicas exchange differences with one rank when they like, at most S exchanges ahead",
     }
 )
 
@@ -224,8 +227,21 @@ def meeting_of(recipe: RecipeLike, mesh: Mesh | None) -> Meeting | None:
             f"which is the first of the mesh. Name it, such as recipe={{{mesh.names[0]!r}: {name!r}}}, or give the "
             "axes in another order."
         )
-    rule, _, steps = name.partition(":")
-    return Meeting(axis, dict(mesh.axes)[axis], int(steps), rule)  # type: ignore[arg-type]
+    rule, _, number = name.partition(":")
+    if rule == SERVER:
+        _check_worker(axis, name, mesh)
+        return Meeting(axis, mesh.size, 1, SERVER, staleness=int(number))
+    return Meeting(axis, dict(mesh.axes)[axis], int(number), rule)  # type: ignore[arg-type]
+
+
+def _check_worker(axis: str, name: str, mesh: Mesh) -> None:
+    """Raises RecipeError for replicas of several ranks that exchange with an asynchronous server."""
+    if mesh.size > dict(mesh.axes)[axis]:
+        raise RecipeError(
+            f"The recipe {axis}:{name} was asked for on the mesh {mesh}: a replica that exchanges with an asynchronous "
+            f"server is a single rank so far. Take a mesh of one axis, such as mesh={{{axis!r}: {mesh.size}}}, or "
+            f"{axis}:geo:1, whose replicas wait for each other."
+        )
 
 
 def asks_for_replicas(recipe: RecipeLike) -> bool:
@@ -351,6 +367,11 @@ def _check_rule(text: str, rule: str, steps: str) -> None:
             f"the first axis of the mesh before it, such as far:{text}."
         )
     further = " Other numbers of the outer optimizer stand in a plan (docs/local_steps.md)."
+    if rule == SERVER:
+        raise RecipeError(
+            f"Cannot read {text!r}: after '{rule}:' stands the number of exchanges that a replica may be ahead of the "
+            f"slowest, and {steps!r} is no whole number. Write {rule}:2, for example."
+        )
     raise RecipeError(
         f"Cannot read {text!r}: after '{rule}:' stands the number of steps from one meeting of the replicas to the "
         f"next, and {steps!r} is no whole number. Write {rule}:4, for example.{further if ':' in steps else ''}"

@@ -11,7 +11,7 @@ captured, so that users do not wait for a search that cannot succeed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,17 @@ from autopar.search.recipes import (
 
 HEADROOM = 0.05
 AXES = ("dp", "tp")
+AUTO_AXES = ("auto",)  # of `Request.decompose`
 REFUSALS = ("recompute", "offload", "dp", "tp", "sp", "ddp", "zero1", "zero2", "zero3")
+
+
+def named_axes(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Names of axes, which may be given as one text with commas.
+
+    >>> named_axes("dp,tp"), named_axes(("tp",)), named_axes("")
+    (('dp', 'tp'), ('tp',), ())
+    """
+    return tuple(filter(None, given.split(",") if isinstance(given, str) else given))
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,9 @@ class Request:
             for each use; the search sets it.
         without: names in `REFUSALS` that the plan must not use.
         inside_node: axes whose groups must not span nodes.
+        decompose: axes along which all-gathers before products, and reduce-scatters after them, run piece by piece
+            while the products are computed, also as text such as "tp"; "auto" for those that make the priced step
+            shorter.
         meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
         cuts_batch: whether the search may cut the batch of a step without stages into micro-batches. The loss of the
             batch must then be the mean over micro-batches, which is wrong for masked means and batch statistics.
@@ -121,12 +134,14 @@ class Request:
     inside_node: tuple[str, ...] = ()
     cuts_batch: bool = False
     meeting: Meeting | None = None
+    decompose: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._normalize()
         self._check_counts()
         self._check_memory()
         self._check_names()
+        self._check_decompose()
         check_wish(self.recompute)
         format_recipe(self.recipe)
         self._check_schedule()
@@ -246,6 +261,7 @@ class Request:
             yield f"--recipe {format_recipe(self.recipe)}"
         yield from (f"--pin {name}={choice}" for name, choice in self.pins.items())
         yield from (f"--keep-inside-node {axis}" for axis in self.inside_node)
+        yield from [f"--decompose {','.join(self.decompose)}"] * bool(self.decompose)
         yield from ["--offload"] * bool(self.offload)
         yield from (f"--no {what}" for what in sorted(self.without))
 
@@ -265,6 +281,7 @@ class Request:
         become("training_state", TrainingState.of(self.training_state))
         become("without", frozenset(self.without))
         become("inside_node", tuple(self.inside_node))
+        become("decompose", named_axes(self.decompose))
         stages: Any = self.stages
         if stages is not None:
             become("stages", tuple(sorted({*([stages] if isinstance(stages, int) else stages)})))
@@ -307,6 +324,16 @@ class Request:
             unknown = sorted(set(given) - {*known})
             if unknown:
                 raise AutoparError(f"{name} names {unknown[0]!r}; choose among {', '.join(known)}.")
+
+    def _check_decompose(self) -> None:
+        names = AXES if self.mesh is None else self.mesh.names
+        for axis in self.decompose if self.decompose != AUTO_AXES else ():
+            if axis not in names or axis == PIPELINE_AXIS or self.decompose.count(axis) > 1:
+                raise AutoparError(
+                    f"decompose names the axis {axis!r}, and stages have the axes "
+                    f"{', '.join(name for name in names if name != PIPELINE_AXIS)}: name each of these at most once, "
+                    "or write 'auto' for those that the price favours."
+                )
 
     def _check_schedule(self) -> None:
         named, _ = split_recipe(self.recipe)

@@ -167,6 +167,11 @@ class MeshSearch:
         )  # fmt: skip
         return cls(problem, recipe, fingerprint, hardware, software, training_state)
 
+    def under(self, recipe: RecipeLike) -> MeshSearch:
+        """The same search under another recipe, with the same folded graph and prices; errors as in `search`."""
+        rows = resolve(recipe, self.problem.mesh)
+        return replace(self, problem=self.problem.under(rows), recipe=recipe)
+
     def within(self, memory_bytes: int | None) -> Found:
         """The fastest plan within a memory bound. Raises SearchError if no plan fits."""
         problem, recipe = self.problem, format_recipe(self.recipe)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.ir.pipeline import VERSIONED, Pipeline
-from autopar.pipeline.schedules import actions, check_micro_batches
+from autopar.pipeline.schedules import Action, check_micro_batches, computations
 from autopar.pipeline.versions import WeightVersions
 
 
@@ -85,18 +85,24 @@ def _flights(shape: Shape) -> np.ndarray:
         return np.full((ranks, shape.chunks, 1), m)
     if shape.schedule in ("1f1b", *VERSIONED):
         return np.minimum(m, np.arange(ranks, 0, -1)).reshape(ranks, 1, 1)
-    moments = [_moments(shape, rank) for rank in range(ranks)]
+    blank = shape.blank
+    lists = computations(blank, m)
+    moments = [_moments(lists[rank], blank.stages_of(rank)) for rank in range(ranks)]
     found = np.zeros((ranks, shape.chunks, max(map(len, moments))), dtype=int)
     for rank, each in enumerate(moments):
         found[rank, :, : len(each)] = each.T
     return found
 
 
-def _moments(shape: Shape, rank: int) -> np.ndarray:
-    """Numbers of micro-batches in flight at the fullest moments of a rank, of shape `(moments, chunks)`."""
-    own = actions(shape.blank, shape.micro_batches)[rank]
-    chunk_of = {stage: chunk for chunk, stage in enumerate(shape.blank.stages_of(rank))}
-    now, seen = [0] * shape.chunks, set()
+def _moments(own: Sequence[Action], stages: Sequence[int]) -> np.ndarray:
+    """Numbers of micro-batches in flight at the fullest moments of a rank, of shape `(moments, chunks)`.
+
+    Args:
+        own: the rank's computations, in order.
+        stages: the rank's stages.
+    """
+    chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
+    now, seen = [0] * len(stages), set()
     for action in own:
         if action.kind == "F":
             now[chunk_of[action.stage]] += 1

@@ -15,11 +15,12 @@ from autopar.units import format_bytes
 
 
 def with_stores(found: Planned, request: Request) -> Planned:
-    """The plan with a note on the parameters stored outside the devices; unchanged if there are none.
+    """The plan with notes on what is stored outside the devices; unchanged if nothing is.
 
     Raises SearchError if a rank's share of the host's memory or of the disks is too small.
     """
-    if all(how.tier == "device" for how in found.plan.parameters.values()):
+    tiers = {how.tier for how in found.plan.parameters.values()}
+    if tiers | {how.tier for how in found.plan.saved.values()} <= {"device"}:
         return found
     sizes = {tier: _stored(found, request, tier) for tier in TIERS[1:]}
     for tier, size in sizes.items():
@@ -48,6 +49,11 @@ def _stored(found: Planned, request: Request, tier: Tier) -> float:
 def _lines(found: Planned, sizes: Mapping[Tier, float]) -> Iterator[str]:
     """A sentence for each tier in which parameters are stored; it counts the parameters of all layers."""
     plan, times = found.plan, found.graph.stands_for
+    if any(how.tier == "host" for how in plan.saved.values()):
+        yield (
+            f"The host's memory keeps activations between forward and backward; with all that it stores it has "
+            f"{format_bytes(sizes['host'])} of a rank."
+        )
     whole = sum(times.get(name, 1) for name in plan.parameters)
     for tier, size in sizes.items():
         far = {name: how for name, how in plan.parameters.items() if how.tier == tier}

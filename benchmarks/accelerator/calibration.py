@@ -11,10 +11,11 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from autopar.calibrate import Measurements, calibrate, to_hardware, write
+from autopar.calibrate import Measurements, calibrate, to_hardware
 from autopar.calibrate.devices import Device, device_count, find_device
 from autopar.calibrate.document import Fits, to_toml
 from autopar.cost_model import find_hardware
+from autopar.ir.files import write_whole
 from benchmarks.accelerator.figures import Figure, Picture
 from benchmarks.accelerator.parts import Context, Found
 
@@ -30,7 +31,7 @@ def run(context: Context) -> Iterator[Found]:
     found = calibrate(device=kind, ranks=ranks, quick=True, formats=formats)
     path = context.folder / HARDWARE
     hardware = to_hardware(found, path.stem)
-    write(to_toml(found, path.stem), path)
+    write_whole(to_toml(found, path.stem), path)
     differs = float(find_hardware(path) != hardware)
     yield Figure("figures that the hardware file loses", differs, "count", limit=0)
     yield from _rates(found)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar import _torch
+from autopar.ops.float8 import product, quantized
 from benchmarks.accelerator.figures import Figure, Sentence
 from benchmarks.accelerator.parts import Context, Found
 from benchmarks.accelerator.subjects import Subject, varied
@@ -28,6 +30,7 @@ def run(context: Context) -> Iterator[Found]:
         yield Figure(name, error, "error", limit=ROUNDING)
     yield from _scaled(context)
     yield from _float8(context)
+    yield _float8_tiles(context)
     yield from _tf32(context)
 
 
@@ -111,6 +114,19 @@ def _float8(context: Context) -> Iterator[Found]:
         return
     error = distance({"product": found.double().cpu()}, {"product": expected})
     yield Figure(name, error, "error", limit=ROUNDING)
+
+
+def _float8_tiles(context: Context) -> Figure:
+    """A product of float8 with a scale a tile, as `precision="fp8"` makes it, against the values of its tiles."""
+    size = context.size(256, 2048)
+    torch.manual_seed(0)
+    left, right = (quantized(torch.randn(size, size).to(context.device)) for _ in range(2))
+    found = product(left, right, torch.bfloat16)
+    expected = left.values().double().cpu() @ right.values().double().cpu().t()
+    error = distance({"product": found.double().cpu()}, {"product": expected})
+    runs = _torch.multiplies_tiles(context.device, torch.bfloat16)
+    kernel = "torch._scaled_mm" if runs else "simulated: this device has no such kernel"
+    return Figure("float8 product of tiles", error, "error", limit=ROUNDING, note=kernel)
 
 
 def _tf32(context: Context) -> Iterator[Found]:

@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import autopar
 from autopar.cost_model import find_hardware
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import loss_fn
 
-from benchmarks.speed.bench_step_time import Sizes, free_port
+from benchmarks.speed.bench_step_time import Sizes
 from benchmarks.tables import markdown_table
 
 
@@ -173,7 +174,9 @@ def show(rows: Sequence[tuple[str, ...]], path: Path | None) -> None:
 def main(ranks: int, micro_batches: int, path: Path | None, **sizes: int) -> None:
     """Print a row per rank."""
     mp.spawn(
-        work, (ranks, free_port(), Sizes(**sizes, rounds=1, steps=1), micro_batches, path), ranks
+        work,
+        (ranks, get_free_port(), Sizes(**sizes, rounds=1, steps=1), micro_batches, path),
+        ranks,
     )
 
 

@@ -23,14 +23,13 @@ import click
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import autopar
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig, loss_fn
-
-from benchmarks.speed.bench_step_time import free_port
 
 EXECUTORS = ("eager", "aot_eager", "inductor")
 RECIPES = {"ddp": "dp", "zero3": "dp", "tp": "tp"}
@@ -121,7 +120,7 @@ def main(ranks: int, recipes: str, layers: str, width: int, steps: int, markdown
     Path(path).write_text(HEAD)
     counts = [int(x) for x in layers.split(",")]
     try:
-        arguments = (ranks, free_port(), recipes.split(","), counts, width, steps, path, cache)
+        arguments = (ranks, get_free_port(), recipes.split(","), counts, width, steps, path, cache)
         mp.spawn(work, arguments, ranks)
     finally:
         shutil.rmtree(cache)

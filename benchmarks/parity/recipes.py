@@ -6,7 +6,6 @@ OMP_NUM_THREADS=1 python benchmarks/parity/recipes.py --markdown docs/recipes.md
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import autopar
 
@@ -98,12 +98,6 @@ def work(rank: int, ranks: int, port: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def worst(found: list[float], expected: list[float]) -> float:
     """The largest relative difference of the losses."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
@@ -116,7 +110,7 @@ def rows() -> list[tuple[str, ...]]:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 4):
             path = str(Path(folder) / f"{ranks}.pt")
-            mp.spawn(work, (ranks, free_port(), path), ranks)
+            mp.spawn(work, (ranks, get_free_port(), path), ranks)
             found = torch.load(path, weights_only=True)
             for mesh, recipe in cases(ranks):
                 name = str(autopar.Mesh.of(mesh))

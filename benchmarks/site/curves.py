@@ -25,6 +25,15 @@ def local_steps() -> str:
     )  # fmt: skip
 
 
+def async_server() -> str:
+    """The loss of a small GPT by step, under data parallelism and with an asynchronous server."""
+    return _losses(
+        "async_server", "step", "loss in nats per byte, mean over the replicas",
+        "Loss of a byte-level GPT on four ranks over {} steps: data parallelism, and replicas that exchange with an "
+        "asynchronous server, up to 0 and 2 exchanges ahead; all end below the entropy of single bytes",
+    )  # fmt: skip
+
+
 def versions() -> str:
     """The loss of a small GPT by update, under 1F1B with a flush at every update and under schedules without."""
     return _losses(

@@ -13,6 +13,7 @@ from benchmarks.site import curves, flows, steps, tensors
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
 PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
+    "async_server": curves.async_server,
     "backend": flows.backend,
     "checkpoints": tensors.checkpoints,
     "cost_model": steps.cost_model,

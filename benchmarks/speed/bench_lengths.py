@@ -12,7 +12,6 @@ where other programs take most of the cores.
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import autopar
 from autopar.program.captures import SizedCaptures
@@ -145,12 +145,6 @@ def work(rank: int, ranks: int, port: int, name: str, recipe: str, alone: bool) 
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--model", default="gpt", type=click.Choice(list(MODELS)), help="What is trained.")
 @click.option("--ranks", default=2, help="Gloo processes.")
@@ -162,9 +156,9 @@ def main(model: str, ranks: int, recipe: str, alone: bool, starts: bool) -> None
     if starts:
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(2):
-                mp.spawn(start, (ranks, free_port(), folder), ranks)
+                mp.spawn(start, (ranks, get_free_port(), folder), ranks)
         return
-    mp.spawn(work, (ranks, free_port(), model, recipe, alone), ranks)
+    mp.spawn(work, (ranks, get_free_port(), model, recipe, alone), ranks)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -43,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import GPT, loss_fn
 
-from benchmarks.speed.bench_step_time import COLUMNS, Sizes, Step, cells, free_port, take_turns
+from benchmarks.speed.bench_step_time import COLUMNS, Sizes, Step, cells, take_turns
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def main(ranks: int, schedules: str, micro_batches: int, optimizer: bool, **size
     """Print step times and ratios."""
     rows = [ROWS[name] for name in schedules.split(",")]
     setup = Setup(Sizes(**sizes), micro_batches, optimizer)
-    mp.spawn(work, (ranks, free_port(), setup, rows), ranks)
+    mp.spawn(work, (ranks, get_free_port(), setup, rows), ranks)
 
 
 if __name__ == "__main__":

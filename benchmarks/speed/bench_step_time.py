@@ -10,7 +10,6 @@ is that of all ranks together: it does not count what other work on the machine 
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -195,12 +195,6 @@ def work(rank: int, ranks: int, port: int, sizes: Sizes, recipes: list[str]) -> 
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", default=2, help="Processes.")
 @click.option("--recipes", default="ddp,zero3,tp", help="Which to compare, separated by commas.")
@@ -213,7 +207,7 @@ def free_port() -> int:
 @click.option("--steps", default=4, help="Steps of a turn.")
 def main(ranks: int, recipes: str, **sizes: int) -> None:
     """Print step times and ratios."""
-    mp.spawn(work, (ranks, free_port(), Sizes(**sizes), recipes.split(",")), ranks)
+    mp.spawn(work, (ranks, get_free_port(), Sizes(**sizes), recipes.split(",")), ranks)
 
 
 if __name__ == "__main__":

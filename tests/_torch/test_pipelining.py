@@ -30,7 +30,7 @@ class _RecordedStage(_StandInStage):
         pass
 
 
-@pytest.mark.parametrize(
+SEVERAL = pytest.mark.parametrize(
     ("name", "stages_of"),
     [
         ("ScheduleInterleaved1F1B", [(0, 2), (1, 3)]),
@@ -40,6 +40,9 @@ class _RecordedStage(_StandInStage):
         ("ScheduleDualPipeV", [(0, 3), (1, 2)]),
     ],
 )
+
+
+@SEVERAL
 def test_the_actions_of_a_schedule_are_those_that_it_runs(name, stages_of):
     schedule = getattr(pipelining, name)
     for rank, expected in enumerate(_torch.pipeline_actions(schedule, stages_of, 4)):
@@ -48,6 +51,15 @@ def test_the_actions_of_a_schedule_are_those_that_it_runs(name, stages_of):
         built._stages_forward_initialized = True
         built._step_microbatches()
         assert tuple(log) == expected
+
+
+@SEVERAL
+def test_computations_are_the_actions_without_sends_and_receives(name, stages_of):
+    schedule = getattr(pipelining, name)
+    for micro_batches in (4, 8):
+        every = _torch.pipeline_actions(schedule, stages_of, micro_batches)
+        computed = [tuple(each for each in own if len(each[0]) == 1) for own in every]
+        assert list(_torch.pipeline_computations(schedule, stages_of, micro_batches)) == computed
 
 
 def test_the_actions_of_a_loop_are_those_that_it_tells_of_itself_but_for_the_last_rank():

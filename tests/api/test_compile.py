@@ -216,7 +216,7 @@ def test_the_public_names_are_these() -> None:
         "AutoparError", "CaptureError", "CompiledModule", "LayoutError", "LossScaling", "Mesh", "MeshError",
         "MixedPrecision", "ParameterPlan", "PeerError", "Plan", "PlanError", "RecipeError", "SearchError", "StepError",
         "VerifyReport", "checkpoint", "compile", "explain", "find_nan", "launch", "register_form", "register_rule",
-        "shard_", "verify",
+        "replay", "shard_", "verify",
     ]  # fmt: skip
 
 

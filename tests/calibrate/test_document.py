@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.calibrate import to_hardware, write
+from autopar.calibrate import to_hardware
 from autopar.calibrate.document import check_output, to_toml
 from autopar.cost_model import Link, find_cluster, read_hardware
 from autopar.errors import AutoparError
+from autopar.ir.files import write_whole
 from tests.calibrate.curves import LINK, machine, messages
 
 
@@ -31,7 +32,7 @@ def test_the_hardware_is_what_the_curves_were_made_with():
 def test_the_file_reads_as_the_same_hardware(tmp_path, nodes):
     found = machine(nodes=nodes)
     path = tmp_path / "my.toml"
-    write(to_toml(found, "my"), path)
+    write_whole(to_toml(found, "my"), path)
     file = read_hardware(path)
     assert file.hardware == to_hardware(found, "my")
     assert file.nodes == nodes
@@ -92,7 +93,7 @@ def test_a_format_stands_in_for_a_missing_main_one():
 def test_writing_replaces_the_file_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "my.toml"
     path.write_text("old")
-    write("new", path)
+    write_whole("new", path)
     assert path.read_text() == "new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert os.listdir(tmp_path) == ["my.toml"]
@@ -102,7 +103,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "my.toml"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
-        write("new \ud800", path)
+        write_whole("new \ud800", path)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["my.toml"]
 

@@ -70,6 +70,11 @@ def test_a_ring_by_hand() -> None:
     assert seconds("all_to_all", 10**9, 10**9) == pytest.approx(3e-6 + 0.75)
 
 
+def test_a_server_by_hand() -> None:
+    """Three other ranks each send 1 GB over a link of 1 GB/s and are answered with as much, one after another."""
+    assert seconds("serve", 10**9, 10**9) == pytest.approx(6 * (1e-6 + 1))
+
+
 def test_local_steps_by_hand() -> None:
     """Memory moves 10 GB/s: a slice of 0.25 GB is read and written, a pad writes the whole."""
     assert seconds("shard", 10**9, 250_000_000) == pytest.approx(0.05)

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import PlanError
 from autopar.ir import Meeting, Mesh, ParameterPlan, Pipeline, Plan, R, S, V, mesh_of_all
-from autopar.ir.meeting import ALONE, mesh_of_replica
+from autopar.ir.meeting import ALONE, RULES, mesh_of_replica
 
 TEXT = """\
 autopar plan 1
@@ -49,6 +49,10 @@ def test_replicas_of_a_single_rank_lie_on_a_mesh_of_one() -> None:
         ("every 1 step local", Meeting("dp", 2, 1)),
         ("every 4 steps geo", Meeting("dp", 2, 4, "geo")),
         ("every 8 steps diloco momentum=0.5 rate=1.0", Meeting("dp", 2, 8, "diloco", 0.5, 1.0)),
+        (
+            "every 3 steps async-server owner=O(1) staleness=2",
+            Meeting("dp", 2, 3, "async-server", staleness=2, owner=1),
+        ),
     ],
 )
 def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
@@ -66,6 +70,11 @@ def test_the_text_of_a_meeting_reads_back(text: str, meeting: Meeting) -> None:
         ("rate=0.7", "rate=x", "are no two numbers"),
         ("momentum=0.9", "momentum=1", "momentum lies from 0 up to, not including, 1"),
         ("rate=0.7", "rate=0", "a rate above 0"),
+        ("diloco momentum=0.9 rate=0.7", "async-server", "Cannot read 'every 10 steps async-server'"),
+        ("diloco momentum", "async-server momentum", "write 'every 4 steps local'"),
+        ("diloco momentum=0.9 rate=0.7", "geo owner=O(0) staleness=2", "Cannot read"),
+        ("diloco momentum=0.9 rate=0.7", "async-server owner=O(2) staleness=1", "it is one of O(0) to O(1)"),
+        ("diloco momentum=0.9 rate=0.7", "async-server owner=O(0) staleness=1", "is a single rank so far"),
         ("replicas far", "replicas dp", "replicas lie along the first axis of the mesh"),
         (
             "parameter up.weight: S(0)@dp", "parameter up.weight: S(0)@far",
@@ -100,5 +109,22 @@ def test_replicas_have_no_stages_and_nothing_on_the_host() -> None:
 
 
 def test_copies_are_the_base_and_the_momentum() -> None:
-    copies = {rule: Meeting("dp", 2, 4, rule).copies for rule in ("local", "geo", "diloco")}
-    assert copies == {"local": 0, "geo": 1, "diloco": 2}
+    copies = {rule: Meeting("dp", 2, 4, rule).copies for rule in RULES}
+    assert copies == {
+        "local": 0,
+        "geo": 1,
+        "diloco": 2,
+        "async-server": 4,
+    }  # x, its base and two messages
+
+
+def test_a_replica_lacks_the_steps_between_exchanges_and_those_of_the_bound() -> None:
+    meetings = [
+        Meeting("dp", 2, k, "async-server", staleness=s)
+        for k, s in ((1, 0), (1, 2), (4, 0), (4, 2))
+    ]
+    assert [each.oldest_steps for each in meetings] == [0, 2, 3, 11]
+    with pytest.raises(PlanError, match=r"the rule geo, which has no staleness=2 or owner=O\(1\)"):
+        Meeting("dp", 2, 1, "geo", staleness=2, owner=1)
+    with pytest.raises(PlanError, match="staleness=-1; give the number of exchanges"):
+        Meeting("dp", 2, 1, "async-server", staleness=-1)

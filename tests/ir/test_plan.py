@@ -48,6 +48,17 @@ def test_shapes_are_lines_of_their_own():
         Plan.parse(text.replace("8 64", "8 x"))
 
 
+def test_decomposed_axes_are_a_line():
+    plan = dataclasses.replace(PLAN, decomposed=("tp",))
+    text = TEXT.replace("parameter ", "decomposed tp\nparameter ")
+    assert str(plan) == text and Plan.parse(text) == plan
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    with pytest.raises(
+        PlanError, match="decomposes collectives along pp, and its stages have the axes dp, tp"
+    ):
+        Plan.parse(text.replace("decomposed tp", "decomposed pp"))
+
+
 def test_notes_keep_their_kind():
     price = Note("41.2 ms a step: (all of it)", "price")
     plan = dataclasses.replace(PLAN, notes=("dp splits batch", price))
@@ -57,7 +68,7 @@ def test_notes_keep_their_kind():
     assert pickle.loads(pickle.dumps(price)).kind == "price"
     with pytest.raises(
         PlanError,
-        match="a text by one of price, stages, runner-up, tiers, replicas, owners, versions, not",
+        match="a text by one of price, stages, runner-up, tiers, replicas, owners, versions, decomposed, not",
     ):
         Plan.from_json({**PLAN.to_json(), "notes": [{"joke": "x"}]})
 

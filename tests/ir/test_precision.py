@@ -20,7 +20,13 @@ def test_formats_have_one_name():
 
 
 @pytest.mark.parametrize(
-    "policy", [MixedPrecision("bf16"), POLICY, MixedPrecision("fp16", "fp32", "fp32")]
+    "policy",
+    [
+        MixedPrecision("bf16"),
+        POLICY,
+        MixedPrecision("fp16", "fp32", "fp32"),
+        MixedPrecision("bf16", None, "fp32", "fp8", ("head", "blocks.0.*")),
+    ],
 )
 def test_text_and_back(policy):
     assert MixedPrecision.parse(str(policy)) == policy
@@ -37,6 +43,28 @@ def test_what_is_no_policy(text):
 @pytest.mark.parametrize("text", ["bf16 reduce=fp16 reduce=fp32", "bf16 output=fp32 output=fp32"])
 def test_a_field_is_named_once(text):
     with pytest.raises(AutoparError, match="names a field twice"):
+        MixedPrecision.parse(text)
+
+
+def test_fp8_is_bfloat16_with_rounded_products():
+    assert MixedPrecision.parse("fp8 reduce=bf16") == MixedPrecision("bf16", "bf16", None, "float8")
+    assert (
+        str(MixedPrecision.of("fp8 exempt=head,mid")) == "bfloat16 products=float8 exempt=head,mid"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fp8 products=fp8", "names a field twice"),
+        ("bf16 products=bf16", "rounded to float8 or not at all, not to 'bf16'"),
+        ("bf16 exempt=head", "exempts head and rounds no products"),
+        ("fp8 exempt=head,", "Cannot read '' as the name"),
+        ("fp8 reduce=fp8", "the reduce_dtype of a precision is one of"),
+    ],
+)
+def test_what_is_no_policy_of_products(text, message):
+    with pytest.raises(AutoparError, match=f"(?i){message}"):
         MixedPrecision.parse(text)
 
 

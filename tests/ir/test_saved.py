@@ -9,13 +9,19 @@ from autopar.ir import WHOLE, Mesh, P, Plan, R, S, V
 from autopar.ir.saved import SavedLayout, can_slice, parse_saved, words_of_saved
 
 MESH = Mesh.parse("dp=2,tp=4")
-LINES = {"layers.*.input": SavedLayout((R, S(1))), "layers.3.input#2": SavedLayout((S(0), S(2, 1)))}
+LINES = {
+    "layers.*.input": SavedLayout((R, S(1))),
+    "layers.3.input#2": SavedLayout((S(0), S(2, 1))),
+    "layers.4.input": SavedLayout((R, S(1)), "host"),
+    "layers.5.input": SavedLayout((R, R), "host"),
+}
 PLAN = Plan(MESH, "model", "auto", 1, {}, {}, {}, recompute="full", saved=LINES)
 
 
 def test_a_plan_with_saved_lines_is_read_back():
     text = str(PLAN)
     assert "\nsaved layers.*.input: S(1)@tp\nsaved layers.3.input#2: S(0)@dp S(2.1)@tp\n" in text
+    assert "\nsaved layers.4.input: S(1)@tp host\nsaved layers.5.input: R host\n" in text
     assert Plan.parse(text) == PLAN
     assert PLAN.to_json()["saved"]["layers.3.input#2"] == "S(0)@dp S(2.1)@tp"
     assert Plan.from_json(PLAN.to_json()) == PLAN
@@ -27,6 +33,8 @@ def test_a_plan_with_saved_lines_is_read_back():
     [
         ("V@tp", PlanError, ": V@tp slices nothing; write a dim and an axis, such as S(1)@tp"),
         ("R", PlanError, ": R slices nothing"),
+        ("V@tp host", PlanError, ": V@tp host slices nothing"),
+        ("S(1)@tp nvme", PlanError, "which only parameters can be; write S(1)@tp host"),
         ("S(1)@pp", MeshError, "pp"),
         (3, PlanError, "lies in a layout such as S(1)@tp, not 3"),
     ],
@@ -73,3 +81,15 @@ def test_words_name_at_most_three_tensors():
     words = words_of_saved(lines, MESH)
     assert words.startswith("layers.0.input, layers.1.input, layers.2.input and 2 more kept in")
     assert words_of_saved({}, MESH) == ""
+
+
+def test_words_say_what_leaves_the_device():
+    def words(**lines):
+        return words_of_saved(lines, MESH)
+
+    sliced, moved = SavedLayout((R, S(1))), SavedLayout((R, R), "host")
+    assert words(a=moved) == "a kept in the host's memory until backward"
+    assert (
+        words(a=sliced, b=moved)
+        == "a, b kept in slices along tp in the host's memory (some) until backward"
+    )

@@ -34,9 +34,9 @@ class Searching:
         self.stored, self.count = StoredPlans(folder), 0
 
     def plan(self, model, asked, **options):
-        def search():
+        def search(*question, **options):
             self.count += 1
-            return make_plan(model, asked, **options)
+            return make_plan(*question, **options)
 
         return self.stored.plan(search, model, asked, **options)
 

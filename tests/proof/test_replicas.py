@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import PlanError, StepError
 from autopar.ir import Meeting
+from autopar.ir.order import Order
+from autopar.proof.served import fastest_first
 from autopar.runtime.outer_step import OuterStep
+from autopar.runtime.parcel import Parcel
+from autopar.runtime.server_table import ServerTable
 
 
 def square(y: Tensor) -> Tensor:
@@ -40,6 +44,8 @@ def verified(recipe: Any, mesh: dict[str, int] | None = None, **options: Any) ->
         ("geo:2", {"dp": 2}),
         ({"far": "diloco:10", "dp": "zero3"}, {"far": 2, "dp": 2}),
         ({"dp": "diloco:1", "tp": "tp"}, {"dp": 2, "tp": 2}),
+        ("async-server:0", {"dp": 2}),
+        ("async-server:5", {"dp": 4}),
     ],
     ids=str,
 )
@@ -81,11 +87,69 @@ def test_a_wrong_meeting_fails(recipe: str, method: str, wrong: Any) -> None:
     assert not report.passed and "parameter" in {v.kind for v in report.failures}
 
 
+def _without_its_base(self: OuterStep, name: str, x: Tensor) -> Tensor:
+    return x.clone()
+
+
+_PUSH = ServerTable.push
+
+
+def _sums(self: ServerTable, replica: int, steps: int, changes: Parcel) -> None:
+    for x in changes.tensors.values():
+        x.mul_(self.meeting.replicas)
+    _PUSH(self, replica, steps, changes)
+
+
+def _one_row_less(self: Parcel) -> None:
+    for name, x in self.tensors.items():
+        if x.ndim > 1:
+            self.rows[name] = torch.arange(1, len(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "wrong"),
+    [
+        (OuterStep, "sent", _without_its_base),
+        (ServerTable, "push", _sums),
+        (Parcel, "keep_changed_rows", _one_row_less),
+    ],
+)
+def test_a_wrong_server_fails(kind: type, method: str, wrong: Any) -> None:
+    with mock.patch.object(kind, method, wrong):
+        assert not verified("async-server:1").passed
+
+
+def test_the_order_of_a_proof_goes_to_the_bound() -> None:
+    order = fastest_first(2, 2)
+    assert order.staleness == 2 and fastest_first(4, 0, steps=3).staleness == 0
+
+
+def test_a_replay_needs_the_batches_of_all_steps() -> None:
+    model, x = model_and_rows()
+    with pytest.raises(StepError, match="more than 1 steps of replica 0"):
+        autopar.replay(
+            model, [(x,)], "0+1 0= 0+1 meet", replicas=2, loss_fn=square,
+            optimizer_of=lambda m: torch.optim.SGD(m.parameters()),
+        )  # fmt: skip
+
+
+def test_a_replay_needs_the_replicas_of_its_order() -> None:
+    model, x = model_and_rows()
+    with pytest.raises(StepError, match="is one of 3 replicas, and replicas=2 was given"):
+        autopar.replay(
+            model, [(x,)], Order.parse(3, "0+1 meet"), replicas=2, loss_fn=square,
+            optimizer_of=lambda m: torch.optim.SGD(m.parameters()),
+        )  # fmt: skip
+
+
 def test_a_plan_from_explain_is_verified() -> None:
     model, x = model_and_rows()
     plan = autopar.explain(model, x, mesh={"dp": 2}, recipe="geo:3", loss_fn=square).plan
     edited = dataclasses.replace(plan, meeting=Meeting("dp", 2, 2, "diloco", 0.5, 0.9))
-    for each in (plan, edited, autopar.Plan.parse(str(edited))):
+    served = dataclasses.replace(
+        plan, meeting=Meeting("dp", 2, 2, "async-server", staleness=1, owner=1)
+    )
+    for each in (plan, edited, served, autopar.Plan.parse(str(edited))):
         assert autopar.verify(model, x, mesh={"dp": 2}, plan=each, loss_fn=square).passed
     with pytest.raises(PlanError):
         autopar.verify(model, x[:4], mesh={"dp": 2}, plan=plan, loss_fn=square)

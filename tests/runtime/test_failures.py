@@ -71,6 +71,14 @@ def given(name: str, door: Door) -> tuple[Case, Screen]:
     return case, row.screen
 
 
+def torchrun_was_first(screen: Screen) -> bool:
+    """Whether torchrun ended a rank before it could say that it had lost the killed one.
+
+    torchrun looks ten times a second, and on a busy machine a rank may still be at its batch then.
+    """
+    return "exitcode  : -15" in screen.text and "[rank" not in screen.text
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "door"),
@@ -84,7 +92,10 @@ def given(name: str, door: Door) -> tuple[Case, Screen]:
     ],
 )
 def test_the_first_screen_holds_cause_and_remedy(name: str, door: Door) -> None:
-    case, screen = given(name, door)
+    for _ in range(3):
+        case, screen = given(name, door)
+        if not torchrun_was_first(screen):
+            break
     assert re.search(case.cause, screen.first), screen.text
     assert re.search(case.remedy, screen.first), screen.text
     assert screen.exit_code not in (0, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autopar
 from autopar.proof.verdict import nan_last
@@ -64,6 +64,22 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.map(x).square().mean() * self.scale
+
+
+def test_the_code_of_a_graph_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new length passes through a dozen passes; each could write the Python code of the graph anew."""
+    made, (x, y) = autopar.compile(reader(1), loss_fn=cross_entropy), tokens((2, 16))
+    for length in (16, 8):
+        made.step(x[:, :length], y[:, :length])
+    written, write = [], fx.Graph.python_code
+
+    def counted(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        written.append(len(graph.nodes))
+        return write(graph, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", counted)
+    made.step(x[:, :12], y[:, :12])
+    assert len(written) == 1
 
 
 def test_another_python_value_is_captured_again() -> None:

@@ -103,7 +103,7 @@ def on_two_ranks(
     return found, ten_steps(compiled, compiled.step, batch)
 
 
-def _alone() -> dict[str, Any]:
+def alone() -> dict[str, Any]:
     """Ten steps of one process without autopar."""
     model, batch = gpt()
 
@@ -125,7 +125,7 @@ def test_slices_train_as_one_process_and_are_priced_as_they_are(
     recomputes: tuple[str | int, ...],
     tensors: int,
 ) -> None:
-    expected = _alone()
+    expected = alone()
     for figures, trained in two_ranks.run(on_two_ranks, recipe, names, recomputes):
         assert difference(trained, expected) < 1e-9
         for whole, sliced in figures:
@@ -153,14 +153,14 @@ def trained_otherwise(schedule: str, executor: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
 def test_stages_keep_slices(four_ranks: Ranks, schedule: str) -> None:
-    expected, parts = _alone(), four_ranks.run(trained_otherwise, schedule, "eager")
+    expected, parts = alone(), four_ranks.run(trained_otherwise, schedule, "eager")
     assert difference(joined(parts, list(expected)), expected) < 1e-9
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_compiled_regions_keep_slices(two_ranks: Ranks) -> None:
-    expected = _alone()
+    expected = alone()
     for found in two_ranks.run(trained_otherwise, "", "aot_eager"):
         assert difference(found, expected) < 1e-9
 

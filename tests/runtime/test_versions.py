@@ -22,7 +22,7 @@ from tests.support.staged import captured_once, plan_for
 
 pytestmark = pytest.mark.multiprocess
 
-STEPS, WIDTH = 20, 12
+STEPS, WIDTH = 8, 12  # a step has 8 or 16 micro-batches, each of which may update
 
 
 class Chain(nn.Sequential):

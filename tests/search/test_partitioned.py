@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 import autopar
 from autopar.cost_model import find_hardware
 from autopar.errors import AutoparError, MeshError, PlanError, SearchError
-from autopar.ir import S
+from autopar.ir import R, S
+from autopar.ir.recompute import RecomputeWish
 from autopar.ir.saved import SavedLayout
+from autopar.pipeline.composed import stored_bytes
 from autopar.planning.planning import Prepared, prepare_forward, prepare_step, search_step
 from autopar.search.given import Planned
 from autopar.search.request import Request
@@ -47,6 +50,69 @@ def test_it_is_the_plan_of_full_with_slices_and_says_so() -> None:
     (note,) = (note for note in sliced.plan.notes if "slices" in note)
     assert note.startswith("blocks.*.input kept in slices along tp until backward: ")
     assert "less on the fullest rank for" in note
+
+
+def test_offloaded_slices_lie_on_the_host() -> None:
+    """The same slices, 131 kB / 2 of each of six blocks; the first block's input is a sum that nobody can slice."""
+    on_device, on_host = searched("partitioned"), searched("offloaded")
+    assert on_host.plan.saved == {"blocks.*.input": SavedLayout((S(0),), "host")}
+    assert on_host.plan.ops == on_device.plan.ops
+    stream = 8 * 128 * 32 * 4
+    held = stored_bytes(on_host.graph, on_host.plan, HARDWARE, "host")
+    assert held == stream + 5 * stream / 2
+    assert on_device.price.peak_bytes - on_host.price.peak_bytes == held
+    assert on_host.price.step_seconds > on_device.price.step_seconds
+    assert any("in the host's memory until backward" in note for note in on_host.plan.notes)
+
+
+def test_what_no_axis_replicates_is_offloaded_whole() -> None:
+    request = Request(HARDWARE, recompute="offloaded", mesh={"dp": 2}, recipe="ddp")
+    plan = search_step(prepared(), request).best.plan
+    assert plan.saved == {"blocks.*.input": SavedLayout((R,), "host")}
+
+
+def test_the_search_offloads_where_nothing_else_fits() -> None:
+    """Nobody asks for it: first parameters leave the device, then activations too; with more memory they come back."""
+    bounds = [2_100_000, 2_300_000, 2_700_000]
+    found = [searched(None, bound, offload=True) for bound in bounds]
+    places = [{line.tier for line in each.plan.saved.values()} for each in found]
+    assert places == [{"host"}, {"host"}, set()]
+    assert {how.tier for how in found[0].plan.parameters.values()} == {"device", "host"}
+    assert all(each.price.peak_bytes <= bound for each, bound in zip(found, bounds, strict=True))
+    seconds = [each.price.step_seconds for each in found]
+    assert seconds == sorted(seconds, reverse=True)
+    with pytest.raises(SearchError):
+        searched(None, 1_800_000, offload=True)
+
+
+def test_memory_for_a_plan_that_was_found_is_enough() -> None:
+    """What leaves the device differs between layouts, so that the room for parameters is found in several tries."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(seq_len=128, layers=4, heads=4, width=64))
+    batch = (torch.randint(256, (8, 128)), torch.randint(256, (8, 128)))
+    small = prepare_step(model, batch, loss_fn=loss_fn)
+    h100 = replace(find_hardware("h100"), reserved_bytes=0)
+
+    def found(bound: float, recompute: RecomputeWish | None = None) -> Planned:
+        fields: dict[str, Any] = {"mesh": {"dp": 1}, "recompute": recompute}
+        return search_step(small, Request(h100, memory_bytes=int(bound), **fields)).best
+
+    more = found(4.9e6)
+    assert {line.tier for line in more.plan.saved.values()} == {"host"}
+    less = found(more.price.peak_bytes)
+    assert less.price.peak_bytes <= more.price.peak_bytes
+    assert less.price.step_seconds >= more.price.step_seconds
+    assert found(4.9e6, "offloaded").price.step_seconds <= more.price.step_seconds
+
+
+def test_a_bound_that_tensors_cannot_use_is_too_small() -> None:
+    """An H100 has 1 GB for its context and libraries."""
+    h100, (model, batch) = find_hardware("h100"), _model()
+    request = Request(
+        h100, mesh={"tp": 2}, memory_bytes=h100.reserved_bytes, offload=True, micro_batches=1
+    )
+    with pytest.raises(SearchError, match="0 bytes"):
+        search_step(prepare_step(model, batch, loss_fn=loss_fn), request)
 
 
 def test_it_fits_where_full_does_not() -> None:

@@ -22,7 +22,9 @@ WIDTH, ROWS = 64, 8
 PARAMETER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
-@pytest.mark.parametrize("recipe", ["far:diloco:10,dp:zero3", "local:4", "dp:geo:2,tp:tp+sp"])
+@pytest.mark.parametrize(
+    "recipe", ["far:diloco:10,dp:zero3", "local:4", "async-server:0", "dp:geo:2,tp:tp+sp"]
+)
 def test_the_text_of_a_recipe_reads_back(recipe: str) -> None:
     assert format_recipe(recipe) == recipe
 
@@ -33,6 +35,8 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
     assert split_recipe(recipe) == ("", {"dp": "zero3"})
     assert meeting_of("local:4", Mesh.parse("dp=8")) == Meeting("dp", 8, 4)
     assert split_recipe("local:4") == ("", "auto")
+    server = Meeting("dp", 8, 1, "async-server", staleness=2)
+    assert meeting_of("async-server:2", Mesh.parse("dp=8")) == server
     assert meeting_of("dp:zero3", mesh) is None and meeting_of("auto", None) is None
 
 
@@ -44,7 +48,9 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
         ({"dp": "local:4"}, {"tp": 2, "dp": 2}, "replicas lie along one axis, which is the first"),
         ({"dp": "local:4", "tp": "geo:4"}, {"dp": 2, "tp": 2}, "replicas lie along one axis"),
         ("local:4", None, "Say along which axis replicas lie, such as mesh={'dp': 4}, recipe='local:4'"),
-        ("local", {"dp": 2}, "for the first axis of a mesh local:K, geo:K, diloco:K"),
+        ("local", {"dp": 2}, "for the first axis of a mesh local:K, geo:K, diloco:K, async-server:S"),
+        ("async-server:x", {"dp": 2}, "may be ahead of the slowest, and 'x' is no whole number"),
+        ({"far": "async-server:1"}, {"far": 2, "dp": 2}, "Take a mesh of one axis, such as mesh={'far': 4}"),
         ("locl:4", {"dp": 2}, "There is no recipe '4' for the axis 'locl'; choose among auto"),
         ("locl:4", {"dp": 2}, "Replicas that meet every 4 steps are of local:4, geo:4 or diloco:4."),
         ("local:four", {"dp": 2}, "Cannot read 'local:four': after 'local:' stands the number of steps"),
@@ -94,6 +100,21 @@ def test_the_plan_says_what_is_no_longer_the_result_of_one_device() -> None:
     assert note in " ".join(str(explained("local:4")).split())
 
 
+def test_the_plan_says_how_stale_a_gradient_may_be_and_what_that_buys() -> None:
+    """The server's rank answers each of three others with 16.6 kB; an all-reduce sends 2 * 3/4 of that."""
+    (note,) = (
+        n for n in explained("async-server:2", {"dp": 4}).plan.notes if kind_of(n) == "replicas"
+    )
+    assert note.startswith(
+        "Not the result of a single device: 4 replicas along dp train on rows of their own and exchange differences "
+        "with a server on O(0)@dp after every step, so that a gradient may lack up to the last 2 steps of each other "
+        "rank, by its own count. A rank waits for another only where it is more than 2 exchanges ahead of it. Along dp "
+        "the server's rank sends 49.9 kB a step in place of 25.0 kB of data parallelism, in about "
+    )
+    (waits,) = (n for n in explained("async-server:0").plan.notes if kind_of(n) == "replicas")
+    assert "so that no gradient is old. A rank waits for the slowest in every exchange." in waits
+
+
 def test_gradients_that_are_wider_than_parameters_are_wider_messages() -> None:
     options = {"precision": None, "training_state": "gradients=8"}
     (note,) = (n for n in explained("local:4", **options).plan.notes if kind_of(n) == "replicas")
@@ -108,6 +129,10 @@ def test_a_meeting_sends_what_data_parallelism_sends_in_a_step() -> None:
     together, four, eight = (explained(r).traffic.value for r in ("ddp", "local:4", "diloco:8"))
     assert four == PARAMETER_BYTES / 4 and eight == PARAMETER_BYTES / 8
     assert together - PARAMETER_BYTES == pytest.approx(4, abs=8)  # and the loss
+
+
+def test_the_rank_of_a_server_sends_to_all_others() -> None:
+    assert explained("async-server:2", {"dp": 4}).traffic.value == 3 * PARAMETER_BYTES
 
 
 def test_meetings_are_seconds_of_a_step() -> None:

@@ -1,0 +1,123 @@
+"""What decomposed collectives hide, and that the price decomposes what the graph does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost_model import find_cluster
+from autopar.cost_model.items import COMPUTE, Item
+from autopar.errors import AutoparError
+from autopar.ir import Graph, Mesh, Plan
+from autopar.ops.decomposed import gather_products, product_scatter
+from autopar.passes import decompose_products, partition
+from autopar.pipeline.composed import step_of
+from autopar.planning.planning import Prepared, prepare_step, search_step
+from autopar.proof.random_plan import random_plan
+from autopar.search.request import Request
+from tests.runtime.models import make
+from tests.support.staged import prepared_once
+
+CLUSTER = find_cluster("h100x4")
+RANKS = 4
+
+
+class Two(nn.Module):
+    """Two products, whose rows are gathered for the first and scattered after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(512)
+        self.up, self.down = nn.Linear(512, 2048, bias=False), nn.Linear(2048, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return (x + self.down(self.up(x).relu())).square().mean()
+
+
+def explained(decompose: str) -> autopar.Explanation:
+    with torch.device("meta"):
+        model, x = Two(), torch.empty(8, 256, 512)
+    return autopar.explain(
+        model, (x,), mesh={"x": RANKS}, cluster=CLUSTER, recipe="tp+sp", decompose=decompose
+    )
+
+
+def items_of(found: autopar.Explanation) -> list[Item]:
+    return list(step_of(found.graph, found.plan, CLUSTER.hardware).items)
+
+
+def test_what_a_plan_hides_is_what_its_products_leave() -> None:
+    """n = 4 pieces: the smaller of T and C - C / n; in the backward of the gather C - C / 2n."""
+    items = items_of(explained("x"))
+    parts = {"forward": 0.0, "backward": 0.0}
+    for item in items:
+        if item.resource == COMPUTE and item.kind == "aten.linear" and item.phase in parts:
+            parts[item.phase] = item.count * item.seconds  # both have the same size
+    assert parts["backward"] == pytest.approx(2 * parts["forward"], rel=1e-6)
+    found = {(i.kind, i.phase): i for i in items if i.hidden_seconds}
+    assert {key: float(i.hidden_seconds) for key, i in found.items()} == pytest.approx({
+        ("all_gather", "forward"): min(found["all_gather", "forward"].seconds, parts["forward"] * 3 / 4),
+        ("reduce_scatter", "backward"):
+            min(found["reduce_scatter", "backward"].seconds, parts["backward"] * 7 / 8),
+        ("reduce_scatter", "forward"):
+            min(found["reduce_scatter", "forward"].seconds, parts["forward"] * 3 / 4),
+        ("all_gather", "backward"): min(found["all_gather", "backward"].seconds, parts["backward"] * 3 / 4),
+    })  # fmt: skip
+
+
+def test_the_composed_step_is_shorter_by_what_is_hidden() -> None:
+    plain, pieces = explained(""), explained("x")
+    hidden = sum(float(i.count * i.hidden_seconds) for i in items_of(pieces))
+    assert hidden > 0
+    assert pieces.time.value == pytest.approx(plain.time.value - hidden, rel=1e-9)
+
+
+def test_auto_decomposes_where_that_is_faster() -> None:
+    assert explained("auto").plan.decomposed == ("x",)
+
+
+def test_meshes_without_the_axis_are_searched_too() -> None:
+    """Nobody names a mesh; of those that the search tries some have no axis tp."""
+    with torch.device("meta"):
+        model, x = Two(), torch.empty(8, 256, 512)
+    request = Request.on(CLUSTER, recipe="zero3-offload", decompose=("tp",))
+    plan = search_step(prepare_step(model, (x,)), request).best.plan
+    assert plan.decomposed == tuple(axis for axis in plan.mesh.names if axis == "tp")
+
+
+def test_unknown_axes_are_refused() -> None:
+    with pytest.raises(
+        AutoparError, match="decompose names the axis 'y', and stages have the axes x"
+    ):
+        explained("y")
+
+
+def decomposed_calls(prepared: Prepared, plan: Plan) -> int:
+    """Number of decomposed calls in the graph of a rank."""
+    module, _ = partition(prepared.captured, prepared.analysis, plan)
+    decompose_products(module, gather_products, product_scatter, groups=plan.decomposed)
+    return sum(node.target in (gather_products, product_scatter) for node in module.graph.nodes)
+
+
+def priced_calls(graph: Graph, plan: Plan) -> int:
+    """Number of conversions whose forward hides something."""
+    items = step_of(graph, plan, CLUSTER.hardware).items
+    return sum(bool(i.hidden_seconds) for i in items if i.phase == "forward")
+
+
+def test_the_graph_and_the_price_decompose_the_same_conversions() -> None:
+    model, batch, loss_fn = make("gpt")
+    prepared = prepared_once(model, batch, loss_fn)
+    graph, total = prepared.analysis.graph, 0
+    for seed in range(40):
+        mesh = Mesh.of({"a": 2, "b": 2})
+        drawn = random_plan(graph, mesh, seed=seed, fingerprint=prepared.captured.fingerprint)
+        plan = replace(drawn, pipeline=None, decomposed=mesh.names)
+        assert decomposed_calls(prepared, plan) == priced_calls(graph, plan), seed
+        total += priced_calls(graph, plan)
+    assert total > 5

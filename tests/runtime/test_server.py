@@ -1,0 +1,273 @@
+"""An asynchronous server and its connections, in one process: who waits for whom, and how that ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.ir import Meeting
+from autopar.runtime import desks
+from autopar.runtime.parcel import Parcel
+from autopar.runtime.server import Server
+from autopar.runtime.server_lines import Line, Listener, connect
+from autopar.runtime.server_table import ServerTable
+
+WAIT_SECONDS = 20.0  # much more than any of these take
+
+
+def server(replicas: int = 2, staleness: int = 1, wait_seconds: float = WAIT_SECONDS) -> Server:
+    meeting = Meeting("dp", replicas, 1, "async-server", staleness=staleness)
+    return Server(ServerTable(meeting, {"x": torch.zeros(1)}), wait_seconds)
+
+
+def parcel(value: float) -> Parcel:
+    found = Parcel({"x": torch.zeros(1)})
+    found.tensors["x"].fill_(value)
+    return found
+
+
+def value(of: Parcel) -> float:
+    return of.tensors["x"].item()
+
+
+class Later:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._run, args=(call, *args), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            self.result = call(*args)
+        except Exception as error:  # of the thread, for the test to look at
+            self.result = error
+
+    def is_done(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+def test_the_fastest_waits_at_the_bound() -> None:
+    """Under staleness 1 replica 0 is let through once, and the second time waits for the first push of replica 1."""
+    asked, first, second = server(), parcel(2.0), parcel(4.0)
+    asked.exchange(0, 1, first)
+    assert value(first) == 1.0
+    ahead = Later(asked.exchange, 0, 1, second)
+    assert not ahead.is_done(0.2)
+    own = parcel(8.0)
+    asked.exchange(1, 1, own)
+    assert ahead.is_done(WAIT_SECONDS) and ahead.result is None
+    assert value(own) == 7.0 and value(second) == 7.0
+
+
+def test_the_push_that_a_pull_waits_for_answers_it() -> None:
+    """Under staleness 0 what replica 1 pushes next is not in the pull of replica 0, however late that wakes up."""
+    asked, waiting = server(staleness=0), parcel(2.0)
+    ahead = Later(asked.exchange, 0, 1, waiting)
+    assert not ahead.is_done(0.1)
+    with asked._changed:  # keeps the thread of replica 0 asleep
+        asked.exchange(1, 1, parcel(4.0))
+        again = parcel(100.0)
+        asked._table.push(1, 1, again)
+    assert ahead.is_done(WAIT_SECONDS) and value(waiting) == 3.0
+
+
+def test_all_who_wait_too_long_are_told_for_whom() -> None:
+    asked = server(replicas=3, staleness=0, wait_seconds=0.5)
+    first = Later(asked.exchange, 1, 1, parcel(1.0))
+    assert not first.is_done(0.1)
+    with pytest.raises(TimeoutError) as caught:
+        asked.exchange(2, 1, parcel(1.0))
+    assert first.is_done(WAIT_SECONDS) and str(first.result) == str(caught.value)
+    assert str(caught.value) == (
+        "A pull of replica 1, which has pushed 1 times since the last meeting, waited 0.5 s for replica 0, which has "
+        "pushed 0 times; a replica may be 0 ahead"
+    )
+
+
+@pytest.mark.parametrize("ends", ["end", "meet"])
+def test_nobody_waits_for_one_that_does_not_push_again(ends: str) -> None:
+    asked = server(staleness=0)
+    ahead = Later(asked.exchange, 0, 1, parcel(1.0))
+    assert not ahead.is_done(0.1)
+    gone = Later(asked.end, 1) if ends == "end" else Later(asked.meet, 1, 0, parcel(0.0))
+    assert ahead.is_done(WAIT_SECONDS) and ahead.result is None
+    order = asked.meet(0, 0, parcel(0.0))
+    assert str(order) == ("0+1 1! 0= meet" if ends == "end" else "0+1 0= meet")
+    assert gone.is_done(WAIT_SECONDS)
+
+
+def test_a_meeting_gives_all_the_same_and_begins_a_new_order() -> None:
+    asked, own, other = server(staleness=3), parcel(1.0), parcel(3.0)
+    waits = Later(asked.meet, 1, 2, other)
+    assert not waits.is_done(0.1)
+    order = asked.meet(0, 1, own)
+    assert waits.is_done(WAIT_SECONDS) and waits.result == order
+    assert str(order) == "1+2 0+1 meet" and value(own) == value(other) == 2.0
+    asked.end(1)
+    assert str(asked.meet(0, 0, own)) == "1! meet"
+
+
+def test_new_parameters_are_the_owners() -> None:
+    asked, own, other = server(), parcel(5.0), parcel(6.0)
+    waits = Later(asked.begin, 1, other)
+    asked.begin(0, own)
+    assert waits.is_done(WAIT_SECONDS) and value(other) == value(own) == 5.0
+
+
+def test_a_push_before_the_meeting_adds_nothing_to_new_parameters() -> None:
+    """The owner loads 100 while replica 1 still pushes a difference of 8 to the old parameters."""
+    asked, own, other = server(), parcel(100.0), parcel(8.0)
+    loads = Later(asked.begin, 0, own)
+    assert not loads.is_done(0.1)
+    asked.exchange(1, 1, other)
+    assert value(other) == 4.0
+    asked.begin(1, other)
+    assert loads.is_done(WAIT_SECONDS) and value(own) == value(other) == 100.0
+
+
+def test_small_updates_of_half_precision_add_up() -> None:
+    """Of 256 a bfloat16 has steps of 2, so that 0.5 alone is rounded away; 64 halves of it are 16."""
+    meeting = Meeting("dp", 2, 1, "async-server")
+    values = {"x": torch.full((1,), 256.0, dtype=torch.bfloat16)}
+    table, changes = ServerTable(meeting, values), Parcel(values)
+    for _ in range(64):
+        changes.tensors["x"].fill_(0.5)
+        table.push(0, 1, changes)
+    table.pull(0, changes)
+    assert value(changes) == 272.0
+
+
+def test_after_a_wait_in_vain_nothing_is_answered() -> None:
+    asked = server(staleness=0, wait_seconds=0.1)
+    with pytest.raises(TimeoutError, match="A meeting of replica 1") as caught:
+        asked.meet(1, 1, parcel(1.0))
+    for call in (asked.exchange, asked.meet):
+        with pytest.raises(TimeoutError) as again:
+            call(0, 1, parcel(1.0))
+        assert str(again.value) == str(caught.value)
+    assert not asked._table.meeting_of and asked._table.clock(0) == 0
+
+
+def test_the_owner_stays_until_large_answers_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desks, "LATER_SECONDS", 0.01)
+    asked, (here, there) = server(), socket.socketpair()
+    line = Line(here, parcel(0.0))
+    asked.end(1)
+    owner = desks.OwnDesk(asked, 0, parcel(0.0), {1: line})
+    line.answering.acquire()
+    waits = Later(owner.meet, 0)
+    assert not waits.is_done(0.2)
+    line.answering.release()
+    assert waits.is_done(WAIT_SECONDS) and str(waits.result) == "1! meet"
+    there.close(), line.close()
+
+
+# --- connections
+
+TENSORS = {"w": torch.arange(3.0, dtype=torch.float64), "b": torch.tensor(2, dtype=torch.int8),
+           "h": torch.ones(2, 2, dtype=torch.bfloat16), "none": torch.empty(0, 4)}  # fmt: skip
+
+
+def test_a_parcel_crosses_a_connection_with_its_formats() -> None:
+    here, there = (Line(each, Parcel(TENSORS)) for each in socket.socketpair())
+    for name, x in TENSORS.items():
+        here.parcel.tensors[name].copy_(x)
+    here.send(b"p", 7)
+    assert there.receive(b"p")[:2] == (b"p", 7)
+    for name, x in TENSORS.items():
+        found = there.parcel.tensors[name]
+        assert torch.equal(found, x) and found.dtype == x.dtype
+    here.close()
+    with pytest.raises(ConnectionError, match="closed by its other end"):
+        there.receive(b"p")
+    there.close()
+
+
+def test_rows_that_did_not_change_are_not_sent() -> None:
+    """Rows 1 and 4 of 100 are two numbers of a row and two rows of 3 numbers; a tensor of many changes goes whole."""
+    like = {"table": torch.zeros(100, 3, dtype=torch.float64), "b": torch.zeros(5)}
+    here, there = (Line(each, Parcel(like)) for each in socket.socketpair())
+    here.parcel.tensors["table"][[1, 4]] = torch.tensor(
+        [[1.0, 0, 0], [0, float("nan"), 2]]
+    ).double()
+    here.parcel.tensors["b"].fill_(7)
+    here.parcel.keep_changed_rows()
+    here.send(b"p", 1)
+    assert here.sent_bytes == 17 + 2 * 8 + 2 * 8 + 2 * 3 * 8 + 5 * 4
+    there.receive(b"p")
+    assert there.parcel.rows["table"].tolist() == [1, 4] and "b" not in there.parcel.rows
+    for name, x in here.parcel.tensors.items():
+        torch.testing.assert_close(there.parcel.tensors[name], x, rtol=0, atol=0, equal_nan=True)
+    here.parcel.tensors["table"].fill_(1)
+    here.parcel.keep_changed_rows()
+    assert not here.parcel.rows
+    here.close(), there.close()
+
+
+def test_a_pull_has_the_rows_that_changed_since_the_last() -> None:
+    meeting = Meeting("dp", 2, 1, "async-server", staleness=9)
+    table = ServerTable(meeting, {"x": torch.zeros(50, 4)})
+    own, other = (Parcel({"x": torch.zeros(50, 4)}) for _ in range(2))
+
+    def push(replica: int, into: Parcel, row: int) -> None:
+        into.tensors["x"].zero_()[row] = 2.0
+        into.keep_changed_rows()
+        table.push(replica, 1, into)
+
+    push(0, own, 3)
+    push(1, other, 7)
+    table.pull(0, own)
+    table.pull(1, other)
+    assert own.rows["x"].tolist() == other.rows["x"].tolist() == [3, 7]
+    push(1, other, 9)
+    table.pull(1, other)
+    assert other.rows["x"].tolist() == [9]
+    push(0, own, 1)
+    table.pull(0, own)
+    assert own.rows["x"].tolist() == [1, 9] and own.tensors["x"][9].tolist() == [1.0] * 4
+    table.begin(other)
+    table.meet({0: own, 1: other})
+    assert not own.rows and torch.equal(own.tensors["x"], other.tensors["x"])
+
+
+def test_a_connection_begins_with_the_secret() -> None:
+    listener = Listener()
+    found = Later(listener.accept, [1, 2], WAIT_SECONDS)
+    forged = listener.address._replace(hosts=("127.0.0.1",), secret=bytes(16))
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
+        connect(forged, 1, WAIT_SECONDS)
+    ends = [connect(listener.address._replace(hosts=("127.0.0.1",)), i, 1.0) for i in (1, 2)]
+    assert found.is_done(WAIT_SECONDS) and sorted(found.result) == [1, 2]
+    for each in (*ends, *found.result.values()):
+        each.close()
+
+
+def test_a_replica_may_connect_again() -> None:
+    """The last connection counts; one that comes and goes without a word is none."""
+    listener = Listener()
+    address = listener.address._replace(hosts=("127.0.0.1",))
+    found = Later(listener.accept, [1, 2], WAIT_SECONDS)
+    socket.create_connection(("127.0.0.1", address.port)).close()
+    first, again, other = (connect(address, i, WAIT_SECONDS) for i in (1, 1, 2))
+    assert found.is_done(WAIT_SECONDS) and sorted(found.result) == [1, 2]
+    assert first.recv(1) == b""
+    found.result[1].sendall(b"x")
+    assert again.recv(1) == b"x"
+    for each in (first, again, other, *found.result.values()):
+        each.close()
+
+
+def test_a_replica_that_does_not_connect_is_named() -> None:
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"replicas \[3\] did not connect within 0\.1 s"):
+        Listener().accept([3], 0.1)
+    assert time.monotonic() - begin < WAIT_SECONDS

@@ -1,0 +1,55 @@
+"""Equal questions on one mesh share a search, and different ones do not; recipes share a folded graph."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.ir import UNSPLIT, Mesh
+from autopar.search import search
+from autopar.search.axis import AxisSolutions
+from autopar.search.milp import AxisProgram
+from autopar.search.problem import Assignment
+from autopar.search.search import MeshSearch
+from autopar.search.searches import Searches
+from tests.search.graphs import LlamaSizes, llama
+from tests.search.toy import TOY
+
+GRAPH = llama(
+    LlamaSizes(batch=8, seq=16, layers=1, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=64)
+)
+MESH = Mesh.of({"dp": 2, "tp": 2})
+
+
+def test_equal_questions_share_a_search() -> None:
+    searches = Searches()
+    asked = searches.on(GRAPH, MESH, hardware=TOY, recipe="dp:zero3,tp:tp", pins=None)
+    again = searches.on(GRAPH, MESH, hardware=TOY, recipe={"dp": "zero3", "tp": "tp"}, pins={})
+    assert again is asked
+    for other in (
+        searches.on(GRAPH, MESH, hardware=TOY),
+        searches.on(GRAPH, MESH, hardware=TOY, recipe="dp:zero3,tp:tp", micro_batches=2),
+        searches.on(GRAPH, Mesh.of({"dp": 4, "tp": 1}), hardware=TOY, recipe="dp:zero3,tp:tp"),
+    ):
+        assert other is not asked
+
+
+def test_a_search_under_a_recipe_finds_the_plan_of_a_search_with_it() -> None:
+    shared = MeshSearch.of(GRAPH, MESH, hardware=TOY)
+    for recipe in ("dp:ddp,tp:tp", "dp:zero3,tp:tp+sp"):
+        expected = search(GRAPH, MESH, hardware=TOY, recipe=recipe)
+        assert shared.under(recipe).within(None).plan == expected
+
+
+def test_a_bound_below_an_impossible_one_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved, solve = [], AxisProgram.solve
+
+    def counted(self: AxisProgram, **options: float) -> object:
+        solved.append(options)
+        return solve(self, **options)
+
+    monkeypatch.setattr(AxisProgram, "solve", counted)
+    problem = MeshSearch.of(GRAPH, Mesh.of({"dp": 2}), hardware=TOY).problem
+    unsplit = Assignment(tuple((UNSPLIT,) for _ in problem.ops), {}, {})
+    solutions = AxisSolutions.of(problem, 0, unsplit)
+    assert solutions.within(2.0) is solutions.within(1.0) is solutions.smallest
+    assert len(solved) == 2  # the program with the larger bound, and the one of least memory
