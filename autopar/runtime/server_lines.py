@@ -82,8 +82,8 @@ class Line:
         return ServerMessage(kind, number, text)
 
     def _write(self, data: bytes | bytearray | memoryview) -> None:
+        self.sent_bytes += len(data)  # before, so that who got the data finds them counted
         self._socket.sendall(data)
-        self.sent_bytes += len(data)
 
     def close(self) -> None:
         """Ends the connection; a thread that waits for it gets a ConnectionError."""

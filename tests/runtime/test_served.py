@@ -166,6 +166,7 @@ def kept() -> tuple[int, int, float]:
     """Bytes that a rank sends for an exchange, what it keeps, and what was priced."""
     made, steps = _built()
     run(made, steps, batches("mlp", 2))
+    dist.barrier()  # the owner's thread answers whenever the other rank asks
     meetings = made._meetings
     parts = made.explain().memory.part("optimizer").parts  # type: ignore[attr-defined]
     priced = sum(part.value for part in parts if "kept for meetings" in part.name)
