@@ -129,7 +129,7 @@ class GivenMesh:
 
     def _recomputing(self) -> Planned:
         """A plan without stages but with recomputation, searched as a pipeline of a single rank under 1F1B."""
-        request = self._issuing()
+        request = self.request  # with no time to launch kernels that its price does not know either
         assert request.mesh is not None, "a mesh was given"
         whole = request.but(
             mesh=with_pipeline(request.mesh, 1, 0), schedule="1f1b",

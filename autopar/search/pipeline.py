@@ -16,7 +16,7 @@ fit, or if stages that do not fit would be faster than those that do, a half and
 too; they lead to plans that shard more.
 
 [Note: room by recomputation] The search of layouts keeps every activation. Recomputing blocks frees memory, in which
-the device can keep parameters that the host would otherwise store. The best plan recomputes all blocks, none, or
+faster layouts fit, and parameters that the host would otherwise store. The best plan recomputes all blocks, none, or
 some. With all blocks, the best layouts are the fastest ones within the memory of a rank plus the memory that all blocks
 free. With some blocks, recomputing one block more or less exchanges seconds for bytes at a certain rate. The best
 layouts are then those with the least sum of seconds and of bytes at this rate (a Lagrange multiplier: Everett
@@ -30,7 +30,7 @@ priced with another batch size (`autopar.ir.batches.with_batch`), with the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -156,10 +156,12 @@ class _Search:
     def _search_shares(self) -> None:
         """Searches plans under smaller and smaller bounds, and prices them; see [Note: memory of a stage]."""
         seen = 0
-        for inner in self._plans():
-            if inner is None or self._is_new(inner):
+        for plans in self._plans():
+            new = [each for each in plans if each is None or self._is_new(each)]
+            if new:
                 seen = len(self.found.overfull)
-                self._price_plan(inner)
+            for each in new:
+                self._price_plan(each)
             if (
                 self.found
                 and not self.request.offload
@@ -220,13 +222,20 @@ class _Search:
         is_first = self.request.offload or (self.ranks == 1 and may_recompute)
         return (math.inf, *_SHARES) if is_first else _SHARES
 
-    def _plans(self) -> Iterator[_Inner | None]:
-        """Plans of layouts under smaller and smaller bounds; None for a bound under which none fits."""
+    def _plans(self) -> Iterator[Iterable[_Inner | None]]:
+        """Plans of layouts under smaller and smaller bounds; None for a bound under which none fits.
+
+        Plans that are yielded together are all priced before it is decided whether others are worth a search. Those
+        that fit as they are belong to those that fit beside recomputation, since either may be the faster.
+        """
         inside = self._inside(self.asked_micro_batches or self.captured)
-        for share in self._shares(inside):
-            yield self._stage_plan(share, inside)
-            if self.request.offload and math.isinf(share) and math.isfinite(self.bound):
-                yield from self._beside_recomputation(inside)
+        shares = self._shares(inside)
+        if math.isinf(shares[0]) and math.isfinite(self.bound):
+            yield [self._stage_plan(shares[0], inside)]
+            yield [*self._beside_recomputation(inside), self._stage_plan(shares[1], inside)]
+            shares = shares[2:]
+        for share in shares:
+            yield [self._stage_plan(share, inside)]
 
     def _beside_recomputation(self, inside: MeshSearch) -> Iterator[_Inner | None]:
         """Plans of layouts that use the memory that recomputation frees; see [Note: room by recomputation]."""
