@@ -22,15 +22,20 @@ def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def group_seconds(group: dist.ProcessGroup) -> float | None:
+    """How long collectives of this group wait; None for a backend that has no limit, such as torch's fake one."""
+    kinds = group._device_types  # none where the group is written in Python
+    options = getattr(group._get_backend(kinds[0]), "options", None) if kinds else None
+    return None if options is None else options._timeout.total_seconds()
+
+
 @contextlib.contextmanager
 def waiting_longer(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
     """Inside it, collectives of this group wait for at least so long, whatever its timeout is."""
-    kinds = group._device_types  # none where the group is written in Python
-    options = getattr(group._get_backend(kinds[0]), "options", None) if kinds else None
-    if options is None:  # torch's fake backend has none either
+    before = group_seconds(group)
+    if before is None:
         yield
         return
-    before = options._timeout.total_seconds()
     set_group_timeout(group, max(before, seconds))
     try:
         yield

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -97,7 +96,7 @@ class OwnDesk:
         with self._naming_failures():
             order = self._server.meet(self._replica, steps, self.parcel)
         # This process may end after its last meeting, and large parameters take their time to go.
-        self._let_answers_go(max(self._server.wait_seconds, LATER_SECONDS))
+        self._server.let_answers_go(max(self._server.wait_seconds, LATER_SECONDS))
         return order
 
     def begin(self) -> None:
@@ -110,7 +109,7 @@ class OwnDesk:
         try:
             yield
         except TimeoutError as error:
-            self._let_answers_go(LATER_SECONDS)
+            self._server.let_answers_go(LATER_SECONDS)
             raise _lost(str(error)) from error
 
     @property
@@ -122,17 +121,10 @@ class OwnDesk:
         """Lets the others have the answers that are under way, and ends the server."""
         try:
             self._server.end(self._replica)
-            self._let_answers_go(LATER_SECONDS)
+            self._server.let_answers_go(LATER_SECONDS)
         finally:
             for line in self._lines.values():
                 line.close()
-
-    def _let_answers_go(self, seconds: float) -> None:
-        """Waits until no answer is under way, for so many seconds at most."""
-        end = time.monotonic() + seconds
-        for line in self._lines.values():
-            if line.answering.acquire(timeout=max(end - time.monotonic(), 0)):
-                line.answering.release()
 
 
 class FarDesk:
@@ -219,8 +211,10 @@ def _answered(server: Server, replica: int, line: Line) -> bool:
     asked = line.receive(_PUSH + _MEET + _BEGIN)
     if asked.kind == _END:
         return False
-    with line.answering:
+    try:
         _answer(server, replica, asked, line)
+    finally:
+        server.has_sent(replica)
     return True
 
 

@@ -191,8 +191,11 @@ class ServedMeetings(Meetings):
 
 
 def _default_seconds() -> float:
-    """Time that the store of the process group waits; none for a single rank, which waits for nobody."""
-    return _torch.store_seconds(_torch.default_store()) if dist.is_initialized() else 0.0
+    """Time that collectives of all ranks wait; none for a single rank, which waits for nobody."""
+    if not dist.is_initialized():
+        return 0.0
+    assert dist.group.WORLD is not None, "there is a process group"
+    return _torch.group_seconds(dist.group.WORLD) or _torch.store_seconds(_torch.default_store())
 
 
 def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> Desk:

@@ -11,7 +11,7 @@ pulled when it wakes up, another might have pushed again by then.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from autopar.ir.order import Order
 from autopar.runtime.parcel import Parcel
@@ -34,6 +34,9 @@ class Server:
         self._meeting: dict[int, Parcel] = {}
         self._new: Parcel | None = None  # what the next meeting takes as the common parameters
         self._failure = ""  # why nobody gets an answer any more
+        self._under_way: set[int] = (
+            set()
+        )  # replicas of other processes whose answer was not sent yet
         # Nobody can come to a meeting before it has the order of the last one.
         self._meetings, self._order = 0, Order(table.meeting.replicas, ())
 
@@ -53,7 +56,7 @@ class Server:
             parcel: its difference over these steps; afterwards the common parameters.
         """
         with self._changed:
-            self._check()
+            self._check(replica)
             self._table.push(replica, steps, parcel)
             self._pulls[replica] = parcel
             self._answer()
@@ -65,7 +68,7 @@ class Server:
         Returns the events since the last meeting. Raises TimeoutError naming who did not come.
         """
         with self._changed:
-            self._check()
+            self._check(replica)
             if steps:
                 self._table.push(replica, steps, parcel)
             return self._meet(replica, parcel)
@@ -76,7 +79,7 @@ class Server:
         They are so from the meeting on: until then others may still push differences to the old ones.
         """
         with self._changed:
-            self._check()
+            self._check(replica)
             if replica == self._table.meeting.owner:
                 self._new = parcel
             self._meet(replica, parcel)
@@ -86,12 +89,29 @@ class Server:
         with self._changed:
             self._meeting.pop(replica, None)
             self._pulls.pop(replica, None)
+            self._under_way.discard(replica)
             self._table.end(replica)
             self._answer()
+            self._changed.notify_all()
 
-    def _check(self) -> None:
+    def has_sent(self, replica: int) -> None:
+        """Notes that a replica of another process has its answer."""
+        with self._changed:
+            self._under_way.discard(replica)
+            self._changed.notify_all()
+
+    def let_answers_go(self, seconds: float) -> None:
+        """Waits until every answer that was given is also sent, for so many seconds at most.
+
+        A replica with its answer may ask again at once. Nobody waits here for the answer to that.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way, seconds)
+
+    def _check(self, replica: int) -> None:
         """Raises TimeoutError if a wait was in vain; called with the lock."""
         if self._failure:
+            self._send_to([replica])
             raise TimeoutError(self._failure)
 
     def _meet(self, replica: int, parcel: Parcel) -> Order:
@@ -109,19 +129,26 @@ class Server:
             return
         for replica in [i for i in self._pulls if self._table.may_pull(i)]:
             self._table.pull(replica, self._pulls.pop(replica))
+            self._send_to([replica])
         if self._table.left and self._table.meeting_of == self._table.left:
             if self._new is not None:
                 self._table.begin(self._new)
                 self._new = None
             self._order = self._table.meet(self._meeting)
             self._meetings += 1
+            self._send_to(self._meeting)
             self._meeting.clear()
         self._changed.notify_all()
+
+    def _send_to(self, replicas: Iterable[int]) -> None:
+        """Notes answers that threads of other replicas now have to send; called with the lock."""
+        self._under_way.update(i for i in replicas if i != self._table.meeting.owner)
 
     def _wait(self, replica: int, is_done: Callable[[], bool], what: str) -> None:
         """Waits for an answer; called with the lock. A wait that is in vain fails all others too, with one cause."""
         if not self._changed.wait_for(lambda: is_done() or self._failure, self.wait_seconds):
             self._failure = self._in_vain(replica, what)
+            self._send_to({*self._pulls, *self._meeting})
             self._changed.notify_all()
         if not is_done():
             self._pulls.pop(replica, None)

@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -58,13 +57,11 @@ class Line:
     Attributes:
         sent_bytes: number of bytes sent so far.
         is_closed: whether this end has closed it.
-        answering: lock that is held from a question to the end of its answer.
     """
 
     def __init__(self, connection: socket.socket, parcel: Parcel) -> None:
         self._socket, self.parcel = connection, parcel
         self.sent_bytes, self.is_closed = 0, False
-        self.answering = threading.Lock()
 
     def send(self, kind: bytes, number: int = 0, text: str | None = None) -> None:
         """Sends a message with a text, or else with the tensors of the parcel."""

@@ -18,6 +18,7 @@ def test_a_group_is_found_by_its_name(group):
 def test_the_timeout_of_a_group_is_set(group):
     _torch.set_group_timeout(group, 7.0)
     assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7.0
+    assert _torch.group_seconds(group) == 7.0
 
 
 def test_functional_collectives_of_one_rank_return_their_input(group):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -28,6 +31,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.runtime.warm"])
 TIMEOUT_SECONDS = 120  # of a task on all ranks
 GLOO_SECONDS = 60  # that a rank waits for another
+STACK_SECONDS = 2  # that a rank which hangs takes to write where it is
 
 Join = Callable[[int, int, str], None]  # rank, number of ranks, file where they meet
 
@@ -81,7 +85,8 @@ class Ranks:
             waiting = [p for rank, p in enumerate(self._pipes) if rank not in results]
             ready = wait(waiting, timeout=TIMEOUT_SECONDS)
             if not ready:
-                raise RankFailed(f"ranks {sorted(set(range(self.count)) - set(results))} hang")
+                hanging = sorted(set(range(self.count)) - set(results))
+                raise RankFailed(f"ranks {hanging} hang\n{self._stacks(hanging)}")
             for pipe in ready:
                 rank = rank_of[id(pipe)]
                 ok, value = self._received(rank)
@@ -97,6 +102,15 @@ class Ranks:
         except EOFError:
             self._processes[rank].join(10)
             return False, f"ended with exit code {self._processes[rank].exitcode}, and sent nothing"
+
+    def _stacks(self, ranks: Sequence[int]) -> str:
+        """Where every thread of these ranks is."""
+        assert self._folder is not None, "the ranks were started"
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        files = {rank: _stack_file(self._folder.name, rank) for rank in ranks}
+        return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items())
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -124,7 +138,13 @@ class Ranks:
             self._folder = None
 
 
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stacks-{rank}"
+
+
 def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) -> None:
+    # The handler is in C, so that a rank that hangs while it holds the interpreter's lock answers too.
+    faulthandler.register(signal.SIGUSR1, _stack_file(str(Path(store).parent), rank).open("w"))
     threading.Thread(target=follow_parent, daemon=True).start()
     # What is imported stays: tests that look for garbage look through their own alone.
     gc.freeze()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autopar.ir import Meeting
+from autopar.ir.order import Order
 from autopar.runtime import desks
 from autopar.runtime.parcel import Parcel
 from autopar.runtime.server import Server
@@ -21,9 +22,14 @@ from autopar.runtime.server_table import ServerTable
 WAIT_SECONDS = 20.0  # much more than any of these take
 
 
-def server(replicas: int = 2, staleness: int = 1, wait_seconds: float = WAIT_SECONDS) -> Server:
+def server(
+    replicas: int = 2,
+    staleness: int = 1,
+    wait_seconds: float = WAIT_SECONDS,
+    kind: type[Server] = Server,
+) -> Server:
     meeting = Meeting("dp", replicas, 1, "async-server", staleness=staleness)
-    return Server(ServerTable(meeting, {"x": torch.zeros(1)}), wait_seconds)
+    return kind(ServerTable(meeting, {"x": torch.zeros(1)}), wait_seconds)
 
 
 def parcel(value: float) -> Parcel:
@@ -157,18 +163,37 @@ def test_after_a_wait_in_vain_nothing_is_answered() -> None:
     assert not asked._table.meeting_of and asked._table.clock(0) == 0
 
 
-def test_the_owner_stays_until_large_answers_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desks, "LATER_SECONDS", 0.01)
-    asked, (here, there) = server(), socket.socketpair()
-    line = Line(here, parcel(0.0))
-    asked.end(1)
-    owner = desks.OwnDesk(asked, 0, parcel(0.0), {1: line})
-    line.answering.acquire()
-    waits = Later(owner.meet, 0)
-    assert not waits.is_done(0.2)
-    line.answering.release()
-    assert waits.is_done(WAIT_SECONDS) and str(waits.result) == "1! meet"
-    there.close(), line.close()
+def test_the_owner_stays_until_large_answers_have_gone() -> None:
+    asked = server()
+    owner = desks.OwnDesk(asked, 0, parcel(0.0), {})
+    waits, other = Later(owner.meet, 0), Later(asked.meet, 1, 0, parcel(0.0))
+    assert other.is_done(WAIT_SECONDS) and not waits.is_done(0.2)
+    asked.has_sent(1)
+    assert waits.is_done(WAIT_SECONDS) and str(waits.result) == "meet"
+
+
+class _OwnerWakesLate(Server):
+    """A server whose owner comes out of the first meeting when replica 1 has come to the second."""
+
+    def meet(self, replica: int, steps: int, parcel: Parcel) -> Order:
+        order = super().meet(replica, steps, parcel)
+        if replica == 0 and self._meetings == 1:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._meeting, WAIT_SECONDS)
+        return order
+
+
+def test_an_owner_that_wakes_late_does_not_wait_for_the_next_meeting() -> None:
+    """Replica 1 has its answer and asks again before the owner has seen that the meeting is over."""
+    asked = server(kind=_OwnerWakesLate)
+    here, there = (Line(each, parcel(0.0)) for each in socket.socketpair())
+    owner = desks.OwnDesk(asked, 0, parcel(0.0), {1: here})
+    other = desks.FarDesk(there, "rank 0", 2)
+    far = Later(lambda: [other.meet(0), other.meet(0)])
+    near = Later(lambda: [owner.meet(0), owner.meet(0)])
+    assert near.is_done(WAIT_SECONDS / 2) and far.is_done(WAIT_SECONDS / 2)
+    assert [str(each) for each in near.result] == ["meet", "meet"] == [str(e) for e in far.result]
+    other.close(), owner.close()
 
 
 # --- connections
