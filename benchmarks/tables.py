@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.explanation.advice import Advice
+from autopar.explanation.answers import Advice
 
 
 def markdown_table(

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
-from autopar.api.planner import MeshLike, Planner, axes_of, hardware_of
+from autopar.api.machine import MeshLike, axes_of, hardware_of
+from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
 from autopar.cost_model import Cluster, Hardware, find_cluster

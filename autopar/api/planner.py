@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import _torch
+from autopar.api.announcing import (
+    start_line,
+    warn_of_idle_axes,
+    warn_of_loss,
+    warn_of_shape,
+    warn_of_unused_folder,
+)
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, capture_forward, capture_step
 from autopar.capture.open_sizes import OpenDims
-from autopar.cost_model import Hardware, find_hardware
 from autopar.errors import MeshError, PlanError, RecipeError, SearchError
 from autopar.explanation.costs import run_of
 from autopar.explanation.explanation import Explanation
@@ -32,8 +36,6 @@ from autopar.ir import (
     R,
     without_pipeline,
 )
-from autopar.ir.recompute import words_of_recompute
-from autopar.ir.saved import words_of_saved
 from autopar.pipeline.composed import composed, step_of, stored_bytes
 from autopar.pipeline.saved_values import possible_lines
 from autopar.pipeline.schedules import check_micro_batches, takes, unbounded
@@ -63,13 +65,10 @@ from autopar.runtime.processes import (
 from autopar.runtime.tiers import Tiers
 from autopar.runtime.together import Together, warn_together
 from autopar.runtime.world import World, set_timeout
-from autopar.search.notes import axis_lines
 from autopar.search.request import Request
-from autopar.units import counted, format_bytes, format_seconds
+from autopar.units import counted
 
 log = logging.getLogger("autopar")
-
-MeshLike = DeviceMesh | Mesh | Mapping[str, int]
 
 
 class Planner:
@@ -380,90 +379,6 @@ def _explained(graph: Graph, plan: Plan, request: Request) -> Explanation:
     )
 
 
-def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[float, float]) -> str:
-    """The line that is logged when the model is first planned: how it is split, its predicted time and memory.
-
-    Args:
-        plan: the plan that will run.
-        request: what the user asked for.
-        is_given: whether the user gave the plan; False if the search found it.
-        predicted: predicted seconds of a step, and predicted peak memory of a rank in bytes.
-    """
-    idle = idle_axes(plan)
-    used = [f"{n}={s}" for n, s in plan.world_mesh.axes if s > 1 and n not in idle]
-    words = [" ".join(used) or "nothing is split"]
-    if idle and not is_given:
-        words.append(
-            f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists"
-        )
-    words.append("as the given plan has it" if is_given else f"recipe {plan.recipe}")
-    if plan.meeting is not None:
-        words.append(f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}")
-    if plan.pipeline is not None:
-        words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
-    words.append(counted(plan.micro_batches, "micro-batch"))
-    said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))
-    words += [again for again in said if again]
-    seconds, size = predicted
-    return (
-        f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "
-        f"{format_bytes(request.bound_bytes)} a rank on {request.hardware.name}"
-    )
-
-
-def idle_axes(plan: Plan) -> list[str]:
-    """Names of the axes inside a stage, of several ranks, whose ranks all do the same."""
-    return [
-        name
-        for axis, (name, size) in enumerate(plan.mesh.axes)
-        if size > 1
-        and all(p.storage[axis].kind not in "SO" for p in plan.parameters.values())
-        and all(labels[axis] in "-~" for labels in plan.ops.values())
-    ]
-
-
-def warn_of_idle_axes(plan: Plan) -> None:
-    """Warns for each axis of `plan.mesh` along which nothing is split, so that its ranks repeat the same work."""
-    sizes = dict(plan.mesh.axes)
-    for name in idle_axes(plan):
-        size = sizes[name]
-        warnings.warn(
-            f"The axis {name}={size} splits nothing: its {size} ranks all do the same, because that was "
-            "found cheapest for so small a model. Name a recipe to have it split, such as "
-            f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
-            stacklevel=2,
-        )
-
-
-def warn_of_unused_folder(files: Files, plan: Plan) -> None:
-    """Warns that a folder was named for files, and that the plan keeps no parameters there."""
-    warn_together(
-        f"nvme={str(files.folder)!r} is not used: the plan, of the recipe {plan.recipe}, keeps no parameters in files. "
-        "Take the recipe 'zero-infinity-nvme', or leave nvme out.",
-        stacklevel=2,
-    )
-
-
-def warn_of_loss(obstacle: str, micro_batches: int) -> None:
-    """Warns of a loss of which micro-batches give another value than the batch, and says because of which op."""
-    warn_together(
-        f"In {micro_batches} micro-batches the loss is the mean of theirs, and so are its gradients, which may not be "
-        f"those of the whole batch: {obstacle}. micro_batches=1 gives the loss of the whole batch.",
-        stacklevel=2,
-    )
-
-
-def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
-    """Warns that a batch of another shape cannot be split as the first was, and how it is instead."""
-    axes = "; ".join(axis_lines(prepared.analysis.graph, plan))
-    reason = why_not_again(first, prepared) or "it would not fit into memory"
-    warnings.warn(
-        f"This batch cannot be split as the first was: {reason}. It has a plan of "
-        f"its own, where {axes}. To avoid it drop a last, smaller batch (drop_last=True), or pad.",
-        stacklevel=2,
-    )
-
-
 def _goes_on(plan: Plan, fixed: Fixed, micro_batches: int, prepared: Prepared) -> bool:
     """Whether a plan has so many micro-batches and stores every parameter as it already lies."""
     placed = _with_unused(fixed.parameters, prepared, plan.mesh)
@@ -481,47 +396,3 @@ def _with_unused(
     """Parameters that the first program had not are stored replicated."""
     replicated = ParameterPlan((R,) * len(mesh.axes), (R,) * len(mesh.axes))
     return {name: fixed.get(name, replicated) for name in prepared.analysis.graph.parameters}
-
-
-def hardware_of(
-    hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
-) -> tuple[Hardware, tuple[str, ...]]:
-    """The machine that the cost model uses, and notes for the plan.
-
-    Args:
-        hardware: a name in the catalogue, the path of a TOML file, or the machine itself; None takes `cpu-gloo`
-            for the device type `cpu` and `h100` for every other.
-        device: the device that this rank computes on.
-
-    Returns:
-        The machine, and one note that says that it was guessed from the device; no note if `hardware` was given.
-    """
-    if hardware is not None:
-        return find_hardware(hardware), ()
-    name = _torch.catalogue_name(device)
-    return find_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
-
-
-def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
-    """The mesh as data, None if it is to be searched. Raises MeshError where plan and mesh differ."""
-    if mesh is None:
-        return plan.world_mesh if plan is not None else None
-    axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
-    if dict(axes.axes).get(PIPELINE_AXIS) == 1:
-        axes = without_pipeline(axes)
-    if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
-        axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
-    if plan is not None and plan.world_mesh != axes:
-        raise MeshError(
-            f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}."
-        )
-    return axes
-
-
-def _device_mesh_axes(mesh: DeviceMesh) -> Mesh:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise MeshError(
-            "The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',))."
-        )
-    return Mesh(tuple(zip(names, tuple(mesh.mesh.shape), strict=True)))

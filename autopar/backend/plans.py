@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.ir import Mesh, ParameterPlan, Plan, R
 from autopar.passes import clean_up, partition, verify_graph
 from autopar.planning.planning import Prepared, make_plan
-from autopar.program.program import check_plan
+from autopar.program.checks import check_plan
 from autopar.program.recomputation import mark_blocks
 from autopar.runtime.processes import agreed
 from autopar.runtime.world import World

@@ -22,6 +22,13 @@ from autopar import _torch
 from autopar._torch import pytree
 from autopar.capture.captured import Captured
 from autopar.capture.casts import absorb_casts, call_cast
+from autopar.capture.checks import (
+    plain_name,
+    refuse_bodies,
+    refuse_changed_parameters,
+    refuse_numbers_from_tensors,
+    refuse_trained_constants,
+)
 from autopar.capture.forgotten import OutsideLeaves, watching
 from autopar.capture.forms import capturable
 from autopar.capture.functions import keeping_functions
@@ -32,11 +39,8 @@ from autopar.capture.own_errors import own_error
 from autopar.capture.refusals import BACKEND_RUNS_IT
 from autopar.capture.remedies import (
     MODEL,
-    changed_in_place,
     explained,
     has_remedy,
-    traced_line,
-    uncaptured,
 )
 from autopar.capture.results import loss_in, loss_last
 from autopar.capture.rewrites import EXPORTED
@@ -44,8 +48,6 @@ from autopar.capture.rewrites.say_elements import refuse_strides
 from autopar.capture.watch import Watch
 from autopar.errors import CaptureError, NoLossError, StepError
 from autopar.ir import MixedPrecision
-
-aten = torch.ops.aten
 
 LossFunction = Callable[..., Any]  # returns the loss, or (loss, extra results)
 
@@ -263,7 +265,7 @@ def _export(
             raise _reported(error, wrapper, args, kwargs) from None
     if forgotten:
         raise CaptureError(f"The model cannot be captured as it is: {forgotten[0]}")
-    _refuse_trained_constants(exported, list(outside.found.values()))
+    refuse_trained_constants(exported, list(outside.found.values()))
     return exported
 
 
@@ -287,7 +289,7 @@ def _describe(
     kinds = torch.export.graph_signature.InputKind
     specs = signature.input_specs
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
-    named = {s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.PARAMETER}
+    named = {s.arg.name: plain_name(s.target) for s in specs if s.kind == kinds.PARAMETER}
     parameters, tied = _merge_tied(
         module, named, dict(wrapper.named_parameters(remove_duplicate=False))
     )
@@ -301,18 +303,18 @@ def _describe(
         raise CaptureError(
             f"The model changes one of its inputs in place; clone it first. {BACKEND_RUNS_IT}"
         )
-    _refuse_changed_parameters(mutated, set(named.values()))
-    _refuse_numbers_from_tensors(module)
-    _refuse_bodies(module)
+    refuse_changed_parameters(mutated, set(named.values()))
+    refuse_numbers_from_tensors(module)
+    refuse_bodies(module)
     paths = _leaf_names(wrapper, args, kwargs)
     return Captured(
         module=module,
         parameters=parameters,
         tied=tied,
         frozen=frozenset(
-            _plain_name(n) for n, p in wrapper.named_parameters() if not p.requires_grad
+            plain_name(n) for n, p in wrapper.named_parameters() if not p.requires_grad
         ),
-        buffers={s.arg.name: _plain_name(s.target) for s in specs if s.kind == kinds.BUFFER},
+        buffers={s.arg.name: plain_name(s.target) for s in specs if s.kind == kinds.BUFFER},
         constants={
             s.arg.name: exported.constants[s.target]
             for s in specs
@@ -322,7 +324,7 @@ def _describe(
         in_spec=in_spec,
         literals={i: leaf for i, leaf in enumerate(leaves) if i not in tensors},
         out_spec=exported.call_spec.out_spec,
-        mutated={i: _plain_name(s.target) for i, s in enumerate(mutated)},
+        mutated={i: plain_name(s.target) for i, s in enumerate(mutated)},
         is_step=is_step,
         has_loss_fn=wrapper.loss_fn is not None,
         has_more=bool(wrapper.results_with_more),
@@ -330,99 +332,6 @@ def _describe(
         precision=policy,
         stored=stored,
     )
-
-
-def _refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
-    """What takes a gradient outside the model would get none, or a rank's part, see `OutsideLeaves`."""
-    trained = set(map(_torch.storage_reference, leaves))
-    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
-    for spec in exported.graph_signature.input_specs:
-        constant = exported.constants.get(spec.target)
-        if not isinstance(constant, Tensor) or spec.arg.name not in nodes:
-            continue
-        if _torch.storage_reference(constant) in trained and _takes_gradient(nodes[spec.arg.name]):
-            raise CaptureError(
-                f"The loss or the model computes with a tensor of shape {list(constant.shape)} that takes a gradient "
-                "and is no parameter of the model: it would not be trained. Make one module that holds both and "
-                "whose forward returns the loss, and give that without loss_fn; or compute what is not to be trained "
-                "under torch.no_grad(). (A closure over the model reads the original, not the copy that is proved: "
-                "give a method of the model, or functools.partial.)"
-            )
-
-
-def _takes_gradient(node: fx.Node) -> bool:
-    """Whether a result of the graph is computed with `node`, no detach between."""
-    waiting, seen = [node], {node}
-    while waiting:
-        for user in waiting.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and not _cuts_gradient(user):
-                waiting.append(user)
-                seen.add(user)
-    return False
-
-
-def _cuts_gradient(node: fx.Node) -> bool:
-    """Whether no gradient goes through: it is detached, no real or complex number, or made of a shape alone."""
-    value, name = node.meta.get("val"), getattr(node.target, "__name__", "")
-    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
-        return True
-    return (
-        node.target is aten.detach.default
-        or name.startswith("new_")
-        or name.partition(".")[0].endswith("_like")
-    )
-
-
-def _refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
-    changed = sorted({_plain_name(s.target) for s in mutated} & parameters)
-    if changed:
-        raise changed_in_place(changed[0])
-
-
-def _refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
-    """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and _is_unknown(node) and _is_read(node):
-            made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
-            raise uncaptured(
-                traced_line(node),
-                f"{node.target} makes a {made} of a tensor's value",
-                "Keep it a tensor (no .item(); index with torch.index_select, and mask with torch.where "
-                "instead of x[mask])",
-            )
-
-
-def _refuse_bodies(module: fx.GraphModule) -> None:
-    """Ops that run graphs (torch.cond, a scan) have no rule."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        if isinstance(getattr(module, node.target, None), fx.GraphModule):
-            call = next(iter(node.users))
-            raise uncaptured(
-                traced_line(call),
-                f"{call.target} runs graphs inside the graph",
-                "Compute what its branches compute, and choose with torch.where",
-            )
-
-
-def _is_unknown(node: fx.Node) -> bool:
-    """Whether a result, or its shape, is a Python number that only a run tells."""
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, Tensor) else (value,)
-    return any(map(_torch.depends_on_values, sizes))
-
-
-def _is_read(number: fx.Node) -> bool:
-    """Whether more than assertions comes of a number; those are removed, and with them the number."""
-    return any(
-        _is_read(user) if _is_unknown(user) else "_assert" not in str(user.target)
-        for user in number.users
-    )
-
-
-def _plain_name(name: str) -> str:
-    return name.removeprefix(MODEL)
 
 
 def _merge_tied(

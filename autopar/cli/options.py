@@ -14,7 +14,8 @@ from autopar.cost_model.items import TrainingState
 from autopar.cost_model.optimizers import OPTIMIZERS
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import MeshError, PlanError
-from autopar.explanation.advice import Progress, Question
+from autopar.explanation.advice import Question
+from autopar.explanation.answers import Progress
 from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent

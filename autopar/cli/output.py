@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from autopar.errors import AutoparError
-from autopar.explanation.advice import Progress, silent
+from autopar.explanation.answers import Progress, silent
 from autopar.views import Page, gantt, write_html, write_trace
 
 

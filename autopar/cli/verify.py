@@ -15,7 +15,7 @@ from autopar.capture.rows import arguments_of_replica
 from autopar.cli.options import POSITIVE, RECIPE_NAMES
 from autopar.cli.output import console
 from autopar.errors import AutoparError
-from autopar.explanation.advice import first_rows
+from autopar.explanation.few_layers import first_rows
 from autopar.ir import PLACEMENTS, Mesh, Plan
 from autopar.ir.batches import captured_batch
 from autopar.models.targets import resolve_target

@@ -2,121 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from autopar._torch import pytree
-from autopar.cost_model.breakdown import Breakdown, Candidate, Unit
+from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.items import FULL, MIXED_FLOAT32_GRADIENTS, TrainingState
-from autopar.cost_model.step import Step, Term, total
-from autopar.cost_model.symbols import factor_symbols
-from autopar.errors import AutoparError, CaptureError, SearchError
+from autopar.cost_model.items import TrainingState
+from autopar.cost_model.step import Step, total
+from autopar.errors import AutoparError, SearchError
+from autopar.explanation.answers import Advice, Progress, silent, words_of_factors
 from autopar.explanation.costs import run_of
 from autopar.explanation.elsewhere import Change, change_of, memories, near, variants
-from autopar.explanation.explanation import Explanation
+from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
 from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
-from autopar.ir import Graph, MixedPrecision, Plan
+from autopar.ir import Graph, Plan
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.models.presets import Preset
-from autopar.models.targets import Built, Target, resolve_target
-from autopar.passes.unroll_layers import unroll_layers
+from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import step_of
 from autopar.pipeline.simulation import Simulation
 from autopar.planning.layers import spoken_of_all_layers
-from autopar.planning.planning import Prepared, prepare_step, search_step
+from autopar.planning.planning import Prepared, search_step
 from autopar.search.candidates import Space
 from autopar.search.causes import where_time_goes
 from autopar.search.comparison import compared, smallest
 from autopar.search.given import Planned
 from autopar.search.intents import check_closed_form, expand_pins, has_closed_form
-from autopar.search.notes import head_factors, undivided_lines
-from autopar.search.outer import Explored, Searched, closed_forms, space_of
+from autopar.search.notes import undivided_lines
 from autopar.search.pipeline_settings import Priced as PricedPipeline
 from autopar.search.request import Request
-from autopar.search.settings import ClusterSetting, PricedCandidate
+from autopar.search.settings import PricedCandidate
+from autopar.search.trials import Explored, Searched, closed_forms, space_of
 from autopar.units import counted
 
 EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _OTHERS = 8  # settings of a pipeline that are listed beside the chosen one
-_DUST = 1e-12  # of a cost
-
-Progress = Callable[[str], None]
-
-
-def silent(message: str) -> None:
-    """Shows nothing."""
-
-
-@dataclass(frozen=True)
-class Advice(Explanation):
-    """An explanation of the plan that answers a `Question`.
-
-    Attributes:
-        words: size -> name of this size, such as 4096 -> "hidden".
-        changes: changes of the cluster that would change the plan.
-        setting: the setting of the plan; None if the user named the mesh.
-        has_loss_fn: whether the model was given with a loss function.
-    """
-
-    words: Mapping[int, str] = field(default_factory=dict)
-    changes: tuple[Change, ...] = ()
-    setting: ClusterSetting | None = None
-    has_loss_fn: bool = False
-
-    def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
-        """The tree of costs, without parts that are only rounding errors."""
-        tree = super()._tree(name, unit, terms)
-        parts = tuple(part for part in tree.parts if abs(part.value) > _DUST * abs(tree.value))
-        return replace(tree, parts=parts)
-
-    @cached_property
-    def factor_words(self) -> Mapping[str, str]:
-        """Name of a factor -> word for its size, such as "hidden"."""
-        return _words(self.graph, self.words)
-
-    @cached_property
-    def legend(self) -> Mapping[str, str]:
-        """Symbol -> its meaning: a word if there is one, and the dims whose size it is."""
-        stands: dict[str, list[str]] = {}
-        for name, symbol in factor_symbols(self.graph).items():
-            stands.setdefault(str(symbol), []).append(name)
-        return {
-            symbol: self._meaning(symbol, names)
-            for symbol, names in stands.items()
-            if symbol in self.values
-        }
-
-    def _meaning(self, symbol: str, names: Sequence[str]) -> str:
-        size = int(self.values[symbol])
-        word = self.word(symbol)
-        where = _folded(names)
-        said = f"{word}, " if word and word != symbol else ""
-        return f"{said}{size}: {', '.join(where[:2])}{' ...' if len(where) > 2 else ''}"
-
-    def word(self, symbol: str) -> str:
-        """Word for the size that a symbol stands for, such as "hidden"; "" if there is none."""
-        if symbol in ("batch", "seq", "layers"):
-            return symbol
-        names = (n for n, s in factor_symbols(self.graph).items() if str(s) == symbol)
-        return next((self.factor_words[n] for n in names if n in self.factor_words), "")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **super().to_json(),
-            "symbols_meaning": dict(self.legend),
-            "changes": [dataclasses.asdict(each) for each in self.changes],
-        }
 
 
 @dataclass(frozen=True)
@@ -182,7 +108,10 @@ class Question:
             target = resolve_target(
                 self.target, batch=batch or None, seq=self.seq, dtype=self._parameter_dtype
             )
-            self._captured[batch] = (target, *_capture(target, precision=self.request.precision))
+            self._captured[batch] = (
+                target,
+                *capture_target(target, precision=self.request.precision),
+            )
         return self._captured[batch][1:]
 
     # --- all ways
@@ -240,11 +169,11 @@ class Question:
         if not own:
             rows = request.batch or (request.ranks or 1) * (request.micro_batches or 1)
             asked = request.but(batch=rows, cuts_batch=True)
-            return _with_graph(prepared, graph), asked.of_replica()
+            return with_graph(prepared, graph), asked.of_replica()
         size, count = captured_batch(graph), request.micro_batches
         if request.batch is not None:
             count = self._own_batches(size)
-        return _with_graph(prepared, graph), request.but(
+        return with_graph(prepared, graph), request.but(
             batch=size * (count or 1), micro_batches=count
         ).of_replica()
 
@@ -363,7 +292,7 @@ class Question:
         if rows not in self._captured:
             own = captured_batch(self.captured(0)[1])
             self._captured[rows] = (
-                self.model, *_capture(self.model, (own, rows), precision=self.request.precision)
+                self.model, *capture_target(self.model, (own, rows), precision=self.request.precision)
             )  # fmt: skip
         return self._captured[rows][1:]
 
@@ -386,7 +315,7 @@ class Question:
         plan = replace(
             plan,
             notes=(
-                *axis_lines(plan, graph, _words(graph, self.model.words)),
+                *axis_lines(plan, graph, words_of_factors(graph, self.model.words)),
                 *undivided_lines(graph, plan),
                 *_kept_notes(plan),
             ),
@@ -483,87 +412,3 @@ def _row(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
 def _largest_cause(step: Step) -> str:
     causes = where_time_goes(step)
     return max(causes, key=lambda name: causes[name])
-
-
-def _words(graph: Graph, words: Mapping[int, str]) -> dict[str, str]:
-    """Name of a factor -> word for it: by its size if that has a word, or by its use."""
-    heads = head_factors(graph)
-    found = {}
-    for name, factor in graph.factors.items():
-        op = graph.by_name.get(name.partition("~")[0])
-        if name in ("batch", "seq"):
-            continue
-        if word := words.get(factor.size, ""):
-            found[name] = word
-        elif name in heads:
-            found[name] = "heads"
-        elif op is not None and op.kind.startswith("aten.arange"):
-            found[name] = "positions"
-    return found
-
-
-def _folded(names: Sequence[str]) -> list[str]:
-    """Names of factors with `*` in place of the numbers of layers, without repetitions."""
-    starred = (".".join("*" if p.isdigit() else p for p in n.split(".")) for n in names)
-    return list(dict.fromkeys(starred))
-
-
-def _capture(
-    target: Target, rows: tuple[int, int] | None = None, *, precision: MixedPrecision | None
-) -> tuple[Prepared, Graph]:
-    """The step of a target, with few layers in its graph and all of them in its capture.
-
-    With `rows`, an example of that many rows is cut to that many. Where few layers cannot stand for the others,
-    all are captured.
-    """
-    prepared = _prepared_few(target, rows, precision, target.build_few)
-    if not target.stacks:
-        return prepared, prepared.analysis.graph
-    try:
-        captured, copies = unroll_layers(prepared.captured, target.stacks)
-    except CaptureError:
-        prepared = _prepared_few(target, rows, precision, lambda: target.build(None))
-        return prepared, prepared.analysis.graph
-    graph = replace(prepared.analysis.graph, stacks=target.stacks, copies=copies)
-    return replace(prepared, captured=captured), graph
-
-
-def _prepared_few(
-    target: Target,
-    rows: tuple[int, int] | None,
-    precision: MixedPrecision | None,
-    build: Callable[[], Built],
-) -> Prepared:
-    with torch.device("meta") if target.is_function else contextlib.nullcontext():
-        model, args, kwargs, loss_fn = build()
-        if rows is not None:
-            args, kwargs = first_rows((args, kwargs), *rows)
-    return prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
-
-
-def first_rows(inputs: Any, own: int, wanted: int) -> Any:
-    """The first few rows of inputs with a batch of `own` rows."""
-
-    def cut(x: Any) -> Any:
-        has_rows = isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == own
-        return x[:wanted] if has_rows else x
-
-    return pytree.tree_map(cut, inputs)
-
-
-def _with_graph(prepared: Prepared, graph: Graph) -> Prepared:
-    return replace(prepared, analysis=replace(prepared.analysis, graph=graph))
-
-
-def training_state_of(graph: Graph) -> TrainingState:
-    """The usual training state for the graph's dtypes: 16-bit parameters have float32 master copies."""
-    tensors = (graph.tensors[name] for name in graph.parameters.values())
-    sizes = [t.at_rest.itemsize_bytes for t in tensors if t.needs_grad]
-    return MIXED_FLOAT32_GRADIENTS if min(sizes, default=4) <= 2 else FULL
-
-
-def tokens_of(graph: Graph) -> int | None:
-    """Number of tokens in a micro-batch: entries of the first int64 input with two dims; None without such an input."""
-    inputs = (graph.tensors[name] for name in graph.inputs.values())
-    tokens = (t for t in inputs if t.itemsize_bytes == 8 and not t.needs_grad and len(t.shape) == 2)
-    return next((math.prod(t.shape) for t in tokens), None)

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.explanation.report import ZERO_NAMES, used_axes
 from autopar.ir import Plan
-from autopar.ir.plan import read_document
+from autopar.ir.plan_reading import read_document
 from autopar.ir.recompute import format_recompute
 from autopar.units import format_as, format_bytes, format_seconds
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.cluster import Cluster
-from autopar.explanation.advice import Advice, Question, name_of
+from autopar.explanation.advice import Question, name_of
+from autopar.explanation.answers import Advice
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, remedies
 from autopar.search.comparison import best_that_fits, smallest

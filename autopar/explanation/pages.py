@@ -12,7 +12,7 @@ import sympy
 from autopar.cost_model.breakdown import Breakdown, Event
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.symbols import symbol
-from autopar.explanation.advice import Advice
+from autopar.explanation.answers import Advice
 from autopar.explanation.block import block_of
 from autopar.explanation.elsewhere import Change
 from autopar.explanation.explanation import Explanation

@@ -17,7 +17,8 @@ from autopar.cost_model.items import TrainingState
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
-from autopar.explanation.advice import Advice, Question
+from autopar.explanation.advice import Question
+from autopar.explanation.answers import Advice
 from autopar.ir import Mesh, R, Tensor
 from autopar.search.comparison import best_that_fits
 from autopar.search.intents import allows

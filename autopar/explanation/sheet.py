@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explanation.advice import Advice
+from autopar.explanation.answers import Advice
 from autopar.explanation.fitting import Fit, Remedy
 from autopar.explanation.launch import asked
 from autopar.explanation.pages import change_line, word_of

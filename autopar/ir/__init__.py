@@ -46,6 +46,7 @@ from autopar.ir.layout import (
 )
 from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+from autopar.ir.parameter_plan import ParameterPlan
 from autopar.ir.pipeline import (
     PLACEMENTS,
     SCHEDULES,
@@ -54,7 +55,7 @@ from autopar.ir.pipeline import (
     with_pipeline,
     without_pipeline,
 )
-from autopar.ir.plan import ParameterPlan, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
 

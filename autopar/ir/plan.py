@@ -57,84 +57,49 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from autopar.errors import AutoparError, LayoutError, MeshError, PlanError
+from autopar.errors import LayoutError, MeshError, PlanError
 from autopar.ir.files import write_whole
 from autopar.ir.graph import Labels
 from autopar.ir.layout import Layout, format_layout, parse_layout
 from autopar.ir.meeting import SERVER, Meeting, mesh_of_all, mesh_of_replica
-from autopar.ir.mesh import PIPELINE_AXIS, Mesh
-from autopar.ir.note import NOTE_KINDS, Note, kind_of
+from autopar.ir.mesh import Mesh
+from autopar.ir.note import Note, kind_of
+from autopar.ir.parameter_plan import ParameterPlan
 from autopar.ir.pipeline import Pipeline, with_pipeline, without_pipeline
+from autopar.ir.plan_reading import (
+    SCALAR,
+    VERSION,
+    check_one_line,
+    note_word,
+    read_count,
+    read_document,
+    read_labels,
+    read_line,
+    read_meeting,
+    read_notes,
+    read_parameter,
+    read_pipeline,
+    read_precision,
+    read_recompute,
+    read_shapes,
+    wrong_version,
+)
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.recompute import (
     Recompute,
-    Selection,
     check_recompute,
     format_recompute,
-    parse_recompute,
     recompute_json,
 )
 from autopar.ir.saved import SavedLayout, parse_saved
-from autopar.ir.tier import Tier, TieredLayout, format_place, is_farther, parse_place
-
-VERSION = 1
-_SCALAR = "scalar"
-Reduction = Literal["step", "micro_batch"]
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """The layouts of one parameter on the mesh.
-
-    Attributes:
-        storage: layout between steps; its states are R, S or O.
-        resident: layout from the start of a step to its end.
-        reduce: whether the gradient of the resident copy is converted to the storage layout once per "step" or after
-            every "micro_batch".
-        tier: memory of the storage, and between steps also of gradients and optimizer states.
-        resident_tier: memory of the resident layout; it may not be farther from the device than `tier`.
-
-    Raises PlanError where `resident_tier` is farther from the device than `tier`.
-    """
-
-    storage: Layout
-    resident: Layout
-    reduce: Reduction = "step"
-    tier: Tier = "device"
-    resident_tier: Tier = "device"
-
-    def __post_init__(self) -> None:
-        if is_farther(self.resident_tier, self.tier):
-            raise PlanError(
-                f"A parameter that is stored in the tier {self.tier} cannot be on {self.resident_tier} during a step; "
-                f"store it on {self.resident_tier}, or use it from {self.tier}."
-            )
-
-    @property
-    def in_use(self) -> TieredLayout:
-        """Layout and memory of the parameter from the start of a step to its end."""
-        return TieredLayout(self.resident, self.resident_tier)
-
-    def stored_text(self, mesh: Mesh) -> str:
-        """Layout and memory of the parameter between steps, as words such as `S(0)@dp host, used from host`."""
-        text = format_place(self.storage, self.tier, mesh)
-        return text if self.resident_tier == "device" else f"{text}, used from {self.resident_tier}"
-
-    def zero_stage(self, axis: int) -> int:
-        """The ZeRO stage along one axis: 0 (not split), 1, 2 or 3 (gathered around each use)."""
-        if self.storage[axis].kind != "S":
-            return 0
-        if self.resident[axis] == self.storage[axis]:
-            return 3
-        return 1 if self.reduce == "step" else 2
+from autopar.ir.tier import format_place
 
 
 @dataclass(frozen=True)
@@ -199,7 +164,7 @@ class Plan:
             *self.shapes,
             *self.saved,
         ):
-            _check_one_line(text)
+            check_one_line(text)
         notes = tuple(Note(" ".join(note.splitlines()), kind_of(note)) for note in self.notes)
         object.__setattr__(self, "notes", notes)  # a note is a line of the text
 
@@ -293,10 +258,10 @@ class Plan:
         lines += [f"input {name}: {text(layout)}" for name, layout in self.inputs.items()]
         lines += [f"op {name}: {' '.join(labels)}" for name, labels in self.ops.items()]
         lines += [
-            f"shape {name}: {' '.join(map(str, shape)) or _SCALAR}"
+            f"shape {name}: {' '.join(map(str, shape)) or SCALAR}"
             for name, shape in self.shapes.items()
         ]
-        return lines + [f"{_note_word(note)} {note}" for note in self.notes]
+        return lines + [f"{note_word(note)} {note}" for note in self.notes]
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -310,14 +275,14 @@ class Plan:
                 f"mesh, model, recipe and micro-batches, and begin with {[w for w, _, _ in head]}."
             )
         if head[0][2] != f"plan {VERSION}":
-            raise _wrong_version(head[0][2].removeprefix("plan "))
+            raise wrong_version(head[0][2].removeprefix("plan "))
         document: dict[str, Any] = {
             "version": VERSION, "mesh": head[1][2], "model": head[2][2], "recipe": head[3][2],
-            "micro_batches": _count(head[4][2]), "parameters": {}, "inputs": {}, "ops": {},
+            "micro_batches": read_count(head[4][2]), "parameters": {}, "inputs": {}, "ops": {},
             "notes": [],
         }  # fmt: skip
         for number, line in enumerate(lines[5:], start=6):
-            _read_line(line, number, document)
+            read_line(line, number, document)
         return cls.from_json(document)
 
     def to_json(self) -> dict[str, Any]:
@@ -374,10 +339,10 @@ class Plan:
         if not isinstance(document, dict) or "version" not in document:
             raise PlanError("This is not a plan: it has no field 'version'.")
         if document["version"] != VERSION:
-            raise _wrong_version(document["version"])
+            raise wrong_version(document["version"])
         try:
             everyone = Mesh.parse(document["mesh"])
-            meeting = _meeting(document.get("replicas"), everyone)
+            meeting = read_meeting(document.get("replicas"), everyone)
             whole = mesh_of_replica(everyone, meeting.axis) if meeting else everyone
             mesh = without_pipeline(whole)
             return cls(
@@ -386,16 +351,16 @@ class Plan:
                 recipe=document["recipe"],
                 micro_batches=document["micro_batches"],
                 parameters={
-                    name: _parameter_plan(fields, name, mesh, meeting)
+                    name: read_parameter(fields, name, mesh, meeting)
                     for name, fields in document["parameters"].items()
                 },
                 inputs={k: parse_layout(v, mesh) for k, v in document["inputs"].items()},
-                ops={name: _labels(text, name, mesh) for name, text in document["ops"].items()},
-                notes=_notes(document["notes"]),
-                pipeline=_pipeline(document.get("pipeline"), whole),
-                recompute=_recompute(document.get("recompute", "none")),
-                precision=_precision(document.get("precision")),
-                shapes=_shapes(document.get("shapes", {})),
+                ops={name: read_labels(text, name, mesh) for name, text in document["ops"].items()},
+                notes=read_notes(document["notes"]),
+                pipeline=read_pipeline(document.get("pipeline"), whole),
+                recompute=read_recompute(document.get("recompute", "none")),
+                precision=read_precision(document.get("precision")),
+                shapes=read_shapes(document.get("shapes", {})),
                 saved=parse_saved(document.get("saved", {}), mesh),
                 meeting=meeting,
                 decomposed=tuple(document.get("decomposed", "").split()),
@@ -422,203 +387,3 @@ class Plan:
             return cls.from_json(document)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
-
-
-def read_document(path: str | os.PathLike[str]) -> Any:
-    """Reads a JSON file. Raises PlanError if it is not JSON, or has a name twice in one object."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"{path} is not a whole JSON file ({error}); was it cut short? Copy it again, or save the plan again "
-            "(explanation.plan.save(path), or autopar explain --save)."
-        ) from None
-    except ValueError as error:
-        raise PlanError(f"{path} is damaged: {error}.") from None
-    except OSError as error:
-        raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a dictionary from the pairs of a JSON object. Raises ValueError if a name occurs twice.
-
-    JSON does not say which of two equal names counts (RFC 8259, section 4).
-    """
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{name!r} stands {count} times in one place")
-    return document
-
-
-def _wrong_version(found: object) -> PlanError:
-    return PlanError(
-        f"The plan is of version {found}, and this autopar reads version {VERSION}; "
-        "make the plan again, or use the autopar that wrote it."
-    )
-
-
-def _check_one_line(text: object) -> None:
-    if not isinstance(text, str):
-        raise PlanError(f"The names, model and recipe of a plan are text, not {text!r}.")
-    if "\n" in text or "\r" in text:
-        raise PlanError(f"{text!r} in a plan has a line break, and its text is one fact a line.")
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise PlanError(
-            f"Cannot read {text!r} in line 5 of the plan; write a whole number of micro-batches."
-        )
-    return int(text)
-
-
-def _notes(notes: object) -> tuple[str, ...]:
-    if not isinstance(notes, list):
-        raise PlanError(f"The notes of a plan are a list of texts, not {notes!r}.")
-    return tuple(map(_note, notes))
-
-
-def _note(note: object) -> str:
-    """Reads one note from its JSON: a text, or `{kind: text}` for a note with a kind."""
-    if isinstance(note, str):
-        return note
-    if isinstance(note, dict) and len(note) == 1:
-        ((kind, text),) = note.items()
-        if kind in NOTE_KINDS and isinstance(text, str):
-            return Note(text, kind)
-    raise PlanError(
-        f"A note of a plan is a text, or a text by one of {', '.join(NOTE_KINDS[1:])}, not {note!r}."
-    )
-
-
-def _note_word(note: str) -> str:
-    """First word of a note's line: `note`, or `note(price)` for a note of the kind "price"."""
-    return f"note({kind})" if (kind := kind_of(note)) else "note"
-
-
-def _meeting(fields: object, mesh: Mesh) -> Meeting | None:
-    if fields is None:
-        return None
-    if (
-        not isinstance(fields, list)
-        or len(fields) != 2
-        or not all(isinstance(x, str) for x in fields)
-    ):
-        raise PlanError(
-            f"The replicas of a plan are an axis and a text such as 'every 4 steps local', not {fields!r}."
-        )
-    axis, text = fields
-    if axis != mesh.names[0]:
-        raise PlanError(
-            f"The plan has replicas along {axis!r}, and its mesh {mesh}: replicas lie along the first axis of the mesh."
-        )
-    return Meeting.parse(axis, mesh.sizes[0], text)
-
-
-def _pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
-    if fields is None and PIPELINE_AXIS not in mesh.names:
-        return None
-    if not isinstance(fields, list) or len(fields) != 2 or PIPELINE_AXIS not in mesh.names:
-        raise PlanError(
-            f"The plan has the mesh {mesh} and the pipeline {fields!r}; an axis {PIPELINE_AXIS} goes with "
-            "a schedule and the ops at which stages begin."
-        )
-    schedule, cuts = fields
-    position = mesh.index(PIPELINE_AXIS)
-    return Pipeline(mesh.sizes[position], schedule, tuple(cuts.split()), position)
-
-
-def _parameter_plan(
-    fields: object, name: str, mesh: Mesh, meeting: Meeting | None
-) -> ParameterPlan:
-    if not isinstance(fields, list) or len(fields) != 3:
-        raise PlanError(
-            f"Parameter {name} has {fields!r}, and takes three parts: its storage layout, its "
-            "resident layout, and step or micro_batch."
-        )
-    storage, resident, reduce = fields
-    if meeting is not None and f"@{meeting.axis}" in f"{storage} {resident}":
-        raise PlanError(
-            f"Parameter {name} lies {storage} | {resident}, and along {meeting.axis} lie {meeting.replicas} replicas, "
-            f"whose values differ for {meeting.steps} steps: none of them can hold a part for another. Leave "
-            f"@{meeting.axis} out, or split along another axis."
-        )
-    if reduce not in get_args(Reduction):
-        raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
-    (stored, tier), (used, nearer) = parse_place(storage, mesh), parse_place(resident, mesh)
-    return ParameterPlan(stored, used, reduce, tier, nearer)
-
-
-def _recompute(value: Any) -> Recompute:
-    return Selection.of(value) if isinstance(value, dict) else value
-
-
-def _precision(text: object) -> MixedPrecision | None:
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise PlanError(f"The precision of a plan is a text such as bfloat16, not {text!r}.")
-    try:
-        return MixedPrecision.parse(text)
-    except AutoparError as error:
-        raise PlanError(f"The plan is damaged: {error}") from error
-
-
-def _shapes(document: object) -> dict[str, tuple[int, ...]]:
-    if not isinstance(document, dict):
-        raise PlanError(f"The shapes of a plan are lists of sizes by name, not {document!r}.")
-    for name, sizes in document.items():
-        if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
-            raise PlanError(f"The shape of {name} is a list of whole numbers, not {sizes!r}.")
-    return {name: tuple(sizes) for name, sizes in document.items()}
-
-
-def _labels(text: str, name: str, mesh: Mesh) -> Labels:
-    labels = tuple(text.split())
-    if len(labels) != len(mesh.axes):
-        raise PlanError(
-            f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}."
-        )
-    return labels
-
-
-def _sizes(text: str, number: int) -> list[int]:
-    """Reads the sizes of a shape, written as `8 64`, or `scalar` for no dims."""
-    words = [] if text == _SCALAR else text.split(" ")
-    if not all(word.isascii() and word.isdigit() for word in words):
-        raise PlanError(f"Cannot read the shape {text!r} in line {number} of the plan; write 8 64.")
-    return [int(word) for word in words]
-
-
-def _once(word: str, number: int, document: dict[str, Any]) -> None:
-    if word in document:
-        raise PlanError(f"Line {number} of the plan gives {word} again.")
-
-
-def _read_line(line: str, number: int, document: dict[str, Any]) -> None:
-    word, _, rest = line.partition(" ")
-    if word == "note" or word.startswith("note("):
-        kind = word.removeprefix("note").strip("()")
-        document["notes"].append({kind: rest} if kind else rest)
-        return
-    if word in ("pipeline", "recompute", "precision", "decomposed"):
-        _once(word, number, document)
-        schedule, _, cuts = rest.partition(":")
-        value = parse_recompute(rest) if word == "recompute" else rest
-        document[word] = [schedule, cuts] if word == "pipeline" else value
-        return
-    name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
-    if not colon or word not in ("parameter", "saved", "input", "op", "shape", "replicas"):
-        raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
-    if word == "shape":
-        document.setdefault("shapes", {})[name] = _sizes(value, number)
-        return
-    if word == "replicas":
-        _once(word, number, document)
-        document[word] = [name, value]
-        return
-    field_name = word if word == "saved" else word + "s"
-    if name in document.setdefault(field_name, {}):
-        raise PlanError(f"Line {number} of the plan gives {word} {name} again: {line!r}.")
-    document[field_name][name] = value.split(" | ") if word == "parameter" else value

@@ -38,8 +38,9 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import count_repeating
 from autopar.pipeline.saved_values import possible_lines
 from autopar.search.notes import undivided_lines
-from autopar.search.outer import Searched, search_plan
+from autopar.search.outer import search_plan
 from autopar.search.request import Request
+from autopar.search.trials import Searched
 from autopar.units import counted
 
 

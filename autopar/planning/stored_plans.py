@@ -22,7 +22,7 @@ import torch
 from autopar.errors import PlanError
 from autopar.ir import Plan
 from autopar.ir.files import write_whole
-from autopar.ir.plan import read_document
+from autopar.ir.plan_reading import read_document
 from autopar.planning.planning import Prepared, why_not_again
 from autopar.search.request import Request
 

@@ -8,7 +8,7 @@ A *setting* is one mesh with its stages and a number of micro-batches. The searc
 
 An estimate assumes equal stages and the schedule 1F1B. A setting's *promise* is this estimate with the smaller bubble
 of interleaved stages, so that it is optimistic. The search takes settings in the order of their promises and finds
-their plans. It stops when no promise is better than the best plan, or after `_EXACT` plans. Then it tries other
+their plans. It stops when no promise is better than the best plan, or after `MOST_EXACT` plans. Then it tries other
 numbers of micro-batches on the best mesh. If the user names no recipe, each setting is searched under the recipe of
 its estimate, and the best mesh also without a recipe.
 
@@ -18,84 +18,33 @@ If a graph or a recipe has no closed form, every mesh is searched.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-from autopar.cost_model.cluster import Cluster
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError, StateError
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, with_pipeline
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import state_bytes
-from autopar.pipeline.parts import block_starts
-from autopar.search.candidates import Space
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
-from autopar.search.intents import allows, has_closed_form, recomputations
-from autopar.search.pipeline_settings import divisors, searched_chunks
-from autopar.search.recipes import RecipeLike, is_open, recipe_axes
+from autopar.search.recipes import is_open
 from autopar.search.replicas import with_meeting
 from autopar.search.request import AUTO_AXES, Request
-from autopar.search.search import meshes_of
-from autopar.search.settings import PricedCandidate
 from autopar.search.staged import SlowerError
 from autopar.search.stored import with_stores
-
-_EXACT = 4  # number of settings whose plans are searched
-_WORTH_MOVING = 0.25  # smallest state of training that is worth moving to the host, as a part of the memory bound
-_SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
-# Plans of other settings are kept for display if their steps are at most this many times as long as the best one.
-_SHOWN = 1.1
-
-
-class Trial(NamedTuple):
-    """A setting to search exactly.
-
-    Attributes:
-        mesh: the mesh of all ranks.
-        micro_batches: number of micro-batches; None where the search on the mesh chooses it.
-        recipe: recipe for the mesh of one stage.
-        promise_seconds: optimistic estimate of a step; 0 where there is no estimate.
-        priced: the estimate of the setting; None where there is none.
-        known: a plan for the mesh under another recipe; the search looks only for a faster one.
-    """
-
-    mesh: Mesh
-    micro_batches: int | None
-    recipe: RecipeLike
-    promise_seconds: float = 0.0
-    priced: PricedCandidate | None = None
-    known: Planned | None = None
-
-
-class Explored(NamedTuple):
-    """All settings of a request with their estimates.
-
-    Attributes:
-        space: the space of settings, which can price more of them.
-        settings: estimates of all settings, fastest first.
-    """
-
-    space: Space
-    settings: tuple[PricedCandidate, ...]
-
-
-class Searched(NamedTuple):
-    """The outcome of the outer search.
-
-    Attributes:
-        best: the fastest plan that fits.
-        trial: the setting of the best plan.
-        others: plans of other settings, fastest first.
-        explored: all settings with their estimates; None where there are no estimates.
-    """
-
-    best: Planned
-    trial: Trial
-    others: tuple[Planned, ...] = ()
-    explored: Explored | None = None
+from autopar.search.trials import (
+    MOST_EXACT,
+    MOST_SHOWN,
+    WORTH_MOVING,
+    Explored,
+    Searched,
+    Trial,
+    blocks_of,
+    explore,
+    promising,
+    trials_of,
+)
 
 
 @dataclass
@@ -218,14 +167,14 @@ class _Outer:
     def if_faster(self, found: Searched) -> Searched:
         """The faster one of a known plan and this search's plan on the same mesh.
 
-        This search is skipped if parameters, gradients and optimizer states take less than `_WORTH_MOVING` of the
+        This search is skipped if parameters, gradients and optimizer states take less than `WORTH_MOVING` of the
         bound, because storing them on the host would then free little memory. It is not where even activations have
         left the device.
         """
         request, best = self.request, found.best
         held = state_bytes(best.graph, best.plan, request.hardware, request.training_state)
         is_short = any(how.tier == "host" for how in best.plan.saved.values())
-        if held < _WORTH_MOVING * request.bound_bytes and not is_short:
+        if held < WORTH_MOVING * request.bound_bytes and not is_short:
             return found
         try:
             other = self._near(found)
@@ -235,7 +184,7 @@ class _Outer:
 
     def _near(self, found: Searched) -> Searched:
         """The result of this search on the mesh and micro-batches of a known plan, if it is about as fast."""
-        faster_than_seconds = _SHOWN * found.best.price.step_seconds
+        faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
         if self.request.mesh is not None:
             return replace(self, faster_than_seconds=faster_than_seconds).run()
         trial = found.trial._replace(known=None)
@@ -258,21 +207,21 @@ class _Outer:
         ]
         near = [each for each in others if each.setting.micro_batches in (best // 2, 2 * best)]
         far = [each for each in others if each not in near]
-        bound, blocks = self.request.bound_bytes, _blocks(self.graph)
-        return [*_promising(near, bound, blocks), *_promising(far, bound, blocks)]
+        bound, blocks = self.request.bound_bytes, blocks_of(self.graph)
+        return [*promising(near, bound, blocks), *promising(far, bound, blocks)]
 
     def _try(self, trials: Iterable[Trial], tried: _Tried) -> None:
         """Searches the plans of settings in order, skipping those that promise no faster step than the best plan."""
         count = 0
         for trial in trials:
-            if count >= _EXACT and trial.priced is not None:
+            if count >= MOST_EXACT and trial.priced is not None:
                 break
             best_seconds = tried.best_seconds
             if trial.promise_seconds >= best_seconds:
                 continue
             tried.searched.add((trial.mesh, trial.micro_batches))
             try:
-                tried.found.append((trial, self._exact(trial, _SHOWN * best_seconds)))
+                tried.found.append((trial, self._exact(trial, MOST_SHOWN * best_seconds)))
                 count += 1
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))
@@ -357,125 +306,3 @@ class _Outer:
             schedule=request.chosen_schedule if staged else None,
             chunks=request.chunks if staged else None,
         )  # fmt: skip
-
-
-def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
-    """All settings of a request with their estimates; None where the request or the model has no closed forms."""
-    if request.ranks == 1 or not has_closed_form(request):
-        return None
-    space = space_of(graph, request, rows)
-    if not request.cuts_batch and space.is_empty:  # for example because no dim is the batch
-        return None
-    return Explored(space, closed_forms(space, request))
-
-
-def trials_of(
-    graph: Graph, request: Request, explored: Explored | None
-) -> tuple[list[Trial], list[Trial]]:
-    """Two lists of settings in the order of their search; the second is for the case that the first has no plan."""
-    first, if_none_fits = depths_of(graph, request)
-    if explored is None:
-        return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
-    # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
-    trials = list(_promising(explored.settings, request.bound_bytes, _blocks(graph)))
-    flat = next((each for each in trials if _depth(each.mesh) == 1), None)
-    if flat is not None:
-        trials = [flat, *(each for each in trials if each is not flat)]
-    return (
-        [each for each in trials if _depth(each.mesh) in first],
-        [each for each in trials if _depth(each.mesh) in if_none_fits],
-    )
-
-
-def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:
-    """Numbers of pipeline ranks to try first, and those to try if no plan with the first ones fits.
-
-    If the user names a recipe without a schedule, pipeline stages are tried only if nothing fits without them.
-    """
-    assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    depths = [depth for depth in divisors(request.ranks) if depth <= _blocks(graph)]
-    if request.depths is not None:
-        return [depth for depth in depths if depth in request.depths], ()
-    if request.chosen_schedule or request.chunks:
-        return depths[1:] or depths, ()
-    if PIPELINE_AXIS in recipe_axes(request.recipe) or is_open(request.inside):
-        return depths, ()
-    return depths[:1], depths[1:]
-
-
-def _blocks(graph: Graph) -> int:
-    """Number of blocks of the model; a stage has at least one."""
-    return len(block_starts(graph)) if has_blocks(graph) else 1
-
-
-def space_of(graph: Graph, request: Request, rows: int) -> Space:
-    """The space of settings of a model on the ranks of a request, for a step of `rows` samples."""
-    assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    node = math.gcd(request.ranks, request.hardware.devices_per_node)
-    hardware = replace(request.hardware, devices_per_node=node)
-    again = [r for r in recomputations(request) if not isinstance(r, float)] or ["none", "full"]
-    first, if_none_fits = depths_of(graph, request)
-    return Space(
-        graph, Cluster(hardware, request.ranks // node), rows, request.training_state,
-        request.software, stages=(*first, *if_none_fits),
-        recomputes=tuple(again) if graph.stacks else ("none",), pins=request.pins,
-        own_batch=not request.cuts_batch,
-    )  # fmt: skip
-
-
-def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
-    """Estimates of all settings that a request allows, fastest first. Raises AutoparError if there are none."""
-    priced = space.price()
-    if {"none", "full"} <= {*space.recomputes}:  # then also numbers of blocks between them
-        priced += space.with_fewest_blocks(priced, request.bound_bytes)
-        priced.sort(key=lambda each: (each.seconds, each.setting.name))
-    node = request.hardware.devices_per_node
-    found = tuple(each for each in priced if allows(request, each.setting, node))
-    if not found:
-        raise SearchError(
-            f"Nothing is left of the {len(priced)} ways to lay the model on {space.cluster}: "
-            f"{request.text} rule out all of them. Drop one of them."
-        )
-    return found
-
-
-def _promising(
-    settings: Sequence[PricedCandidate], bound_bytes: int, blocks: int
-) -> Iterator[Trial]:
-    """Settings in the order in which they are searched.
-
-    First come those whose estimated memory fits, fastest promise first; then the others, least memory first. Every mesh
-    occurs with at most `_SAME_MESH` numbers of micro-batches.
-    """
-
-    def order(each: PricedCandidate) -> tuple[bool, float, str]:
-        fits = each.memory_bytes <= bound_bytes
-        return not fits, promise(each) if fits else each.memory_bytes, each.setting.name
-
-    def promise(each: PricedCandidate) -> float:
-        """The estimate with the smaller bubble that the largest searched number of chunks gives."""
-        chunks = max(searched_chunks(blocks, _depth(each.setting.world_mesh)), default=1)
-        return each.seconds - (1 - 1 / chunks) * each.parts.get("bubble", 0.0)
-
-    counts: dict[Mesh, set[int]] = {}
-    for each in sorted(settings, key=order):
-        mesh, count = each.setting.world_mesh, each.setting.micro_batches
-        known = counts.setdefault(mesh, set())
-        if count not in known and len(known) < _SAME_MESH:
-            known.add(count)
-            yield Trial(mesh, count, each.setting.recipe, promise(each), each)
-
-
-def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
-    """Every mesh with these numbers of pipeline ranks, with the micro-batches that the user asks for."""
-    assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    named = recipe_axes(request.inside)
-    is_staged = bool(request.chosen_schedule or request.chunks)
-    for depth in depths:
-        for mesh in meshes_of(request.ranks // depth, named):
-            world = with_pipeline(mesh, depth, 0) if depth > 1 or is_staged else mesh
-            yield Trial(world, request.chosen_micro_batches, request.inside)
-
-
-def _depth(mesh: Mesh) -> int:
-    return dict(mesh.axes).get(PIPELINE_AXIS, 1)

@@ -41,7 +41,7 @@ from autopar.ir import (
     divides,
     lies_in_chunks,
 )
-from autopar.ir.plan import Reduction
+from autopar.ir.parameter_plan import Reduction
 from autopar.search.pins import AxisStates
 from autopar.search.recipes import ON_DEVICE, Recipe, Tiering
 

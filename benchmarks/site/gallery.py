@@ -20,7 +20,7 @@ import click
 from autopar import units
 from autopar.cli.explain import explain_command
 from autopar.cli.options import question
-from autopar.explanation.advice import Advice, silent
+from autopar.explanation.answers import Advice, silent
 from autopar.explanation.pages import page_of
 from autopar.ir import Mesh
 from autopar.views import write_html

@@ -15,8 +15,9 @@ import numpy as np
 
 from autopar.cost_model.cluster import find_cluster
 from autopar.cost_model.step import Run, total
-from autopar.explanation.advice import Question, training_state_of
+from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
+from autopar.explanation.few_layers import training_state_of
 from autopar.search import search
 from autopar.search.request import Request
 

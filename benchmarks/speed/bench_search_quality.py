@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where it runs as
 from autopar.cost_model import find_cluster
 from autopar.cost_model.software import as_eager_runs
 from autopar.errors import AutoparError
-from autopar.explanation.advice import EXPLORED_BATCH, Advice, Question
+from autopar.explanation.advice import EXPLORED_BATCH, Question
+from autopar.explanation.answers import Advice
 from autopar.ir import Mesh
 from autopar.search.request import Request
 from benchmarks.stored import store, stored

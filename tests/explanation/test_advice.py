@@ -10,7 +10,8 @@ import torch
 
 from autopar.cost_model.cluster import find_cluster
 from autopar.errors import AutoparError, RecipeError, SearchError
-from autopar.explanation.advice import Question, first_rows
+from autopar.explanation.advice import Question
+from autopar.explanation.few_layers import first_rows
 from autopar.explanation.fitting import will_it_fit
 from autopar.ir import Mesh
 from autopar.planning.planning import are_given_by_micro_batches

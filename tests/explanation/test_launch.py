@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.api.planner import idle_axes, start_line
+from autopar.api.announcing import idle_axes, start_line
 from autopar.cost_model.cluster import find_cluster
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation

@@ -12,7 +12,8 @@ from autopar.capture.export import capture_step
 from autopar.errors import PlanError
 from autopar.ir import WHOLE, Mesh, P, ParameterPlan, Plan, R, S, V
 from autopar.passes import clean_up
-from autopar.program.program import build_program, check_plan
+from autopar.program.checks import check_plan
+from autopar.program.program import build_program
 
 
 class MLP(nn.Module):

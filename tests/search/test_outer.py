@@ -11,9 +11,10 @@ import pytest
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import Mesh, with_pipeline
 from autopar.search.given import GivenMesh
-from autopar.search.outer import Searched, depths_of, search_plan
+from autopar.search.outer import search_plan
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
+from autopar.search.trials import Searched, depths_of
 from tests.search.graphs import LlamaSizes, llama, mlp
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY

@@ -1,0 +1,105 @@
+"""What a planner logs and warns of: the start line, axes without work, folders without files, shapes."""
+
+from __future__ import annotations
+
+import warnings
+
+from autopar.ir import (
+    PIPELINE_AXIS,
+    Plan,
+)
+from autopar.ir.recompute import words_of_recompute
+from autopar.ir.saved import words_of_saved
+from autopar.planning.planning import (
+    Prepared,
+    why_not_again,
+)
+from autopar.runtime.files import Files
+from autopar.runtime.together import warn_together
+from autopar.search.notes import axis_lines
+from autopar.search.request import Request
+from autopar.units import counted, format_bytes, format_seconds
+
+
+def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[float, float]) -> str:
+    """The line that is logged when the model is first planned: how it is split, its predicted time and memory.
+
+    Args:
+        plan: the plan that will run.
+        request: what the user asked for.
+        is_given: whether the user gave the plan; False if the search found it.
+        predicted: predicted seconds of a step, and predicted peak memory of a rank in bytes.
+    """
+    idle = idle_axes(plan)
+    used = [f"{n}={s}" for n, s in plan.world_mesh.axes if s > 1 and n not in idle]
+    words = [" ".join(used) or "nothing is split"]
+    if idle and not is_given:
+        words.append(
+            f"{', '.join(idle)} left idle, because that was found cheapest; recipe='ddp' insists"
+        )
+    words.append("as the given plan has it" if is_given else f"recipe {plan.recipe}")
+    if plan.meeting is not None:
+        words.append(f"{counted(plan.meeting.replicas, 'replica')} that meet {plan.meeting}")
+    if plan.pipeline is not None:
+        words.append(f"{plan.pipeline.schedule} over {counted(plan.pipeline.stages, 'stage')}")
+    words.append(counted(plan.micro_batches, "micro-batch"))
+    said = (words_of_recompute(plan.recompute), words_of_saved(plan.saved, plan.mesh))
+    words += [again for again in said if again]
+    seconds, size = predicted
+    return (
+        f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "
+        f"{format_bytes(request.bound_bytes)} a rank on {request.hardware.name}"
+    )
+
+
+def idle_axes(plan: Plan) -> list[str]:
+    """Names of the axes inside a stage, of several ranks, whose ranks all do the same."""
+    return [
+        name
+        for axis, (name, size) in enumerate(plan.mesh.axes)
+        if size > 1
+        and all(p.storage[axis].kind not in "SO" for p in plan.parameters.values())
+        and all(labels[axis] in "-~" for labels in plan.ops.values())
+    ]
+
+
+def warn_of_idle_axes(plan: Plan) -> None:
+    """Warns for each axis of `plan.mesh` along which nothing is split, so that its ranks repeat the same work."""
+    sizes = dict(plan.mesh.axes)
+    for name in idle_axes(plan):
+        size = sizes[name]
+        warnings.warn(
+            f"The axis {name}={size} splits nothing: its {size} ranks all do the same, because that was "
+            "found cheapest for so small a model. Name a recipe to have it split, such as "
+            f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
+            stacklevel=2,
+        )
+
+
+def warn_of_unused_folder(files: Files, plan: Plan) -> None:
+    """Warns that a folder was named for files, and that the plan keeps no parameters there."""
+    warn_together(
+        f"nvme={str(files.folder)!r} is not used: the plan, of the recipe {plan.recipe}, keeps no parameters in files. "
+        "Take the recipe 'zero-infinity-nvme', or leave nvme out.",
+        stacklevel=2,
+    )
+
+
+def warn_of_loss(obstacle: str, micro_batches: int) -> None:
+    """Warns of a loss of which micro-batches give another value than the batch, and says because of which op."""
+    warn_together(
+        f"In {micro_batches} micro-batches the loss is the mean of theirs, and so are its gradients, which may not be "
+        f"those of the whole batch: {obstacle}. micro_batches=1 gives the loss of the whole batch.",
+        stacklevel=2,
+    )
+
+
+def warn_of_shape(first: Plan, plan: Plan, prepared: Prepared) -> None:
+    """Warns that a batch of another shape cannot be split as the first was, and how it is instead."""
+    axes = "; ".join(axis_lines(prepared.analysis.graph, plan))
+    reason = why_not_again(first, prepared) or "it would not fit into memory"
+    warnings.warn(
+        f"This batch cannot be split as the first was: {reason}. It has a plan of "
+        f"its own, where {axes}. To avoid it drop a last, smaller batch (drop_last=True), or pad.",
+        stacklevel=2,
+    )

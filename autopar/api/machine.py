@@ -1,0 +1,65 @@
+"""The machine and the mesh that a call of `compile` names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar import _torch
+from autopar.cost_model import Hardware, find_hardware
+from autopar.errors import MeshError
+from autopar.ir import (
+    PIPELINE_AXIS,
+    Mesh,
+    Plan,
+    without_pipeline,
+)
+
+MeshLike = DeviceMesh | Mesh | Mapping[str, int]
+
+
+def hardware_of(
+    hardware: Hardware | str | os.PathLike[str] | None, device: torch.device
+) -> tuple[Hardware, tuple[str, ...]]:
+    """The machine that the cost model uses, and notes for the plan.
+
+    Args:
+        hardware: a name in the catalogue, the path of a TOML file, or the machine itself; None takes `cpu-gloo`
+            for the device type `cpu` and `h100` for every other.
+        device: the device that this rank computes on.
+
+    Returns:
+        The machine, and one note that says that it was guessed from the device; no note if `hardware` was given.
+    """
+    if hardware is not None:
+        return find_hardware(hardware), ()
+    name = _torch.catalogue_name(device)
+    return find_hardware(name), (f"priced for {name}, a guess from the device {device.type}",)
+
+
+def axes_of(mesh: MeshLike | None, plan: Plan | None) -> Mesh | None:
+    """The mesh as data, None if it is to be searched. Raises MeshError where plan and mesh differ."""
+    if mesh is None:
+        return plan.world_mesh if plan is not None else None
+    axes = _device_mesh_axes(mesh) if isinstance(mesh, DeviceMesh) else Mesh.of(mesh)
+    if dict(axes.axes).get(PIPELINE_AXIS) == 1:
+        axes = without_pipeline(axes)
+    if axes.names == (PIPELINE_AXIS,):  # every stage has a mesh, if one of a single rank
+        axes = Mesh((*axes.axes, *without_pipeline(axes).axes))
+    if plan is not None and plan.world_mesh != axes:
+        raise MeshError(
+            f"The plan was made for the mesh {plan.world_mesh}, and the mesh given is {axes}."
+        )
+    return axes
+
+
+def _device_mesh_axes(mesh: DeviceMesh) -> Mesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "The DeviceMesh has no axis names; make it with init_device_mesh(..., mesh_dim_names=('dp',))."
+        )
+    return Mesh(tuple(zip(names, tuple(mesh.mesh.shape), strict=True)))

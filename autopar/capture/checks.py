@@ -1,0 +1,112 @@
+"""Checks of an exported graph: each refuses what a plan cannot repeat, with the line and a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar import _torch
+from autopar.capture.remedies import (
+    MODEL,
+    changed_in_place,
+    traced_line,
+    uncaptured,
+)
+from autopar.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
+    """What takes a gradient outside the model would get none, or a rank's part, see `OutsideLeaves`."""
+    trained = set(map(_torch.storage_reference, leaves))
+    nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
+    for spec in exported.graph_signature.input_specs:
+        constant = exported.constants.get(spec.target)
+        if not isinstance(constant, Tensor) or spec.arg.name not in nodes:
+            continue
+        if _torch.storage_reference(constant) in trained and _takes_gradient(nodes[spec.arg.name]):
+            raise CaptureError(
+                f"The loss or the model computes with a tensor of shape {list(constant.shape)} that takes a gradient "
+                "and is no parameter of the model: it would not be trained. Make one module that holds both and "
+                "whose forward returns the loss, and give that without loss_fn; or compute what is not to be trained "
+                "under torch.no_grad(). (A closure over the model reads the original, not the copy that is proved: "
+                "give a method of the model, or functools.partial.)"
+            )
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    """Whether a result of the graph is computed with `node`, no detach between."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and not _cuts_gradient(user):
+                waiting.append(user)
+                seen.add(user)
+    return False
+
+
+def _cuts_gradient(node: fx.Node) -> bool:
+    """Whether no gradient goes through: it is detached, no real or complex number, or made of a shape alone."""
+    value, name = node.meta.get("val"), getattr(node.target, "__name__", "")
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return True
+    return (
+        node.target is aten.detach.default
+        or name.startswith("new_")
+        or name.partition(".")[0].endswith("_like")
+    )
+
+
+def refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
+    changed = sorted({plain_name(s.target) for s in mutated} & parameters)
+    if changed:
+        raise changed_in_place(changed[0])
+
+
+def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
+    """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and _is_unknown(node) and _is_read(node):
+            made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
+            raise uncaptured(
+                traced_line(node),
+                f"{node.target} makes a {made} of a tensor's value",
+                "Keep it a tensor (no .item(); index with torch.index_select, and mask with torch.where "
+                "instead of x[mask])",
+            )
+
+
+def refuse_bodies(module: fx.GraphModule) -> None:
+    """Ops that run graphs (torch.cond, a scan) have no rule."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, node.target, None), fx.GraphModule):
+            call = next(iter(node.users))
+            raise uncaptured(
+                traced_line(call),
+                f"{call.target} runs graphs inside the graph",
+                "Compute what its branches compute, and choose with torch.where",
+            )
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether a result, or its shape, is a Python number that only a run tells."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(map(_torch.depends_on_values, sizes))
+
+
+def _is_read(number: fx.Node) -> bool:
+    """Whether more than assertions comes of a number; those are removed, and with them the number."""
+    return any(
+        _is_read(user) if _is_unknown(user) else "_assert" not in str(user.target)
+        for user in number.users
+    )
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix(MODEL)

@@ -1,0 +1,225 @@
+"""Readers of the parts of a plan, from its JSON and from the lines of its text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args
+
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.graph import Labels
+from autopar.ir.meeting import Meeting
+from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+from autopar.ir.note import NOTE_KINDS, Note, kind_of
+from autopar.ir.parameter_plan import ParameterPlan, Reduction
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.precision import MixedPrecision
+from autopar.ir.recompute import (
+    Recompute,
+    Selection,
+    parse_recompute,
+)
+from autopar.ir.tier import parse_place
+
+VERSION = 1
+SCALAR = "scalar"
+
+
+def read_document(path: str | os.PathLike[str]) -> Any:
+    """Reads a JSON file. Raises PlanError if it is not JSON, or has a name twice in one object."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"{path} is not a whole JSON file ({error}); was it cut short? Copy it again, or save the plan again "
+            "(explanation.plan.save(path), or autopar explain --save)."
+        ) from None
+    except ValueError as error:
+        raise PlanError(f"{path} is damaged: {error}.") from None
+    except OSError as error:
+        raise PlanError(f"Cannot read the plan {path}: {error.strerror}.") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a dictionary from the pairs of a JSON object. Raises ValueError if a name occurs twice.
+
+    JSON does not say which of two equal names counts (RFC 8259, section 4).
+    """
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{name!r} stands {count} times in one place")
+    return document
+
+
+def wrong_version(found: object) -> PlanError:
+    return PlanError(
+        f"The plan is of version {found}, and this autopar reads version {VERSION}; "
+        "make the plan again, or use the autopar that wrote it."
+    )
+
+
+def check_one_line(text: object) -> None:
+    if not isinstance(text, str):
+        raise PlanError(f"The names, model and recipe of a plan are text, not {text!r}.")
+    if "\n" in text or "\r" in text:
+        raise PlanError(f"{text!r} in a plan has a line break, and its text is one fact a line.")
+
+
+def read_count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise PlanError(
+            f"Cannot read {text!r} in line 5 of the plan; write a whole number of micro-batches."
+        )
+    return int(text)
+
+
+def read_notes(notes: object) -> tuple[str, ...]:
+    if not isinstance(notes, list):
+        raise PlanError(f"The notes of a plan are a list of texts, not {notes!r}.")
+    return tuple(map(_note, notes))
+
+
+def _note(note: object) -> str:
+    """Reads one note from its JSON: a text, or `{kind: text}` for a note with a kind."""
+    if isinstance(note, str):
+        return note
+    if isinstance(note, dict) and len(note) == 1:
+        ((kind, text),) = note.items()
+        if kind in NOTE_KINDS and isinstance(text, str):
+            return Note(text, kind)
+    raise PlanError(
+        f"A note of a plan is a text, or a text by one of {', '.join(NOTE_KINDS[1:])}, not {note!r}."
+    )
+
+
+def note_word(note: str) -> str:
+    """First word of a note's line: `note`, or `note(price)` for a note of the kind "price"."""
+    return f"note({kind})" if (kind := kind_of(note)) else "note"
+
+
+def read_meeting(fields: object, mesh: Mesh) -> Meeting | None:
+    if fields is None:
+        return None
+    if (
+        not isinstance(fields, list)
+        or len(fields) != 2
+        or not all(isinstance(x, str) for x in fields)
+    ):
+        raise PlanError(
+            f"The replicas of a plan are an axis and a text such as 'every 4 steps local', not {fields!r}."
+        )
+    axis, text = fields
+    if axis != mesh.names[0]:
+        raise PlanError(
+            f"The plan has replicas along {axis!r}, and its mesh {mesh}: replicas lie along the first axis of the mesh."
+        )
+    return Meeting.parse(axis, mesh.sizes[0], text)
+
+
+def read_pipeline(fields: object, mesh: Mesh) -> Pipeline | None:
+    if fields is None and PIPELINE_AXIS not in mesh.names:
+        return None
+    if not isinstance(fields, list) or len(fields) != 2 or PIPELINE_AXIS not in mesh.names:
+        raise PlanError(
+            f"The plan has the mesh {mesh} and the pipeline {fields!r}; an axis {PIPELINE_AXIS} goes with "
+            "a schedule and the ops at which stages begin."
+        )
+    schedule, cuts = fields
+    position = mesh.index(PIPELINE_AXIS)
+    return Pipeline(mesh.sizes[position], schedule, tuple(cuts.split()), position)
+
+
+def read_parameter(fields: object, name: str, mesh: Mesh, meeting: Meeting | None) -> ParameterPlan:
+    if not isinstance(fields, list) or len(fields) != 3:
+        raise PlanError(
+            f"Parameter {name} has {fields!r}, and takes three parts: its storage layout, its "
+            "resident layout, and step or micro_batch."
+        )
+    storage, resident, reduce = fields
+    if meeting is not None and f"@{meeting.axis}" in f"{storage} {resident}":
+        raise PlanError(
+            f"Parameter {name} lies {storage} | {resident}, and along {meeting.axis} lie {meeting.replicas} replicas, "
+            f"whose values differ for {meeting.steps} steps: none of them can hold a part for another. Leave "
+            f"@{meeting.axis} out, or split along another axis."
+        )
+    if reduce not in get_args(Reduction):
+        raise PlanError(f"A gradient is reduced once per step or micro_batch, not per {reduce!r}.")
+    (stored, tier), (used, nearer) = parse_place(storage, mesh), parse_place(resident, mesh)
+    return ParameterPlan(stored, used, reduce, tier, nearer)
+
+
+def read_recompute(value: Any) -> Recompute:
+    return Selection.of(value) if isinstance(value, dict) else value
+
+
+def read_precision(text: object) -> MixedPrecision | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise PlanError(f"The precision of a plan is a text such as bfloat16, not {text!r}.")
+    try:
+        return MixedPrecision.parse(text)
+    except AutoparError as error:
+        raise PlanError(f"The plan is damaged: {error}") from error
+
+
+def read_shapes(document: object) -> dict[str, tuple[int, ...]]:
+    if not isinstance(document, dict):
+        raise PlanError(f"The shapes of a plan are lists of sizes by name, not {document!r}.")
+    for name, sizes in document.items():
+        if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+            raise PlanError(f"The shape of {name} is a list of whole numbers, not {sizes!r}.")
+    return {name: tuple(sizes) for name, sizes in document.items()}
+
+
+def read_labels(text: str, name: str, mesh: Mesh) -> Labels:
+    labels = tuple(text.split())
+    if len(labels) != len(mesh.axes):
+        raise PlanError(
+            f"Op {name} has {len(labels)} labels for the {len(mesh.axes)} axes of {mesh}."
+        )
+    return labels
+
+
+def _sizes(text: str, number: int) -> list[int]:
+    """Reads the sizes of a shape, written as `8 64`, or `scalar` for no dims."""
+    words = [] if text == SCALAR else text.split(" ")
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise PlanError(f"Cannot read the shape {text!r} in line {number} of the plan; write 8 64.")
+    return [int(word) for word in words]
+
+
+def _once(word: str, number: int, document: dict[str, Any]) -> None:
+    if word in document:
+        raise PlanError(f"Line {number} of the plan gives {word} again.")
+
+
+def read_line(line: str, number: int, document: dict[str, Any]) -> None:
+    word, _, rest = line.partition(" ")
+    if word == "note" or word.startswith("note("):
+        kind = word.removeprefix("note").strip("()")
+        document["notes"].append({kind: rest} if kind else rest)
+        return
+    if word in ("pipeline", "recompute", "precision", "decomposed"):
+        _once(word, number, document)
+        schedule, _, cuts = rest.partition(":")
+        value = parse_recompute(rest) if word == "recompute" else rest
+        document[word] = [schedule, cuts] if word == "pipeline" else value
+        return
+    name, colon, value = rest.rpartition(": ")  # a name may have ": ", a value never has
+    if not colon or word not in ("parameter", "saved", "input", "op", "shape", "replicas"):
+        raise PlanError(f"Cannot read line {number} of the plan: {line!r}.")
+    if word == "shape":
+        document.setdefault("shapes", {})[name] = _sizes(value, number)
+        return
+    if word == "replicas":
+        _once(word, number, document)
+        document[word] = [name, value]
+        return
+    field_name = word if word == "saved" else word + "s"
+    if name in document.setdefault(field_name, {}):
+        raise PlanError(f"Line {number} of the plan gives {word} {name} again: {line!r}.")
+    document[field_name][name] = value.split(" | ") if word == "parameter" else value

@@ -1,0 +1,257 @@
+"""Checks that a plan belongs to the captured model, before a rank's program is built from it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import get_args
+
+from autopar.analysis.factors import Analysis
+from autopar.capture.captured import Captured
+from autopar.errors import PlanError
+from autopar.ir import (
+    Dims,
+    Graph,
+    Layout,
+    Mesh,
+    Op,
+    ParameterPlan,
+    Plan,
+    R,
+    State,
+    V,
+    divides,
+    format_layout,
+    go_together,
+    has_owner,
+    is_legal,
+    lies_in_chunks,
+)
+from autopar.ir.layout import WHOLE
+from autopar.ir.parameter_plan import Reduction
+from autopar.ir.recompute import Selection
+from autopar.pipeline.saved_values import SavedValues
+from autopar.program.recomputation import check_selection
+
+
+def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
+    """Raises PlanError, with the reason, unless a plan fits this captured model."""
+    if plan.precision != captured.precision:
+        raise PlanError(
+            f"The plan was made for the precision {plan.precision or 'of the parameters'}, and the model was "
+            f"captured under {captured.precision or 'none'}; give the same precision=..., or make another plan."
+        )
+    if plan.fingerprint != captured.fingerprint:
+        raise PlanError(
+            f"The plan was made for a model with fingerprint {plan.fingerprint}, and this one has "
+            f"{captured.fingerprint}: {_difference(analysis.graph, plan)}. Make a plan for this model."
+        )
+    graph = analysis.graph
+    _check_names("parameter", plan.parameters, graph.parameters)
+    _check_names("input", plan.inputs, graph.inputs)
+    _check_names("op", plan.ops, graph.by_name)
+    for name, parameter in plan.parameters.items():
+        _check_parameter(name, parameter, graph.tensors[graph.parameters[name]].dims, plan.mesh)
+    for name, layout in plan.inputs.items():
+        dims = graph.tensors[graph.inputs[name]].dims
+        _check_layout(f"input {name}", layout, dims, plan.mesh, "RSV")
+    for op in graph.ops:
+        _check_op(op, analysis, plan)
+    if plan.meeting is not None:
+        _refuse_owners(plan, "replicas that meet")
+    if plan.pipeline is not None:
+        _refuse_owners(plan, f"{plan.pipeline.stages} pipeline stages")
+        _check_cuts(plan.pipeline.cuts, analysis)
+        if plan.pipeline.update_every:
+            _check_versions(plan, plan.pipeline.schedule)
+    if isinstance(plan.recompute, Selection):
+        check_selection(plan, plan.recompute, graph)
+    if plan.saved:
+        SavedValues(graph, plan).check()
+
+
+def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
+    ours, theirs = dict.fromkeys(known), dict.fromkeys(found)
+    missing = [name for name in ours if name not in theirs]
+    if missing:
+        raise PlanError(
+            f"The plan is damaged: it has no {what} {missing[0]}, and takes one entry for each of "
+            f"the {len(ours)} {what}s of the model."
+        )
+    unknown = [name for name in theirs if name not in ours]
+    if unknown:
+        some = ", ".join(list(ours)[:3]) or "none"
+        raise PlanError(
+            f"The plan is damaged: the model has no {what} {unknown[0]}; its {len(ours)} {what}s "
+            f"are {some}{', ...' if len(ours) > 3 else ''}."
+        )
+
+
+def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
+    _check_layout(f"storage of parameter {name}", parameter.storage, dims, mesh, "RSO")
+    _check_owners(name, parameter, dims, mesh)
+    if not lies_in_chunks(tuple(sizes or (1,) for sizes in dims), parameter.storage, mesh):
+        raise PlanError(
+            f"The storage of parameter {name} is {format_layout(parameter.storage, mesh)}, which gives a rank several "
+            f"pieces of a dim, of factors {dims}. At rest a rank has one run of each dim: split its first factor, or "
+            "the next one where earlier axes split those before it to the end."
+        )
+    _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSV")
+    if parameter.reduce not in get_args(Reduction):
+        raise PlanError(
+            f"The plan is damaged: the gradient of parameter {name} is reduced per "
+            f"{parameter.reduce!r}, and it can be per {' or '.join(get_args(Reduction))}."
+        )
+
+
+def _refuse_owners(plan: Plan, what: str) -> None:
+    """Raises PlanError for a plan with pipeline stages or replicas in which one rank owns a parameter."""
+    owned = [name for name, how in plan.parameters.items() if has_owner(how.storage)]
+    if owned:
+        raise PlanError(
+            f"The plan stores {len(owned)} of {len(plan.parameters)} parameters on one rank of an axis, such as "
+            f"{owned[0]}, and has {what}; with those parameters are stored in R or S so far."
+        )
+
+
+def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
+    """Raises PlanError for a storage on one rank of an axis that cannot be run."""
+    if not has_owner(parameter.storage):
+        return
+    for state, (axis, size) in zip(parameter.storage, mesh.axes, strict=True):
+        if state.kind == "O" and not 0 <= state.owner < size:
+            raise PlanError(
+                f"The plan gives parameter {name} to {state}@{axis}, and the axis {axis} has {size} ranks, counted "
+                f"from 0; write O(0) to O({size - 1})."
+            )
+    where = (
+        f"The plan stores parameter {name} on one rank ({format_layout(parameter.storage, mesh)})"
+    )
+    if not dims:
+        raise PlanError(f"{where}, and it is a single number, of shape []; store it in R.")
+    if parameter.tier != "device":
+        raise PlanError(f"{where} and in the tier {parameter.tier}; one of both can be had so far.")
+
+
+def _check_layout(where: str, layout: Layout, dims: Dims, mesh: Mesh, kinds: str) -> None:
+    if len(layout) != len(mesh.axes):
+        raise PlanError(
+            f"The plan is damaged: the {where} has {len(layout)} states for the {len(mesh.axes)} "
+            f"axes of {mesh}."
+        )
+    dims = tuple(sizes or (1,) for sizes in dims)  # a dim of size 1 may have no factors
+    for state, axis in zip(layout, mesh.names, strict=True):
+        wrong = _wrong_state(state, dims, kinds)
+        if wrong:
+            raise PlanError(f"The plan is damaged: the {where} is {state}@{axis}, and {wrong}.")
+    if not divides(dims, layout, mesh):
+        raise PlanError(
+            f"The plan is damaged: the {where} is {format_layout(layout, mesh)}, which does not "
+            f"divide its dims, of factors {dims}, on the mesh {mesh}."
+        )
+
+
+def _wrong_state(state: State, dims: Dims, kinds: str) -> str:
+    """The reason why a tensor with these dims cannot be in a state, "" if it can."""
+    if state.kind not in kinds:
+        return f"it can be {', '.join(kinds[:-1])} or {kinds[-1]}"
+    if state.kind != "S":
+        return ""
+    if not 0 <= state.dim < len(dims):
+        return f"its dims are 0 to {len(dims) - 1}" if dims else "it has no dims"
+    factors = dims[state.dim]
+    if state.factor != WHOLE and not 0 <= state.factor < len(factors):
+        return f"dim {state.dim} has the factors 0 to {len(factors) - 1}, of sizes {factors}"
+    return ""
+
+
+def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
+    labels, mesh = plan.ops[op.name], plan.mesh
+    if len(labels) != len(mesh.axes):
+        raise PlanError(
+            f"The plan is damaged: op {op.name} has {len(labels)} labels for the "
+            f"{len(mesh.axes)} axes of {mesh}."
+        )
+    known = [choice.label for choice in op.choices]
+    for label, axis in zip(labels, mesh.names, strict=True):
+        if label not in known:
+            raise PlanError(
+                f"The plan is damaged: op {op.name} ({op.kind}) has the label {label!r} on {axis}, "
+                f"and its choices are {', '.join(known)}."
+            )
+    if not go_together(labels):
+        raise PlanError(
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}. Rows change hands "
+            "along all axes that split the experts (t>e), or along none (e)."
+        )
+    if not is_legal(analysis.graph, op, labels, mesh):
+        sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)
+        raise PlanError(
+            f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}, "
+            f"and the mesh {mesh} does not divide what they split; it can split {sizes}."
+        )
+
+
+def _check_versions(plan: Plan, schedule: str) -> None:
+    """Raises PlanError if parameters are not used as they are stored, which schedules with versions do not support."""
+    if plan.precision is not None:
+        raise PlanError(
+            f"The plan casts parameters for use (precision {plan.precision}), and its schedule {schedule} keeps "
+            "several versions of parameters, which are stored as they are used so far. Leave precision out, or take "
+            "1f1b."
+        )
+    for name, how in plan.parameters.items():
+        used = tuple(R if state == V else state for state in how.resident)
+        if used != how.storage or how.tier != "device":
+            raise PlanError(
+                f"Parameter {name} is stored {how.stored_text(plan.mesh)} and used as "
+                f"{format_layout(how.resident, plan.mesh)}, and the schedule {schedule} keeps several versions of "
+                "parameters, which are stored as they are used so far. Take a recipe such as ddp or tp, or 1f1b."
+            )
+
+
+def _check_cuts(cuts: tuple[str, ...], analysis: Analysis) -> None:
+    position = {op.name: i for i, op in enumerate(analysis.graph.ops)}
+    unknown = [name for name in cuts if name not in position]
+    if unknown:
+        raise PlanError(f"The plan is damaged: a stage begins with {unknown[0]}, which is no op.")
+    places = [position[name] for name in cuts]
+    if any(a >= b for a, b in itertools.pairwise(places)):
+        raise PlanError(
+            f"The plan is damaged: its stages begin with {', '.join(cuts)}, which is not the order of "
+            "these ops in the model."
+        )
+
+
+def _difference(graph: Graph, plan: Plan) -> str:
+    """Words for the first difference between a graph and the graph for which a plan was made."""
+    ours, theirs = set(graph.parameters), set(plan.parameters)
+    for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
+        if names:
+            return f"it {what} parameter {min(names)}"
+    ours, theirs = set(graph.inputs), set(plan.inputs)
+    for names, what in ((theirs - ours, "has no"), (ours - theirs, "also has")):
+        if names:
+            return f"it {what} input {min(names)}"
+    return _shape_difference(graph, plan) or _op_difference(graph, plan)
+
+
+def _shape_difference(graph: Graph, plan: Plan) -> str:
+    for name, shape in graph.edge_shapes.items():
+        planned = plan.shapes.get(name, shape)
+        if planned != shape:
+            is_part = name.startswith("input ") and plan.micro_batches > 1
+            part = f" in each of {plan.micro_batches} micro-batches" if is_part else ""
+            return (
+                f"its {name} has the shape {list(shape)}, and the plan takes {list(planned)}{part}"
+            )
+    return ""
+
+
+def _op_difference(graph: Graph, plan: Plan) -> str:
+    for ours, theirs in itertools.zip_longest((op.name for op in graph.ops), plan.ops):
+        if ours != theirs:
+            return (
+                f"where the plan has {theirs or 'no further op'}, it runs {ours or 'nothing more'}"
+            )
+    return "an op has other arguments, or a tensor another dtype"
