@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from autopar.cli import main
-from autopar.explanation import advice
+from autopar.explanation import few_layers
 from autopar.ir import Plan
 from autopar.views import read_trace
 from tests.support.staged import captured_once
@@ -29,7 +29,7 @@ def document(*args):
 @pytest.fixture(scope="module", autouse=True)
 def one_capture():
     """Commands on one model share its capture."""
-    with captured_once(advice):
+    with captured_once(few_layers):
         yield
 
 
