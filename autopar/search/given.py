@@ -17,6 +17,7 @@ from autopar.pipeline.parts import is_whole
 from autopar.search.partitioned import in_slices
 from autopar.search.pipeline import search_pipeline
 from autopar.search.pipeline_settings import Priced
+from autopar.search.recipes import resolve
 from autopar.search.request import Request
 from autopar.search.search import Found
 from autopar.search.searches import Searches
@@ -72,6 +73,16 @@ class GivenMesh:
 
     def search(self) -> Planned:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
+        found = self._search()
+        return self._sliced(found) if self._saves_slices(found.plan) else found
+
+    def _saves_slices(self, plan: Plan) -> bool:
+        """Whether a recipe asks for slices of a plan's saved activations, and the plan can have them."""
+        if plan.saved or plan.pipeline is not None or not is_whole(self.graph):
+            return False
+        return any(row.saves_slices for row in resolve(self.request.inside, plan.mesh))
+
+    def _search(self) -> Planned:
         request = self.request
         if is_saved_wish(request.recompute):
             return self._partitioned(SAVED_TIERS[request.recompute])

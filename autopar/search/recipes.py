@@ -8,9 +8,11 @@ parameters may be stored. It selects factors by their roles (`autopar.ir.Factor.
              Megatron's columns and rows (heads, ffn), but not the residual stream
     seq      any other dim of an input
     expert   the dim of a weight that numbers the experts of a mixture
+    width    a dim of a parameter that is normalized over: the width of the residual stream
 
 Under every recipe an op may also run unsplit, or apply a linear op to partial sums. A recipe is written as one name for
-all axes, `zero3`, or one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`.
+all axes, `zero3`, or one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`. Tensor parallelism in two or
+three dims is a recipe over several axes, `x,y:2d`, which stands for one of each (`autopar.search.several_axes`).
 
 The recipes of the pipeline axis `pp` are its schedules, and `naive-pp`, which is GPipe with a single micro-batch. (The
 schedules of `autopar.ir.VERSIONED` change the result of training.) `split_recipe` separates these recipes from those of
@@ -44,6 +46,7 @@ from autopar.ir import (
     Tier,
 )
 from autopar.ir.meeting import RULES, SERVER
+from autopar.search.several_axes import SEVERAL_AXES, by_axis, over_mesh
 
 Roles = frozenset[str]
 Which = Callable[[Roles], bool]
@@ -63,6 +66,14 @@ def is_seq(roles: Roles) -> bool:
 
 def is_expert(roles: Roles) -> bool:
     return "expert" in roles
+
+
+def is_width(roles: Roles) -> bool:
+    return {"parameter", "normalized"} <= roles and not roles & {"batch", "expert"}
+
+
+def is_feature(roles: Roles) -> bool:
+    return "parameter" in roles and not roles & {"batch", "expert"}
 
 
 class Tiering(NamedTuple):
@@ -93,6 +104,9 @@ class Recipe:
         tier: memory in which parameters, their gradients and optimizer states are stored.
         resident_tier: memory in which parameters are during a step, if their resident layout is the stored one.
         exchanges: whether an op that splits what it must splits it by an exchange (`t>e`), if it has such a choice.
+        only_columns: whether products with a parameter may split only factors that are in both the parameter and the
+            result, if they can split one: the columns of the matrix, and never the rows that they sum over.
+        saves_slices: whether blocks save a slice of the activations that an axis replicates, and gather it in backward.
         owner: rank of the axis on which all parameters are stored, `ANY` to spread them over the ranks; None where
             parameters have no owner.
     """
@@ -108,6 +122,8 @@ class Recipe:
     tier: Tier = "device"
     resident_tier: Tier = "device"
     exchanges: bool = False
+    only_columns: bool = False
+    saves_slices: bool = False
     owner: int | None = None
 
 
@@ -152,6 +168,16 @@ _ROWS = (
     Recipe(
         "cp", "the sequence split everywhere, keys and values of attention going round (ring attention)",
         (is_seq,), (is_seq,), exchanges=True,
+    ),
+    Recipe(
+        "columns", "columns of every matrix, operands gathered before the product: one axis of 2d and 2.5d",
+        (is_feature, is_seq), (is_feature, is_seq), (is_feature,), stages=(0, 3), gathers=False,
+        only_columns=True, saves_slices=True,
+    ),
+    Recipe(
+        "width", "the width of the residual stream, and the sequence where that stays whole: one axis of 3d",
+        (is_width, is_model, is_seq), (is_width, is_seq), (is_width,), stages=(0, 3), gathers=False,
+        saves_slices=True,
     ),
     Recipe(
         "ep", "experts of a mixture split, the batch everywhere else",
@@ -288,6 +314,8 @@ def _check_pipeline_recipe(name: object) -> None:
 def resolve(recipe: RecipeLike, mesh: Mesh) -> tuple[Recipe, ...]:
     """The row of the table for every axis of the mesh. Raises RecipeError for an unknown recipe or axis."""
     named = _parse(recipe)
+    if isinstance(named, str) and named in SEVERAL_AXES:
+        named = over_mesh(named, mesh.names)
     schedule, _ = split_recipe(recipe)
     if schedule:
         raise RecipeError(
@@ -316,7 +344,8 @@ def format_recipe(recipe: RecipeLike) -> str:
     """The text of a recipe, with aliases resolved; every function here that takes a recipe can read it."""
     named = _parse(recipe)
     if isinstance(named, str):
-        return named if named in PIPELINE_RECIPES or _is_meeting(named) else _row(named).name
+        whole = named in PIPELINE_RECIPES or named in SEVERAL_AXES or _is_meeting(named)
+        return named if whole else _row(named).name
     return ",".join(
         f"{axis}:{name if axis == PIPELINE_AXIS or _is_meeting(name) else _row(name, axis).name}"
         for axis, name in named.items()
@@ -337,7 +366,7 @@ def recipe_axes(recipe: RecipeLike) -> tuple[str, ...]:
 
 def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
     if isinstance(recipe, Mapping):
-        return recipe
+        return by_axis(recipe)
     if not isinstance(recipe, str):
         raise RecipeError(
             f"{recipe!r} is no recipe; write one for all axes such as 'zero3', or one for each: "
@@ -345,16 +374,24 @@ def _parse(recipe: RecipeLike) -> str | Mapping[str, str]:
         )
     if ":" not in recipe or _is_meeting(recipe.strip()):
         return recipe.strip()
-    named = {}
+    named: dict[str, str] = {}
+    axes: list[str] = []  # those of the recipe that is being read
     for part in recipe.split(","):
         axis, colon, name = (piece.strip() for piece in part.partition(":"))
-        if not colon or not axis or axis in named:
-            raise RecipeError(
-                f"Cannot read {part!r} in the recipe {recipe!r}; write dp:zero3,tp:tp."
-            )
-        _check_rule(part.strip(), axis, name)
-        named[axis] = name
-    return named
+        axes.append(axis)
+        if not axis or axis in named:
+            raise _unreadable(part, recipe)
+        if colon:
+            _check_rule(part.strip(), axis, name)
+            named[",".join(axes)] = name
+            axes = []
+    if axes:
+        raise _unreadable(axes[0], recipe)
+    return by_axis(named)
+
+
+def _unreadable(part: str, recipe: str) -> RecipeError:
+    return RecipeError(f"Cannot read {part!r} in the recipe {recipe!r}; write dp:zero3,tp:tp.")
 
 
 def _check_rule(text: str, rule: str, steps: str) -> None:
@@ -390,6 +427,7 @@ def _row(name: str, axis: str = "") -> Recipe:
         if colon:
             _check_rule(str(name), rule, steps)
         known = ", ".join([*RECIPES, *(f"{a} (= {b})" for a, b in ALIASES.items())])
+        known += f"; for several axes {', '.join(SEVERAL_AXES)}"
         known += f"; for the first axis of a mesh {', '.join(MEETING_RECIPES)}"
         known += f"; and for the axis {PIPELINE_AXIS} {', '.join(PIPELINE_RECIPES)}"
         asked = f"There is no recipe {name!r}" + (f" for the axis {axis!r}" if axis else "")
@@ -451,7 +489,10 @@ class ChoiceFilter:
         if recipe.may is None:
             return list(legal)
         kinds = recipe.products_must if self._is_product(op) else ()
-        if forced := self._splitting(op, legal, kinds or self._of_stack(op)):
+        forced = self._splitting(op, legal, kinds or self._of_stack(op))
+        if recipe.only_columns:
+            forced = [choice for choice in forced if self._splits_columns(op, choice)]
+        if forced:
             return forced
         free = self._splitting(op, legal, recipe.may)
         must = recipe.must if self._makes_activation(op) else _of_batch(recipe.must)
@@ -492,6 +533,12 @@ class ChoiceFilter:
         roles = [self._graph.factors[name].roles for name in after - before]
         found = any(kind(each) for kind in self.recipe.products_must for each in roles)
         return self.recipe.stacks_must if found else ()
+
+    def _splits_columns(self, op: Op, choice: Choice) -> bool:
+        """Whether a choice of a product splits the parameter and the result."""
+        pairs = zip(op.operands, choice.operands, strict=True)
+        of_parameter = any(n in self._from_parameters and s.kind == "S" for n, s in pairs)
+        return of_parameter and all(state.kind == "S" for state in choice.results)
 
     def _factors(self, names: Iterable[str]) -> set[str]:
         tensors = (self._graph.tensors[name] for name in names)
