@@ -46,7 +46,13 @@ from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve
 from autopar.search.request import Request
 
-_OF_GRAPH = ("auto", "tp", "tp+sp")  # recipes whose storage depends on what is computed
+_OF_GRAPH = (
+    "auto",
+    "tp",
+    "tp+sp",
+    "columns",
+    "width",
+)  # recipes whose storage depends on what is computed
 
 
 def shard_(

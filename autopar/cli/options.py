@@ -21,6 +21,7 @@ from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
 from autopar.search.recipes import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
 from autopar.search.request import AXES, HEADROOM, REFUSALS, Request, named_axes
+from autopar.search.several_axes import SEVERAL_AXES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -102,7 +103,8 @@ class Price(click.ParamType):
 
 # as help texts have them
 RECIPE_NAMES = (
-    f"{', '.join(RECIPES)} (with an axis pp also {', '.join(PIPELINE_RECIPES)}; for the first axis also "
+    f"{', '.join(RECIPES)} (over several axes, as x,y:2d, {', '.join(SEVERAL_AXES)}; "
+    f"with an axis pp also {', '.join(PIPELINE_RECIPES)}; for the first axis also "
     f"{', '.join(MEETING_RECIPES)}, where replicas meet every K steps or are at most S exchanges ahead)"
 )
 

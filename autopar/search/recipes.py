@@ -11,8 +11,9 @@ parameters may be stored. It selects factors by their roles (`autopar.ir.Factor.
     width    a dim of a parameter that is normalized over: the width of the residual stream
 
 Under every recipe an op may also run unsplit, or apply a linear op to partial sums. A recipe is written as one name for
-all axes, `zero3`, or one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`. Tensor parallelism in two or
-three dims is a recipe over several axes, `x,y:2d`, which stands for one of each (`autopar.search.several_axes`).
+all axes, `zero3`, or one for each, `dp:zero3,tp:tp+sp`; axes that are not named are `auto`. Tensor parallelism in
+two or three dims is a recipe over several axes, `x,y:2d`, which stands for one of each
+(`autopar.search.several_axes`).
 
 The recipes of the pipeline axis `pp` are its schedules, and `naive-pp`, which is GPipe with a single micro-batch. (The
 schedules of `autopar.ir.VERSIONED` change the result of training.) `split_recipe` separates these recipes from those of

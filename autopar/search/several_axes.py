@@ -4,15 +4,15 @@
 
 Take a product C = A B, with A of (m, k), B of (k, n) and C of (m, n). Every axis splits one of m, n and k:
 
-    2d      x: n, y: m          SUMMA (van de Geijn and Watts 1997; Xu et al. 2021): A, B and C lie in q x q blocks. Each
-                                rank gathers A along x and B along y, and C stays where it is.
+    2d      x: n, y: m          SUMMA (van de Geijn and Watts 1997; Xu et al. 2021): A, B and C lie in q x q blocks.
+                                Each rank gathers A along x and B along y, and C stays where it is.
     2.5d    x: n, y: m, z: m    2d on every layer of z, with a copy of B for each (Wang et al. 2021, Tesseract)
-    3d      x: n or k, y: k or n, z: m     each operand is gathered along one axis, and C scattered along the one of k
-                                (Agarwal et al. 1995; Bian et al. 2021). x and y change places from product to product.
+    3d      x: n, y: k, z: m    A is gathered along x, B along z, and C scattered along y (Agarwal et al. 1995; Bian
+                                et al. 2021). x and y change places from one product to the next.
 
-m is the batch, so that the axis of m is one of `zero3`: it gathers weights around each use. SUMMA sends panels one after the
-other by broadcasts, where a plan gathers the whole operand before the product. A rank receives as many bytes, and has
-the gathered operand while the product runs.
+m is the batch, so that the recipe of its axis is `zero3`, which gathers weights around each use. SUMMA broadcasts
+panels one after the other, where a plan gathers the whole operand before the product: a rank receives as many bytes,
+and holds the gathered operand while the product runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def over_mesh(name: str, axes: tuple[str, ...]) -> dict[str, str]:
 
 def _names(name: str, axes: list[str]) -> tuple[str, ...]:
     """The recipe of each of these axes. Raises RecipeError unless `name` is one of so many axes."""
-    if name not in SEVERAL_AXES:
+    if (
+        not isinstance(name, str) or name not in SEVERAL_AXES
+    ):  # a name that is no text is refused as unknown
         if len(axes) == 1:
             return (name,)
         remedy = ", ".join(f"{axis!r}: {name!r}" for axis in axes)

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/tensor_dims.py
 
-The layer is x + down(gelu(up(norm(x)))). A model of three such layers is compiled for each mesh, and one step runs on rank
-0, while a process group that moves nothing answers for the others. Every collective is counted where it is
+The layer is x + down(gelu(up(norm(x)))). A model of three such layers is compiled for each mesh, and one step runs on
+rank 0, while a process group that moves nothing answers for the others. Every collective is counted where it is
 dispatched, as the bytes that a rank receives by a ring: (n - 1) / n of the larger side, and twice that for an
 all-reduce. The bytes of one layer are those of three layers less those of two, so that the ends of the model do not
 count.
@@ -12,12 +12,12 @@ count.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
+from autopar.runtime.gather import Gathers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.tables import markdown_table
@@ -81,9 +82,9 @@ def one_dim(width: int, sizes: tuple[int, ...]) -> float:
 def summa(width: int, sizes: tuple[int, ...]) -> float:
     """SUMMA (van de Geijn and Watts 1997; Xu et al. 2021), with depth c Tesseract (Wang et al. 2021).
 
-    C = A B, A' = C' B^T and B' = A^T C' each move a block row of A (or A') along x, and a block column of B (or B')
-    along y: three times each. The layers of Tesseract add up B'. The norm needs whole rows: to get them from blocks is an
-    all-to-all of one block, and so is its transpose.
+    For gradients A', B' and C' the products C = A B, A' = C' B^T and B' = A^T C' each move a block row of A (or A')
+    along x, and a block column of B (or B') along y: three times each. The layers of Tesseract add up B'. The norm needs
+    whole rows: to get them from blocks is an all-to-all of one block, and so is its transpose.
     """
     x, y, depth = (*sizes, 1)[:3]
     inner, rows = 4 * width, ROWS / (y * depth)
@@ -94,9 +95,11 @@ def summa(width: int, sizes: tuple[int, ...]) -> float:
 
 
 def three_dims(width: int, sizes: tuple[int, ...]) -> float:
-    """Agarwal et al. (1995), Bian et al. (2021): in each of three products A, B and C move, each along its own axis.
+    """Agarwal et al. (1995), Bian et al. (2021): in every product A, B and C move once, each along its own axis.
 
-    The norm takes an all-to-all of one block before and after it, and their transposes.
+    For A and B that makes three times in a step, as for `summa`. C' is gathered once for both of its products, where
+    three products by themselves would move it three times: C moves twice. The norm takes an all-to-all of one block
+    before and after it, and their transposes.
     """
     x, y, z = sizes
     inner, rows = 4 * width, ROWS / z
@@ -170,32 +173,34 @@ class Counted(TorchDispatchMode):
 
 def _size_of(args: Any) -> int:
     """Number of ranks of the process group among the arguments of an op of c10d."""
-    (group,) = (x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()))
+    (group,) = (
+        x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+    )
     return dist.ProcessGroup.unbox(group).size()
 
 
-class _Saved:
-    """Stands for a saved tensor as long as autograd keeps it."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
 @contextmanager
-def watching_saved(without: set[int]) -> Iterator[list[int]]:
-    """Gives a list whose only entry becomes the most bytes that autograd has kept at once, without some storages."""
-    kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
-    most = [0]
+def watching_saved() -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Gives a dict that gets every storage that autograd keeps, by its address.
 
-    def pack(x: Tensor) -> _Saved:
-        saved = _Saved(x)
-        kept.add(saved)
-        storages = {s.data_ptr(): s.nbytes() for s in (each.x.untyped_storage() for each in kept)}
-        most[0] = max(most[0], sum(n for at, n in storages.items() if at not in without))
-        return saved
+    Where parameters are gathered, the runtime's own hooks are the last ones, and their result is what is kept.
+    """
+    kept: dict[int, torch.UntypedStorage] = {}
+    pack_gathered = Gathers._pack
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.x):
-        yield most
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    def pack_beside(self: Gathers, x: Tensor) -> Any:
+        packed = pack_gathered(self, x)
+        return pack(packed) if isinstance(packed, Tensor) else packed
+
+    with (
+        patch.object(Gathers, "_pack", pack_beside),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+    ):
+        yield kept
 
 
 def of_layers(case: Case, width: int, count: int) -> tuple[float, int]:
@@ -209,9 +214,9 @@ def of_layers(case: Case, width: int, count: int) -> tuple[float, int]:
     model.step(x)
     model.zero_grad()
     stored = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
-    with watching_saved(stored) as saved, Counted() as counted:
+    with watching_saved() as saved, Counted() as counted:
         model.step(x)
-    return counted.bytes, saved[0]
+    return counted.bytes, sum(each.nbytes() for at, each in saved.items() if at not in stored)
 
 
 def of_a_layer(case: Case, width: int) -> tuple[float, int]:
@@ -238,8 +243,22 @@ def main() -> None:
         with simulated(ranks):
             counted, saved = of_a_layer(case, width)
         sizes = " x ".join(map(str, case.sizes))
-        rows.append((str(ranks), case.name, sizes, f"{counted:,.0f}", f"{case.formula(width):,.0f}", f"{saved:,}"))
-    print(*markdown_table(("ranks", "recipe", "mesh", "counted", "formula", "saved"), rows, text_columns=3), sep="\n")
+        rows.append(
+            (
+                str(ranks),
+                case.name,
+                sizes,
+                f"{counted:,.0f}",
+                f"{case.formula(width):,.0f}",
+                f"{saved:,}",
+            )
+        )
+    print(
+        *markdown_table(
+            ("ranks", "recipe", "mesh", "counted", "formula", "saved"), rows, text_columns=3
+        ),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

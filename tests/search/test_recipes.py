@@ -106,6 +106,12 @@ def test_the_text_of_a_recipe_reads_back() -> None:
     for text in ("auto", "zero3", "dp:zero3,tp:tp+sp", "tp:tp"):
         assert format_recipe(text) == text
         assert resolve(format_recipe(text), mesh) == resolve(text, mesh)
+    assert format_recipe("dp:ddp,x,y:2d") == "dp:ddp,x:columns,y:zero3"
+    assert (
+        resolve("2d", mesh)
+        == resolve({"dp,tp": "2d"}, mesh)
+        == resolve("dp:columns,tp:zero3", mesh)
+    )
     assert format_recipe({"dp": "fsdp"}) == "dp:zero3"
     assert [row.name for row in resolve("tp:tp", mesh)] == ["auto", "tp"]
 
@@ -116,10 +122,20 @@ def test_the_text_of_a_recipe_reads_back() -> None:
         ("zero4", "There is no recipe 'zero4'; choose among " + ", ".join(RECIPES)),
         ("dp:ddp,ep:tp", "names the axis 'ep', and the mesh dp=2,tp=2 has dp, tp"),
         ("dp:ddp,tp", "Cannot read 'tp' in the recipe"),
+        (
+            "dp,tp:zero3",
+            "'zero3' is of a single axis, and 'dp,tp' names 2. Write {'dp': 'zero3', 'tp': 'zero3'}",
+        ),
+        ("dp:2d", "The recipe '2d' is of 2 axes, and 'dp' names 1. Write recipe={'x,y': '2d'}"),
+        ("3d", "The recipe '3d' is of 3 axes, and 'dp,tp' names 2"),
+        (
+            {"dp,tp": "2d", "tp": "ddp"},
+            "The axis 'tp' has two recipes, 'zero3' and that of 'tp': 'ddp'",
+        ),
         ("dp:zero1,tp:zero2", "reduces gradients once per step and zero2 on tp per micro-batch"),
     ],
 )
-def test_recipes_that_cannot_hold(recipe: str, says: str) -> None:
+def test_recipes_that_cannot_hold(recipe: Any, says: str) -> None:
     with pytest.raises(RecipeError) as error:
         resolve(recipe, Mesh.of({"dp": 2, "tp": 2}))
     assert says in str(error.value)
