@@ -83,8 +83,8 @@ def summa(width: int, sizes: tuple[int, ...]) -> float:
     """SUMMA (van de Geijn and Watts 1997; Xu et al. 2021), with depth c Tesseract (Wang et al. 2021).
 
     For gradients A', B' and C' the products C = A B, A' = C' B^T and B' = A^T C' each move a block row of A (or A')
-    along x, and a block column of B (or B') along y: three times each. The layers of Tesseract add up B'. The norm needs
-    whole rows: to get them from blocks is an all-to-all of one block, and so is its transpose.
+    along x, and a block column of B (or B') along y: three times each. The layers of Tesseract add up B'. The norm
+    needs whole rows: to get them from blocks is an all-to-all of one block, and so is its transpose.
     """
     x, y, depth = (*sizes, 1)[:3]
     inner, rows = 4 * width, ROWS / (y * depth)

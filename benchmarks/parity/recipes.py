@@ -35,6 +35,7 @@ TWO_AXES = (
     "dp:zero-infinity,tp:tp", "dp:zero-infinity-nvme,tp:tp", "dp:parameter-server,tp:tp", "auto",
 )  # fmt: skip
 WITH_CP = ({"dp": 2, "cp": 2}, "dp:zero3,cp:cp"), ({"cp": 2, "tp": 2}, "cp:cp,tp:tp")
+BLOCKS = ({"x": 2, "y": 2}, "x,y:2d")
 STEPS = 10
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
@@ -44,7 +45,7 @@ def cases(ranks: int) -> list[tuple[dict[str, int], str]]:
     found = [({"x": ranks}, recipe) for recipe in ONE_AXIS]
     if ranks == 4:
         found += [({"dp": 2, "tp": 2}, recipe) for recipe in TWO_AXES]
-        found += WITH_CP
+        found += (*WITH_CP, BLOCKS)
     return found
 
 
