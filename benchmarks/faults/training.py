@@ -68,8 +68,10 @@ def undisturbed() -> list[float]:
     return losses
 
 
-def compiled(plan: str, count: int) -> autopar.CompiledModule:
-    """The model under a plan for so many ranks."""
+def compiled(
+    plan: str, count: int, module: nn.Module, batch: tuple[Tensor, Tensor]
+) -> autopar.CompiledModule:
+    """A model under a plan for so many ranks; each rank gives whole batches."""
     in_stages = plan.startswith("pp")
     mesh: dict[str, int] = {"dp": count}
     recipe: str | dict[str, str] = plan
@@ -78,14 +80,14 @@ def compiled(plan: str, count: int) -> autopar.CompiledModule:
     if in_stages and count == 2:
         mesh, recipe = {"pp": 2}, "1f1b"
     return autopar.compile(
-        model(), loss_fn=mse_loss, mesh=mesh, recipe=recipe, example_inputs=Batches().next(),
+        module, loss_fn=mse_loss, mesh=mesh, recipe=recipe, example_inputs=batch,
         timeout_seconds=TIMEOUT_SECONDS, micro_batches=2 if in_stages else 1,
     )  # fmt: skip
 
 
 def train(folder: Path, plan: str, accident: Accident | None) -> None:
     """Trains from the last checkpoint to the end; the first rank writes what happens to `log`."""
-    made, loader = compiled(plan, dist.get_world_size()), Batches()
+    made, loader = compiled(plan, dist.get_world_size(), model(), Batches().next()), Batches()
     optimizer = optimizer_of(made)
     checkpoints = Checkpoints(folder / "checkpoints", timeout_seconds=TIMEOUT_SECONDS)
     armed = arm(accident, dist.get_rank())
