@@ -43,6 +43,37 @@ def versions() -> str:
     )  # fmt: skip
 
 
+def soak() -> str:
+    """The resident memory of four ranks by minute, over lives that end when a rank is killed."""
+    document = json.loads((_BENCHMARKS / "soak" / "memory.json").read_text())
+    ranks: dict[str, list[list[list[float]]]] = document["megabytes"]
+    points = [point for lives in ranks.values() for life in lives for point in life]
+    across = Linear(0, max(minute for minute, _ in points), _LEFT, WIDTH - MARGIN)
+    down = Linear(0, 1.2 * max(size for _, size in points), _HEIGHT - _BOTTOM, _TOP)
+    kills = document["kills_minutes"]
+    below = f"resident memory of a rank in MB; the {len(kills)} grey lines are kills"
+    return picture(
+        document["label"],
+        _HEIGHT,
+        *_axes(across, down, "minute", below),
+        *(line(across(x), _TOP, across(x), _HEIGHT - _BOTTOM, class_="pale") for x in kills),
+        *_lives(ranks, across, down),
+    )
+
+
+def _lives(
+    ranks: dict[str, list[list[list[float]]]], across: Linear, down: Linear
+) -> Iterator[Markup]:
+    x = _LEFT
+    for number, (name, lives) in enumerate(ranks.items()):
+        colour = COLOURS[number].fill
+        for life in lives:
+            yield _curve([(across(minute), down(size)) for minute, size in life], colour, "")
+        yield _curve([(x, 22), (x + 20, 22)], colour, "")
+        yield text(x + 26, 26, name, class_="small")
+        x += 43 + _LETTER * len(name)
+
+
 def _losses(folder: str, unit: str, below: str, label: str) -> str:
     """The curves that a benchmark wrote.
 

@@ -33,6 +33,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
     "schedules": steps.schedules,
     "search": tensors.search,
     "shapes": flows.shapes,
+    "soak": curves.soak,
     "verify": flows.verify,
     "versions": curves.versions,
 }

@@ -119,7 +119,7 @@ def drifts(lives: Iterable[Life], warm_steps: int) -> list[Drift]:
 
 
 def between(found: Iterable[Drift]) -> float:
-    """The largest spread of the ends of lives of the same rank and plan: largest over smallest resident memory, less 1."""
+    """Largest over smallest resident memory at the end of lives of the same rank and plan, less 1; the worst of all."""
     ends: dict[tuple[int, str], list[int]] = {}
     for drift in found:
         ends.setdefault((drift.life.rank, drift.life.plan), []).append(drift.end.resident_bytes)

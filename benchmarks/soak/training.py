@@ -28,7 +28,7 @@ from benchmarks.soak.samples import Sample
 
 ROWS, WIDTH = 8, 192
 SAMPLE_STEPS = 20  # steps from one sample of the memory to the next
-TIMEOUT_SECONDS = 60.0  # that a rank waits for another
+TIMEOUT_SECONDS = 60.0  # that a rank waits for another between steps
 
 
 class Taught:
