@@ -15,9 +15,13 @@ import torch.distributed as dist
 from autopar import _torch
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint_saving import Save
+from autopar.runtime.pacing import Pace
 from autopar.runtime.together import Together
 
 _TICK_SECONDS = 0.05  # between two looks at the store
+_SHARE = (
+    1 / 12
+)  # of a core for the thread; where a step has the rest of the core it takes 1.09 of its time
 _PATIENCE_SECONDS = 20.0  # that the first rank still waits for the others when its script has ended
 
 
@@ -29,15 +33,23 @@ class BackgroundSave:
         save: the save, which has begun and is staged.
         then: what the first rank does after the commit.
         timeout_seconds: seconds that the first rank waits for the files of the others.
+        on_host: whether the ranks train on processors, to which the thread then leaves them, see
+            [Note: a save leaves the processor to the step].
     """
 
     def __init__(
-        self, ranks: Together, save: Save, then: Callable[[], None], timeout_seconds: float
+        self,
+        ranks: Together,
+        save: Save,
+        then: Callable[[], None],
+        timeout_seconds: float,
+        *,
+        on_host: bool,
     ) -> None:
         self._ranks, self._save, self._then = ranks, save, then
         self._timeout_seconds = timeout_seconds
         self._store = _store_of_a_save(ranks)
-        self._problem = ""
+        self._problem, self._pace = "", Pace(_SHARE) if on_host else None
         # No daemon: a script that ends lets the last save end.
         self._thread = threading.Thread(target=self._run, name="autopar-save")
         self._thread.start()
@@ -49,13 +61,16 @@ class BackgroundSave:
 
     def finish(self) -> None:
         """Waits for the save; every rank calls it. Raises AutoparError on every rank if it failed on any."""
+        if self._pace is not None:
+            self._pace.hurry()
         self._thread.join()
         for rank, problem in enumerate(self._ranks.everyones(self._problem)):
             if problem:
                 raise AutoparError(f"{self._ranks.doing} failed on rank {rank}. {problem}")
 
     def _run(self) -> None:
-        self._problem = _problem_of(self._save.write)
+        rest = self._pace.rest if self._pace is not None else None
+        self._problem = _problem_of(lambda: self._save.write(rest))
         if self._store is not None:
             with_store = _problem_of(lambda: self._say(self._problem))
             self._problem = self._problem or with_store

@@ -10,7 +10,7 @@ save.commit()                                                     the first rank
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,8 @@ class Save:
         """Copies what this rank writes to the host, so that training may go on while it is written."""
         self.planner.stage(self.plan, host)
 
-    def write(self) -> None:
-        """Writes this rank's file; no rank waits for another."""
+    def write(self, rest: Callable[[], None] | None = None) -> None:
+        """Writes this rank's file, with rests as `write_shard` takes them; no rank waits for another."""
         parts = {
             item.index.fqn: ShardPart(
                 self.planner.lookup_object(item.index), item.index.offset or ()
@@ -140,7 +140,7 @@ class Save:
             for item in self.plan.items
         }
         if parts:
-            write_shard(self.file, parts)
+            write_shard(self.file, parts, rest)
 
     def commit(self) -> None:
         """Gives the checkpoint its name; the first rank calls it, after all ranks have written."""

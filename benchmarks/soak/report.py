@@ -138,7 +138,7 @@ def _range(values: Sequence[float]) -> str:
 
 PAGE = """# Soak
 
-Training for {minutes:g} minutes on four ranks, with a checkpoint each {save_steps:g} steps and a rank that is killed each
+Training for {minutes:g} minutes on four ranks, with a checkpoint each {save_steps:g} steps and a rank killed each
 {kill_minutes:g} minutes, up to half a minute later. `autopar run` starts all ranks again from the last checkpoint.
 Made by
 

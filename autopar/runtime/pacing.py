@@ -1,0 +1,36 @@
+"""A thread that leaves the processor to training.
+
+[Note: a save leaves the processor to the step] Where ranks train on processors, each has a core or a part. A thread
+that copies to the disk's cache gets as much of it as the thread that trains, and the step after a save takes twice its
+time. So the thread rests after every piece of work, and has a small share of a core. Nobody waits for it meanwhile; as
+soon as somebody does, it rests no more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Pace:
+    """The pace of one thread; its work calls `rest` after every piece.
+
+    Args:
+        share: fraction of a core that the thread uses at most, above 0; 1 for no rest.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._rests = 1 / share - 1  # seconds of rest for a second of work
+        self._spent_seconds = 0.0  # processor time of the thread up to its last rest
+        self._hurry = threading.Event()
+
+    def rest(self) -> None:
+        """Sleeps as its share demands for what the thread has spent since the last rest; not when it has to hurry."""
+        spent_seconds = time.thread_time() - self._spent_seconds
+        if self._rests and threading.main_thread().is_alive():
+            self._hurry.wait(self._rests * spent_seconds)
+        self._spent_seconds = time.thread_time()
+
+    def hurry(self) -> None:
+        """Ends all rests, from another thread."""
+        self._hurry.set()
