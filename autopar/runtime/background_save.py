@@ -19,9 +19,9 @@ from autopar.runtime.pacing import Pace
 from autopar.runtime.together import Together
 
 _TICK_SECONDS = 0.05  # between two looks at the store
-_SHARE = (
-    1 / 12
-)  # of a core for the thread; where a step has the rest of the core it takes 1.09 of its time
+# Share of a core for the thread: where a step has the rest of the core it takes 1.04 of its time.
+_SHARE = 1 / 24
+_RESTING = 0.25  # of the time that the first rank waits for files; then the thread rests no more
 _PATIENCE_SECONDS = 20.0  # that the first rank still waits for the others when its script has ended
 
 
@@ -49,7 +49,8 @@ class BackgroundSave:
         self._ranks, self._save, self._then = ranks, save, then
         self._timeout_seconds = timeout_seconds
         self._store = _store_of_a_save(ranks)
-        self._problem, self._pace = "", Pace(_SHARE) if on_host else None
+        self._problem = ""
+        self._pace = Pace(_SHARE, _RESTING * timeout_seconds) if on_host else None
         # No daemon: a script that ends lets the last save end.
         self._thread = threading.Thread(target=self._run, name="autopar-save")
         self._thread.start()

@@ -17,18 +17,21 @@ class Pace:
 
     Args:
         share: fraction of a core that the thread uses at most, above 0; 1 for no rest.
+        seconds: seconds from now after which it rests no more, because others wait for it in the end.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, seconds: float) -> None:
+        self._end_seconds = time.monotonic() + seconds
         self._rests = 1 / share - 1  # seconds of rest for a second of work
         self._spent_seconds = 0.0  # processor time of the thread up to its last rest
         self._hurry = threading.Event()
 
     def rest(self) -> None:
         """Sleeps as its share demands for what the thread has spent since the last rest; not when it has to hurry."""
-        spent_seconds = time.thread_time() - self._spent_seconds
-        if self._rests and threading.main_thread().is_alive():
-            self._hurry.wait(self._rests * spent_seconds)
+        rest_seconds = self._rests * (time.thread_time() - self._spent_seconds)
+        left_seconds = self._end_seconds - time.monotonic()
+        if threading.main_thread().is_alive():
+            self._hurry.wait(max(0.0, min(rest_seconds, left_seconds)))
         self._spent_seconds = time.thread_time()
 
     def hurry(self) -> None:

@@ -33,23 +33,29 @@ def _in_a_thread(work: list[object], pace: Pace) -> threading.Thread:
 
 def test_a_rest_is_as_long_as_the_share_demands() -> None:
     rested: list[object] = []
-    _in_a_thread(rested, Pace(0.25)).join(30)
+    _in_a_thread(rested, Pace(0.25, 60.0)).join(30)
     (seconds,) = rested
     assert isinstance(seconds, float) and seconds >= 3 * 0.02 - 1e-3  # a quarter is work
 
 
 def test_who_hurries_does_not_rest() -> None:
     rested: list[object] = []
-    pace = Pace(1e-9)  # a rest of months
+    pace = Pace(1e-9, 1e6)  # a rest of days
     thread = _in_a_thread(rested, pace)
     pace.hurry()
     thread.join(30)
     assert len(rested) == 1
 
 
+def test_rests_end_by_themselves() -> None:
+    rested: list[object] = []
+    _in_a_thread(rested, Pace(1e-9, 0.1)).join(30)
+    assert len(rested) == 1
+
+
 def test_finish_does_not_wait_for_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_save, "_SHARE", 1e-9)
-    with Checkpoints(tmp_path) as checkpoints:
+    with Checkpoints(tmp_path, timeout_seconds=1e6) as checkpoints:
         checkpoints.save(1, nn.Linear(4, 2))
         assert checkpoints.is_saving
         ended = threading.Thread(target=checkpoints.finish, daemon=True)
