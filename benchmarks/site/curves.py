@@ -51,7 +51,7 @@ def soak() -> str:
     across = Linear(0, max(minute for minute, _ in points), _LEFT, WIDTH - MARGIN)
     down = Linear(0, 1.2 * max(size for _, size in points), _HEIGHT - _BOTTOM, _TOP)
     kills = document["kills_minutes"]
-    below = f"resident memory of a rank in MB; the {len(kills)} grey lines are kills"
+    below = f"resident memory in MB; grey lines: {len(kills)} kills"
     return picture(
         document["label"],
         _HEIGHT,
