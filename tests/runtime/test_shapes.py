@@ -19,7 +19,7 @@ from autopar.proof.verdict import nan_last
 from autopar.runtime import kept_programs
 from autopar.runtime.comparison import Comparison
 from tests.runtime.ranks import Ranks, equal_on_all
-from tests.support.staged import plan_for
+from tests.support.staged import captured_once, plan_for
 
 pytestmark = pytest.mark.multiprocess
 
@@ -90,6 +90,7 @@ def distance(
 Found = tuple[float, list[str], int]
 
 
+@captured_once()
 def several(
     shapes: Sequence[Shape], settings: dict[str, Any], part: Callable[[Tensor], Tensor] = whole
 ) -> Found:
@@ -183,6 +184,7 @@ def coming_and_going() -> float:
     return max(found, key=nan_last)
 
 
+@captured_once()
 def judged() -> tuple[list[float], float]:
     return halves(), coming_and_going()
 

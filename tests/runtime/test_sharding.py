@@ -49,7 +49,7 @@ def _distances(results: list[list[dict[str, Any]]], names: list[str]) -> dict[st
 
 @pytest.mark.multiprocess
 def test_scripts_on_two_ranks(two_ranks: Ranks) -> None:
-    names = ["loss_outside", "batch_norm", "graph_break", "inference", "tied"]
+    names = ["batch_norm", "graph_break", "inference", "tied"]
     names += ["gradient_penalty", "complex_weight", "inner_gradient"]
     options = {"mesh": {"dp": 2}, "recipe": "ddp"}
     distances = _distances(two_ranks.run(_run, names, "zero3", options), names)
@@ -57,8 +57,11 @@ def test_scripts_on_two_ranks(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.multiprocess
-def test_scripts_on_two_axes(four_ranks: Ranks) -> None:
-    names = ["loss_outside"]
+@pytest.mark.parametrize(
+    "name", ["graph_break", pytest.param("loss_outside", marks=pytest.mark.slow)]
+)
+def test_scripts_on_two_axes(four_ranks: Ranks, name: str) -> None:
+    names = [name]
     options = {"mesh": TWO, "recipe": {"dp": "ddp", "tp": "tp"}}
     found = four_ranks.run(_run, names, {"dp": "zero3", "tp": "zero3"}, options)
     distances = _distances(found, names)

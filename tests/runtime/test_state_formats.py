@@ -18,6 +18,7 @@ from autopar.runtime.block_states import in_blocks, values_of
 from autopar.runtime.checkpoint import load_checkpoint, load_optimizer_state, save_checkpoint
 from tests.runtime.models import mean_square
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 
 pytest.importorskip("torchao", reason="needs the extra autopar[torchao]")
 
@@ -84,6 +85,7 @@ def counted_bytes(state: Tensor) -> int:
     return local.untyped_storage().nbytes()
 
 
+@captured_once()
 def counted_and_priced(name: str, mesh: dict[str, int], recipe: str) -> tuple[int, float]:
     model = compiled(mesh, recipe, name)
     optimizer = optimizer_of(name, model)
@@ -112,6 +114,7 @@ def test_states_take_the_bytes_that_were_priced(
 # --- parity
 
 
+@captured_once()
 def losses(name: str, mesh: dict[str, int], recipe: str, steps: int) -> list[float]:
     model = compiled(mesh, recipe)
     return train(model, optimizer_of(name, model), steps)
