@@ -24,7 +24,7 @@ demo: $(STAMP)  ## train a byte-level GPT on four CPU processes (ARGS="--steps 1
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 test: lint  ## lint, then run the tests that are not slow
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -33,7 +33,7 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/mypy examples
 
 slow: $(STAMP)  ## run the slow tests too: whole zoo, all recipes, whole tables
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup -m "slow or not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 bench: $(STAMP)  ## run the benchmarks, one after the other
 	@set -e; for script in $(sort $(wildcard benchmarks/speed/bench_*.py)); do \

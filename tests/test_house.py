@@ -165,17 +165,3 @@ def test_every_test_shows_what_it_asserts() -> None:
         if not _shows_what_it_checks(test)
     ]
     assert not hidden, "\n".join(hidden)
-
-
-def test_shared_ranks_start_on_half_of_the_workers() -> None:
-    """A fixture of shared ranks that the group leaves out would start them on every worker, see tests/conftest.py."""
-    group = (ROOT / "tests" / "conftest.py").read_text()
-    fixtures = [
-        name
-        for path in (ROOT / "tests").rglob("conftest.py")
-        for name in re.findall(r"def (\w+)\(\).*:\n    yield from kept_ranks", path.read_text())
-    ]
-    assert len(fixtures) >= 4
-    assert [name for name in fixtures if f'"{name}"' not in group] == []
-    makefile = (ROOT / "Makefile").read_text()
-    assert makefile.count("-n $(JOBS)") == makefile.count("-n $(JOBS) --dist loadgroup") == 2
