@@ -1,4 +1,4 @@
-"""The one room that touches torch APIs without a stability promise, and that knows kinds of devices.
+"""The only package that uses private APIs of torch and that distinguishes kinds of devices.
 
 tests/_torch has a test of each.
 """

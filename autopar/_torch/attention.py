@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def has_fused_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> bool:
-    """Whether the two functions below take these tensors, of shape (batch, heads, rows, width).
+    """Whether `fused_attention` and its backward accept these tensors, of shape (batch, heads, rows, width).
 
     They do on a processor; and on CUDA in half precision, without a bias. Keys and values have one width. The query may
     have several times as many heads.

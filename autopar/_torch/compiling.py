@@ -15,7 +15,7 @@ from autopar._torch.exporting import fake_mode
 
 
 def is_functional(x: Tensor) -> bool:
-    """Whether AOTAutograd is tracing `x`, and wants ops that neither change nor alias what they take."""
+    """Whether `x` is a functional tensor of AOTAutograd, whose ops must not change or alias their operands."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return isinstance(x, FunctionalTensor)
@@ -26,7 +26,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compiles a graph by a backend of torch.compile, for arguments like these.
 
-    Autograd is on or off as it is now. What watches saved tensors outside does not see those of the trace.
+    The grad mode of the caller applies. Saved-tensor hooks of the caller are not called for tensors of the trace.
     """
     from torch._dynamo import lookup_backend
 
@@ -50,7 +50,7 @@ def _examples(arguments: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def computes_complex(module: fx.GraphModule, arguments: Sequence[Tensor]) -> bool:
-    """Whether a graph has complex numbers, for arguments of the kind of these."""
+    """Whether a graph computes complex numbers when it is called with arguments such as these."""
     seen: list[Tensor] = []
 
     class Watching(fx.Interpreter):
@@ -64,7 +64,7 @@ def computes_complex(module: fx.GraphModule, arguments: Sequence[Tensor]) -> boo
 
 
 def missing_cpp_compiler() -> str:
-    """Inductor's message about the C++ compiler that it does not find; "" where it finds one."""
+    """Inductor's message if it does not find a C++ compiler; "" if it finds one."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -76,7 +76,7 @@ def missing_cpp_compiler() -> str:
 
 
 def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> None:
-    """Has `call` called where a backward of the backward of a graph that AOTAutograd made begins.
+    """Registers `call` to be called when a second derivative of an AOTAutograd graph is about to be computed.
 
     Args:
         results: what the compiled graph returned.
@@ -95,7 +95,7 @@ def on_second_derivative(results: Sequence[Any], call: Callable[..., None]) -> N
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given, whose names have no prefix; any other as it is."""
+    """The module that was given to `torch.compile`; any other module is returned unchanged."""
     return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
 
 

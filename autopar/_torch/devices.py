@@ -1,6 +1,6 @@
 """Everything that depends on the kind of a device; see docs/accelerators.md.
 
-torch.accelerator serves CUDA, ROCm (which torch calls cuda), XPU and others alike. What it lacks is said once here.
+torch.accelerator serves CUDA, ROCm (which torch calls cuda), XPU and others alike. This module adds what it lacks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def has_used_accelerator() -> bool:
 
 
 def catalogue_name(device: torch.device) -> str:
-    """The machine of the catalogue that a device is priced as where nobody says which it is.
+    """Name of the machine in the catalogue whose prices are used for a device if the user names no hardware.
 
     >>> catalogue_name(torch.device("cpu")), catalogue_name(torch.device("cuda"))
     ('cpu-gloo', 'h100')
@@ -62,7 +62,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has ended all that was issued."""
+    """Waits until the device has finished all work that was submitted to it."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -79,7 +79,7 @@ def autocast_kinds() -> tuple[str, ...]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The format to which autocast brings the operands of products on a device; None where it is off.
+    """The dtype to which autocast casts the operands of matrix products on a device; None if autocast is off.
 
     >>> autocast_dtype(CPU) is None
     True
@@ -91,7 +91,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def forked_random_state(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Inside it random numbers are drawn from copies of the states of the processor's and the devices' generators."""
+    """Context that restores the random states of the processor and of the devices at its end."""
     others = list(dict.fromkeys(device for device in devices if is_accelerator(device)))
     # Without devices the kind is only looked up, and every build of torch knows "cuda".
     with torch.random.fork_rng(others, device_type=others[0].type if others else "cuda"):
@@ -99,7 +99,7 @@ def forked_random_state(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """The states of the processor's generator and of the device's."""
+    """The states of the processor's and of the device's random generator."""
     states = [torch.get_rng_state()]
     if is_accelerator(device):
         states.append(torch.get_device_module(device.type).get_rng_state(device))

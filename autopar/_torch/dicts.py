@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DictVersions:
-    """The versions that many dicts have now, to learn later which of them were written since.
+    """A snapshot of the versions of many dicts, from which one can tell later which dicts were written since.
 
     Python gives a dict another version whenever an entry is added, replaced by another object or removed. What changes
     inside a value, such as an append to a list, is no write into the dict. All versions are compared in C++, which
@@ -31,10 +31,10 @@ class DictVersions:
             manager.add_dict_version_guard(each, [""], None)
 
     def hold(self) -> bool:
-        """Whether no dict was written."""
+        """Whether no dict was written since the snapshot."""
         return self._manager.check(self._dicts)
 
     def written(self, earlier: DictVersions) -> list[int]:
-        """The indices of the dicts that were written since an earlier look at the same dicts."""
+        """The indices of the dicts that were written since an earlier snapshot of the same dicts."""
         pairs = zip(self._versions, earlier._versions, strict=True)
         return [i for i, (now, before) in enumerate(pairs) if now != before]

@@ -40,7 +40,7 @@ def call_with(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls a model with other tensors in place of parameters and buffers, under every name that these have.
+    """Calls a model with other tensors in place of its parameters and buffers, tied ones included.
 
     It is `torch.func.functional_call`, which leaves its tensors in a module that has two names (2.13): it swaps
     them in twice, and takes the first for the module's own.
@@ -75,7 +75,7 @@ def user_line(error: BaseException | None = None) -> str | None:
 
 
 def fake_mode() -> Any:
-    """A context in which calls compute shapes alone; its `from_tensor` makes a tensor without values.
+    """A context in which ops compute only shapes and dtypes; its `from_tensor` makes a fake tensor from a real one.
 
     Tensors that share memory, or are views, stay so.
     """
@@ -87,7 +87,7 @@ def fake_mode() -> Any:
 def without_values(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Inside it calls compute shapes alone, and the model has fakes for parameters and buffers; yields fake arguments.
+    """Context in which ops compute only shapes, and the model has fake parameters and buffers; yields fake arguments.
 
     A model and arguments that are fakes already keep them.
     """

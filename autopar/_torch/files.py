@@ -61,7 +61,7 @@ class DTensorInFile(_StatesElsewhere, DTensor):
 
 
 def _alike(parameter: Any, options: Mapping[str, Any]) -> Tensor:
-    """A tensor of a parameter's shape and layout, without values yet."""
+    """An uninitialised tensor with a parameter's shape and layout."""
     dtype = options.get("dtype") or parameter.dtype
     if not isinstance(parameter, DTensor):
         made: Tensor = parameter.make_empty(parameter.shape, dtype)
@@ -83,10 +83,10 @@ _FILLS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def make_states_by(make_empty: MakeEmpty, parameter: nn.Parameter) -> None:
-    """Lets the tensors that torch makes like a parameter, such as an optimizer's states, be made by a function.
+    """Sets the function that allocates tensors made like a parameter, such as the optimizer's states.
 
     Args:
-        make_empty: makes a tensor of a shape and an element type, whose values do not matter.
+        make_empty: function of a shape and a dtype that returns an uninitialised tensor.
         parameter: a plain parameter, or one that is a DTensor, whose states are made of local tensors.
     """
     found: Any = parameter

@@ -18,7 +18,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Lets collectives of this group fail after waiting for so long."""
+    """Sets the time after which a waiting collective of this group fails."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -31,7 +31,7 @@ def group_seconds(group: dist.ProcessGroup) -> float | None:
 
 @contextlib.contextmanager
 def waiting_longer(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
-    """Inside it, collectives of this group wait for at least so long, whatever its timeout is."""
+    """Context in which collectives of this group wait for at least `seconds`, whatever its timeout is."""
     before = group_seconds(group)
     if before is None:
         yield
@@ -62,21 +62,21 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
-    """Part i of `x` along dim 0 goes to rank i; the parts received, concatenated along dim 0."""
+    """Sends part i of `x` along dim 0 to rank i, and returns the received parts concatenated along dim 0."""
     ops = torch.ops._c10d_functional
     parts = [x.shape[0] // size] * size
     return ops.wait_tensor(ops.all_to_all_single(x, parts, parts, group))
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """`sent[i]` rows of `x`, in order, go to rank i; the `received[i]` rows of every rank, concatenated along dim 0."""
+    """Sends `sent[i]` rows of `x` to rank i, and returns the `received[i]` rows of every rank i, concatenated."""
     return start_exchange_rows(x, sent, received, group)()
 
 
 def start_exchange_rows(
     x: Tensor, sent: list[int], received: list[int], group: str
 ) -> Callable[[], Tensor]:
-    """Starts `exchange_rows`, and gives what waits for its result; it holds `x` until then."""
+    """Starts `exchange_rows` and returns a function that waits for its result; the function keeps `x` alive."""
     ops = torch.ops._c10d_functional
     coming = ops.all_to_all_single(x, received, sent, group)
 
@@ -92,17 +92,17 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def start_all_gather(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to concatenate the `x` of all ranks into `result`, both flat."""
+    """Starts to concatenate the `x` of all ranks into `result`. Both tensors are flat."""
     return group._allgather_base(result, x)
 
 
 def start_reduce_scatter(result: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to sum `x` over the group and to leave this rank's part in `result`, both flat."""
+    """Starts to sum `x` over the group; this rank's part of the sum is written to `result`. Both tensors are flat."""
     return group._reduce_scatter_base(result, x, dist.ReduceScatterOptions())
 
 
 def broke_in_communication(error: BaseException) -> bool:
-    """Whether an error was raised by sending, receiving or waiting for it."""
+    """Whether an error was raised while a rank sent, received or waited for a message."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return frame.filename.endswith("distributed_c10d.py") or frame.name == "_wait_batch_p2p"
 
@@ -113,5 +113,5 @@ def default_store() -> dist.Store:
 
 
 def store_seconds(store: dist.Store) -> float:
-    """The time that a store waits for a key by default."""
+    """Default time for which a store waits for a key, in seconds."""
     return store.timeout.total_seconds()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Base classes that torch.nn keeps to itself."""
+"""Private base classes of torch.nn."""
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase

@@ -30,9 +30,9 @@ _ENTRY_BY_ENTRY = (
 
 
 def update_by_shards(owns: Owns) -> Callable[[], None]:
-    """From now on optimizers of torch update the DTensors of which `owns` says so by their local shards.
+    """Makes the optimizers of torch update DTensors by their local shards, if `owns` returns True for the DTensor.
 
-    Returns a function that ends it.
+    Returns a function that restores the behaviour of torch.
     """
     _owners().append(owns)
     return lambda: _owners().remove(owns)
@@ -40,7 +40,7 @@ def update_by_shards(owns: Owns) -> Callable[[], None]:
 
 @functools.cache
 def _owners() -> list[Owns]:
-    """Who owns DTensors; the first call replaces the functions of torch."""
+    """The registered `owns` functions; the first call replaces the update functions of torch."""
     for name in _ENTRY_BY_ENTRY:
         module = importlib.import_module(f"torch.optim.{name}")
         setattr(module, name, _by_shards(getattr(module, name)))
@@ -62,7 +62,7 @@ def _by_shards(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def _can_be_cut(lists: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether shards are all that an update needs."""
+    """Whether the update can be computed from the local shards alone."""
     if not lists or not all(isinstance(each, list) for each in lists):
         return False
     if options.get("differentiable") or any(isinstance(x, DTensor) for x in options.values()):
@@ -98,7 +98,7 @@ def _fill(
 
 
 def _alike(made: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor, as a shard where the parameter is one."""
+    """Wraps a tensor as a DTensor with the parameter's placements if the parameter is a DTensor."""
     if not isinstance(parameter, DTensor):
         return made
     shape = tuple(parameter.shape)

@@ -1,4 +1,4 @@
-"""`Owned`: the placement of a DTensor that one rank of a mesh axis has whole, and of which the others have nothing.
+"""`Owned`: placement of a DTensor that lies whole on one rank of a mesh axis; other ranks hold no element of it.
 
 To torch it is a kind of `Shard(0)` in which one shard has all rows. Operators that work entry by entry run on what
 a rank has, so that optimizers, foreach and fused ones too, update on the owner alone and make their states there. A
@@ -41,7 +41,7 @@ class Owned(Shard):
     owner: int
 
     def __new__(cls, owner: int) -> Owned:
-        """A `Shard(0)` to what torch has in C++."""
+        """Makes an object that the C++ code of torch treats as `Shard(0)`."""
         return Shard.__new__(cls, 0)  # type: ignore[call-arg]
 
     def __init__(self, owner: int) -> None:
@@ -94,7 +94,7 @@ class Owned(Shard):
 
 
 def cut_like(whole: Tensor, present: DTensor) -> DTensor:
-    """A whole tensor, the same on every rank, cut as another lies; nothing is sent."""
+    """Cuts a tensor that is whole on every rank by the placements of `present`, without communication."""
     mesh = present.device_mesh
     given = DTensor.from_local(
         whole.detach().to(present.device), mesh, [Replicate()] * mesh.ndim, run_check=False
@@ -103,7 +103,7 @@ def cut_like(whole: Tensor, present: DTensor) -> DTensor:
 
 
 def copied(x: Tensor) -> Tensor:
-    """A contiguous copy that lies as the tensor does; `clone` would not keep an owner."""
+    """A contiguous copy with the tensor's placements; `clone` would lose `Owned`."""
     return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 

@@ -64,7 +64,7 @@ def pipeline_actions(
     Args:
         schedule: the class.
         stages_of: the stages of every rank.
-        micro_batches: how many; a number that the class refuses raises its ValueError.
+        micro_batches: number of micro-batches; the class raises ValueError for a number that it does not support.
 
     Returns:
         (kind, stage, micro-batch) for every action of every rank, without those for FSDP.
@@ -122,7 +122,7 @@ def _flat_actions(actions: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:
 
 
 def runs_one_stage(schedule: type) -> bool:
-    """Whether a class of torch.distributed.pipelining takes one stage, and not a list of them."""
+    """Whether a schedule class of torch.distributed.pipelining takes a single stage instead of a list of stages."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     return issubclass(schedule, PipelineScheduleSingle)
@@ -144,7 +144,8 @@ def pipeline_stage(
     """A `PipelineStage` that says when a micro-batch's gradients begin and end to accumulate.
 
     Args:
-        module: called with what is received and keyword arguments; returns what is sent, or the loss.
+        module: module of the stage; it takes the received tensors and keyword arguments, and returns the tensors
+            to send, or the loss.
         number: position of the stage.
         count: number of stages.
         received: examples of received tensors on the meta device, which need a gradient where one is sent back.

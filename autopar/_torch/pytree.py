@@ -23,7 +23,10 @@ __all__ = [
 
 
 def register_container(kind: type, names: Sequence[str]) -> None:
-    """Makes a class a container, whose contents are attributes of these names, and its arguments in this order."""
+    """Registers a class as a container of tensors.
+
+    Its contents are the attributes with these names; its constructor takes them in this order.
+    """
 
     def contents(x: Any) -> list[Any]:
         return [getattr(x, name) for name in names]

@@ -21,7 +21,7 @@ from torch.export import exported_program
 
 @contextlib.contextmanager
 def code_when_called() -> Iterator[None]:
-    """Inside, a graph module writes its Python code when its `forward` is wanted, and not at every change of its graph.
+    """Context in which a graph module generates its Python code at the first read of `forward`, not at every change.
 
     A module whose code is to be read, or compiled, needs a `recompile` after the context.
     """
@@ -60,7 +60,7 @@ class _WhenWanted:
 
 @contextlib.contextmanager
 def quick_decompositions() -> Iterator[None]:
-    """Inside, `ExportedProgram.run_decompositions` marks the operators to keep in milliseconds.
+    """Context in which `ExportedProgram.run_decompositions` reuses its tables of operators from an earlier call.
 
     It marks about a thousand of them, and registers their kernels one by one, at every call. Here the marks of the
     first call are put back, for each operator whose kernels are the same as they were then.
@@ -104,7 +104,7 @@ def _marked(
     override: Callable[..., contextlib.AbstractContextManager[None]],
     rules: Mapping[OpOverload, Callable[..., Any]],
 ) -> Iterator[None]:
-    """What `override(rules)` does, by the tables of earlier calls where they still fit."""
+    """Does what `override(rules)` does, and reuses the tables of earlier calls where these are still valid."""
     earlier, on_fakes = _earlier(), fake_impls.op_implementations_dict
     again = {op: earlier[op] for op, rule in rules.items() if _fits(earlier.get(op), op, rule)}
     others = {op: rule for op, rule in rules.items() if op not in again}

@@ -20,11 +20,11 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class OtherSizes(Exception):
-    """A graph with open sizes is not that of these shapes; the text says why."""
+    """The graph was traced with open sizes and is not valid for the given shapes; the text says why."""
 
 
 def depends_on_values(x: object) -> bool:
-    """Whether a size or number is read off the values of a tensor, so that only a run tells it."""
+    """Whether a size or number depends on the values of a tensor, so that it is unknown before the graph runs."""
     if not isinstance(x, SYMBOLIC):
         return False
     # One without any symbols is a value on which the trace has an assertion.
@@ -32,13 +32,13 @@ def depends_on_values(x: object) -> bool:
 
 
 class SizeValues:
-    """What the open sizes of a graph are for some shapes of its inputs.
+    """The values of a graph's open sizes for given shapes of its inputs.
 
     Args:
         inputs: example tensors of the graph's inputs.
         shapes: their shapes, without open sizes.
 
-    Raises OtherSizes where the graph is not that of these shapes.
+    Raises OtherSizes if the graph is not valid for these shapes.
     """
 
     def __init__(self, inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
@@ -58,7 +58,7 @@ class SizeValues:
             self._check(env)
 
     def number(self, x: Any) -> Any:
-        """The value of an open size, or of what is computed of some; any other object as it is."""
+        """The value of an open size or of an expression of open sizes; any other object is returned unchanged."""
         if not isinstance(x, SYMBOLIC):
             return x
         expression = x.node._expr
@@ -81,7 +81,7 @@ class SizeValues:
         return pytree.tree_map(self.example, tree)
 
     def _replace(self, env: ShapeEnv) -> None:
-        """Gives a value to every symbol that the trace has found to be computed of others."""
+        """Computes the symbols that the trace has expressed by other symbols."""
         for symbol, expression in env.replacements.items():
             value = expression.xreplace(self._values)
             if self._values.setdefault(symbol, value) != value:
@@ -109,7 +109,7 @@ class SizeValues:
 
 
 def _environment(example: Tensor) -> ShapeEnv | None:
-    """What the trace of an example tensor has found of sizes."""
+    """The symbols and conditions that the trace of an example tensor has recorded."""
     mode = getattr(example, "fake_mode", None)
     return None if mode is None else mode.shape_env
 
@@ -117,7 +117,7 @@ def _environment(example: Tensor) -> ShapeEnv | None:
 def _sizes(
     inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int | torch.SymInt, int]]:
-    """Every size of the examples with that of the shapes."""
+    """Pairs every size of the example tensors with the size in the given shapes."""
     for example, shape in zip(inputs, shapes, strict=True):
         if example.ndim != len(shape):
             raise OtherSizes(f"an input has {len(shape)} dims, and had {example.ndim}")

@@ -10,14 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor whose storage has no bytes, of which shapes alone may be asked."""
+    """A tensor whose storage has no bytes: its shape and dtype can be read, its values cannot."""
     x = torch.empty(tuple(shape), dtype=dtype, device=device)
     x.untyped_storage().resize_(0)
     return x
 
 
 def has_storage(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own; one that torch.func maps over has not."""
+    """Whether a tensor has a storage; the wrapper tensors of torch.func have none."""
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
@@ -27,5 +27,5 @@ def storage_reference(x: Tensor) -> StorageWeakRef:
 
 
 def storage_key(x: Tensor) -> int:
-    """A number that tensors share if and only if they lie in one storage, while it lives."""
+    """A number that identifies a tensor's storage as long as the storage is alive."""
     return x.untyped_storage()._cdata

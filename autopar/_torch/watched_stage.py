@@ -113,7 +113,7 @@ class WatchedStage(PipelineStage):
     def _input_gradients(
         self, number: int, results: Sequence[Tensor], inputs: Sequence[Any], loss: Any
     ) -> tuple[Tensor | None, ...]:
-        """Runs the first half of a micro-batch's backward and keeps the second."""
+        """Runs the first half of a micro-batch's backward, and stores the second half for later."""
         if self.is_last:
             half = self.split_backward((loss,), (None,), inputs)
         else:
@@ -137,14 +137,14 @@ def _sendable(gradient: Tensor | None, received: Tensor) -> Tensor | None:
 
 
 def _free_buffers(infos: Sequence[Any]) -> None:
-    """Lets go of received tensors."""
+    """Drops the references to received tensors."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = torch.empty(0, dtype=info.buffer.dtype, device=info.buffer.device)
 
 
 def _make_buffers(infos: Sequence[Any], like: Sequence[Tensor], device: torch.device) -> None:
-    """Makes room for the tensors to receive."""
+    """Allocates the buffers of the tensors to receive."""
     for info, example in zip(infos, like, strict=True):
         if info.buffer is not None:
             info.buffer = torch.empty(example.shape, dtype=example.dtype, device=device)

@@ -1,4 +1,4 @@
-"""The `torch.compile` door."""
+"""The backend "autopar" of `torch.compile`, and `autopar.shard_`."""
 
 from autopar.backend.backend import autopar
 

@@ -1,18 +1,18 @@
 """`torch.compile(model, backend="autopar", options={"mesh": {"dp": 2, "tp": 2}, "recipe": "auto"})`.
 
-An ordinary single-device script, started by torchrun, runs split over the ranks and sees nothing of it:
-every rank gives the whole batch, holds plain whole parameters, or its shards of those that `autopar.shard_`
-has cut, and receives the whole result; gradients lie as parameters do. What is split is the work, and with it
-the activations kept for backward.
+It runs an ordinary single-device script on several ranks, started by torchrun, without changes to the script.
+Every rank gives the whole batch and receives the whole result. Parameters are whole on every rank, or shards if
+`autopar.shard_` has cut them; a gradient has the placement of its parameter. The ranks share the work, and with it
+the activations that are saved for backward.
 
 Each graph that dynamo finds is lifted to a module, captured, and planned with all parameters as they lie, so
 that the plans of several graphs agree about them. Only collectives that are their own derivatives stand
 between the ops (`autopar.ops.collectives`), and eager autograd, or that of compiled regions
 (`autopar.runtime.compiled`), does the rest.
 
-[Note: when graphs are planned] Dynamo compiles a frame when it first runs, so that nothing is lost by
-planning at the first call of each set of shapes, on real arguments: sizes that dynamo left open are numbers
-by then. Every rank runs the same script, and so meets the same graphs in the same order.
+[Note: when graphs are planned] Dynamo compiles a frame when the frame first runs. So the backend plans a graph at
+its first call with each set of shapes, when the arguments are real and all symbolic sizes of dynamo are known.
+Every rank runs the same script, and so meets the same graphs in the same order.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def autopar(
 
 
 def _refusing(error: AutoparError) -> Callable[..., list[Any]]:
-    """A function that raises an error: raised while Dynamo compiles, it would reach people as a text in another."""
+    """A function that raises the error at its call; Dynamo would wrap an error raised during compilation."""
 
     def run(*_: Any) -> list[Any]:
         raise type(error)(*error.args)
@@ -178,7 +178,7 @@ def _refuse_distributed(
 
 
 def _is_read_whole(node: fx.Node) -> bool:
-    """Whether all that uses an argument is `whole_parameter`, also in the bodies that it is passed to."""
+    """Whether `whole_parameter` is the only user of an argument, also in the graphs to which the argument is passed."""
     return all(
         user.target is whole_parameter or (inside and all(map(_is_read_whole, inside)))
         for user in node.users
@@ -187,7 +187,7 @@ def _is_read_whole(node: fx.Node) -> bool:
 
 
 def _arguments_of_bodies(call: fx.Node, given: fx.Node) -> list[fx.Node]:
-    """What `given` is in the graphs that a call, such as that of a checkpointed block, takes and runs."""
+    """The placeholders for `given` in the graphs that a call runs, such as the graph of a checkpointed block."""
     bodies = [x for x in call.args if isinstance(x, fx.Node) and x.op == "get_attr"]
     found = []
     for body in (getattr(call.graph.owning_module, str(x.target)) for x in bodies):

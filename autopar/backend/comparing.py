@@ -1,4 +1,4 @@
-"""What all ranks have to give alike to a graph of torch.compile: names, shapes and values of its arguments."""
+"""Comparison across ranks of the arguments of a graph of torch.compile: names, shapes and values must be equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMPARISONS: weakref.WeakKeyDictionary[Any, Comparison] = weakref.WeakKeyDictio
 
 
 def comparison_of(timeout_seconds: float | None) -> Comparison:
-    """What ranks compare texts by, made once for all graphs; it ends with the default group."""
+    """The `Comparison` that all graphs share; it is made once for each default process group."""
     if not dist.is_initialized():
         return Comparison(timeout_seconds)
     return _COMPARISONS.setdefault(dist.group.WORLD, Comparison(timeout_seconds))
@@ -47,7 +47,7 @@ def check_calls(
     ops = list(_ops(graph))
     digest = hashlib.sha256(repr([text for text, _ in ops]).encode()).hexdigest()
     own = [[name, str(list(x.shape) if isinstance(x, Tensor) else x)] for name, x in named.items()]
-    why = "A graph of torch.compile has arguments that are new to it, which all ranks compare."
+    why = "A graph of torch.compile was called with new arguments, which all ranks compare."
     given = [[name, shape] for name, shape in own if name not in _parameters(named)]
     why += (
         f" Here they are {', '.join(' '.join(each) for each in given[:4]) or 'parameters alone'}."
@@ -86,8 +86,8 @@ def _refuse_arguments(found: Sequence[Sequence[tuple[str, str]]]) -> None:
                 )
         if len(theirs) != len(found[0]):
             raise StepError(
-                f"The ranks run different graphs: of {len(found[0])} arguments on rank 0, of {len(theirs)} on rank "
-                f"{rank}. Each has to run the same code with the same whole batch."
+                f"The ranks run different graphs: rank 0 has {len(found[0])} arguments, and rank {rank} has "
+                f"{len(theirs)}. Each has to run the same code with the same whole batch."
             )
 
 

@@ -1,4 +1,4 @@
-"""autograd.Functions that dynamo has traced: a class again, of the graphs of its forward and backward."""
+"""Rebuilds an autograd.Function from the graphs of its forward and backward that dynamo has traced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def function_of(
     name: str,
     non_differentiable: Collection[int],
 ) -> type[torch.autograd.Function]:
-    """The autograd.Function of two graphs of dynamo's `autograd_function_apply`.
+    """Makes an autograd.Function from the two graphs of dynamo's operator `autograd_function_apply`.
 
     That operator runs once, and keeps what it saves outside `ctx`. This class may run for any number of micro-batches
     before their backwards.

@@ -96,13 +96,13 @@ class SplitGraph:
         return LocalGraph(lifted, prepared.captured, local, self._world, self._executor, arguments)
 
     def _refuse_offsets(self, arguments: Sequence[Any]) -> None:
-        """Raises CaptureError where a graph counts elements of a storage that a view begins later."""
+        """Raises CaptureError if the graph uses as_strided on an argument with a storage offset."""
         if _reads_memory(self._module) and any(
             isinstance(x, Tensor) and not isinstance(x, DTensor) and x.storage_offset()
             for x in arguments
         ):
             raise CaptureError(
-                "It reads memory by strides (as_strided), and an argument is a view that does not begin its storage; "
+                "The graph uses as_strided, and an argument is a view with a storage offset; "
                 f"take slices, or give a clone.{place_of(self._module)}"
             )
 
@@ -112,7 +112,7 @@ class SplitGraph:
             log.debug("%s\n%s", plan, local.code)
 
     def _warn(self, reason: str) -> None:
-        """Says on the first rank that the graph runs whole, and why."""
+        """Logs on the first rank that the graph runs whole on every rank, with the reason."""
         if self._world.rank == 0:
             calls = [n.name for n in self._module.graph.nodes if n.op.startswith("call")]
             place = f"{calls[0]} ... {calls[-1]}" if calls else "nothing"

@@ -111,12 +111,12 @@ def lift(
     arguments: Sequence[Any],
     sharded: frozenset[int] = frozenset(),
 ) -> Lifted:
-    """The module of a graph for arguments of these shapes.
+    """Makes a module from a graph, for arguments of these shapes.
 
-    Those at the positions `sharded` stand for parameters that `autopar.shard_` has cut.
+    The arguments at the positions `sharded` are parameters that `autopar.shard_` has cut.
 
-    Raises CaptureError for what it cannot stand for: an argument that is changed in
-    place and takes a gradient or shares memory with another.
+    Raises CaptureError for an argument that is changed in place and requires a gradient or shares memory
+    with another argument.
     """
     _refuse_forgotten(module)
     changed, results = _effects(module, arguments)
@@ -148,16 +148,16 @@ def lift(
 
 
 def _refuse_forgotten(module: fx.GraphModule) -> None:
-    """A graph keeps where autograd is turned off, see [Note: no_grad regions], but not everywhere."""
+    """Refuses nestings of grad mode and autocast that a captured graph would lose; see [Note: no_grad regions]."""
     names = [_name(node.target) for node in _all_nodes(module)]
     if "_set_grad_enabled" in names and not torch.is_grad_enabled():
-        raise CaptureError("It turns autograd on inside torch.no_grad.")
+        raise CaptureError("The graph turns autograd on inside torch.no_grad.")
     casts = 0
     for name in names:
         casts += (name == "_enter_autocast") - (name == "_exit_autocast")
         if name == "_set_grad_enabled" and casts:
             raise CaptureError(
-                "It turns autograd off inside torch.autocast; do it the other way round."
+                "The graph turns autograd off inside torch.autocast; enter torch.autocast inside torch.no_grad instead."
             )
 
 
@@ -167,7 +167,7 @@ def _refuse_forgotten(module: fx.GraphModule) -> None:
 def _effects(
     module: fx.GraphModule, arguments: Sequence[Any]
 ) -> tuple[dict[int, str], tuple[Any, ...]]:
-    """Positions of the arguments that are changed in place, each with where, and `Lifted.results`."""
+    """Position of each argument that is changed in place -> the line that changes it; and `Lifted.results`."""
     with _torch.fake_mode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
         before = [_version(x) for x in fakes]
@@ -185,7 +185,7 @@ def _effects(
 
 
 class _Held:
-    """Tensors that a graph holds itself: parameters of a compiled optimizer, for example."""
+    """Tensors that are attributes of a graph, not arguments: for example the parameters of a compiled optimizer."""
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
@@ -193,7 +193,9 @@ class _Held:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.requires_grad:
-            raise CaptureError("It holds a tensor that takes a gradient and is no argument.")
+            raise CaptureError(
+                "The graph holds a tensor that requires a gradient and is not one of its arguments."
+            )
         if id(x) not in self._fakes:
             fake = self._mode.from_tensor(x)
             self._fakes[id(x)] = (fake, _version(fake))
@@ -201,7 +203,9 @@ class _Held:
 
     def refuse_changed(self) -> None:
         if any(_version(fake) != before for fake, before in self._fakes.values()):
-            raise CaptureError("It changes a tensor in place that is no argument.")
+            raise CaptureError(
+                "The graph changes a tensor in place that is not one of its arguments."
+            )
 
 
 def _run_fake(interpreter: _Interpreter, fakes: Sequence[Any]) -> Sequence[Any]:
@@ -213,14 +217,14 @@ def _run_fake(interpreter: _Interpreter, fakes: Sequence[Any]) -> Sequence[Any]:
         text = str(error).strip().splitlines() or [type(error).__name__]
         if "_local_scalar_dense" in text[0]:
             text = [
-                "it reads a number off a tensor, as a float argument of another value becomes one"
+                "it reads a number from a tensor; Dynamo also makes a tensor of a float argument whose value changes"
             ]
-        reason = f"It cannot be run on shapes alone: {text[0].rstrip('.')}."
+        reason = f"The graph cannot be run on fake tensors: {text[0].rstrip('.')}."
         raise CaptureError(reason + interpreter.place) from error
 
 
 def _version(x: Any) -> int:
-    # Made in inference mode, a tensor has none; export then refuses a graph that changes it.
+    # A tensor made in inference mode has no version; export refuses a graph that changes it.
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
@@ -230,7 +234,7 @@ def _result(x: Any, arguments: Sequence[Any]) -> Any:
     for i, argument in enumerate(arguments):
         if isinstance(argument, Tensor) and _share(x, argument):
             if x.dtype != argument.dtype:
-                raise CaptureError("A result is an argument's memory in another number format.")
+                raise CaptureError("A result is a view of an argument with another dtype.")
             shape, stride = tuple(x.shape), tuple(x.stride())
             offset = int(x.storage_offset()) - int(argument.storage_offset())
             return ReturnedView(i, shape, stride, offset, x is argument, x.requires_grad)
@@ -240,11 +244,11 @@ def _result(x: Any, arguments: Sequence[Any]) -> Any:
 def _refuse_new_gradients(
     changed: Mapping[int, str], fakes: Sequence[Any], arguments: Sequence[Any]
 ) -> None:
-    """What is written back is written without its history."""
+    """Refuses a value with a gradient that is written into an argument without one; the gradient would be lost."""
     for i, place in changed.items():
         if fakes[i].requires_grad and not arguments[i].requires_grad:
             raise CaptureError(
-                "It writes a value that a gradient flows to into a tensor that takes none; detach it first."
+                "The graph writes a value that requires a gradient into a tensor that does not; detach it first."
                 + place
             )
 
@@ -286,10 +290,10 @@ class _Interpreter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, held: Callable[[Tensor], Tensor]) -> None:
         super().__init__(module)
         self._held = held
-        self.extra_traceback = False  # errors here speak to users
+        self.extra_traceback = False  # the errors of this class are already written for users
         self.function = ""  # name of the autograd.Function that the running call applies
-        self.place = ""  # of the call that failed: a line to add to an error
-        self.changes: dict[int, str] = {}  # memory -> the same of the call that last wrote to it
+        self.place = ""  # line of the failed call, to be added to an error
+        self.changes: dict[int, str] = {}  # storage -> line of the call that last wrote to it
 
     def run_node(self, n: fx.Node) -> Any:
         self.function = _applied_function(n)
@@ -314,22 +318,22 @@ class _Interpreter(fx.Interpreter):
         return run(self, *args, **kwargs) if run else super().call_function(target, args, kwargs)
 
     def run_block(self, body: fx.GraphModule, *operands: Any) -> Any:
-        """What a checkpointed block computes; what is kept for backward is not the graph's business."""
+        """Runs a checkpointed block as plain ops; the plan decides what is saved for backward."""
         return _Interpreter(body, self._held).run(*operands)
 
     def apply_function(
         self, forward: fx.GraphModule, backward: fx.GraphModule, *operands: Any, **facts: Any
     ) -> Any:
-        """An autograd.Function of the user's, from the graphs of its forward and backward."""
+        """Applies the user's autograd.Function, rebuilt from the graphs of its forward and backward."""
         found = function_of(forward, backward, self.function, facts["non_differentiable_idx"])
         return found.apply(*operands)
 
     def parameter(self, x: Tensor) -> Tensor:
-        """What stands for a sharded parameter is whole."""
+        """Returns the stand-in of a sharded parameter, which already has the whole shape."""
         return x
 
     def enter_autocast(self, device: str, dtype: torch.dtype | None, on: bool, *_: Any) -> Any:
-        """The context that export knows, in place of the call in it."""
+        """Enters `torch.autocast`, which export supports, in place of the private call in Dynamo's graph."""
         context = torch.autocast(device, dtype=dtype, enabled=on)
         context.__enter__()
         return context
@@ -372,7 +376,7 @@ def _name(target: Any) -> str:
 
 
 class _Forward(nn.Module):
-    """A graph of dynamo whose parameters, buffers and numbers are its own."""
+    """A module that runs a graph of Dynamo, with the graph's parameters, buffers and numbers as its attributes."""
 
     def __init__(
         self,
@@ -423,7 +427,7 @@ def _hold(root: nn.Module, name: str, x: Tensor, trained: bool | None) -> tuple[
 
 
 def _rename_modules(graph: fx.GraphModule) -> None:
-    """L['self'].h.0 -> model.h.0, in the words of export, by which layers are known as repeated."""
+    """Renames modules as export does, L['self'].h.0 -> model.h.0; repeated layers are found by these names."""
     for node in _all_nodes(graph):
         stack = node.meta.get("nn_module_stack")
         if stack:

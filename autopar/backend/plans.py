@@ -1,4 +1,4 @@
-"""Plans and local graphs of the graphs of torch.compile: parameters where they lie, all else whole at the edges."""
+"""Plans and local graphs for graphs of torch.compile; all inputs and results but sharded parameters are whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("autopar")
 
 def prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
     if not any(result is None for result in lifted.results) and not lifted.buffers:
-        raise CaptureError("It computes nothing but views of its arguments.")
+        raise CaptureError("The graph computes nothing but views of its arguments.")
     try:
         captured = capture_forward(lifted.module, inputs, {})
     except CaptureError as error:
@@ -55,9 +55,9 @@ def prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
 def plan_of(
     prepared: Prepared, world: World, request: Request, stored: Mapping[str, DTensor]
 ) -> Plan:
-    """A plan, the same on all ranks, with everything whole at the edges of the graph.
+    """A plan, the same on all ranks, whose inputs and results are whole on every rank.
 
-    Parameters lie as they are `stored`, all others whole.
+    A parameter in `stored` keeps its layout; all other parameters are whole.
     A recipe that the graph leaves no room for, as a fragment between two graph breaks or an uneven batch
     may, gives way to "auto": first on one axis, then on all.
     """
@@ -105,8 +105,8 @@ def local_graph(prepared: Prepared, plan: Plan) -> fx.GraphModule:
     return local
 
 
-@torch.inference_mode(False)  # whose tensors have no version
+@torch.inference_mode(False)  # tensors of inference mode have no version
 def stand_in(parameter: DTensor) -> nn.Parameter:
-    """A tensor of the shape of a whole parameter that takes no memory."""
+    """A tensor with the shape of the whole parameter and without memory."""
     found = _torch.without_memory(parameter.shape, parameter.dtype, parameter.device)
     return nn.Parameter(found, requires_grad=parameter.requires_grad)

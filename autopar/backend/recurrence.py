@@ -1,4 +1,4 @@
-"""Which sets of sizes of a graph are worth a plan.
+"""Decides which sets of sizes of a graph get a plan.
 
 [Note: sizes that depend on values] The sizes of most scripts recur: a few batch sizes, a few lengths. Sizes that
 depend on values, such as the number of rows that a router gives to an expert (`x[mask]`, `nonzero`), seldom do, and a
@@ -27,7 +27,7 @@ class Recurrence:
         self._plans = 0
         self._calls: dict[
             Hashable, int
-        ] = {}  # of sets without a plan; the one that came last stands last
+        ] = {}  # number of calls of each set without a plan, the latest set last
 
     @property
     def sets(self) -> int:

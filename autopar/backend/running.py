@@ -1,4 +1,4 @@
-"""Graphs of torch.compile as they run: whole on every rank, or the local graph of this one."""
+"""Runs graphs of torch.compile: the whole graph on every rank, or the local graph of this rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.runtime.world import World
 
 @dataclass(frozen=True)
 class _Shard:
-    """What is to be known of a parameter to group it with others, with no values."""
+    """The properties of a parameter by which it is grouped with others."""
 
     local: Tensor
     parameter: Tensor
@@ -42,12 +42,12 @@ class _Shard:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The format in which its gradient is added up, as autograd gives it."""
+        """The dtype in which the parameter's gradient is accumulated."""
         return self.local.dtype
 
 
 class _Shards:
-    """The parameters of a graph as `Gathers` sees them; their gradients go back through autograd."""
+    """The parameters of a graph in the form that `Gathers` takes; autograd returns their gradients."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.kept = self.specs = list(map(_Shard.of, parameters))
@@ -118,7 +118,7 @@ class LocalGraph:
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         changed = {*self._changed}
-        # What will be changed is given as a copy: backward may need what it was.
+        # An argument that the graph changes is copied: backward may need its old value.
         state = [arguments[i].clone() if i in changed else arguments[i] for i in self._buffers]
         inputs = [arguments[i] for i in self._lifted.inputs]
         shards = [_torch.differentiable_local(arguments[i]) for i in self._parameters]

@@ -1,4 +1,4 @@
-"""What is logged of a graph of torch.compile: what was split, and which collectives that took."""
+"""The log line of a graph of torch.compile: the split factors and the inserted collectives."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Successors = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
 
 
 class Adoption:
-    """The parameters of a model as DTensors, and the optimizers that are to follow."""
+    """The parameters of a model as DTensors, and the optimizers that must hold these DTensors."""
 
     def __init__(self) -> None:
         self._successors: Successors = {}
@@ -40,7 +40,7 @@ class Adoption:
         )
 
     def stop(self) -> None:
-        """Leaves optimizers to torch."""
+        """Stops the replacement of parameters in optimizers."""
         for end in self._ends:
             end()
 
@@ -50,7 +50,7 @@ class Adoption:
         return [new for _, new in self._successors.values() if new is not None]
 
     def replace(self, old: nn.Parameter, new: nn.Parameter | None) -> None:
-        """Optimizers shall hold `new` where they hold `old`, or nothing where it is None."""
+        """Registers that optimizers replace `old` by `new`; None removes `old` from them."""
         for key, (reference, successor) in list(self._successors.items()):
             if successor is old:
                 self._successors[key] = (reference, new)
@@ -63,12 +63,12 @@ class Adoption:
         return id(parameter) in self._own
 
     def follow(self, optimizer: Optimizer, *_: Any) -> None:
-        """Brings an optimizer up to date."""
+        """Replaces old parameters in an optimizer by their registered successors."""
         _replace_parameters(optimizer, self._successors)
 
 
 def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = None) -> Adoption:
-    """Makes every parameter a replicated DTensor; after an earlier adoption, those that are new.
+    """Replaces every parameter by a replicated DTensor; after an earlier adoption, only the new parameters.
 
     Raises CaptureError for a model that is distributed already.
     """

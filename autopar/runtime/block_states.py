@@ -56,7 +56,7 @@ def parts_of(state: Tensor) -> dict[str, Tensor]:
 
 
 def cut_of(state: Tensor) -> list[str]:
-    """What decides the blocks of a state: the dims by which it is cut, and into how many parts."""
+    """The cut of a state, which determines its blocks: the dims along which it is split, and the numbers of parts."""
     if not isinstance(state, DTensor):
         return []
     sizes = zip(state.placements, state.device_mesh.shape, strict=True)
@@ -84,7 +84,7 @@ def cuts_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
 
 
 def fill_states(optimizer: Optimizer) -> None:
-    """Lets an optimizer that keeps states in blocks, and has none yet, make them in its own formats.
+    """Makes an optimizer with block-wise states allocate these states in its own formats, if it has none yet.
 
     It makes them in its first step, which is run here with gradients and a learning rate of zero, so that
     parameters stay as they are. Gradients that are there stay, too.

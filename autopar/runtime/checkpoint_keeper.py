@@ -264,7 +264,7 @@ def _set_all_aside(damages: Mapping[Path, str], ranks: Together) -> None:
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, as this rank sees it; "" if nothing is.
+    """The problem that this rank finds with a checkpoint; "" if it finds none.
 
     Raises OtherVersionError for one of another version, which is not damaged.
     """

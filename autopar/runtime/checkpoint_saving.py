@@ -42,12 +42,12 @@ MOMENTUM = "outer_momentum."  # begins the names of what the outer optimizer of 
 
 
 class StagedPlanner(dcp.DefaultSavePlanner):
-    """Tells the writer which values to write: those of the model, or once they are staged their copies."""
+    """Gives the writer the values to write: the model's tensors, or their copies once these are staged."""
 
     _host: Host | None = None
 
     def stage(self, plan: dcp.SavePlan, host: Host) -> None:
-        """Copies what this rank writes to the host, and lets go of the model.
+        """Copies the values that this rank writes to the host, and drops the references to the model's tensors.
 
         Args:
             plan: the parts that this rank writes.

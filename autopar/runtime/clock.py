@@ -1,4 +1,4 @@
-"""What steps take, measured without waiting for the device: from the start of one step to that of the next.
+"""Duration of steps, from the start of one step to the start of the next, measured without a device synchronisation.
 
 The optimizer and the loading of data count, as they do in the prediction. After a few steps the host runs as
 far ahead of a GPU as it can, so that the time between starts is the time of a step.

@@ -1,4 +1,4 @@
-"""What every rank says of a call, gathered through the store of the process group.
+"""Gathers a text of every rank about a call, through the store of the process group.
 
 Ranks compare what they were given where it is new to them, and so at times when another rank may be in the
 middle of a step. A collective would then wait for it, or meet one of that step and mix the two up; through
@@ -79,7 +79,7 @@ class Comparison:
         return [found for _, _, found in said]
 
     def waiting(self) -> dict[int, str]:
-        """The ranks that wait for this one to compare, or have waited in vain, each with why and what to do.
+        """Rank -> reason and remedy, for each rank that waits for this rank or gave up waiting.
 
         For the error of a collective in which other ranks did not take part; empty where the store has gone with them.
         """
@@ -124,7 +124,7 @@ def _is_alone() -> bool:
 
 
 def _new_name() -> str:
-    """A name that no other comparison has; all ranks come here for the first time together."""
+    """A name that no other comparison has; all ranks must call this together."""
     name = [""]
     if dist.get_rank() == 0:
         name = [f"autopar/comparison/{_torch.default_store().add('autopar/comparisons', 1)}"]
@@ -133,7 +133,7 @@ def _new_name() -> str:
 
 
 def _missing(store: dist.Store, keys: Mapping[int, str], seconds: float) -> list[int]:
-    """The ranks whose keys are not there when the time is over."""
+    """The ranks whose keys are missing from the store after a timeout."""
     try:
         store.wait(list(keys.values()), timedelta(seconds=seconds))
     except RuntimeError:  # what a store raises for a wait that took too long

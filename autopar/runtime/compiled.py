@@ -132,7 +132,7 @@ def _kind(x: Tensor) -> Any:
 
 
 def _modes(arguments: Sequence[Tensor]) -> Iterator[Any]:
-    """What it depends on besides: what is traced is other ops where autograd is off, or autocast on."""
+    """The modes on which a trace depends: grad mode, inference mode, and autocast for each kind of device."""
     yield torch.is_grad_enabled()
     yield torch.is_inference_mode_enabled()
     for kind in sorted({x.device.type for x in arguments}):

@@ -81,7 +81,7 @@ def _takes_gradient(x: Tensor) -> bool:
 
 
 class LossAlone:
-    """What `model(...)` returns through stages or micro-batches where the model returns its loss among other things.
+    """Results of `model(...)` with stages or micro-batches, for a model that returns its loss with other results.
 
     Attributes:
         loss: loss of the batch, of shape `()`.

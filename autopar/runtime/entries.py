@@ -30,7 +30,7 @@ from autopar.runtime.world import World
 
 
 class Entries:
-    """The parameters of one graph of which only the gradients move."""
+    """The parameters of one graph that need no gather: communication is needed for their gradients only."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -179,7 +179,7 @@ class Runner:
             return list(self._graph(*arguments))
 
     def _results(self, outputs: list[Tensor]) -> list[Tensor]:
-        """What follows the new values of buffers, which are written."""
+        """Writes the new values of buffers, and returns the results that follow them."""
         count = len(self.program.mutated)
         self._write_back(outputs[:count])
         return outputs[count:]

@@ -1,4 +1,4 @@
-"""What people see when ranks fail: one message of a screen at most, and every traceback in a file.
+"""Reports failures of ranks: one message of at most a screen, and a file with every traceback.
 
 torchrun gives every rank the path of a file for its error, and shows in its summary what the file holds. Left alone,
 each rank prints hundreds of lines of frames of autopar and torch, and the summary names exit codes.
@@ -160,7 +160,7 @@ def _silent(reports: Mapping[int, bool], knows: bool) -> list[str]:
 
 
 class _Reports:
-    """What the failing ranks say of themselves, in the store that torchrun holds.
+    """Reports of the failing ranks, exchanged through the store of torchrun.
 
     Args:
         rank: this rank.
@@ -219,7 +219,7 @@ class _Reports:
         return found
 
     def settled(self, speaker: int, *, knows: bool) -> int:
-        """The rank that prints: this one if it should, unless another was sooner; ranks may fail seconds apart."""
+        """The rank that prints the report: the first chosen rank that registers in the store."""
         if self._store is None or speaker != self.rank:
             return speaker
         with contextlib.suppress(RuntimeError, dist.DistError):
@@ -229,7 +229,7 @@ class _Reports:
 
 @contextlib.contextmanager
 def _finishing() -> Iterator[list[int]]:
-    """Inside it SIGTERM and SIGINT wait until the report is written, and then take effect; yields those that wait.
+    """Context that delays SIGTERM and SIGINT until the report is written; yields the delayed signals.
 
     A handler that was not installed from Python stays, since Python could not bring it back.
     """

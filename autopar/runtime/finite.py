@@ -51,7 +51,7 @@ def about_loss(
     inputs: Iterable[tuple[str, Tensor]] | None,
     parameters: Iterable[tuple[str, Tensor]],
 ) -> str:
-    """What to say of a loss that is not finite: the first input or parameter that is not, and what to do.
+    """The message for a loss that is not finite: the first input or parameter that is not finite, and a remedy.
 
     Args:
         step: number of the step.

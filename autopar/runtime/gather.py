@@ -207,7 +207,7 @@ class GatherGroup(nn.Module):
 
 
 class _Call:
-    """One gather of a group in forward, which can be made again in backward.
+    """One gather of a group in forward, which can be repeated in backward.
 
     Attributes:
         saved: positions of the parameters that backward needs, which alone are gathered again.
@@ -258,7 +258,7 @@ class _Call:
         return self._values[position]
 
     def release(self) -> None:
-        """Frees what was gathered for backward; the uses of every member are behind."""
+        """Frees the parameters that were gathered for backward, after the last use of every member of the group."""
         self.is_behind, self._values, self._again = True, None, None
 
 

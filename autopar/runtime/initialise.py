@@ -117,7 +117,7 @@ def _initialiser(
     init_fn: InitFunction | None,
     read_later: Container[str],
 ) -> InitFunction:
-    """What gives one module of the meta device its values."""
+    """The function that initialises the parameters of one module, which is on the meta device."""
     prefix = f"{path}." if path else ""
     if all(prefix + name in read_later for name, x in _own(module).items() if x.is_meta):
         return lambda _: None

@@ -114,7 +114,7 @@ def _typed(literals: Mapping[int, Any]) -> dict[int, tuple[type, Any]]:
 
 
 def first_micro_batch(arguments: Arguments, micro_batches: int) -> list[Tensor]:
-    """What to capture: of every tensor the first part along dim 0. Raises StepError if it has no such."""
+    """The first micro-batch of a batch, which is captured. Raises StepError if micro-batches do not divide dim 0."""
     if micro_batches == 1:
         return list(arguments.tensors)
     for number, x in enumerate(arguments.tensors):
@@ -180,10 +180,10 @@ def cuts(program: Program, world: World) -> list[Shape]:
 
 
 def shapes_of_parts(arguments: Arguments, known: Mapping[str, Shape]) -> tuple[Shape, ...]:
-    """The global shapes of which these are parts that are cut as the inputs at the same places were.
+    """The shapes of the whole batch, from this rank's parts and the cuts of earlier inputs with the same paths.
 
     Args:
-        known: path of an input -> into how many parts every dim of it was cut.
+        known: path of an input -> number of parts into which each of its dims was cut.
 
     A tensor at a new place is taken to be cut along dim 0 as the others are, if it has as many rows; one that
     came as a DTensor is whole.
@@ -215,7 +215,7 @@ def fitting_micro_batches(
     world: World,
     takes: Callable[[int], bool],
 ) -> int:
-    """The number of micro-batches to cut a batch into whose shapes are not those of the first.
+    """The number of micro-batches for a batch whose shapes differ from those of the first batch.
 
     One stays one. Else it is a number that divides the batch; of these one whose micro-batches are split
     over the ranks as the first's, that the schedule `takes`, the first's own number, one that gives a

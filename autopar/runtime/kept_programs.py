@@ -58,7 +58,7 @@ class ReadyProgram:
         return numbers and self.guards.hold() and self.structure.hold()
 
     def broken(self) -> ChangedValue | None:
-        """What has changed since the capture."""
+        """The changes of the model since the capture."""
         gone = (number.gone() for number in self.numbers if not number.holds())
         return next(gone, None) or self.guards.broken() or self.structure.broken()
 
@@ -158,7 +158,7 @@ class KeptPrograms:
 
 
 def release(kept: KeptPrograms) -> None:
-    """Lets go of bound programs, see [Note: groups end before Python]."""
+    """Drops the bound programs, see [Note: groups end before Python]."""
     kept.clear()
 
 

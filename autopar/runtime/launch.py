@@ -76,7 +76,7 @@ def threads_of_a_rank(ranks: int) -> int:
 
 
 def _start_method(function: Callable[..., Any]) -> str:
-    """How processes start: anew, where they can import the function; else as copies of this process.
+    """The start method of processes: spawn if they can import the function, otherwise fork.
 
     Raises AutoparError where a copy would hold a context of an accelerator, which cannot be copied.
     """

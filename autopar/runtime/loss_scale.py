@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How the loss is scaled for backward; the defaults are those of `torch.amp.GradScaler`.
+    """Loss scaling for backward; the defaults are those of `torch.amp.GradScaler`.
 
     Attributes:
         initial: first scale, above zero.
@@ -63,7 +63,7 @@ class LossScaling:
     def of(
         cls, given: LossScaling | float | None, precision: MixedPrecision | None
     ) -> LossScaling | None:
-        """What `compile` is given as `loss_scale`, under a policy; None where the loss is not scaled.
+        """Reads the argument `loss_scale` of `compile` for a precision policy; None if the loss is not scaled.
 
         A number is a scale that stays. None is the default scaling where parameters or gradients are of float16.
 

@@ -1,4 +1,4 @@
-"""What the compiled module and the planner say to each other: programs asked for, programs made.
+"""The interface between the compiled module and the planner: requests for programs, and the programs made.
 
 The runtime loads no solver: it knows the planner only as a `ProgramMaker`.
 """
@@ -70,14 +70,14 @@ class Fixed:
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """What a program has to be.
+    """Requirements on a program that the planner is to make.
 
     Attributes:
         is_step: whether it is a training step; otherwise it is a forward.
         micro_batches: number of micro-batches of a step; None leaves it open.
         fixed: layouts that the parameters already have; None for the first program.
         shapes: function from a number of micro-batches to the shapes of the tensors in one of them.
-        captures: what was captured of the model as it is now.
+        captures: captures of the model in its present state.
         numbers: places of the Python numbers that are to be inputs where they can be.
     """
 

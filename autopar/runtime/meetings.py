@@ -192,7 +192,7 @@ class Meetings:
             parts[i].take(total.div_(self.meeting.replicas))
 
     def _parts(self) -> Iterator[_Exchanged]:
-        """What replicas exchange: parameters, and buffers that steps write, such as running statistics.
+        """The tensors that replicas exchange: parameters and the buffers that steps write, such as running statistics.
 
         Counters stay, as all replicas count alike.
         """

@@ -209,7 +209,7 @@ class _NonFiniteWatch(_torch.TorchDispatchMode):
         self._count = 0
 
     def found(self) -> NonFinite | None:
-        """What this rank made: a NaN with the infinity before it, or an infinity."""
+        """The first NaN that this rank computed, with the infinity before it; without a NaN, the first infinity."""
         nan, infinity = self._first.get("NaN"), self._first.get("infinity")
         if nan is None or infinity is None or infinity.order > nan.order:
             return nan or infinity
@@ -240,7 +240,7 @@ class _NonFiniteWatch(_torch.TorchDispatchMode):
         return NonFinite(what, place.phase, 0, str(func), line, path, words, self._count)
 
     def _running(self) -> _At:
-        """The node that runs, or whose backward does."""
+        """The node whose forward or backward is running."""
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None:
             graph = graph_of(frame)
@@ -254,7 +254,7 @@ class _NonFiniteWatch(_torch.TorchDispatchMode):
         return _At("forward" if lines is None else "backward", self._of_traceback(lines or ()))
 
     def _of_traceback(self, lines: Sequence[str]) -> fx.Node | None:
-        """The node whose generated line stands innermost in a traceback."""
+        """The node to which the innermost generated line of a traceback belongs."""
         for text in reversed(lines):
             match = re.match(rf'\s*File "({re.escape(GENERATED)}[^"]*)".*\n\s*(.*)', text)
             if match:

@@ -1,4 +1,4 @@
-"""What replicas make of the mean over all of them at a meeting, and what they keep for the next one.
+"""The outer update: new parameters from the mean over all replicas, and the state for the next meeting.
 
 The three rules, with their sources, are those of `autopar.ir.meeting`. Nothing here communicates.
 """

@@ -34,7 +34,7 @@ def _apart(flat: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
 
 
 def _without(hops: Sequence[Hop], like: Tensor) -> list[Tensor]:
-    """What a rank that is not the owner holds of the results."""
+    """Empty results, for a rank that is not the owner."""
     return [like.new_empty((0, *hop.result[1:])) for hop in hops]
 
 

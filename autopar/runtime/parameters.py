@@ -240,7 +240,7 @@ class Residents:
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Brings every leaf up to date with the stored shards; returns whether any is a new tensor."""
+        """Updates every leaf from the stored shards; returns whether any leaf is a new tensor."""
         changed = False
         for i, kept in enumerate(self.kept):
             if i not in self._moving or self._keeps(i):

@@ -1,4 +1,4 @@
-"""What of a model one rank of a pipeline holds: the parameters of its stages, and the buffers that count.
+"""The part of a model that one pipeline rank holds: the parameters of its stages and the buffers that it updates.
 
 Parameters that lie elsewhere are None in their modules, as torch's own pipeline examples have it, so that
 `parameters()`, optimizers and checkpoints see what this rank holds.
@@ -46,7 +46,7 @@ class RankPart:
         return state
 
     def completed(self, given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What to load: of the given state dict what is held here, and of buffers that others give the present."""
+        """The state dict to load: given entries that this rank holds, and present values of other ranks' buffers."""
         if not self.elsewhere:
             return given
         own = {k: v for k, v in given.items() if k in present or k not in self.elsewhere}
@@ -54,7 +54,7 @@ class RankPart:
 
 
 def as_stored(given: Mapping[str, Any], present: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict whose full tensors, as a single device saves them, are cut as the present ones lie."""
+    """Cuts the whole tensors of a state dict by the placements of the present DTensors with the same names."""
     full = [k for k, v in given.items() if isinstance(present.get(k), DTensor)]
     plain = {k: given[k] for k in full if not isinstance(given[k], DTensor)}
     cut = {
@@ -86,7 +86,7 @@ def take_part(
     world: World,
     adoption: Adoption,
 ) -> RankPart:
-    """Lets go of what other pipeline ranks hold."""
+    """Drops the parameters that other pipeline ranks hold."""
     pipeline = stages[0].plan.pipeline
     assert world.pipe is not None and pipeline is not None and world.device_mesh is not None
     rank = world.pipe.rank

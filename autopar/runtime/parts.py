@@ -1,4 +1,4 @@
-"""Batches of which every rank gives a part of its own, as samplers for data parallelism hand them out.
+"""Batches that ranks give in parts: each rank gives its own rows, as a DistributedSampler deals them out.
 
     rank 0 gives [a b], rank 1 gives [c d]        the step is that of the batch [a b c d]
 

@@ -130,7 +130,7 @@ class BoundPipeline:
 
     @contextlib.contextmanager
     def _versions_of_step(self) -> Iterator[None]:
-        """Inside it every stage keeps the versions of its parameters that micro-batches need."""
+        """Context in which every stage stores the parameter versions that its micro-batches need."""
         if self._versions is not None and torch.is_grad_enabled():
             seen, runners = self._versions.seen, self._runners.items()
             self._stage_versions = {number: run.versions(seen[number]) for number, run in runners}
@@ -200,11 +200,11 @@ class BoundPipeline:
             self._stage_versions[stage].use(micro_batch)
 
     def _share_of_loss(self, loss: Tensor, number: Tensor) -> Tensor:
-        """What a micro-batch adds to the loss of the batch."""
+        """The term that a micro-batch contributes to the loss of the batch."""
         return scaled(loss * self._shares[int(number)], self._scale)
 
     def _loss(self, shares: Sequence[Tensor]) -> Tensor:
-        """The loss on every rank of the pipeline, of what the last stage's ranks have."""
+        """The loss of the batch, computed on the ranks of the last stage and broadcast to all pipeline ranks."""
         last = self._pipeline.rank_of(self._pipeline.stages - 1)
         spec = self.program.outputs[-1]
         loss = torch.zeros(spec.shape, dtype=spec.dtype, device=self.world.device)

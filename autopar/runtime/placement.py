@@ -21,7 +21,7 @@ from autopar.runtime.world import World
 
 
 class Placement:
-    """Where a model's parameters are on this rank (not `torch.distributed.tensor.Placement`).
+    """The location of a model's parameters on this rank (this is not `torch.distributed.tensor.Placement`).
 
     With process groups, parameters become DTensors when this is made, and `place` gives them the layouts
     of the first plan; without, they stay plain tensors.

@@ -98,7 +98,7 @@ def agreed(make: Callable[[], Plan]) -> Plan:
 
 
 def _said(error: Exception) -> tuple[str, str]:
-    """The name of a public error and its text; any other error is told as an AutoparError."""
+    """The name and the text of a public error; any other error is reported as an AutoparError."""
     if isinstance(error, AutoparError):
         return type(error).__name__, str(error)
     return "AutoparError", f"Planning failed on rank 0: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Blocks of which backward recomputes a part: some calls run a second time instead of keeping their results.
+"""Selective recomputation: backward runs some calls of a block a second time, so that their results are not saved.
 
 Each call of a block is either recomputed or not (`meta["again"]`); see [Note: recomputing ops] in
 `autopar.pipeline.recomputable`. While a block runs forward, saved-tensor hooks see every tensor that autograd
@@ -158,7 +158,7 @@ class _Current:
 
     @contextlib.contextmanager
     def recording(self, run: _Recording) -> Iterator[None]:
-        """Inside it, calls report to `run`."""
+        """Context in which every call of an op goes through `run`."""
         before, self.run = self.run, run
         try:
             yield
@@ -208,7 +208,7 @@ class _Recording:
             self.note(x, (step.name, i))
 
     def note(self, x: Tensor, place: Place | None) -> None:
-        """Says where a tensor was made, unless it lies in memory that is known."""
+        """Registers the call that computed a tensor, unless the tensor's storage is registered already."""
         reference = _torch.storage_reference(x)
         self._homes.setdefault(reference.cdata, (reference, place))
 
@@ -265,7 +265,7 @@ class _FirstRun(_Recording):
         self._give(step.name, result)
 
     def pack(self, x: Tensor) -> Any:
-        """What autograd keeps in place of a tensor that it saves."""
+        """The object that autograd saves in place of a tensor."""
         is_known, place = self.home(x)
         name = self.at if not is_known else place[0] if place else ""
         if not name or not self._calls.is_again(name):
@@ -426,7 +426,7 @@ def _unpack(saved: _Dropped | _Kept) -> Tensor:
 
 @dataclass(frozen=True)
 class _Context:
-    """What the result of a call depends on besides its operands: autocast, and generators of random numbers.
+    """The state that determines a call's result together with its operands: autocast and random generators.
 
     Attributes:
         autocasts: kind of device -> whether autocast is on, and its number format.
@@ -451,7 +451,7 @@ class _Context:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, ops run under the modes of the first run; generators are left as they were found."""
+        """Context with the autocast and random states of the first run; the random states are restored at its end."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_torch.forked_random_state(self.devices))
             for device, (is_on, dtype) in self.autocasts.items():

@@ -23,7 +23,7 @@ _MOST_UNDER_WAY = 2  # of buckets that shrink on arrival: more would keep full g
 
 @dataclass
 class Bucket:
-    """Leaves whose gradients travel together.
+    """A bucket: parameters whose gradients are reduced in one collective.
 
     Attributes:
         members: positions of the leaves.

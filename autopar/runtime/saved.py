@@ -39,7 +39,7 @@ Hooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
 
 @dataclass(frozen=True)
 class SavedView:
-    """How a tensor lies in its storage, and whether it is read conjugated or negated there."""
+    """The geometry of a view of a storage, and whether the view is conjugated or negated."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class SlicedSaves:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside it, autograd saves handles in place of tensors that are kept in slices."""
+        """Context in which autograd saves handles in place of tensors that are saved as slices."""
         if not self._slices or not torch.is_grad_enabled():
             yield
             return
@@ -97,7 +97,7 @@ class SlicedSaves:
             self._known, self._hooks = {}, None
 
     def note(self, ranks: Sequence[Tensor], name: str) -> None:
-        """Says how the tensor that these ranks have is kept from here on."""
+        """Registers the layout in which this tensor is saved from now on."""
         if self._hooks is None:
             return
         keys = [_torch.storage_key(x) for x in ranks]
@@ -158,7 +158,7 @@ class SlicedSaves:
 
 
 class _KeptParts:
-    """What the ranks of this process keep of one tensor for one block.
+    """The saved slices of one tensor for one block, on the ranks of this process.
 
     Attributes:
         name: the block's name of the tensor.
@@ -237,7 +237,7 @@ def install_notes(module: fx.GraphModule, saves: SlicedSaves) -> None:
 
 
 def converter(mesh: Mesh, groups: Mapping[str, str]) -> Convert:
-    """What runs conversions of this rank's tensors.
+    """Makes the function that runs conversions on this rank's tensors.
 
     Args:
         mesh: the axes.

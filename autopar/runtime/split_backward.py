@@ -30,7 +30,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class SplitBackward:
-    """Runs the first half at once, and the second when it is asked to.
+    """Runs the first half at construction, and the second half when `run_weights` is called.
 
     Args:
         results: results of a forward; those that need no gradient are ignored.
@@ -128,7 +128,7 @@ class SplitBackward:
 
 
 class WholeBackward:
-    """Runs both halves at once: a block that runs again in backward would do so for each part of a half.
+    """Runs both halves of a backward together, because a recomputed block would be recomputed for each part of a half.
 
     The arguments and attributes are those of `SplitBackward`; gradients of weights have accumulated.
     """

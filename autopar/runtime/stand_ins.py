@@ -38,7 +38,7 @@ def stand_ins(
     device: torch.device,
     absent: Iterable[Absent] = (),
 ) -> Iterator[list[Tensor]]:
-    """Inside it, parameters and buffers of `model` are fakes, absent ones too; yields fakes of `tensors`.
+    """Context in which all parameters and buffers of `model` are fake tensors; yields fake copies of `tensors`.
 
     Tied parameters stay tied.
     """

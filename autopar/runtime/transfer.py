@@ -90,7 +90,7 @@ class Transfer:
 
 
 def _pause(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
-    """What a rank does while others run a collective on tensors of which it has nothing.
+    """Takes part in the order of collectives on a rank that has no element of the tensors that the others exchange.
 
     It waits where they do, so that all ranks start the collectives that follow in one order.
     """

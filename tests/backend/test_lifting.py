@@ -120,6 +120,6 @@ def test_a_compiled_optimizer_is_refused_unchanged() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    with pytest.raises(CaptureError, match="holds a tensor that takes a gradient"):
+    with pytest.raises(CaptureError, match="holds a tensor that requires a gradient"):
         _lifted(optimizer.step)
     assert torch.equal(weight, torch.ones(2))
