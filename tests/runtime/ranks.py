@@ -161,6 +161,7 @@ def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) ->
                 joined(rank, count, store)
                 has_joined = True
             torch.manual_seed(0)
+            torch.compiler.set_stance("default")  # whatever the task before has set
             pipe.send((True, task(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
