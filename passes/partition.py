@@ -24,16 +24,18 @@ from autopar.ir import (
     Plan,
     R,
     Tier,
-    calls,
+    calls_between,
+    has_owner,
     local_shape,
     operand_layouts,
     result_layouts,
     split_factors,
 )
 from autopar.ops import collectives, random  # noqa: F401  (they define torch.ops.autopar)
-from autopar.ops.collectives import Collective
+from autopar.ops.alone import Alone, owners_of
+from autopar.ops.collectives import Collective, result_shape
 from autopar.ops.moves import to_device
-from autopar.ops.nodes import tensor_operands
+from autopar.ops.nodes import tensor_operands, tensor_results
 from autopar.ops.ring import Ring
 from autopar.passes.group_gathers import MOVING
 
@@ -54,7 +56,8 @@ def partition(
     Every call has in `meta["origin"]` the name of the captured op for which it was added, "" for the conversion of an
     output. A call that belongs to the conversion of a tensor's layout has the tensor's name in `meta["converts"]`, and
     the number of dims of its operand in `meta["ndim"]`. A node that is a tensor of the captured graph in some layout
-    has both in `meta["holds"]`.
+    has both in `meta["holds"]`. A call that only some ranks run, because the tensors are in O, has an `Alone` in
+    `meta["alone"]`.
     """
     return _Partitioner(captured, analysis, plan).run()
 
@@ -112,12 +115,30 @@ class _Partitioner:
             for t, layout in zip(names, layouts, strict=True)
         )
         local = _LocalCall(self, node, operands, shapes, labels)
+        before = len(self.graph.nodes)
         new = self.analysis.specs[node.name].localize(local)
         if isinstance(new, fx.Node) and not isinstance(node.meta.get("val"), torch.Tensor):
             new = tuple(self.call(operator.getitem, (new, i)) for i in range(len(names)))
         parts = new if isinstance(new, tuple) else (new,)
+        self._leave_to_owners(list(self.graph.nodes)[before:], node, layouts, shapes, parts)
         for name, layout, part in zip(names, layouts, parts, strict=True):
             self._produce(name, layout, part)
+
+    def _leave_to_owners(
+        self, new: list[fx.Node], node: fx.Node, layouts: tuple[Layout, ...],
+        shapes: tuple[tuple[int, ...], ...], parts: tuple[fx.Node, ...],
+    ) -> None:  # fmt: skip
+        """Notes on the calls of an op that one rank runs alone whose they are, and the results that others lack."""
+        owners = owners_of(layouts[0], self.mesh)
+        if not owners:
+            return
+        for each in new:
+            each.meta["alone"] = Alone(owners)
+        names, values = self.analysis.names[node.name], tensor_results(node)
+        for name, value, shape, part in zip(names, values, shapes, parts, strict=True):
+            if part in new:
+                needs_grad = self.analysis.graph.tensors[name].needs_grad
+                part.meta["alone"] = Alone(owners, shape, value.dtype, needs_grad)
 
     def _place_outputs(self) -> tuple[Layout, ...]:
         self.origin = ""
@@ -155,23 +176,39 @@ class _Partitioner:
             node.meta["converts"] = tensor
         else:
             node = self.placed[tensor, source]
-        for call in calls(spec.dims, source, target, self.mesh):
+        for before, call, after in calls_between(spec.dims, source, target, self.mesh):
             if call.name != "vary" or spec.needs_grad:
-                for target_op, arguments in self._calls(call):
+                shape = call.before or local_shape(spec.dims, before, self.mesh)
+                for target_op, arguments, alone in self._calls(call, before, after, shape):
                     node = self.call(target_op, (node, *arguments))
                     node.meta["converts"] = tensor
-                    node.meta["ndim"] = len(spec.dims if call.before is None else call.before)
+                    node.meta["ndim"] = len(shape)
+                    if alone is not None:
+                        node.meta["alone"] = alone
         return node
 
-    def _calls(self, call: CollectiveCall) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """The ops of a conversion, each with its arguments after the tensor."""
+    def _calls(
+        self, call: CollectiveCall, before: Layout, after: Layout, shape: tuple[int, ...]
+    ) -> Iterator[tuple[Any, tuple[Any, ...], Alone | None]]:
+        """The ops of a conversion, each with its arguments after the tensor, and the ranks that run it if not all do.
+
+        A collective that converts from or to O is run by all ranks of its axis, which lie elsewhere along none.
+        """
+        (name, size), mesh = self.mesh.axes[call.axis], self.mesh
         if call.before is not None:
-            yield aten.reshape.default, (list(call.before),)
-        name, size = self.mesh.axes[call.axis]
+            yield aten.reshape.default, (list(call.before),), Alone.at(before, mesh, call.before)
         op = getattr(torch.ops.autopar, call.name).default
-        yield op, (list(call.dims), size, name, call.backward)
+        result = tuple(result_shape(call.name, shape, call.dims, size))
+        arguments = (list(call.dims), size, name, call.backward)
+        elsewhere = (*before[: call.axis], R, *before[call.axis + 1 :])
+        owned = has_owner((*before, *after))
+        yield (
+            op,
+            arguments,
+            Alone(owners_of(elsewhere, mesh), result, taken=shape) if owned else None,
+        )
         if call.after is not None:
-            yield aten.reshape.default, (list(call.after),)
+            yield aten.reshape.default, (list(call.after),), Alone.at(after, mesh, call.after)
 
     def call(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None

@@ -43,7 +43,7 @@ from autopar.ir import (
     find_stacks,
     split_factors,
 )
-from autopar.ops.nodes import tensor_operands, tensor_results
+from autopar.ops.nodes import draws, tensor_operands, tensor_results
 from autopar.rules.spec import Hidden, Letters, Spec
 
 
@@ -341,6 +341,7 @@ class _Analyzer:
             hidden=hidden,
             collectives=tuple(self._collectives(node.name, spec)),
             product_itemsize_bytes=spec.product_itemsize_bytes,
+            draws=draws(node),
         )
 
     def _collectives(self, node: str, spec: Spec) -> Iterable[OwnCollective]:

@@ -1,8 +1,9 @@
 """The data types that all rooms share: mesh, layout, conversion, graph, plan. They need no torch."""
 
-from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, steps, walk
+from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, calls_between, steps, walk
 from autopar.ir.graph import (
     EXCHANGED,
+    OWNED,
     PARTIAL,
     UNSPLIT,
     VARIED,
@@ -20,8 +21,11 @@ from autopar.ir.graph import (
     go_together,
     is_legal,
     operand_layouts,
+    owner_of,
     result_layouts,
+    runs_alone,
     split_factors,
+    why_not_alone,
 )
 from autopar.ir.layout import (
     ANY,
@@ -61,11 +65,11 @@ from autopar.ir.tier import TIERS, Tier, TieredLayout, format_place, parse_place
 
 __all__ = [
     "ANY", "Choice", "CollectiveCall", "Dims", "EXCHANGED", "Factor", "Graph", "Labels", "Layout", "LayoutStep",
-    "Leaf", "Meeting", "Mesh", "MixedPrecision", "O", "Op", "OwnCollective", "P", "PARTIAL", "PIPELINE_AXIS",
-    "PLACEMENTS", "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State", "TIERS", "Tensor",
-    "Tier", "TieredLayout", "UNSPLIT", "V", "VARIED", "VERSIONED", "WHOLE", "Work", "calls", "divides", "find_stacks",
-    "format_layout", "format_place", "go_together", "has_owner", "is_legal", "lies_in_chunks", "local_elements",
-    "local_factors", "local_shape", "mesh_of_all", "mesh_of_replica", "operand_layouts", "parse_layout",
-    "parse_place", "result_layouts", "shape_of", "split_factors", "steps", "walk", "with_pipeline",
-    "without_pipeline",
+    "Leaf", "Meeting", "Mesh", "MixedPrecision", "O", "OWNED", "Op", "OwnCollective", "P", "PARTIAL",
+    "PIPELINE_AXIS", "PLACEMENTS", "ParameterPlan", "Pipeline", "Plan", "R", "S", "SCHEDULES", "Stack", "State",
+    "TIERS", "Tensor", "Tier", "TieredLayout", "UNSPLIT", "V", "VARIED", "VERSIONED", "WHOLE", "Work", "calls",
+    "calls_between", "divides", "find_stacks", "format_layout", "format_place", "go_together", "has_owner",
+    "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape", "mesh_of_all",
+    "mesh_of_replica", "operand_layouts", "owner_of", "parse_layout", "parse_place", "result_layouts", "runs_alone",
+    "shape_of", "split_factors", "steps", "walk", "why_not_alone", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -79,6 +79,9 @@ TRANSITIONS = {
     "OO": Transition("send", "send"),
 }
 
+# The collectives of steps from or to a state O.
+OWNER_COLLECTIVES = frozenset(found.forward for pair, found in TRANSITIONS.items() if "O" in pair)
+
 # Steps that shrink the tensor come first and steps that grow it last, so that the others move little.
 _ORDER = (
     "keep",
@@ -209,14 +212,19 @@ class CollectiveCall:
 
 def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[CollectiveCall, ...]:
     """The calls of collectives that convert a tensor from one layout to another; an axis of one rank needs none."""
-    result = []
+    return tuple(call for _, call, _ in calls_between(dims, source, target, mesh))
+
+
+def calls_between(
+    dims: Dims, source: Layout, target: Layout, mesh: Mesh
+) -> Iterator[tuple[Layout, CollectiveCall, Layout]]:
+    """Yields the calls that convert a tensor, each with the layouts before and after it."""
     layout = source
     for step in steps(source, target):
         after = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
         if mesh.sizes[step.axis] > 1:
-            result.append(_call(dims, step, layout, after, mesh))
+            yield layout, _call(dims, step, layout, after, mesh), after
         layout = after
-    return tuple(result)
 
 
 def _call(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autopar.ir.layout import Dims, Layout, R, State, divides, shape_of
+from autopar.ir.layout import Dims, Layout, O, R, State, divides, shape_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import MixedPrecision
 
@@ -21,6 +21,7 @@ UNSPLIT = "-"  # label of the choice that splits nothing: operands and results a
 VARIED = "~"  # label of the choice with operands and results in V: every rank does all the work
 PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
 EXCHANGED = ">"  # separates the two factors of labels such as `t>e`, see `Choice`
+OWNED = "@"  # first letter of labels such as `@1`, of an op that rank 1 of the axis runs alone
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Choice:
     Attributes:
         label: `-` (splits nothing), `~` (splits nothing, operands and results in V), a factor of the op's rule such
             as `k` or `k.1`, `+...` (a linear op applied to partial sums, P), or `t>e`: operands and results are split
-            by the factor `t`, and inside the op ranks exchange rows so that the work is split by `e`.
+            by the factor `t`, and inside the op ranks exchange rows so that the work is split by `e`. `@i`: rank i of
+            the axis runs the op alone, with operands and results in O(i).
         operands: the state that each tensor operand must be in, in the order of `Op.operands`.
         results: the state in which the op leaves each tensor result, in the order of `Op.results`.
         size: size of the factor that is split, which the axis size must divide; for `t>e` the size of `e`; 0 where
@@ -198,6 +200,7 @@ class Op:
         collectives: collectives inside the op, each with the choices under which it runs.
         product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
             where products have the format of the operands.
+        draws: whether the op draws random numbers; all ranks then run it, so that they draw in step.
     """
 
     name: str
@@ -214,10 +217,20 @@ class Op:
     hidden: tuple[str, ...] = ()
     collectives: tuple[OwnCollective, ...] = ()
     product_itemsize_bytes: int | None = None
+    draws: bool = False
 
     def choice(self, label: str) -> Choice:
-        """The choice with this label; the caller guarantees that it exists."""
-        return self._by_label[label]
+        """The choice with this label; the caller guarantees that it exists.
+
+        Every op has the choices `@0`, `@1`, ..., which are not among `choices`: a search does not try them.
+        """
+        found = self._by_label.get(label)
+        return self._owned(label) if found is None else found
+
+    def _owned(self, label: str) -> Choice:
+        owner = owner_of(label)
+        assert owner is not None, f"{self.name} has no choice {label!r}"
+        return Choice(label, (O(owner),) * len(self.operands), (O(owner),) * len(self.results))
 
     @cached_property
     def _by_label(self) -> Mapping[str, Choice]:
@@ -321,9 +334,10 @@ class Graph:
     def delivered(self, layout: Layout) -> Layout:
         """The layout in which the program returns a result that the op computing it leaves in `layout`.
 
-        Partial sums are reduced, and with `whole_outputs` split results are gathered.
+        Partial sums are reduced, the results of one rank are broadcast, and with `whole_outputs` split results are
+        gathered.
         """
-        return tuple(R if self.whole_outputs or s.kind == "P" else s for s in layout)
+        return tuple(R if self.whole_outputs or s.kind in "PO" else s for s in layout)
 
     def stack_of(self, name: str) -> tuple[Stack, int] | None:
         """The stack and captured layer that a module or parameter of this name belongs to."""
@@ -381,6 +395,38 @@ def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
     return tuple(tuple(c.results[i] for c in chosen) for i in range(len(op.results)))
 
 
+def owner_of(label: str) -> int | None:
+    """The rank that runs an op with this label alone, counted from 0 along the axis; None for other labels.
+
+    >>> owner_of("@1"), owner_of("k")
+    (1, None)
+    """
+    number = label.removeprefix(OWNED)
+    return int(number) if label.startswith(OWNED) and number.isdecimal() else None
+
+
+def runs_alone(labels: Labels) -> bool:
+    """Whether one rank of some axis runs an op with these labels alone.
+
+    >>> runs_alone(("-", "@1")), runs_alone(("-", "k"))
+    (True, False)
+    """
+    return any(label.startswith(OWNED) for label in labels)
+
+
+def why_not_alone(op: Op, labels: Labels, mesh: Mesh) -> str:
+    """The reason why an op cannot run under labels such as `@1`; "" if it can."""
+    for label, (axis, size) in zip(labels, mesh.axes, strict=True):
+        owner = owner_of(label)
+        if owner is not None and owner >= size:
+            return f"the axis {axis} has {size} ranks, counted from 0"
+    if op.draws:
+        return "it draws random numbers, which all ranks do in step"
+    if any(label in each.labels for each in op.collectives for label in labels):
+        return "ranks exchange rows inside of it"
+    return ""
+
+
 def split_factors(label: str) -> tuple[str, ...]:
     """The labels of a label such as `t.0>e`: the factor that is split outside the op, and the one split inside.
 
@@ -410,9 +456,10 @@ def _letter(label: str) -> str:
 def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:
     """Whether an op can run under these choices on the mesh.
 
-    The choices must go together, and every size that they split must divide by the number of parts.
+    The choices must go together, every size that they split must divide by the number of parts, and one rank must be
+    able to run the op alone where a label says so (`why_not_alone`).
     """
-    if not go_together(labels):
+    if not go_together(labels) or (runs_alone(labels) and why_not_alone(op, labels, mesh)):
         return False
     names = (*op.operands, *op.results)
     layouts = (*operand_layouts(op, labels), *result_layouts(op, labels))

@@ -12,8 +12,9 @@ last argument.
 
 `LOCAL` defines every op by the tensors of all ranks of a group. The kernels in `KERNELS`, which run on process groups
 by `torch.ops._c10d_functional`, must agree with it. Some ops of `LOCAL`, such as `broadcast`, convert tensors that
-one rank owns (the state `O(i)`). They have no kernel: only parameters have owners, and `autopar.runtime.transfer`
-converts these outside the graph. Among their `dims` are positions of owners, see `CollectiveCall`.
+one rank owns (the state `O(i)`). They have no kernel, because a rank that has nothing cannot tell the shape from its
+local tensor: `autopar.runtime.alone` binds them together with the shape. Among their `dims` are positions of owners,
+see `CollectiveCall`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from autopar import _torch
 from autopar._torch import OpOverload
 from autopar.errors import AutoparError, PeerError
 from autopar.ir import CollectiveCall, Mesh
+from autopar.ir.conversion import OWNER_COLLECTIVES
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of, turned
 from autopar.ops.nodes import schema
 
@@ -151,7 +153,7 @@ def is_collective(node: fx.Node) -> bool:
     """Whether a node is a collective of torch.ops.autopar."""
     target = node.target
     ours = isinstance(target, OpOverload) and target.namespace == "autopar"
-    return ours and schema(node).name.removeprefix("autopar::") in (*KERNELS, *EXCHANGES)
+    return ours and schema(node).name.removeprefix("autopar::") in _NAMES
 
 
 # --- the kernels on process groups
@@ -257,6 +259,8 @@ KERNELS: dict[str, Callable[[Tensor, list[int], int, str], Tensor]] = {
     "pad": _group_pad,
     "all_to_all": _group_all_to_all,
 }
+
+_NAMES = frozenset({*KERNELS, *EXCHANGES, *OWNER_COLLECTIVES})
 
 # Ops that a compiler may trace into, because their code is the same on every rank. The others stay one op for it.
 FUNCTIONAL = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
@@ -381,6 +385,8 @@ def register() -> torch.library.Library:
         _register(library, name)
     for name in EXCHANGES:
         _register_exchange(library, name)
+    for name in sorted(OWNER_COLLECTIVES):
+        library.define(name + SIGNATURE)
     _register_on_host(library)
     return library
 

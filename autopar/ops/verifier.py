@@ -20,6 +20,7 @@ from autopar.ops.ring import Ring
 
 DIMS = {
     "vary": 0, "partial": 0, "all_reduce": 0, "all_to_all": 2, **dict.fromkeys(EXCHANGES, 0),
+    "scatter": 2, "gather": 2, "send": 2,
 }  # the others have one  # fmt: skip
 
 

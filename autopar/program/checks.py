@@ -26,6 +26,9 @@ from autopar.ir import (
     has_owner,
     is_legal,
     lies_in_chunks,
+    owner_of,
+    runs_alone,
+    why_not_alone,
 )
 from autopar.ir.layout import WHOLE
 from autopar.ir.parameter_plan import Reduction
@@ -68,6 +71,7 @@ def check_plan(captured: Captured, analysis: Analysis, plan: Plan) -> None:
         check_selection(plan, plan.recompute, graph)
     if plan.saved:
         SavedValues(graph, plan).check()
+    _refuse_with_lone_ops(plan)
 
 
 def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
@@ -96,7 +100,7 @@ def _check_parameter(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh
             f"pieces of a dim, of factors {dims}. At rest a rank has one run of each dim: split its first factor, or "
             "the next one where earlier axes split those before it to the end."
         )
-    _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSV")
+    _check_layout(f"resident layout of parameter {name}", parameter.resident, dims, mesh, "RSVO")
     if parameter.reduce not in get_args(Reduction):
         raise PlanError(
             f"The plan is damaged: the gradient of parameter {name} is reduced per "
@@ -114,8 +118,33 @@ def _refuse_owners(plan: Plan, what: str) -> None:
         )
 
 
+def _refuse_with_lone_ops(plan: Plan) -> None:
+    """Raises PlanError for a plan in which one rank runs an op alone, with a feature that does not support it yet."""
+    found = [name for name, labels in plan.ops.items() if runs_alone(labels)]
+    used = {
+        f"{plan.pipeline.stages} pipeline stages" if plan.pipeline else "": True,
+        "replicas that meet": plan.meeting is not None,
+        "recomputed blocks": plan.recompute != "none",
+        "tensors saved in slices or on the host": bool(plan.saved),
+        "decomposed collectives": bool(plan.decomposed),
+        "parameters outside the device": any(p.tier != "device" for p in plan.parameters.values()),
+    }
+    what = next((text for text, is_used in used.items() if text and is_used), None)
+    if found and what:
+        raise PlanError(
+            f"The plan runs {len(found)} of {len(plan.ops)} ops on one rank of an axis, such as {found[0]} "
+            f"({' '.join(plan.ops[found[0]])}), and has {what}; one of both can be had so far."
+        )
+
+
 def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
     """Raises PlanError for a storage on one rank of an axis that cannot be run."""
+    for used, state, axis in zip(parameter.resident, parameter.storage, mesh.names, strict=True):
+        if used.kind == "O" and used != state:
+            raise PlanError(
+                f"The plan uses parameter {name} as {used}@{axis}, and stores it as {state}@{axis}; a rank can use "
+                f"alone what it stores alone. Store it as {used}@{axis}."
+            )
     if not has_owner(parameter.storage):
         return
     for state, (axis, size) in zip(parameter.storage, mesh.axes, strict=True):
@@ -174,7 +203,7 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
         )
     known = [choice.label for choice in op.choices]
     for label, axis in zip(labels, mesh.names, strict=True):
-        if label not in known:
+        if label not in known and owner_of(label) is None:
             raise PlanError(
                 f"The plan is damaged: op {op.name} ({op.kind}) has the label {label!r} on {axis}, "
                 f"and its choices are {', '.join(known)}."
@@ -183,6 +212,10 @@ def _check_op(op: Op, analysis: Analysis, plan: Plan) -> None:
         raise PlanError(
             f"The plan is damaged: op {op.name} ({op.kind}) has the labels {' '.join(labels)}. Rows change hands "
             "along all axes that split the experts (t>e), or along none (e)."
+        )
+    if runs_alone(labels) and (reason := why_not_alone(op, labels, mesh)):
+        raise PlanError(
+            f"The plan runs op {op.name} ({op.kind}) on one rank ({' '.join(labels)}), and {reason}."
         )
     if not is_legal(analysis.graph, op, labels, mesh):
         sizes = ", ".join(f"{c.label} of size {c.size}" for c in op.choices if c.splits)

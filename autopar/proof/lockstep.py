@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autopar import _torch
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
+from autopar.ops.alone import absent, alone
 from autopar.ops.collectives import LOCAL, Collective, seen
 from autopar.ops.exchange import table_of
 from autopar.ops.nodes import draws
@@ -125,7 +126,12 @@ def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> li
         return collective(call.call(mesh), mesh, values[call.x], tables)
     results = []
     generator_state = torch.get_rng_state() if draws(node) else None
+    left = alone(node)
     for rank in range(mesh.size):
+        if left is not None and not left.runs_on(rank, mesh):
+            operands = [values[each][rank] for each in node.all_input_nodes]
+            results.append(absent(operands, left.shape, left.dtype, left.needs_grad))
+            continue
         if generator_state is not None:  # every rank draws the same, see [Note: keys of random ops]
             torch.set_rng_state(generator_state)
         args, kwargs = fx.map_arg((node.args, node.kwargs), _of_rank(values, rank))

@@ -22,6 +22,7 @@ from autopar.passes import (
     verify_graph,
 )
 from autopar.program.program import Program
+from autopar.runtime.alone import leave_to_owners
 from autopar.runtime.compiled import Executor
 from autopar.runtime.failing_op import naming_line
 from autopar.runtime.gather import Gathers
@@ -79,6 +80,7 @@ class Runner:
         order = completion_order(self._graph, parameters)
         retarget_device(self._graph, self.world.device)
         self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
+        has_lone_calls = leave_to_owners(self._graph, self.world, compiles=executor.compiles)
         self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
         mesh, groups = self.world.mesh, self.world.group_names
         self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups), self.world.tiers)
@@ -99,7 +101,8 @@ class Runner:
             parameters=parameters,
             received=len(program.received),
         )
-        if program.plan.pipeline is None and not executor.compiles:
+        # Which collectives start early depends on the calls around them, which differ between owners and other ranks.
+        if program.plan.pipeline is None and not executor.compiles and not has_lone_calls:
             axes = {group: axis for axis, group in groups.items()}
             start_early(
                 self._graph, lambda call: StartCollective(call._replace(group=axes[call.group]), self.world), finish

@@ -209,7 +209,8 @@ class Residents:
         ]
         self._batches = batches(self._moving, [signature(r) for r in routes], whole, bucket_bytes)
         self.leaves: list[Tensor] = [torch.empty(0)] * len(self.kept)
-        self._sources = [0] * len(self.kept)  # where the shard that a leaf was made of lies
+        # Where the shard that a leaf was made of lies. A tensor without elements, of another owner, lies at 0.
+        self._sources: list[int | None] = [None] * len(self.kept)
 
     def _route(self, i: int) -> Route:
         """From the stored shard to the leaf: a cast, moves between tiers, and what gathers it.

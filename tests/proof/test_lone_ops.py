@@ -1,0 +1,89 @@
+"""Ops that one rank of an axis runs alone, on simulated ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.errors import PlanError
+from autopar.ir import Mesh, Plan, R, V
+from autopar.planning.planning import prepare_step
+from autopar.program.program import build_program
+from autopar.proof.random_plan import random_plan
+from autopar.proof.subject import Subject
+from tests.support.towers import Towers, towers_plan, with_lone_ops
+
+MESH = Mesh.parse("dp=2")
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 8, dtype=torch.float64), torch.randint(0, 3, (4,)))
+    return Subject.of(Towers().double(), batch, loss_fn=torch.nn.functional.cross_entropy)
+
+
+def plan_of(subject: Subject, owners: dict[str, int], mesh: Mesh = MESH) -> Plan:
+    prepared = subject.prepared
+    return towers_plan(prepared.analysis.graph, prepared.captured.fingerprint, owners, mesh)
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [{"a": 0, "b": 1}, {"a": 1, "b": 1}, {"a": 0, "b": 1, "head": 0}],
+    ids=["towers", "one rank", "chain"],
+)
+def test_a_step_of_lone_ops_is_that_of_one_device(subject: Subject, owners: dict[str, int]) -> None:
+    plan = Plan.parse(str(plan_of(subject, owners)))
+    assert any("@1" in labels for labels in plan.ops.values())
+    assert subject.compare(plan).passed
+
+
+@pytest.mark.parametrize("resident", [R, V], ids=str)
+def test_parameters_of_a_tower_may_lie_everywhere(subject: Subject, resident) -> None:
+    plan = plan_of(subject, {"a": 0, "b": 1})
+    parameters = {
+        name: replace(how, storage=(R,), resident=(resident,))
+        for name, how in plan.parameters.items()
+    }
+    assert subject.compare(replace(plan, parameters=parameters)).passed
+
+
+@pytest.mark.parametrize("mesh", ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2"])
+def test_random_plans_with_lone_ops(subject: Subject, mesh: str) -> None:
+    graph, captured = subject.prepared.analysis.graph, subject.prepared.captured
+    for seed in range(5):
+        plan = random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint)
+        report = subject.compare(with_lone_ops(graph, plan, seed))
+        assert report.passed, str(report)
+
+
+def test_a_rank_that_is_not_there_is_refused(subject: Subject) -> None:
+    plan = plan_of(subject, {"a": 2})
+    plan = replace(plan, parameters=plan_of(subject, {}).parameters)
+    with pytest.raises(PlanError, match="on one rank \\(@2\\), and the axis dp has 2 ranks"):
+        subject.compare(plan)
+
+
+def test_a_parameter_that_one_rank_uses_is_stored_there(subject: Subject) -> None:
+    plan = plan_of(subject, {"a": 0})
+    used = {name: replace(how, storage=(R,)) for name, how in plan.parameters.items()}
+    with pytest.raises(PlanError, match=r"uses parameter a.0.weight as O\(0\)@dp, and stores it"):
+        subject.compare(replace(plan, parameters=used))
+
+
+def test_what_does_not_go_with_lone_ops_is_refused(subject: Subject) -> None:
+    plan = replace(plan_of(subject, {"a": 0}), decomposed=("dp",))
+    with pytest.raises(PlanError, match=r"runs 3 of \d+ ops on one rank .* decomposed"):
+        subject.compare(plan)
+
+
+def test_an_op_that_draws_random_numbers_is_run_by_all() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.5))
+    prepared = prepare_step(model, (torch.ones(4, 8),), {}, loss_fn=torch.mean)
+    graph = prepared.analysis.graph
+    plan = towers_plan(graph, prepared.captured.fingerprint, {"1": 0}, MESH)
+    with pytest.raises(PlanError, match="draws random numbers, which all ranks do in step"):
+        build_program(prepared.captured, prepared.analysis, plan)

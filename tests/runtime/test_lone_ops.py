@@ -1,0 +1,96 @@
+"""Ops that one rank of an axis runs alone, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.errors import PlanError
+from autopar.ir import Mesh
+from autopar.proof.random_plan import random_plan
+from tests.runtime.ranks import Ranks
+from tests.runtime.training import difference, train
+from tests.support.staged import captured_once, prepared_once
+from tests.support.towers import Towers, towers_plan, with_lone_ops
+
+pytestmark = pytest.mark.multiprocess
+
+OWNERS = {"a": 0, "b": 1}
+loss_fn = torch.nn.functional.cross_entropy
+
+
+def towers() -> tuple[Towers, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Towers().double(), (torch.randn(8, 8).double(), torch.randint(0, 3, (8,)))
+
+
+def on_one_process() -> dict[str, Any]:
+    model, batch = towers()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    return train(model, step, batch, steps=10)
+
+
+@captured_once()
+def trained(owners: dict[str, int] | None, mesh: str, seed: int = 0) -> tuple[Any, int]:
+    """What training gives, and the bytes of parameters that this rank keeps; under a random plan without owners."""
+    made = compiled(owners, mesh, seed)
+    results = train(made, made.step, towers()[1], steps=10)
+    return results, sum(p.to_local().nbytes for p in made.parameters())
+
+
+def compiled(
+    owners: dict[str, int] | None, mesh: str, seed: int = 0, **options: Any
+) -> autopar.CompiledModule:
+    model, batch = towers()
+    prepared = prepared_once(model, batch, loss_fn)
+    graph, fingerprint, axes = (
+        prepared.analysis.graph,
+        prepared.captured.fingerprint,
+        Mesh.parse(mesh),
+    )
+    if owners is not None:
+        plan = towers_plan(graph, fingerprint, owners, axes)
+    else:
+        plan = random_plan(graph, axes, seed=seed, fingerprint=fingerprint)
+        plan = with_lone_ops(graph, plan, seed)
+    return autopar.compile(model, loss_fn=loss_fn, plan=plan, **options)
+
+
+def test_towers_on_two_ranks_train_as_one_process_does(two_ranks: Ranks) -> None:
+    found = two_ranks.run(trained, OWNERS, "dp=2")
+    expected = on_one_process()
+    assert all(difference(each, expected) < 1e-9 for each, _ in found)
+    # a: 8 x 16 + 16 + 16 x 4 + 4; b: 8 x 32 + 32 + 2 x 32 + 32 x 4 + 4; head: 8 x 3 + 3; in float64
+    assert [held for _, held in found] == [8 * (212 + 27), 8 * (484 + 27)]
+
+
+def test_a_chain_of_owners_trains_as_one_process_does(two_ranks: Ranks) -> None:
+    found = two_ranks.run(trained, {"a": 0, "b": 0, "head": 1}, "dp=2")
+    assert max(difference(each, on_one_process()) for each, _ in found) < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lone_ops_on_four_ranks(four_ranks: Ranks, seed: int) -> None:
+    found = four_ranks.run(trained, None, "a=2,b=2", seed)
+    assert max(difference(each, on_one_process()) for each, _ in found) < 1e-9
+
+
+def test_a_compiling_executor_is_refused(two_ranks: Ranks) -> None:
+    messages = two_ranks.run(_refusal)
+    assert all('executor="eager"' in message for message in messages)
+
+
+def _refusal() -> str:
+    with pytest.raises(PlanError) as caught:
+        made = compiled(OWNERS, "dp=2", executor="aot_eager")
+        made.step(*towers()[1])
+    return str(caught.value)
