@@ -12,7 +12,7 @@ A *factor* is one of the sizes whose product is the size of a dim, most signific
 `x.view(32, 128)` of a dim of size 4096, that dim has the factors (32, 128) in every tensor that it runs through,
 and S(0.1) splits the 128. When two axes split the same factor, the earlier axis is the major one, as in DTensor.
 S(d.*) cuts dim d into contiguous chunks whatever its factors are. Only parameters between steps ("at rest") are in
-S(d.*) or O(i).
+S(d.*). Parameters, and the operands and results of ops that one rank runs alone (`@i`), are in O(i).
 
 Local shapes in this module are those of a rank that holds a part. Under O(i) the other ranks hold a tensor of the
 same shape with a first dim of 0, see `autopar.ops.collectives.seen`.

@@ -27,7 +27,8 @@ the right column):
                                                       resident layout may name a tier, too
     parameter mlp.down.bias: O(1)@dp | V@dp | step    a storage on rank 1 of dp alone, which updates the parameter
     input tokens: S(0)@dp                             layout of an input
-    op linear_1: b j                                  label of the op's choice on every mesh axis
+    op linear_1: b j                                  label of the op's choice on every mesh axis; `@1` for an op that
+                                                      rank 1 of the axis runs alone
     shape input tokens: 8 64                          whole shape with which the plan was made
     note ...                                          what was chosen and why
     note(price) ...                                   a note of the kind "price", see `autopar.ir.note`

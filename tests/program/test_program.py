@@ -132,7 +132,7 @@ def test_labels_that_an_op_has_not(mlp, size, labels, says):
         (S(0, WHOLE), R, "is S(0.*)@tp, which does not divide"),
         (V, V, "storage of parameter up.weight is V@tp, and it can be R, S or O"),
         (P, R, "storage of parameter up.weight is P@tp, and it can be R, S or O"),
-        (R, P, "resident layout of parameter up.weight is P@tp, and it can be R, S or V"),
+        (R, P, "resident layout of parameter up.weight is P@tp, and it can be R, S, V or O"),
         (S(1), S(7), "resident layout of parameter up.weight is S(7)@tp"),
     ],
 )

@@ -374,10 +374,10 @@ def test_an_owner_that_the_axis_does_not_have_is_named_with_the_numbers_there_ar
 
 
 def test_what_an_owner_cannot_have_yet_is_refused(two_ranks: Ranks) -> None:
-    plans = [plan_of_mlp("O(1)@dp", tier=" host"), plan_of_mlp("O(1)@dp", "O(1)@dp")]
+    plans = [plan_of_mlp("O(1)@dp", tier=" host"), plan_of_mlp("R", "O(1)@dp")]
     for found in two_ranks.run(_refusals, plans):
         assert "in the tier host; one of both" in found[0]
-        assert "resident layout" in found[1] and "it can be R, S or V" in found[1]
+        assert "as O(1)@dp, and stores it as R@dp" in found[1]
 
 
 @captured_once()
