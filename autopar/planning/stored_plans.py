@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class StoredPlans:
             return searched()
         question = (*_model(prepared), request, options)
         try:
-            key = hashlib.sha256("\n".join(_lines(question)).encode()).hexdigest()
+            key = hashlib.sha256(_text(question).encode()).hexdigest()
         except TypeError as error:
             log.info("The plan is not stored. %s", error)
             return searched()
@@ -126,28 +126,35 @@ def _code() -> tuple[str, ...]:
     return (digest.hexdigest(), f"torch {torch.__version__}", *versions)
 
 
-def _lines(value: object) -> Iterator[str]:
-    """A value as text that is the same in every process; TypeError for what has no such text."""
+def _text(value: object) -> str:
+    """A value as text that is the same in every process. Raises TypeError for what has no such text."""
+    lines: list[str] = []
+    _add_lines(value, lines.append)
+    return "\n".join(lines)
+
+
+def _add_lines(value: object, add: Callable[[str], None]) -> None:
+    """Adds the lines of a value's text one by one, since a question has tens of thousands."""
     if isinstance(value, _PLAIN):
-        yield f"{type(value).__name__} {value!r}"
+        add(f"{type(value).__name__} {value!r}")
     elif dataclasses.is_dataclass(value):
-        yield f"({type(value).__name__}"
+        add(f"({type(value).__name__}")
         for field in dataclasses.fields(value):
-            yield field.name
-            yield from _lines(getattr(value, field.name))
-        yield ")"
+            add(field.name)
+            _add_lines(getattr(value, field.name), add)
+        add(")")
     elif isinstance(value, Mapping):
-        yield from _many("mapping", [part for item in value.items() for part in item])
+        _add_many("mapping", [part for item in value.items() for part in item], add)
     elif isinstance(value, (set, frozenset)):
-        yield from _many("set", sorted("\n".join(_lines(each)) for each in value))
+        _add_many("set", sorted(map(_text, value)), add)
     elif isinstance(value, Sequence):
-        yield from _many("sequence", value)
+        _add_many("sequence", value, add)
     else:
         raise TypeError(f"A {type(value).__name__} has no text that is the same in every process.")
 
 
-def _many(kind: str, values: Sequence[object]) -> Iterator[str]:
-    yield f"[{kind} {len(values)}"
+def _add_many(kind: str, values: Sequence[object], add: Callable[[str], None]) -> None:
+    add(f"[{kind} {len(values)}")
     for value in values:
-        yield from _lines(value)
-    yield "]"
+        _add_lines(value, add)
+    add("]")
