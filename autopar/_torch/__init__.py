@@ -100,6 +100,7 @@ from autopar._torch.groups import (
     start_all_reduce,
     start_exchange_rows,
     start_reduce_scatter,
+    store_host,
     store_seconds,
     waiting_longer,
 )
@@ -135,7 +136,8 @@ __all__ = [
     "quiet_fake_failures", "random_states", "reduce_scatter",
     "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
-    "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_seconds",
+    "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",
+    "store_seconds",
     "synchronize", "trace_recurrent_layers", "traced_ops", "uncompiled", "update_by_shards", "user_line",
     "validates_distribution", "waiting_longer", "widened_dtype", "without_memory", "without_value_checks",
     "without_values",

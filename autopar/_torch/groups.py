@@ -112,6 +112,13 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def store_host(store: dist.Store) -> str:
+    """Name of the machine that keeps a store; "" for a store without one, such as a file."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else ""
+
+
 def store_seconds(store: dist.Store) -> float:
     """Default time for which a store waits for a key, in seconds."""
     return store.timeout.total_seconds()  # type: ignore[attr-defined]

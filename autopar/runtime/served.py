@@ -25,7 +25,8 @@ from autopar.runtime.meetings import Meetings
 from autopar.runtime.parameters import ParameterStore
 from autopar.runtime.parcel import Parcel
 from autopar.runtime.server import Server
-from autopar.runtime.server_lines import LATER_SECONDS, Address, Line, Listener, connect
+from autopar.runtime.server_door import Address, Listener, Machine, connect, host_of_owner
+from autopar.runtime.server_lines import LATER_SECONDS, Line
 from autopar.runtime.server_table import ServerTable
 from autopar.runtime.settings import Settings
 from autopar.runtime.world import Replicas
@@ -208,8 +209,8 @@ def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> D
     others = [i for i in range(meeting.replicas) if i != own]
     if not others:
         return OwnDesk(server, own, Parcel(common), {})
-    listener = Listener()
-    _told(listener.address, replicas, values)
+    listener = Listener(_host(replicas, values))
+    _told(listener.address, _rank_of_owner(replicas))
     try:
         connections = listener.accept(others, seconds)
     except TimeoutError as error:
@@ -223,7 +224,8 @@ def _desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> D
 
 def _far_desk(replicas: Replicas, values: Mapping[str, Tensor], seconds: float) -> Desk:
     meeting, owner = replicas.meeting, _rank_of_owner(replicas)
-    address = _told(None, replicas, values)
+    _host(replicas, values)
+    address = _told(None, owner)
     try:
         connection = connect(address, replicas.number, seconds + LATER_SECONDS)
     except ConnectionError as error:
@@ -239,17 +241,32 @@ def _rank_of_owner(replicas: Replicas) -> int:
     return int(replicas.device_mesh.mesh.flatten()[replicas.meeting.owner])
 
 
-def _told(address: Address | None, replicas: Replicas, values: Mapping[str, Tensor]) -> Address:
-    """The owner's address, on every rank; raises StepError on all where they do not exchange the same tensors."""
+def _host(replicas: Replicas, values: Mapping[str, Tensor]) -> str:
+    """The address on which the owner listens; every rank calls this.
+
+    Raises StepError on all ranks where they do not exchange the same tensors.
+    """
+    store_host = _torch.store_host(_torch.default_store())
     own = {name: f"{x.dtype} {list(x.shape)}" for name, x in values.items()}
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (address, own))
+    said = _gathered((Machine.here(store_host), own))
     for rank, (_, other) in enumerate(said):
         if list(other.items()) != list(said[0][1].items()):
             raise StepError(_difference(said[0][1], other, rank, replicas.meeting.axis))
-    found: Address | None = said[_rank_of_owner(replicas)][0]
+    return host_of_owner([machine for machine, _ in said], _rank_of_owner(replicas), store_host)
+
+
+def _told(address: Address | None, owner: int) -> Address:
+    """The address that the owner's rank gives, on every rank."""
+    found: Address | None = _gathered(address)[owner]
     assert found is not None, "the owner has an address"
     return found
+
+
+def _gathered(own: Any) -> list[Any]:
+    """What every rank gives, by rank."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, own)
+    return said
 
 
 def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int, axis: str) -> str:

@@ -49,6 +49,12 @@ def test_the_store_of_the_default_group_is_found(group):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=7))
     assert _torch.store_seconds(store) == 7
+    assert _torch.store_host(store) == ""
+
+
+def test_the_machine_of_a_store_is_found_below_prefixes():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert _torch.store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "localhost"
 
 
 def test_waiting_longer_leaves_the_timeout_as_it_was(group):

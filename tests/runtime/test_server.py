@@ -13,10 +13,18 @@ import torch
 
 from autopar.ir import Meeting
 from autopar.ir.order import Order
-from autopar.runtime import desks
+from autopar.runtime import desks, server_door
 from autopar.runtime.parcel import Parcel
 from autopar.runtime.server import Server
-from autopar.runtime.server_lines import Line, Listener, connect
+from autopar.runtime.server_door import (
+    LOOPBACK,
+    Address,
+    Listener,
+    Machine,
+    connect,
+    host_of_owner,
+)
+from autopar.runtime.server_lines import Line, read
 from autopar.runtime.server_table import ServerTable
 
 WAIT_SECONDS = 20.0  # much more than any of these take
@@ -264,24 +272,89 @@ def test_a_pull_has_the_rows_that_changed_since_the_last() -> None:
     assert not own.rows and torch.equal(own.tensors["x"], other.tensors["x"])
 
 
-def test_a_connection_begins_with_the_secret() -> None:
+def test_a_connection_needs_the_secret() -> None:
     listener = Listener()
     found = Later(listener.accept, [1, 2], WAIT_SECONDS)
-    forged = listener.address._replace(hosts=("127.0.0.1",), secret=bytes(16))
-    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
-        connect(forged, 1, WAIT_SECONDS)
-    ends = [connect(listener.address._replace(hosts=("127.0.0.1",)), i, 1.0) for i in (1, 2)]
+    with pytest.raises(ConnectionError, match=r"owner at 127\.0\.0\.1, port \d+, gave no greeting"):
+        connect(listener.address._replace(secret=bytes(32)), 1, WAIT_SECONDS)
+    ends = [connect(listener.address, i, WAIT_SECONDS) for i in (1, 2)]
     assert found.is_done(WAIT_SECONDS) and sorted(found.result) == [1, 2]
     for each in (*ends, *found.result.values()):
         each.close()
 
 
+def between(replica: socket.socket, owner: socket.socket) -> bytes:
+    """Hands on what both ends of a greeting say; returns all of it."""
+    heard = b""
+    for source, target, size in (owner, replica, 32), (replica, owner, 68), (owner, replica, 32):
+        said = bytes(read(source, bytearray(size)))
+        target.sendall(said)
+        heard += said
+    return heard
+
+
+def test_the_secret_never_crosses_a_connection_and_what_crosses_it_is_of_no_further_use() -> None:
+    listener = Listener()
+    found = Later(listener.accept, [1, 2], WAIT_SECONDS)
+    address = listener.address
+    with socket.create_server(("127.0.0.1", 0)) as spy:
+        beside = address._replace(port=spy.getsockname()[1])
+        first = Later(connect, beside, 1, WAIT_SECONDS)
+        replica, _ = spy.accept()
+        owner = socket.create_connection((address.host, address.port), WAIT_SECONDS)
+        heard = between(replica, owner)
+    assert address.secret not in heard and len(heard) == 132
+    with socket.create_connection((address.host, address.port), WAIT_SECONDS) as again:
+        read(again, bytearray(32))
+        again.sendall(heard[32:100])
+        assert again.recv(1) == b""  # the owner has drawn other bytes, and closes
+    last = connect(address, 2, WAIT_SECONDS)
+    assert found.is_done(WAIT_SECONDS) and sorted(found.result) == [1, 2]
+    assert first.is_done(WAIT_SECONDS)
+    for each in (replica, owner, first.result, last, *found.result.values()):
+        each.close()
+
+
+def test_an_owner_that_does_not_know_the_secret_is_refused() -> None:
+    """It could give a replica any parameters."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = Address("127.0.0.1", stranger.getsockname()[1], bytes(32))
+        found = Later(connect, address, 1, WAIT_SECONDS)
+        connection, _ = stranger.accept()
+        connection.sendall(bytes(32))
+        read(connection, bytearray(68))
+        connection.sendall(bytes(32))
+        assert found.is_done(WAIT_SECONDS) and "does not know the secret" in str(found.result)
+        connection.close()
+
+
+def test_ranks_of_one_machine_meet_where_no_other_machine_can_come() -> None:
+    here = Machine.here("")
+    assert host_of_owner([here, here], 0, "") == LOOPBACK
+    assert Listener(LOOPBACK)._socket.getsockname()[0] == LOOPBACK
+
+
+def test_an_owner_among_several_machines_listens_on_its_way_to_another() -> None:
+    """127.0.0.9 is this machine, too; ranks elsewhere say an address by which they can be reached."""
+    machines = [Machine("a", "127.0.0.9"), Machine("b", "10.0.0.7")]
+    sent = []
+
+    def towards(name: str) -> str:
+        sent.append(name)
+        return "10.0.0.2" if name == "10.0.0.7" else "127.0.0.1"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_door, "_host_towards", towards)
+        assert host_of_owner(machines, 0, "a.example") == "10.0.0.2"
+    assert sent == ["10.0.0.7"]
+
+
 def test_a_replica_may_connect_again() -> None:
     """The last connection counts; one that comes and goes without a word is none."""
     listener = Listener()
-    address = listener.address._replace(hosts=("127.0.0.1",))
+    address = listener.address
     found = Later(listener.accept, [1, 2], WAIT_SECONDS)
-    socket.create_connection(("127.0.0.1", address.port)).close()
+    socket.create_connection((address.host, address.port)).close()
     first, again, other = (connect(address, i, WAIT_SECONDS) for i in (1, 1, 2))
     assert found.is_done(WAIT_SECONDS) and sorted(found.result) == [1, 2]
     assert first.recv(1) == b""

@@ -1,0 +1,202 @@
+"""How replicas connect to an asynchronous server: where the owner listens, and how both ends prove who they are.
+
+[Note: where the owner listens] Where all ranks share a machine, the owner listens on the loopback address alone, which
+no other machine reaches. Else it listens on the one address from which it reaches a rank of another machine.
+
+[Note: greeting] The process group tells the ranks a secret, which no connection ever carries. Each end sends random
+bytes, and the other answers with their HMAC under the secret (RFC 2104), as `multiprocessing.connection` does. Each
+direction has a word of its own in the HMAC, so that an answer cannot be sent back as one's own:
+
+    owner      its random bytes
+    replica    number, its random bytes, HMAC("replica", number, both random bytes)
+    owner      HMAC("owner", number, both random bytes)
+
+What follows is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from autopar.runtime.server_lines import prepare, read
+
+LOOPBACK = "127.0.0.1"
+_RANDOM_BYTES = _SECRET_BYTES = 32
+_DIGEST = "sha256"
+_DIGEST_BYTES = 32
+_GREETING = struct.Struct(f"!I{_RANDOM_BYTES}s{_DIGEST_BYTES}s")  # see [Note: greeting]
+_NUMBER = struct.Struct("!I")
+_TRY_SECONDS = 5.0  # that a greeting may take, so that a stranger cannot hold up the replicas
+_ANY_PORT = 9  # a datagram socket is connected to it, and sends nothing
+_ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737); the way to it is the default route
+
+
+class Machine(NamedTuple):
+    """Where a rank runs, as the others are told.
+
+    Attributes:
+        name: name of the machine and of its network, the same on ranks that reach each other by the loopback address.
+        host: address from which the rank reaches the machine of the process group's store.
+    """
+
+    name: str
+    host: str
+
+    @classmethod
+    def here(cls, store_host: str) -> Machine:
+        """The machine of this process.
+
+        Args:
+            store_host: name of the machine that keeps the process group's store; "" where it is not known.
+        """
+        # Processes of one machine may have networks of their own, and machines may have equal names.
+        start = Path("/proc/sys/kernel/random/boot_id")
+        network = Path("/proc/self/ns/net")
+        parts = [socket.gethostname(), start.read_text().strip() if start.exists() else ""]
+        parts.append(os.readlink(network) if network.exists() else "")
+        return cls(" ".join(parts), _host_towards(store_host or _ELSEWHERE))
+
+
+def host_of_owner(machines: Sequence[Machine], owner: int, store_host: str) -> str:
+    """The address on which the owner listens, see [Note: where the owner listens]; called on the owner.
+
+    Args:
+        machines: machine of every rank.
+        owner: number of the owner's rank.
+        store_host: name of the machine that keeps the process group's store; "" where it is not known.
+    """
+    others = [each.host for each in machines if each.name != machines[owner].name]
+    if not others:
+        return LOOPBACK
+    # Where the store's name means this machine, the way to it is the loopback address; other ranks say another.
+    ways = (_host_towards(each) for each in (*others, store_host or _ELSEWHERE))
+    return next((host for host in ways if not _is_loopback(host)), LOOPBACK)
+
+
+def _host_towards(name: str) -> str:
+    """The address of this machine from which it reaches another, without a message; loopback if there is no way."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
+
+
+class Address(NamedTuple):
+    """Where the owner listens.
+
+    Attributes:
+        host: address of its machine.
+        port: TCP port.
+        secret: what both ends of a connection have to know.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class Listener:
+    """The owner's end, while the other replicas connect.
+
+    Args:
+        host: address of this machine to listen on.
+    """
+
+    def __init__(self, host: str = LOOPBACK) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        port = self._socket.getsockname()[1]
+        self.address = Address(host, port, secrets.token_bytes(_SECRET_BYTES))
+
+    def accept(self, replicas: Sequence[int], seconds: float) -> dict[int, socket.socket]:
+        """The connections of these replicas; raises TimeoutError where one does not come in time."""
+        found: dict[int, socket.socket] = {}
+        end = time.monotonic() + seconds
+        with self._socket:
+            while missing := set(replicas) - set(found):
+                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
+                try:
+                    connection, _ = self._socket.accept()
+                except TimeoutError:
+                    raise TimeoutError(
+                        f"replicas {sorted(missing)} did not connect within {seconds:g} s"
+                    ) from None
+                left = max(end - time.monotonic(), 1e-3)
+                replica = self._greeted(connection, min(left, _TRY_SECONDS))
+                if replica not in replicas:
+                    connection.close()
+                    continue
+                if replica in found:  # it has given up the earlier one
+                    found[replica].close()
+                found[replica] = connection
+        return found
+
+    def _greeted(self, connection: socket.socket, seconds: float) -> int:
+        """The number of the replica; -1 for a connection that is lost or does not know the secret."""
+        connection.settimeout(seconds)
+        own = secrets.token_bytes(_RANDOM_BYTES)
+        try:
+            connection.sendall(own)
+            replica, other, proof = _GREETING.unpack(read(connection, bytearray(_GREETING.size)))
+            if not hmac.compare_digest(
+                proof, _proof(self.address, b"replica", replica, own + other)
+            ):
+                return -1
+            connection.sendall(_proof(self.address, b"owner", replica, own + other))
+            prepare(connection, None)
+        except OSError:
+            return -1
+        return int(replica)
+
+
+def connect(address: Address, replica: int, seconds: float) -> socket.socket:
+    """A connection to the owner; raises ConnectionError naming what was tried.
+
+    Args:
+        address: where the owner listens.
+        replica: number of this replica.
+        seconds: time that a message may take, the owner's greeting too, which greets one replica after another.
+    """
+    place = f"The owner at {address.host}, port {address.port},"
+    try:
+        connection = socket.create_connection((address.host, address.port), timeout=seconds)
+    except OSError as error:
+        raise ConnectionError(f"{place} cannot be reached ({error})") from error
+    try:
+        prepare(connection, seconds)
+        _greet(connection, address, replica)
+    except OSError as error:
+        connection.close()
+        raise ConnectionError(f"{place} gave no greeting ({error})") from error
+    return connection
+
+
+def _greet(connection: socket.socket, address: Address, replica: int) -> None:
+    """Proves to the owner that this replica knows the secret; raises ConnectionError if the owner does not."""
+    other = bytes(read(connection, bytearray(_RANDOM_BYTES)))
+    own = secrets.token_bytes(_RANDOM_BYTES)
+    proof = _proof(address, b"replica", replica, other + own)
+    connection.sendall(_GREETING.pack(replica, own, proof))
+    answer = bytes(read(connection, bytearray(_DIGEST_BYTES)))
+    if not hmac.compare_digest(answer, _proof(address, b"owner", replica, other + own)):
+        raise ConnectionRefusedError("it does not know the secret: another program listens there")
+
+
+def _proof(address: Address, word: bytes, replica: int, both: bytes) -> bytes:
+    """What shows that one knows the secret; `both` are the owner's random bytes, then the replica's."""
+    return hmac.digest(address.secret, word + _NUMBER.pack(replica) + both, _DIGEST)
