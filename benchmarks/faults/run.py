@@ -274,16 +274,16 @@ The ranks that are left end by themselves, with a `PeerError`, or an `AutoparErr
 them, as torchrun would. A rank waits {timeout:g} s at most for another, and a run hangs if a rank has not ended
 {bound:g} s after the first. A run goes on from the newest complete checkpoint, or from the one before if a file of it
 was cut. Losses are compared with those of one process without autopar, also those of steps that were made again.
-
+{remark}
 """
 
 
-def page(results: list[Result]) -> str:
+def page(results: list[Result], remark: str = "") -> str:
     """The page of the documentation."""
     head = PAGE.format(
         runs=len(results), good=sum(not r.problem for r in results), hung=sum(r.hung for r in results),
         lost=sum(r.lost for r in results), steps=STEPS, every=EVERY, timeout=TIMEOUT_SECONDS,
-        bound=BOUND_SECONDS,
+        bound=BOUND_SECONDS, remark=remark and remark + "\n",
     )  # fmt: skip
     bad = [f"- {r.name}: {r.problem}" for r in results if r.problem]
     return head + "\n".join([*table(results), *(["", *bad] if bad else [])]) + "\n"
@@ -293,7 +293,10 @@ def page(results: list[Result]) -> str:
 @click.option("--runs", default=54, help="Number of runs.")
 @click.option("--results", default="runs/faults.jsonl", type=click.Path(path_type=Path))
 @click.option("--markdown", type=click.Path(path_type=Path), help="Page to write.")
-def main(runs: int, results: Path, markdown: Path | None) -> None:
+@click.option(
+    "--remark", default="", help="A sentence for the page, such as the load of the machine."
+)
+def main(runs: int, results: Path, markdown: Path | None, remark: str) -> None:
     """Run faults that have no result yet, and write the table."""
     for number in range(runs):
         known = {int(name.partition(":")[0]) for name in stored(results, Result)}
@@ -305,7 +308,7 @@ def main(runs: int, results: Path, markdown: Path | None) -> None:
     found = list(stored(results, Result).values())
     print("\n".join(table(found)))
     if markdown is not None:
-        markdown.write_text(page(found))
+        markdown.write_text(page(found, remark))
 
 
 if __name__ == "__main__":
