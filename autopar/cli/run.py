@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -19,35 +22,50 @@ from autopar.errors import MeshError
 from autopar.runtime.launch import check_ranks, message_of, threads_of_a_rank
 
 
+class Life(NamedTuple):
+    """An attempt that failed.
+
+    Attributes:
+        error: error of the script in one line; "" where a rank was killed.
+        seconds: duration of the attempt.
+    """
+
+    error: str
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Restarts:
     """When a run that failed is started again, and on how many ranks.
 
     [Note: which failures are worth a restart] torchrun's agent ends all ranks when one fails, and every attempt has an
-    agent of its own. A number of ranks has `most` restarts; then the run goes on with fewer. An error of the script
-    that comes twice in a row is no accident, and ends the attempts on that number of ranks. A rank that was killed
-    has no error.
+    agent of its own. A number of ranks has `most` restarts; then the run goes on with fewer. An attempt that lasted
+    long has them all back, so that a run of weeks survives more deaths than one that fails whenever it starts. An
+    error of the script that comes twice in a row is no accident, and ends the attempts on that number of ranks. A rank
+    that was killed has no error.
 
     Attributes:
         ranks: number of ranks at first.
         most: number of restarts on each number of ranks.
         least: lowest number of ranks to go on with.
+        good_seconds: duration of an attempt that gives the restarts back.
     """
 
     ranks: int
     most: int
     least: int
+    good_seconds: float = math.inf
 
-    def attempts(self, errors: list[str]) -> Iterator[int]:
+    def attempts(self, lives: list[Life]) -> Iterator[int]:
         """The number of ranks of each attempt.
 
         Args:
-            errors: the error of each attempt so far, which grows meanwhile; "" for a rank that was killed.
+            lives: the attempts so far, which grow meanwhile.
 
-        >>> errors = []
-        >>> for ranks in Restarts(ranks=4, most=1, least=2).attempts(errors):
+        >>> lives = []
+        >>> for ranks in Restarts(ranks=4, most=1, least=2).attempts(lives):
         ...     print(ranks)
-        ...     errors.append("")
+        ...     lives.append(Life(error="", seconds=5.0))
         4
         4
         2
@@ -55,11 +73,17 @@ class Restarts:
         """
         ranks: int | None = self.ranks
         while ranks is not None:
-            for restart in range(self.most + 1):
-                if restart > 1 and errors[-1] and errors[-1] == errors[-2]:
-                    break
+            first, left = len(lives), self.most + 1
+            while left and not _repeats(lives[first:]):
                 yield ranks
+                left = self.most if lives[-1].seconds >= self.good_seconds else left - 1
             ranks = fewer(ranks, self.least)
+
+
+def _repeats(lives: Sequence[Life]) -> bool:
+    """Whether the last two attempts ended with the same error."""
+    errors = [life.error for life in lives[-2:]]
+    return len(errors) == 2 and bool(errors[0]) and errors[0] == errors[1]
 
 
 def fewer(ranks: int, least: int) -> int | None:
@@ -78,8 +102,9 @@ def fewer(ranks: int, least: int) -> int | None:
 
 What follows SCRIPT is given to it. When a rank dies, all ranks are started again: a script that keeps its checkpoints
 with autopar.checkpoint.Checkpoints goes on from the last one. With --min-ranks it goes on with fewer ranks, half of
-them or the next number that divides them, when the restarts are used up; --max-restarts 0 does so at once. An error of
-the script that comes twice in a row ends the attempts. For several machines use torchrun itself.
+them or the next number that divides them, when the restarts are used up; --max-restarts 0 does so at once. An attempt
+that lasted ten minutes gives the restarts back. An error of the script that comes twice in a row ends the attempts. For
+several machines use torchrun itself.
 
 \b
 Examples:
@@ -91,6 +116,8 @@ Examples:
               help="Number of processes; by default one for each accelerator.")  # fmt: skip
 @click.option("--max-restarts", type=click.IntRange(min=0), default=3, metavar="K", show_default=True,
               help="Number of restarts on each number of ranks.")  # fmt: skip
+@click.option("--restore-minutes", type=click.FloatRange(min=0), default=10.0, metavar="M", show_default=True,
+              help="An attempt that lasted so long gives all restarts back.")  # fmt: skip
 @click.option("--min-ranks", type=POSITIVE, metavar="M",
               help="Lowest number of ranks to go on with; by default N.")  # fmt: skip
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -98,6 +125,7 @@ Examples:
 def run_command(
     ranks: int | None,
     max_restarts: int,
+    restore_minutes: float,
     min_ranks: int | None,
     script: Path,
     arguments: tuple[str, ...],
@@ -111,14 +139,16 @@ def run_command(
         raise MeshError(f"--min-ranks {min_ranks} is more than the {count} ranks to begin with.")
     check_ranks(count)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_a_rank(count)))
-    errors: list[str] = []
-    for now in Restarts(count, max_restarts, min_ranks or count).attempts(errors):
-        if errors:
+    lives: list[Life] = []
+    restarts = Restarts(count, max_restarts, min_ranks or count, 60 * restore_minutes)
+    for now in restarts.attempts(lives):
+        if lives:
             click.echo(f"autopar run: {script} starts again on {now} of {count} ranks.", err=True)
+        begin_seconds = time.monotonic()
         error = _failure(now, script, arguments)
         if error is None:
             return
-        errors.append(error)
+        lives.append(Life(error, time.monotonic() - begin_seconds))
     sys.exit(1)
 
 

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 import autopar
 from autopar.cli import main
+from autopar.cli.run import Life, Restarts
 from autopar.errors import AutoparError, MeshError
 
 pytestmark = pytest.mark.multiprocess
@@ -88,7 +89,7 @@ if rank == size - 1:
     log.write_text(" ".join([*before, str(size)]))
     if sys.argv[1] == "error":
         raise SystemExit("no data")
-    if size > 2 or sys.argv[1] == "once" and not before:
+    if size > 2 or sys.argv[1] == "twice" and len(before) < 2:
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -96,7 +97,7 @@ if rank == size - 1:
 @pytest.mark.parametrize(
     ("accident", "options", "sizes", "exit_code"),
     [
-        ("once", ["--ranks", "2"], [2, 2], 0),
+        ("twice", ["--ranks", "2", "--max-restarts", "1", "--restore-minutes", "0"], [2, 2, 2], 0),
         ("large", ["--ranks", "4", "--max-restarts", "1", "--min-ranks", "2"], [4, 4, 2], 0),
         ("large", ["--ranks", "3", "--max-restarts", "0"], [3], 1),
         ("error", ["--ranks", "2"], [2, 2], 1),
@@ -113,6 +114,34 @@ def test_all_ranks_start_again_when_one_dies(
     assert [int(size) for size in (tmp_path / "log").read_text().split()] == sizes
     again = f"train.py starts again on {sizes[-1]} of {sizes[0]} ranks."
     assert (again in result.output) == (len(sizes) > 1)
+
+
+def attempted(restarts: Restarts, lives: list[Life]) -> list[int]:
+    """The numbers of ranks of the attempts, where those after the given ones are short and killed."""
+    given, found = iter(lives), list[int]()
+    so_far: list[Life] = []
+    for ranks in restarts.attempts(so_far):
+        found.append(ranks)
+        so_far.append(next(given, Life("", 1.0)))
+    return found
+
+
+def test_a_long_life_gives_all_restarts_back() -> None:
+    restarts = Restarts(ranks=2, most=2, least=2, good_seconds=600)
+    short, long = Life("", 599.0), Life("", 600.0)
+    assert attempted(restarts, []) == [2] * 3
+    assert attempted(restarts, [short, short]) == [2] * 3
+    assert attempted(restarts, [short, short, long]) == [2] * 5
+    assert attempted(restarts, [long] * 10) == [2] * 12
+
+
+def test_a_long_life_without_restarts_gives_none_back() -> None:
+    assert attempted(Restarts(4, most=0, least=2, good_seconds=600), [Life("", 1e4)]) == [4, 2]
+
+
+def test_an_error_that_comes_twice_is_no_accident_however_long_it_took() -> None:
+    restarts = Restarts(ranks=2, most=2, least=2, good_seconds=600)
+    assert attempted(restarts, [Life("exit code 1: no data", 1e4)] * 9) == [2, 2]
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
