@@ -123,7 +123,10 @@ class _PlainServer:
         if event.kind == "push":
             own, base = dict(_exchanged(self._models[event.replica])), self._bases[event.replica]
             count = len(self._models)
-            self._common = {k: x + (own[k] - base[k]) / count for k, x in self._common.items()}
+            # A difference has its parameter's format, as in a message; its share has the wider one.
+            self._common = {
+                k: x + (own[k] - base[k]).to(x.dtype) / count for k, x in self._common.items()
+            }
         elif event.kind == "pull":
             self._pull(event.replica)
         elif event.kind == "meet":

@@ -133,6 +133,27 @@ def test_a_replay_needs_the_batches_of_all_steps() -> None:
         )  # fmt: skip
 
 
+def test_a_replay_in_half_precision_adds_up_thirds_as_the_server_does() -> None:
+    """3/3 + 2/3 = 5/3 lies between 1.6640625 and 1.671875, and 2/3 is rounded up where it gets 16 bits before."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    nn.init.zeros_(model.weight)
+    rows = torch.tensor([[3.0], [2.0], [0.0]]).bfloat16()
+    (found, *_) = autopar.replay(
+        model, [(rows,)], "0+1 1+1 meet", replicas=3, loss_fn=lambda y: -y.mean(),
+        optimizer_of=lambda own: torch.optim.SGD(own.parameters(), lr=1.0),
+    )  # fmt: skip
+    like = {"weight": torch.zeros(1, 1).bfloat16()}
+    table, parcel = (
+        ServerTable(Meeting("dp", 3, 1, "async-server", staleness=1), like),
+        Parcel(like),
+    )
+    for replica, step in (0, 3.0), (1, 2.0):
+        parcel.tensors["weight"].fill_(step)
+        table.push(replica, 1, parcel)
+    table.meet({0: parcel})
+    assert found.weight.item() == parcel.tensors["weight"].item() == 1.6640625
+
+
 def test_a_replay_needs_the_replicas_of_its_order() -> None:
     model, x = model_and_rows()
     with pytest.raises(StepError, match="is one of 3 replicas, and replicas=2 was given"):

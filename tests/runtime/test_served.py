@@ -98,6 +98,42 @@ def test_running_statistics_are_exchanged(two_ranks: Ranks) -> None:
 
 
 @captured_once()
+def in_half_precision(kind: torch.dtype) -> tuple[str, dict[str, Any], int]:
+    """Order, parameters of 16 bits after ten steps, and bytes that this rank has sent."""
+    model, _, loss_fn = make("mlp")
+    made = autopar.compile(
+        model.to(kind),
+        loss_fn=loss_fn,
+        mesh={"dp": dist.get_world_size()},
+        recipe="async-server:1",
+    )  # type: ignore[arg-type]
+    run(made, optimizer_of("sgd", made), of_kind(kind), 0.02)
+    order = made.meet()
+    return str(order), full_state(made.original), made._meetings.sent_bytes  # type: ignore[union-attr]
+
+
+def of_kind(kind: torch.dtype) -> list[Any]:
+    return [tuple(x.to(kind) for x in each) for each in batches("mlp", 10)]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_parameters_of_half_precision_are_replayed_to_the_bit(
+    two_ranks: Ranks, kind: torch.dtype
+) -> None:
+    """Messages have 16 bits, and the owner's sums 32."""
+    results = two_ranks.run(in_half_precision, kind)
+    model, _, loss_fn = make("mlp")
+    reference = autopar.replay(
+        model.to(kind), of_kind(kind), results[0][0], replicas=2, loss_fn=loss_fn,
+        optimizer_of=lambda own: optimizer_of("sgd", own),
+    )  # fmt: skip
+    for _, found, sent in results:
+        assert difference(found, full_state(reference[0])) == 0
+        assert all(x.dtype == kind for x in found.values())
+        assert 0 < sent < 1.01 * (10 + 1) * PARAMETER_BYTES / 4 + 1000  # a fourth of float64
+
+
+@captured_once()
 def by_plan(line: str) -> tuple[str, dict[str, Any]]:
     """The same after seven steps by a plan whose line of replicas was edited."""
     model, batch, loss_fn = make("mlp")
