@@ -65,6 +65,7 @@ class Meetings:
         self._across, self._store, self._model = replicas.across, store, model
         self._bucket_bytes = bucket_bytes
         self._statistics: set[str] = set()
+        self._trained: set[str] = set()  # parameters that steps since the last meeting had to train
         self._outer = OuterStep(replicas.meeting)
         self.begin_again()
 
@@ -94,6 +95,9 @@ class Meetings:
         """
         self.steps += 1
         self._statistics.update(written)
+        self._trained.update(
+            n for n, kept in self._store.kept.items() if kept.parameter.requires_grad
+        )
 
     def require(self, doing: str) -> None:
         """Holds a meeting that is due; raises StepError where replicas differ and none is.
@@ -131,6 +135,7 @@ class Meetings:
             momentum: momentum of the outer optimizer, by parameter; by default none, as at the start.
         """
         self.steps = 0
+        self._trained.clear()
         own = {name: _torch.local_tensor(x) for name, x in (momentum or {}).items()}
         self._outer.begin(self._parameters(), own)
 
@@ -184,6 +189,7 @@ class Meetings:
             doing = f"The meeting of {self.meeting.replicas} replicas after {self.steps} steps"
             raise self._store.world.explain(error, doing) from error
         self.steps = 0
+        self._trained.clear()
         return None
 
     def _land(self, parts: Sequence[_Exchanged], run: Sequence[int], transfer: Transfer) -> None:
@@ -206,9 +212,9 @@ class Meetings:
                 yield _Exchanged(buffer, buffer.clone, buffer.copy_)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Stored shards of the parameters that are trained, by name."""
+        """Stored shards of the parameters that are trained, by name, and of those frozen since the last meeting."""
         for name, kept in self._store.kept.items():
-            if kept.parameter.requires_grad:
+            if kept.parameter.requires_grad or name in self._trained:
                 yield name, kept.local.detach()
 
 

@@ -128,11 +128,14 @@ class ServedMeetings(Meetings):
     def begin_again(self, momentum: Mapping[str, Tensor] | None = None) -> None:
         """Takes the owner's parameters as the common ones; every rank calls this where new ones were read."""
         super().begin_again(momentum)
-        self._outer.begin(self._exchanged(), {})
         self._apart = False
+        known = None if self._desk is None else self._desk.parcel.tensors
+        # One that was unfrozen has no base, so that the next exchange refuses it.
+        begun = {n: x for n, x in self._exchanged() if known is None or n in known}
+        self._outer.begin(begun.items(), {})
         if self._desk is None:
             return
-        for name, x in self._exchanged():
+        for name, x in begun.items():
             self._desk.parcel.tensors[name].copy_(x)
         self._desk.parcel.rows.clear()
         try:
@@ -171,9 +174,7 @@ class ServedMeetings(Meetings):
 
     @torch.no_grad()
     def _put_differences(self, parcel: Parcel) -> None:
-        """What this replica has changed since its last pull; of a parameter that was frozen since, no row."""
-        for name in parcel.tensors:
-            parcel.tensors[name].zero_()
+        """What this replica has changed since its last pull; raises StepError for a parameter unfrozen since."""
         for name, x in self._exchanged():
             change = self._outer.sent(name, x)
             parcel.tensors[name].copy_(change)
@@ -183,7 +184,15 @@ class ServedMeetings(Meetings):
     def _take(self, parcel: Parcel) -> None:
         """Goes on with the common parameters."""
         for name, x in self._exchanged():
-            self._outer.adopt(name, x, parcel.tensors[name], parcel.rows.get(name))
+            if name in parcel.tensors:
+                self._outer.adopt(name, x, parcel.tensors[name], parcel.rows.get(name))
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that the server has, frozen here or not, as others may still train them; and those unfrozen since."""
+        known = () if self._desk is None else self._desk.parcel.tensors
+        for name, kept in self._store.kept.items():
+            if kept.parameter.requires_grad or name in known:
+                yield name, kept.local.detach()
 
     def _exchanged(self) -> Iterator[tuple[str, Tensor]]:
         """What replicas exchange: parameters, and running statistics that steps write."""

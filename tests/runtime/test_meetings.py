@@ -186,6 +186,25 @@ def test_replicas_draw_their_own_masks_and_evaluate_all_rows(two_ranks: Ranks) -
     assert (first["rows"], second["rows"]) == (8, 8)
 
 
+@captured_once()
+def frozen_between(recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A parameter that was frozen after two of four steps, before and after the meeting."""
+    made, steps = _built({"dp": 2}, recipe)
+    _run(made, steps, batches("mlp", 2))
+    made.original.get_parameter("up.weight").requires_grad_(False)
+    _run(made, steps, batches("mlp", 2))
+    before = full_state(made.original)["up.weight"]
+    made.meet()
+    return before, full_state(made.original)["up.weight"]
+
+
+@pytest.mark.parametrize("recipe", ["local:4", "geo:4"])
+def test_what_was_trained_before_it_was_frozen_is_met(two_ranks: Ranks, recipe: str) -> None:
+    (first, common), (second, other) = two_ranks.run(frozen_between, recipe)
+    assert not torch.equal(first, second) and torch.equal(common, other)
+    assert difference({"x": common}, {"x": (first + second) / 2}) < 1e-12
+
+
 # --- checkpoints
 
 

@@ -281,6 +281,22 @@ def test_a_parameter_that_is_frozen_stays(two_ranks: Ranks) -> None:
 
 
 @captured_once()
+def frozen_between() -> torch.Tensor:
+    """A parameter after a meeting, which was frozen two steps before, and was trained until then."""
+    made, steps = _built()
+    run(made, steps, batches("mlp", 2))
+    made.original.get_parameter("up.weight").requires_grad_(False)
+    run(made, steps, batches("mlp", 2))
+    made.meet()
+    return full_state(made.original)["up.weight"]
+
+
+def test_what_was_trained_before_it_was_frozen_is_common(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(frozen_between)
+    assert torch.equal(first, second)
+
+
+@captured_once()
 def changed_by_hand() -> tuple[float, float]:
     """How far a parameter is from that of the last meeting, before and after another, where only rank 1 changed it."""
     made, steps = _built()
