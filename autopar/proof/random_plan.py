@@ -1,4 +1,4 @@
-"""Random legal plans: random choices of ops, layouts and owners of parameters, and tensors saved in slices.
+"""Random legal plans: choices and owners of ops, layouts and owners of parameters, and tensors saved in slices.
 
 The most important test of the project compares such plans with the model on a single device.
 """
@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 
 from autopar.ir import (
+    OWNED,
     PIPELINE_AXIS,
     SCHEDULES,
     UNSPLIT,
@@ -39,10 +40,20 @@ from autopar.pipeline.saved_values import SavedValues
 from autopar.pipeline.schedules import fewest_micro_batches
 
 
-def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Plan:
+def random_plan(
+    graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str, lone_ops: bool | None = None
+) -> Plan:
     """Draws a legal plan; the same seed gives the same plan.
 
     With an axis `pp` in the mesh, the schedule and the cuts (at any op) are random, too.
+
+    Args:
+        graph: the captured model.
+        mesh: mesh of the ranks.
+        seed: any number.
+        fingerprint: fingerprint of the captured model.
+        lone_ops: whether single ranks run a third of the ops alone. Such a plan has all tensors on the device, saves
+            them as they are, and has no stages. None for a third of all plans without stages.
     """
     draw = random.Random(seed)
     whole, mesh = mesh, without_pipeline(mesh)
@@ -71,8 +82,39 @@ def random_plan(graph: Graph, mesh: Mesh, *, seed: int, fingerprint: str) -> Pla
         mesh, fingerprint, f"random {seed}", count, parameters, inputs, ops, pipeline=pipeline,
         precision=graph.precision,
     )  # fmt: skip
+    alone = random.Random(f"alone {seed} {mesh}")
+    drawn = pipeline is None and alone.random() < 1 / 3
+    if drawn if lone_ops is None else lone_ops:  # what follows does not go with ops on one rank yet
+        return _with_lone_ops(graph, plan, alone)
     plan = _random_residents(plan, random.Random(f"residents {seed}"))
     return _random_slices(graph, plan, random.Random(f"saved {seed}"))
+
+
+def _with_lone_ops(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
+    """The plan with about a third of its choices in favour of one rank, and half of its owned parameters used there.
+
+    Parameters lie on the device. An op that one rank cannot run alone keeps its choices.
+    """
+    ops = {}
+    for op in graph.ops:
+        labels = tuple(
+            f"{OWNED}{draw.randrange(size)}" if draw.random() < 1 / 3 else label
+            for label, size in zip(plan.ops[op.name], plan.mesh.sizes, strict=True)
+        )
+        ops[op.name] = labels if is_legal(graph, op, labels, plan.mesh) else plan.ops[op.name]
+    parameters = {
+        name: replace(how, tier="device", resident=_used_by_owners(how, draw))
+        for name, how in plan.parameters.items()
+    }
+    return replace(plan, ops=ops, parameters=parameters)
+
+
+def _used_by_owners(how: ParameterPlan, draw: random.Random) -> Layout:
+    """The resident layout of a parameter, in which half of its owners alone use it."""
+    return tuple(
+        at_rest if at_rest.kind == "O" and draw.random() < 1 / 2 else used
+        for at_rest, used in zip(how.storage, how.resident, strict=True)
+    )
 
 
 def _random_residents(plan: Plan, draw: random.Random) -> Plan:

@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 1 --meshes "a=2,b=2" \
         --dtypes float32,bfloat16 --markdown docs/parity_rounding.md
 
-Every choice of every op and every storage layout is drawn; all ranks are simulated in one process; loss
-and every gradient of every rank are compared with the eager model's.
+Every choice of every op and every storage layout is drawn, and in about a third of the plans single ranks run a third
+of the ops; all ranks are simulated in one process; loss and every gradient of every rank are compared with the eager
+model's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from autopar.ir import Mesh
+from autopar.ir import Mesh, Plan, runs_alone
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
@@ -34,10 +35,18 @@ MESHES = ("a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2")
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture: the worst of its plans."""
+    """One architecture: the worst of its plans.
+
+    Attributes:
+        name: name of the architecture.
+        reports: the comparison of every plan with one device.
+        lone: number of plans in which one rank runs some ops alone.
+        seconds: duration of all comparisons.
+    """
 
     name: str
     reports: tuple[VerifyReport, ...]
+    lone: int
     seconds: float
 
     @property
@@ -46,7 +55,7 @@ class Row:
         worst = max(self.reports, key=lambda r: r.worst_gradient_error)
         passed = sum(r.passed for r in self.reports)
         return (
-            self.name, f"{passed} of {len(self.reports)}", worst.arithmetic, f"{loss:.1e}",
+            self.name, f"{passed} of {len(self.reports)}", str(self.lone), worst.arithmetic, f"{loss:.1e}",
             f"{worst.worst_gradient_error:.1e}", worst.worst_parameter, self._nearest, f"{self.seconds:.0f}",
         )  # fmt: skip
 
@@ -60,6 +69,7 @@ class Row:
 COLUMNS = (
     "architecture",
     "plans passed",
+    "with ops on one rank",
     "arithmetic",
     "loss error",
     "gradient error",
@@ -75,13 +85,18 @@ def measure(name: str, meshes: list[Mesh], seeds: int, dtype: torch.dtype | None
     model, args = build(name, dtype=dtype)
     subject = Subject.of(model, args)
     graph, fingerprint = subject.prepared.analysis.graph, subject.prepared.captured.fingerprint
-    plans = (
+    plans = [
         random_plan(graph, mesh, seed=seed, fingerprint=fingerprint)
         for mesh in meshes
         for seed in range(seeds)
-    )
+    ]
     reports = tuple(subject.compare(plan) for plan in plans)
-    return Row(name, reports, time.perf_counter() - start_seconds)
+    return Row(name, reports, sum(map(has_lone_ops, plans)), time.perf_counter() - start_seconds)
+
+
+def has_lone_ops(plan: Plan) -> bool:
+    """Whether one rank of an axis runs some op alone."""
+    return any(map(runs_alone, plan.ops.values()))
 
 
 def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str) -> str:
@@ -91,7 +106,9 @@ def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str) -> str:
         "",
         f"Plans drawn at random, {seeds} on each of the meshes {meshes}, all ranks simulated, against the eager model",
         "on one device in float64. Errors are relative and in float64 arithmetic, the worst of all plans and ranks. In",
-        "the model's own arithmetic an error is given as a share of its bound, see [verify](verify.md). Made by",
+        "the model's own arithmetic an error is given as a share of its bound, see [verify](verify.md). In",
+        f"{sum(row.lone for row in rows)} of {sum(len(row.reports) for row in rows)} plans single ranks run some ops "
+        "alone ([owners](owners.md#ops-on-one-rank)). Made by",
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {seeds} --meshes '{meshes}' "
         f"--dtypes '{dtypes}'`.",
         "",
@@ -116,6 +133,8 @@ def main(names: str, seeds: int, meshes: str, dtypes: str, path: Path | None) ->
         for dtype in types:
             rows.append(measure(name, drawn, seeds, dtype))
             console.print("  ".join(rows[-1].cells))
+    lone, count = sum(row.lone for row in rows), sum(len(row.reports) for row in rows)
+    console.print(f"in {lone} of {count} plans single ranks run some ops alone")
     if path is not None:
         path.write_text(markdown(rows, seeds, meshes, dtypes))
     sys.exit(0 if all(r.passed for row in rows for r in row.reports) else 1)

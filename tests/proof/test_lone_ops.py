@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir import Mesh, Plan, R, V
+from autopar.ir import Mesh, Plan, R, V, runs_alone
 from autopar.planning.planning import prepare_step
 from autopar.program.program import build_program
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
-from tests.support.towers import Towers, towers_plan, with_lone_ops
+from tests.support.towers import Towers, towers_plan
 
 MESH = Mesh.parse("dp=2")
 
@@ -55,9 +55,18 @@ def test_parameters_of_a_tower_may_lie_everywhere(subject: Subject, resident) ->
 def test_random_plans_with_lone_ops(subject: Subject, mesh: str) -> None:
     graph, captured = subject.prepared.analysis.graph, subject.prepared.captured
     for seed in range(5):
-        plan = random_plan(graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint)
-        report = subject.compare(with_lone_ops(graph, plan, seed))
+        plan = random_plan(
+            graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=True
+        )
+        assert any(map(runs_alone, plan.ops.values()))
+        report = subject.compare(plan)
         assert report.passed, str(report)
+
+
+def test_seeds_draw_lone_ops_in_some_plans(subject: Subject) -> None:
+    graph, mesh = subject.prepared.analysis.graph, Mesh.parse("a=2,b=2")
+    plans = [random_plan(graph, mesh, seed=seed, fingerprint="") for seed in range(30)]
+    assert 5 < sum(any(map(runs_alone, plan.ops.values())) for plan in plans) < 15
 
 
 def test_a_rank_that_is_not_there_is_refused(subject: Subject) -> None:

@@ -67,7 +67,7 @@ def test_random_plans(four_ranks: Ranks, name: str, mesh: dict[str, int], seed: 
 def randomly(name: str, mesh: dict[str, int], seed: int) -> tuple[dict[str, Any], int, int]:
     """What a plan drawn at random gets with all axes decomposed, its micro-batches, and the number of pieces sent."""
     model, batch, loss_fn = make(name)
-    plan = drawn(name, mesh, seed)
+    plan = drawn(name, mesh, seed, lone_ops=False)
     plan = replace(plan, decomposed=plan.mesh.names)
     made = autopar.compile(model, loss_fn=loss_fn, plan=plan)  # type: ignore[arg-type]
     with mock.patch.object(

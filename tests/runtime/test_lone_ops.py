@@ -15,7 +15,7 @@ from autopar.proof.random_plan import random_plan
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, train
 from tests.support.staged import captured_once, prepared_once
-from tests.support.towers import Towers, towers_plan, with_lone_ops
+from tests.support.towers import Towers, towers_plan
 
 pytestmark = pytest.mark.multiprocess
 
@@ -60,8 +60,7 @@ def compiled(
     if owners is not None:
         plan = towers_plan(graph, fingerprint, owners, axes)
     else:
-        plan = random_plan(graph, axes, seed=seed, fingerprint=fingerprint)
-        plan = with_lone_ops(graph, plan, seed)
+        plan = random_plan(graph, axes, seed=seed, fingerprint=fingerprint, lone_ops=True)
     return autopar.compile(model, loss_fn=loss_fn, plan=plan, **options)
 
 

@@ -64,7 +64,10 @@ def plan_of(kind: str) -> Plan:
     prepared = prepare_step(Masked(), (BATCH[:ROWS],))
     graph, fingerprint = prepared.analysis.graph, prepared.captured.fingerprint
     mesh = Mesh.of({"a": 1 if kind == "staged" else 2})
-    plans = (random_plan(graph, mesh, seed=s, fingerprint=fingerprint) for s in itertools.count())
+    plans = (
+        random_plan(graph, mesh, seed=s, fingerprint=fingerprint, lone_ops=False)
+        for s in itertools.count()
+    )
     plan = next(p for p in plans if kind != "split" or _splits_masks(graph, p))
     if kind == "staged":
         plan = replace(plan, pipeline=Pipeline(2, "1f1b", (block_starts(graph)[1],)))

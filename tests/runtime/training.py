@@ -112,17 +112,21 @@ def randomly(
     return train(made, made.step, batch), plan.micro_batches
 
 
-def drawn(name: str, mesh: dict[str, int], seed: int, device: str = "cpu") -> autopar.Plan:
+def drawn(
+    name: str, mesh: dict[str, int], seed: int, device: str = "cpu", lone_ops: bool | None = None
+) -> autopar.Plan:
     """A plan drawn at random, of a micro-batch where it has several."""
-    plan = _random_plan(name, mesh, seed, device, micro_batches=1)
+    plan = _random_plan(name, mesh, seed, device, micro_batches=1, lone_ops=lone_ops)
     if plan.micro_batches > 1:  # it was drawn for the whole batch
-        plan = _random_plan(name, mesh, seed, device, micro_batches=plan.micro_batches)
+        count = plan.micro_batches
+        plan = _random_plan(name, mesh, seed, device, micro_batches=count, lone_ops=lone_ops)
     return plan
 
 
 def _random_plan(
-    name: str, mesh: dict[str, int], seed: int, device: str, *, micro_batches: int
-) -> autopar.Plan:
+    name: str, mesh: dict[str, int], seed: int, device: str, *, micro_batches: int,
+    lone_ops: bool | None,
+) -> autopar.Plan:  # fmt: skip
     model, batch, loss_fn = make_on(device, name)
     part = tuple(x[: len(x) // micro_batches] for x in batch)
     prepared = prepared_once(model, part, loss_fn)
@@ -131,6 +135,7 @@ def _random_plan(
         autopar.Mesh.of(mesh),
         seed=seed,
         fingerprint=prepared.captured.fingerprint,
+        lone_ops=lone_ops,
     )
 
 

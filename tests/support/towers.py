@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
-from autopar.ir import Graph, Mesh, O, ParameterPlan, Plan, R, is_legal
+from autopar.ir import Graph, Mesh, O, ParameterPlan, Plan, R
 
 
 class Towers(nn.Module):
@@ -47,29 +44,3 @@ def towers_plan(graph: Graph, fingerprint: str, owners: dict[str, int], mesh: Me
         inputs={name: (R,) for name in graph.inputs},
         ops={op.name: (label(op.module),) for op in graph.ops},
     )  # fmt: skip
-
-
-def with_lone_ops(graph: Graph, plan: Plan, seed: int) -> Plan:
-    """The plan with about a third of its choices in favour of one rank, and of its owned parameters used there alone.
-
-    Tensors lie on the device and are saved as they are.
-    """
-    draw, sizes = random.Random(seed), plan.mesh.sizes
-    ops = {}
-    for op in graph.ops:
-        labels = tuple(
-            f"@{draw.randrange(size)}" if draw.random() < 1 / 3 else label
-            for label, size in zip(plan.ops[op.name], sizes, strict=True)
-        )
-        ops[op.name] = labels if is_legal(graph, op, labels, plan.mesh) else plan.ops[op.name]
-    parameters = {
-        name: replace(
-            how, tier="device", resident_tier="device",
-            resident=tuple(
-                at_rest if at_rest.kind == "O" and draw.random() < 1 / 2 else used
-                for at_rest, used in zip(how.storage, how.resident, strict=True)
-            ),
-        )
-        for name, how in plan.parameters.items()
-    }  # fmt: skip
-    return replace(plan, ops=ops, parameters=parameters, recompute="none", saved={})
