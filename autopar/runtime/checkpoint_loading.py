@@ -120,9 +120,9 @@ class Loading:
         if self.restorer is not None:
             self.restorer.restore(self._optimizer_states())
         if isinstance(model, CompiledModule) and notes["progress"] is not None:
-            model._steps = notes["progress"]["steps"]
+            model._runs.steps = notes["progress"]["steps"]
             torch.set_rng_state(notes["progress"]["seeds"])
-            model._scaler.load(notes["progress"].get("loss_scale"))
+            model._runs.scaler.load(notes["progress"].get("loss_scale"))
 
     def _optimizer_states(self) -> dict[str, dict[str, Any]]:
         """Parameter -> key -> tensor or value."""

@@ -203,9 +203,9 @@ def progress(model: nn.Module) -> dict[str, Any] | None:
         return None
     _ = model.plan  # raises PlanError where there is none
     return {
-        "steps": model._steps,
+        "steps": model._runs.steps,
         "seeds": torch.get_rng_state(),
-        "loss_scale": model._scaler.state(),
+        "loss_scale": model._runs.scaler.state(),
     }
 
 

@@ -34,7 +34,7 @@ class ReadyProgram:
 
     Attributes:
         bound: the program on this rank.
-        state: modes of torch at the capture, see `CompiledModule._state`.
+        state: modes of torch at the capture, see `ModulePrograms._state`.
         count: number of micro-batches.
         guards: what the capture read of Python.
         structure: what the model was made of.
@@ -153,7 +153,7 @@ class KeptPrograms:
             f"after the first took {self._capture_seconds:.1f} s to capture and plan, and {KEPT_PROGRAMS} are "
             "kept. Pad to few lengths (pad_to_multiple_of=64 of transformers' "
             "collators, or buckets), and drop a last, smaller batch (drop_last=True).",
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

@@ -109,7 +109,7 @@ def find_nan(model: CompiledModule, *batch: Any, **kwargs: Any) -> NonFinite | N
     ('NaN', 'aten.log.default', 'forward')
     """
     _check(model)
-    arguments = model._rows_of_step(Arguments.of(batch, kwargs))
+    arguments = model._programs.rows_of_step(Arguments.of(batch, kwargs))
     watch, given = _NonFiniteWatch(), _given(model, arguments)
     is_finite = _is_finite(model, arguments, watch)
     # Replicas that meet every so many steps each have a loss of their own, so that one alone may be NaN.
@@ -139,14 +139,14 @@ def _is_finite(model: CompiledModule, arguments: Arguments, watch: _NonFiniteWat
     refuse_gradients(ready.bound.program.plan.pipeline, "find_nan")
 
     def run() -> bool:
-        skipped = model._scaler.skipped
+        skipped = model._runs.scaler.skipped
         with _torch.noting_forward(), watch:
-            loss = model._step(ready, arguments)[-1]
-        is_finite = loss.isfinite().all() & model._gradient_norm(math.inf).isfinite()
-        return bool(is_finite) and model._scaler.skipped == skipped
+            loss = model._runs.step(ready, arguments)[-1]
+        is_finite = loss.isfinite().all() & model._runs.gradient_norm(math.inf).isfinite()
+        return bool(is_finite) and model._runs.scaler.skipped == skipped
 
     with _unchanged(model, ready.bound.program):
-        return gradients_of(run, model._trained())[0]
+        return gradients_of(run, model._runs.trained())[0]
 
 
 @contextlib.contextmanager
@@ -154,14 +154,14 @@ def _unchanged(model: CompiledModule, program: Program) -> Iterator[None]:
     """Afterwards buffers, random generators and all that counts steps are as they were."""
     buffers = {name: model.original.get_buffer(name) for name in program.mutated.values()}
     values = {name: x.clone() for name, x in buffers.items()}
-    kept = model._steps, model._scaler, model._finite
-    model._scaler, model._finite = copy.copy(model._scaler), FiniteLoss()
+    kept = model._runs.steps, model._runs.scaler, model._runs.finite
+    model._runs.scaler, model._runs.finite = copy.copy(model._runs.scaler), FiniteLoss()
     try:
         with _torch.forked_random_state([model._settings.device]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the loss, about which the caller knows
             yield
     finally:
-        model._steps, model._scaler, model._finite = kept
+        model._runs.steps, model._runs.scaler, model._runs.finite = kept
         with torch.no_grad():
             for name, x in buffers.items():
                 x.copy_(values[name])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime import module as compiled_module
+from autopar.runtime import module_programs
 from tests.support.odd_kinds import Counting
 
 STEPS = 5
@@ -159,13 +159,13 @@ def both(
 ) -> tuple[list[Tensor], list[Tensor], int]:
     """Results of plain training and of the compiled model, and the number of programs that were made."""
     made: list[bool] = []
-    add = compiled_module.CompiledModule._add
+    add = module_programs.ModulePrograms._add
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         made.append(True)
         return add(self, *args, **kwargs)
 
-    monkeypatch.setattr(compiled_module.CompiledModule, "_add", counted)
+    monkeypatch.setattr(module_programs.ModulePrograms, "_add", counted)
     model = model.to(dtype)
     plain = copy.deepcopy(model)
 

@@ -187,7 +187,7 @@ def test_a_compiled_module_draws_on(tmp_path: Path) -> None:
     expected = [model.step(X, Y).item() for _ in range(3)]
     model = compiled()
     load_checkpoint(tmp_path / "c", model)
-    assert model._steps == 1
+    assert model._runs.steps == 1
     assert [model.step(X, Y).item() for _ in range(3)] == expected
 
 

@@ -167,7 +167,7 @@ def test_a_checkpoint_holds_the_scale(tmp_path: Path) -> None:
     autopar.checkpoint.save_checkpoint(tmp_path / "last", saved)
     for other in (loaded, constant):
         autopar.checkpoint.load_checkpoint(tmp_path / "last", other)
-    assert loaded._scaler.state() == {"scale": 2.0**11, "good_steps": 1}
+    assert loaded._runs.scaler.state() == {"scale": 2.0**11, "good_steps": 1}
     assert constant.loss_scale == 8
 
 

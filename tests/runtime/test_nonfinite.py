@@ -72,7 +72,7 @@ def test_looking_changes_nothing() -> None:
     assert all(torch.equal(before[name], x) for name, x in made.state_dict().items())
     found = [p.grad for p in made.parameters() if p.grad is not None]
     assert len(found) == len(gradients) and all(map(torch.equal, found, gradients))
-    assert made._steps == 1
+    assert made._runs.steps == 1
 
 
 def test_the_op_of_backward_is_named_with_the_infinity_before_it() -> None:

@@ -1,0 +1,177 @@
+"""Runs of a compiled module's programs: a step with its loss scale, messages and norms of gradients, or a forward."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.results import loss_first
+from autopar.errors import PeerError
+from autopar.runtime.clipping import clip_grad_norm_, gradient_norm
+from autopar.runtime.clock import StepClock
+from autopar.runtime.deferred import LossAlone, with_deferred_gradients
+from autopar.runtime.executor import BoundProgram, unflatten_outputs
+from autopar.runtime.failing_op import naming_plan
+from autopar.runtime.finite import FiniteLoss, about_loss
+from autopar.runtime.inputs import Arguments, cut_inputs, parts_given
+from autopar.runtime.kept_programs import ReadyProgram
+from autopar.runtime.loss_scale import LossScaler
+from autopar.runtime.maker import ProgramMaker
+from autopar.runtime.modes import without_autocast
+from autopar.runtime.module_programs import ModulePrograms
+from autopar.runtime.outputs import as_dtensor
+from autopar.runtime.parts import whole_or_own
+from autopar.runtime.pipeline import BoundPipeline
+from autopar.runtime.results import delivered
+from autopar.runtime.settings import Settings
+from autopar.runtime.shares import step_shares
+from autopar.runtime.together import warn_together
+from autopar.runtime.versions import refuse_gradients
+from autopar.runtime.world import World
+
+log = logging.getLogger("autopar")
+
+
+class ModuleRuns:
+    """Runs programs of a compiled module on this rank, and counts its steps.
+
+    Args:
+        model: the user's model.
+        planner: maker of the programs, which also predicts their seconds.
+        programs: the programs of the module, with the seeds and the placement of parameters.
+        settings: options of the compiled module.
+
+    Attributes:
+        steps: number of steps so far.
+        scaler: scale of the loss for backward.
+        finite: check of the losses of steps.
+    """
+
+    def __init__(
+        self, model: nn.Module, planner: ProgramMaker, programs: ModulePrograms, settings: Settings
+    ) -> None:
+        self._model, self._planner = model, planner
+        self._programs, self._settings = programs, settings
+        self._clock = StepClock()
+        self.steps = 0
+        self.scaler = LossScaler(settings.loss_scaling)
+        self.finite = FiniteLoss()
+
+    def step(self, ready: ReadyProgram, arguments: Arguments) -> list[Tensor]:
+        """Runs a step of a program; returns its results, with the loss as the last."""
+        bound = ready.bound
+        arguments = self._as_cut(ready, arguments)
+        parts = cut_inputs(bound.program, arguments, ready.count, bound.world)
+        self.steps += 1
+        if self._clock.tick() and bound.world.rank == 0 and log.isEnabledFor(logging.INFO):
+            predicted = self._predicted()
+            log.info("%s", self._clock.against(predicted, self._settings.device))
+        try:
+            with (
+                without_autocast(self._settings.device),
+                naming_plan(lambda: self._predicted()),
+            ):
+                self._programs.seeds.draw(bound.program, bound.world)
+                shares = step_shares(bound.program, parts, self._model, bound.world)
+                found = self.scaler.step(
+                    partial(bound.step, parts, shares), self.trained,
+                    lambda: self.gradient_norm(torch.inf),
+                )  # fmt: skip
+                results = delivered(
+                    bound.program, found, bound.world, micro_batches=ready.count,
+                    as_dtensors=self._settings.outputs == "dtensor",
+                    input_parts=parts_given(bound.program, arguments, ready.count),
+                )  # fmt: skip
+        except PeerError as error:
+            waiting = self._programs.comparison.waiting()
+            raise bound.world.explain(error, f"Step {self.steps}", waiting) from error
+        ready.finish()
+        self._warn_of_loss(bound, found.loss, arguments)
+        return results
+
+    def _warn_of_loss(
+        self, bound: BoundProgram | BoundPipeline, loss: Tensor, arguments: Arguments
+    ) -> None:
+        """Warns once of a loss that is not finite; ranks with different losses each check their own."""
+        step = self.finite.found(loss, self.steps)
+        if step is None:
+            return
+        names = [spec.name for spec in bound.program.inputs]
+        inputs = zip(names, arguments.tensors, strict=True) if step == self.steps else None
+        message = about_loss(step, inputs, self._model.named_parameters())
+        if self._settings.batch == "local" or self._settings.replicas is not None:
+            warnings.warn(message, stacklevel=4)
+        else:
+            warn_together(message, stacklevel=4)
+
+    def _predicted(self) -> Any:
+        """What the planner predicts of a step of the first plan."""
+        assert self._programs.plan is not None, "a program runs"
+        return self._planner.predicted(self._programs.plan)
+
+    def forward(self, ready: ReadyProgram, arguments: Arguments, *, as_dtensors: bool) -> Any:
+        """The results of a program's forward, in the layouts of the plan."""
+        bound = ready.bound
+        arguments = self._as_cut(ready, arguments)
+        inputs = cut_inputs(bound.program, arguments, ready.count, bound.world)[0]
+        self.scaler.warn_of_forward()
+        try:
+            with without_autocast(self._settings.device):
+                self._programs.seeds.draw(bound.program, bound.world)
+                outputs = bound.forward(inputs)
+        except PeerError as error:
+            waiting = self._programs.comparison.waiting()
+            raise bound.world.explain(error, "The forward", waiting) from error
+        ready.finish()
+        if as_dtensors:
+            specs = bound.program.outputs
+            outputs = [as_dtensor(x, s, bound.world) for x, s in zip(outputs, specs, strict=True)]
+        return unflatten_outputs(bound.program, outputs)
+
+    def differentiable_step(self, ready: ReadyProgram, arguments: Arguments) -> Any:
+        """The results of a step whose gradients get into `.grad` when the caller runs backward of the loss."""
+        refuse_gradients(ready.bound.program.plan.pipeline, "model(...) with autograd on")
+        results = with_deferred_gradients(lambda: self.step(ready, arguments), self.trained())
+        if ready.bound.program.has_more:
+            return LossAlone(results[-1])
+        return loss_first(unflatten_outputs(ready.bound.program, results))
+
+    def trained(self) -> list[nn.Parameter]:
+        """The trained parameters that this rank holds."""
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def _as_cut(self, ready: ReadyProgram, arguments: Arguments) -> Arguments:
+        """The arguments as the program cuts them; with batch="local" parts are gathered if it cuts in another way."""
+        if self._settings.batch != "local":
+            return arguments
+        return whole_or_own(ready.bound.program, arguments, ready.count, ready.bound.world)
+
+    def gradient_norm(self, norm_type: float) -> Tensor:
+        """The norm of all gradients, the same on every rank."""
+        world = self._planner.world()
+        try:
+            return gradient_norm(
+                self._model.named_parameters(), world, norm_type, **self._counted(world)
+            )
+        except PeerError as error:
+            raise world.explain(error, f"Looking at the gradients of step {self.steps}") from error
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scales all gradients; returns their norm before that, see `CompiledModule.clip_grad_norm_`."""
+        world = self._planner.world()
+        return clip_grad_norm_(
+            self._model.named_parameters(), world, max_norm, norm_type, **self._counted(world)
+        )
+
+    def _counted(self, world: World) -> dict[str, Any]:
+        """Arguments of a norm over all stages: the group of the stages, and the gradients that another rank counts."""
+        stages = None if world.pipe is None else world.pipe.group
+        return {
+            "stages": stages,
+            "counted_elsewhere": self._programs.placement.part.counted_elsewhere,
+        }
