@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.analysis.factors import Analysis, is_getitem, output_nodes
+from autopar.analysis.factors import Analysis
 from autopar.capture.captured import Captured
 from autopar.ir import (
     EXCHANGED,
@@ -35,7 +35,7 @@ from autopar.ops import collectives, random  # noqa: F401  (they define torch.op
 from autopar.ops.alone import Alone, owners_of
 from autopar.ops.collectives import Collective, result_shape
 from autopar.ops.moves import to_device
-from autopar.ops.nodes import tensor_operands, tensor_results
+from autopar.ops.nodes import is_getitem, output_nodes, tensor_operands, tensor_results
 from autopar.ops.ring import Ring
 from autopar.passes.group_gathers import MOVING
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import fx
 
-from autopar.analysis.factors import module_path
 from autopar.capture.captured import Captured
 from autopar.errors import CaptureError
 from autopar.ir import Stack
+from autopar.ops.nodes import module_path
 from autopar.passes.name_nodes import name_nodes
 
 Copies = dict[str, tuple[str, ...]]

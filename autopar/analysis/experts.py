@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, fx
 
 from autopar import rules
+from autopar.analysis.atoms import Atom, leaves, unify
 from autopar.analysis.exchange import Emit, Exchange, can_be_exchanged, marked, stated
 from autopar.analysis.expert_run import LayerRun
-from autopar.analysis.factors import Atom, is_getitem, leaves, unify
-from autopar.ops.nodes import tensor_operands
+from autopar.ops.nodes import is_getitem, tensor_operands
 from autopar.rules.grouped import PRODUCTS, product_of_rows
 from autopar.rules.index import shifted
 from autopar.rules.spec import Call, Hidden, Kept, Letters, Local, Spec, StatedCollective, parts

@@ -13,7 +13,7 @@ attention op both have the factor `seq`, and each can be split without the other
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor as TorchTensor
 from torch import fx
 
 from autopar import rules
+from autopar.analysis.atoms import Atom, leaves, unify
+from autopar.analysis.roles import name_factors
+from autopar.analysis.unified import Unified
 from autopar.analysis.work import works
 from autopar.capture.captured import Captured
 from autopar.ir import (
@@ -29,7 +32,6 @@ from autopar.ir import (
     UNSPLIT,
     VARIED,
     Choice,
-    Factor,
     Graph,
     Leaf,
     Op,
@@ -43,75 +45,15 @@ from autopar.ir import (
     find_stacks,
     split_factors,
 )
-from autopar.ops.nodes import draws, tensor_operands, tensor_results
+from autopar.ops.nodes import (
+    draws,
+    is_getitem,
+    module_path,
+    output_nodes,
+    tensor_operands,
+    tensor_results,
+)
 from autopar.rules.spec import Hidden, Letters, Spec
-
-
-class Atom:
-    """A factor during unification.
-
-    It has a size. Once it is split, `parts` has its parts; once it is unified, `same` has the factor that it equals.
-    """
-
-    __slots__ = ("parts", "same", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.same: Atom | None = None
-        self.parts: list[Atom] | None = None
-
-    def root(self) -> Atom:
-        atom = self
-        while atom.same is not None:
-            atom = atom.same
-        return atom
-
-    def leaves(self) -> list[Atom]:
-        atom = self.root()
-        if atom.parts is None:
-            return [atom]
-        return [leaf for part in atom.parts for leaf in part.leaves()]
-
-
-def leaves(atoms: Iterable[Atom]) -> list[Atom]:
-    """The factors of a list, each that was split replaced by its parts, in order."""
-    return [leaf for atom in atoms for leaf in atom.leaves()]
-
-
-def unify(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
-    """Cuts the factors of two lists, in place, until both lists are the same; False where that is impossible.
-
-    Both lists factor a dim of the same size, most significant first. `[4096]` and `[32, 128]` both become
-    `[32, 128]`. `[2, 3]` and `[3, 2]` give False, because neither 2 nor 3 divides the other. Factors that were
-    matched before such a pair stay matched.
-    """
-    a, b = leaves(left)[::-1], leaves(right)[::-1]
-    while a and b:
-        # An earlier pass through this loop may have split an atom that is still in a list.
-        x, y = _front(a), _front(b)
-        if x is y:
-            continue
-        if x.size == y.size:
-            y.same = x
-        elif min(x.size, y.size) and max(x.size, y.size) % min(x.size, y.size) == 0:
-            large, small = (x, y) if x.size > y.size else (y, x)
-            rest = Atom(large.size // small.size)
-            large.parts = [small, rest]
-            (a if large is x else b).append(rest)
-        else:
-            return False
-    if any(
-        atom.size == 0 for atom in (*a, *b)
-    ):  # a dim of size 0, which some rule counts as size 1
-        return False
-    assert not a and not b, "unify needs lists of the same total size"
-    return True
-
-
-def _front(stack: list[Atom]) -> Atom:
-    parts = stack.pop().leaves()
-    stack.extend(reversed(parts[1:]))
-    return parts[0]
 
 
 @dataclass(frozen=True)
@@ -145,11 +87,6 @@ def hidden_name(node: str, hidden: Hidden) -> str:
     return f"{node}:{hidden.name}"
 
 
-def is_getitem(node: fx.Node) -> bool:
-    """Whether a node takes one result out of a tuple."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
-
-
 class _Analyzer:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
@@ -169,7 +106,10 @@ class _Analyzer:
         for node in self.nodes:
             self._add(node)
         self._forget_unreached()
-        self.factor_names, factors = _name_factors(self)
+        found = Unified(
+            self.captured, self.atoms, self.specs, self.letters, self.taken, self.of_inputs
+        )
+        self.factor_names, factors = name_factors(found)
         tensors = {name: self._tensor(name) for name in self.values}
         ops = tuple(self._op(node) for node in self.nodes if node.name in self.specs)
         graph = Graph(
@@ -451,156 +391,3 @@ def _position(
             before = names[: names.index(letter)]
             return dim, len(leaves(own[x] for x in before)) + part
     return None
-
-
-def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
-    """The tensor-valued nodes among a graph's outputs, in order."""
-    output = next(iter(module.graph.find_nodes(op="output")))
-    return tensor_operands(output)
-
-
-def module_path(node: fx.Node) -> str:
-    """Path of the innermost module that called a node, without the prefix of the wrapper that capture adds."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    return path.removeprefix("model").removeprefix(".")
-
-
-def _name_factors(analyzer: _Analyzer) -> tuple[dict[int, str], dict[str, Factor]]:
-    """Names and roles of all factors. A factor takes its name from the first place where it occurs.
-
-    Inputs come first (batch, seq), then parameters, then all other tensors. A factor that is both a dim of an input and
-    the heads of attention, as in a cache of keys and values, does not take its name or role from the input.
-    """
-    names: dict[int, str] = {}
-    taken: dict[str, Factor] = {}
-    roles: dict[int, set[str]] = {}
-
-    def meet(atom: Atom, name: str, role: str | None) -> None:
-        roles.setdefault(id(atom), set()).update({role} if role else ())
-        if id(atom) in names:
-            return
-        unique, count = name, 2
-        while unique in taken:
-            unique, count = f"{name}~{count}", count + 1
-        names[id(atom)] = unique
-        taken[unique] = Factor(unique, atom.size)
-
-    captured = analyzer.captured
-    apart = {_batch_of_op(analyzer, node) for node in analyzer.specs}
-    batch, heads = _batch_of_inputs(analyzer, apart), _heads(analyzer, apart)
-    for placeholder, name in captured.inputs.items():
-        for dim, atoms in enumerate(analyzer.atoms[placeholder]):
-            for atom in (x for x in leaves(atoms) if id(x) not in heads):
-                is_batch = batch.get(id(atom), dim == 0)
-                meet(atom, _input_name(name, dim, is_batch), "batch" if is_batch else "input")
-    for node, spec in analyzer.specs.items():
-        for joined, rows in spec.joins.items():
-            if all("batch" in roles.get(id(x), ()) for x in _atoms(analyzer, node, rows)):
-                for x in _atoms(analyzer, node, [joined]):
-                    meet(x, f"{node}.{joined}", "batch")
-    for placeholder, name in captured.parameters.items():
-        for dim, atoms in enumerate(analyzer.atoms[placeholder]):
-            parts = leaves(atoms)
-            for i, atom in enumerate(parts):
-                meet(atom, f"{name}[{dim}]" + (f".{i}" if len(parts) > 1 else ""), "parameter")
-    for node, spec in analyzer.specs.items():
-        for letter in sorted(spec.normalized):
-            for atom in analyzer.letters[node][letter].leaves():
-                meet(atom, f"{node}.{letter}", "normalized")
-        for letter in sorted(spec.experts | _counts_matrices(analyzer, node, spec)):
-            for atom in analyzer.letters[node][letter].leaves():
-                meet(atom, f"{node}.{letter}", "expert")
-    for name, dims in analyzer.atoms.items():
-        for atom in leaves(a for dim in dims for a in dim):
-            meet(atom, name, None)
-    for node, own in analyzer.letters.items():
-        for letter, atom in own.items():
-            for leaf in atom.leaves():
-                meet(leaf, f"{node}.{letter}", None)
-    by_name = {names[key]: frozenset(found) for key, found in roles.items()}
-    return names, {n: Factor(n, f.size, by_name[n]) for n, f in taken.items()}
-
-
-def _batch_of_inputs(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> dict[int, bool]:
-    """Factors of inputs -> whether they are the batch, for inputs whose batch is not their leading dim.
-
-    That is so for torch.nn.LSTM and torch.nn.MultiheadAttention without `batch_first`. Some ops compute every sample
-    separately, and their rules tell over which dims. The batch is the leading dim if all these ops agree that it is
-    such a dim, else the first dim of which they do.
-
-    Args:
-        apart: for each op that computes samples separately, the factors over which it does.
-    """
-    matrices = {id(x) for name in analyzer.captured.parameters for x in _of(analyzer, name)}
-    found: dict[int, bool] = {}
-    for placeholder in analyzer.captured.inputs:
-        dims = [{id(x) for x in leaves(atoms)} for atoms in analyzer.atoms[placeholder]]
-        free = [dim for dim in dims if dim and not dim & matrices]
-        told = [each for each in apart if any(each & dim for dim in free)]
-        kept = [dim for dim in free if told and all(dim <= each for each in told)]
-        first = dims[0] & frozenset.intersection(*told) if told else set()  # batch x something
-        if kept and dims[0] and not first and not any(dims[0] & dim for dim in kept):
-            found |= dict.fromkeys(dims[0], False) | dict.fromkeys(kept[0], True)
-    return found
-
-
-def _heads(analyzer: _Analyzer, apart: Collection[frozenset[int]]) -> set[int]:
-    """The heads of attention: factors of weights' columns over which products of two activations are batched."""
-    columns = {
-        id(x)
-        for node, spec in analyzer.specs.items()
-        if spec.sums and _varies(analyzer, node, spec) == {True, False}
-        for x in _atoms(analyzer, node, _columns(analyzer, node, spec))
-    }
-    return {x for each in apart for x in each & columns}
-
-
-def _batch_of_op(analyzer: _Analyzer, node: str) -> frozenset[int]:
-    """Factors over which an op computes samples separately: those of its rule, or the batch of a product."""
-    spec = analyzer.specs[node]
-    letters = set(spec.batch)
-    if spec.sums and _varies(analyzer, node, spec) == {True}:
-        letters |= _common(spec)
-    return frozenset(id(x) for x in _atoms(analyzer, node, letters))
-
-
-def _columns(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
-    """Letters of a product's result that come only from operands computed from parameters."""
-    of_model, of_inputs = (
-        {x for name, letters in zip(analyzer.taken[node], spec.operands, strict=True)
-         if (name in analyzer.of_inputs) is varies for dim in letters for x in dim}
-        for varies in (False, True)
-    )  # fmt: skip
-    return {x for letters in spec.results for dim in letters for x in dim} & of_model - of_inputs
-
-
-def _atoms(analyzer: _Analyzer, node: str, letters: Iterable[str]) -> list[Atom]:
-    return leaves(analyzer.letters[node][letter] for letter in sorted(letters))
-
-
-def _of(analyzer: _Analyzer, tensor: str) -> list[Atom]:
-    return leaves(atom for dim in analyzer.atoms[tensor] for atom in dim)
-
-
-def _counts_matrices(analyzer: _Analyzer, node: str, spec: Spec) -> set[str]:
-    """Batch letters of a batched product of an activation and a weight, such as `e` in `e c d, e d f -> e c f`."""
-    varies = {name in analyzer.of_inputs for name in analyzer.taken[node]}
-    return _common(spec) if spec.sums and varies == {True, False} else set()
-
-
-def _varies(analyzer: _Analyzer, node: str, spec: Spec) -> set[bool]:
-    """For the factors of a product, whether they depend on inputs, as a set; an added bias does not count."""
-    factors = [x for i, x in enumerate(analyzer.taken[node]) if i not in spec.additive]
-    return {name in analyzer.of_inputs for name in factors} if len(factors) > 1 else set()
-
-
-def _common(spec: Spec) -> set[str]:
-    """Letters that every tensor of an op has."""
-    tensors = [{x for dim in letters for x in dim} for letters in (*spec.operands, *spec.results)]
-    return set.intersection(*tensors)
-
-
-def _input_name(name: str, dim: int, is_batch: bool) -> str:
-    """Name of a dim of an input: `batch`, `seq` for the other of the first two dims, or such as `mask[2]`."""
-    return "batch" if is_batch else "seq" if dim < 2 else f"{name}[{dim}]"

@@ -74,3 +74,21 @@ def draws_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     if arguments.get("train") is False:
         return False
     return bool(arguments.get("dropout_p", arguments.get("dropout", True)))
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node takes one result out of a tuple."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def output_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """The tensor-valued nodes among a graph's outputs, in order."""
+    output = next(iter(module.graph.find_nodes(op="output")))
+    return tensor_operands(output)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that called a node, without the prefix of the wrapper that capture adds."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")

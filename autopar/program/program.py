@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autopar._torch import pytree
 from autopar.analysis.extras import Extra, extras_of, refuse_split_extras
-from autopar.analysis.factors import Analysis, output_nodes
+from autopar.analysis.factors import Analysis
 from autopar.analysis.objective import BatchCapture, Objective, objective_of
 from autopar.capture.captured import Captured
 from autopar.ir import (
@@ -23,7 +23,7 @@ from autopar.ir import (
     R,
     Tier,
 )
-from autopar.ops.nodes import draws
+from autopar.ops.nodes import draws, output_nodes
 from autopar.passes import partition, verify_graph
 from autopar.program.checks import check_plan
 from autopar.program.recomputation import mark_blocks

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from autopar.analysis.factors import module_path
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, PeerError
+from autopar.ops.nodes import module_path
 from autopar.units import format_bytes
 
 GENERATED = "<eval_with_key>"  # how torch.fx names the files of generated code

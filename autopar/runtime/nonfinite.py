@@ -24,9 +24,9 @@ from torch import Tensor, fx
 
 from autopar import _torch
 from autopar._torch import pytree
-from autopar.analysis.factors import module_path
 from autopar.capture.remedies import traced_line
 from autopar.errors import StepError
+from autopar.ops.nodes import module_path
 from autopar.program.program import Program
 from autopar.runtime.failing_op import GENERATED, graph_of, node_of_line
 from autopar.runtime.finite import FiniteLoss, described

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.analysis.factors import Atom, analyze, leaves, unify
+from autopar.analysis.atoms import Atom, leaves, unify
+from autopar.analysis.factors import analyze
 from autopar.capture.export import capture_step
 from autopar.passes import clean_up
 
