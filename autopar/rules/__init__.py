@@ -30,8 +30,8 @@ from autopar.rules import (
     views,
 )
 from autopar.rules.functions import CustomFunction
-from autopar.rules.kept import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
 from autopar.rules.kept import kept
+from autopar.rules.kept.rows import NOT_DIFFERENTIABLE as NOT_DIFFERENTIABLE
 from autopar.rules.registered import registered_rule
 from autopar.rules.spec import Call, Letters, RuleDoesNotApply, Spec, plain
 

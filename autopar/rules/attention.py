@@ -17,7 +17,7 @@ from autopar.ops.nodes import bound_arguments
 from autopar.ops.ring import ROTATE, ROTATE_BACK, arguments
 from autopar.ops.ring_attention import Scoring
 from autopar.rules.index import shifted
-from autopar.rules.kept import is_fused_attention
+from autopar.rules.kept.attention import is_fused_attention
 from autopar.rules.notation import spec_of
 from autopar.rules.spec import (
     Call,

@@ -146,7 +146,7 @@ def markdown(rows: list[Row]) -> str:
         "# Saved activations",
         "",
         "Bytes that autograd keeps between forward and backward of one step, every storage counted once and in",
-        "full, parameters and buffers left out: as the rules price them (`autopar/rules/kept.py`), as the program",
+        "full, parameters and buffers left out: as the rules price them (`autopar/rules/kept/`), as the program",
         "that the runtime runs on one rank really keeps them under saved-tensor hooks, and as the eager model does.",
         f"{within} of {len(rows)} are within {WITHIN:.0%} of the program; what is missing are single numbers, such",
         "as a loss's count of targets. Measured on the CPU; for a model captured elsewhere the price assumes the",
