@@ -4,8 +4,8 @@
 function here or in the module of their family. An op without either keeps all its operands. tests/rules/test_kept.py
 compares all of them with what autograd saves.
 
-A saved tensor that is no tensor of the graph (a mask, statistics, a contiguous copy) is a `Hidden`. Its letters are those
-of the op, so that a choice which splits the op's tensors splits it too.
+A saved tensor that is no tensor of the graph (a mask, statistics, a contiguous copy) is a `Hidden`. Its letters are
+those of the op, so that a choice which splits the op's tensors splits it too.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def is_fused_attention(call: Call) -> bool:
 
 
 def _open_attention(call: Call, spec: Spec) -> Kept:
-    """Attention as two products with a softmax between them keeps copies of its operands, in float32 for half precision."""
+    """What two products with a softmax between them keep; for half precision they work on copies in float32."""
     query, value = call.operands[0], call.operands[2]
     dtype = wide(query.dtype)
     batch, rows = spec.results[0][:-2], spec.results[0][-2]
