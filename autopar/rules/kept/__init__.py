@@ -10,19 +10,13 @@ those of the op, so that a choice which splits the op's tensors splits it too.
 
 from __future__ import annotations
 
-import functools
-import math
 import re
-from collections.abc import Callable
 
 import torch
 from torch import fx
 
-from autopar.ops.attention_block import wide
-from autopar.rules import blocks, shape, views
-from autopar.rules.contract import equation
 from autopar.rules.kept.attention import attention
-from autopar.rules.kept.kernels import HALF, on_accelerator
+from autopar.rules.kept.kernels import on_accelerator
 from autopar.rules.kept.normalization import (
     batch_norm,
     group_norm,
@@ -32,7 +26,7 @@ from autopar.rules.kept.normalization import (
 )
 from autopar.rules.kept.products import einsum, float8_linear, linear, matmul
 from autopar.rules.kept.rows import NOT_DIFFERENTIABLE, ROWS, Rule, row
-from autopar.rules.spec import Call, Hidden, Kept, Letters, Spec, flattens
+from autopar.rules.spec import Call, Hidden, Kept, Spec
 
 
 def kept(name: str, call: Call, spec: Spec) -> Kept:
