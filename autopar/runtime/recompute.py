@@ -24,23 +24,19 @@ all of it runs.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from autopar import _torch
-from autopar.ops.nodes import draws
+from autopar.runtime.recording import CurrentRecording, RecordedCall, Recording, tensors_of
+from autopar.runtime.run_context import RunContext, set_generators
 from autopar.runtime.saved import SavedView
-
-# A call, and the position among its results or among what it saves of its own.
-Place = tuple[str, int]
 
 
 class Recomputed(nn.Module):
@@ -52,10 +48,10 @@ class Recomputed(nn.Module):
 
     def __init__(self, block: fx.GraphModule) -> None:
         super().__init__()
-        self._current = _Current()
+        self._current = CurrentRecording()
         self._calls = _Calls(block)
         self._steps = {
-            node.name: _Step(node, block, self._current) for node in self._calls.recorded
+            node.name: RecordedCall(node, block, self._current) for node in self._calls.recorded
         }
         self._graph = self._copy(block.graph.nodes, {})
         self._second: dict[frozenset[str], _SecondRun] = {}
@@ -150,86 +146,7 @@ class _Calls:
 # --- what is going on
 
 
-class _Current:
-    """The recording that the calls of a block report to."""
-
-    def __init__(self) -> None:
-        self.run: _Recording | None = None
-
-    @contextlib.contextmanager
-    def recording(self, run: _Recording) -> Iterator[None]:
-        """Context in which every call of an op goes through `run`."""
-        before, self.run = self.run, run
-        try:
-            yield
-        finally:
-            self.run = before
-
-
-class _Step(nn.Module):
-    """A call that reports when it begins and what it made."""
-
-    def __init__(self, node: fx.Node, root: nn.Module, current: _Current) -> None:
-        super().__init__()
-        self.name, self.draws = node.name, draws(node)
-        self._call: Any = (
-            root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        )
-        self._current = current
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run = self._current.run
-        if run is None:
-            return self._call(*args, **kwargs)
-        run.begin(self)
-        result = self._call(*args, **kwargs)
-        run.end(self, result)
-        return result
-
-
-class _Recording:
-    """One run of a block's calls: which of them made the memory of every tensor.
-
-    Attributes:
-        at: the call that runs now.
-        own: how many tensors of its own it has saved so far, its result not being known yet.
-    """
-
-    def __init__(self) -> None:
-        self.at, self.own = "", 0
-        # Storage -> a reference that keeps its address from being used again, and where it was made.
-        self._homes: dict[int, tuple[Any, Place | None]] = {}
-
-    def begin(self, step: _Step) -> None:
-        self.at, self.own = step.name, 0
-
-    def end(self, step: _Step, result: Any) -> None:
-        for i, x in enumerate(_tensors(result)):
-            self.note(x, (step.name, i))
-
-    def note(self, x: Tensor, place: Place | None) -> None:
-        """Registers the call that computed a tensor, unless the tensor's storage is registered already."""
-        reference = _torch.storage_reference(x)
-        self._homes.setdefault(reference.cdata, (reference, place))
-
-    def home(self, x: Tensor) -> tuple[bool, Place | None]:
-        """Whether the memory of a tensor is known, and where it was made; None for what was given."""
-        reference, place = self._homes.get(_torch.storage_key(x), (None, None))
-        return reference is not None, place
-
-    def next_own(self) -> Place:
-        """The place of the next tensor that the current call saves of its own."""
-        place = self.at, self.own
-        self.own += 1
-        return place
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    return [x for x in results if isinstance(x, Tensor)]
-
-
-class _FirstRun(_Recording):
+class _FirstRun(Recording):
     """The forward run of a block, which lives as long as backward may ask for its handles."""
 
     def __init__(
@@ -238,12 +155,12 @@ class _FirstRun(_Recording):
         super().__init__()
         self._calls, self._second_run = calls, second_run
         self._outer = _torch.saved_tensor_hooks()
-        self._context = _Context.now(inputs)
+        self._context = RunContext.now(inputs)
         self._handles: list[weakref.ref[_Dropped]] = []
         self._values: dict[str, Any] = {}
         self._states: dict[str, Any] = {}
         for name, value in zip(calls.inputs, inputs, strict=True):
-            for x in _tensors(value):
+            for x in tensors_of(value):
                 self.note(x, None)
             self._give(name, value)
 
@@ -255,12 +172,12 @@ class _FirstRun(_Recording):
             wanted = is_tensor and value.requires_grad
             self._values[read] = value.detach() if is_tensor else value, wanted
 
-    def begin(self, step: _Step) -> None:
+    def begin(self, step: RecordedCall) -> None:
         super().begin(step)
         if step.draws and self._calls.is_again(step.name):
             self._states[step.name] = self._context.generators()
 
-    def end(self, step: _Step, result: Any) -> None:
+    def end(self, step: RecordedCall, result: Any) -> None:
         super().end(step, result)
         self._give(step.name, result)
 
@@ -310,7 +227,7 @@ class _FirstRun(_Recording):
         return value.get().detach().requires_grad_(wanted) if isinstance(value, _Kept) else value
 
 
-class _Repeat(_Recording):
+class _Repeat(Recording):
     """The second run of a block's calls, in backward.
 
     Attributes:
@@ -322,14 +239,14 @@ class _Repeat(_Recording):
         self._states, self._wanted = states, wanted
         self.found: dict[tuple[str, int, int], Tensor] = {}
 
-    def begin(self, step: _Step) -> None:
+    def begin(self, step: RecordedCall) -> None:
         super().begin(step)
         if step.name in self._states:
-            _set_generators(self._states[step.name])
+            set_generators(self._states[step.name])
 
-    def end(self, step: _Step, result: Any) -> None:
+    def end(self, step: RecordedCall, result: Any) -> None:
         super().end(step, result)
-        for i, x in enumerate(_tensors(result)):
+        for i, x in enumerate(tensors_of(result)):
             if (step.name, i, 1) in self._wanted:
                 self.found[step.name, i, 1] = x.detach()
 
@@ -347,7 +264,7 @@ class _SecondRun:
 
     graph: fx.GraphModule
     reads: tuple[str, ...]
-    current: _Current
+    current: CurrentRecording
 
     def __call__(self, values: Sequence[Any], run: _Repeat) -> None:
         for x in values:
@@ -419,47 +336,3 @@ class _Kept:
 @torch.compiler.disable  # [Note: backward inside forward]
 def _unpack(saved: _Dropped | _Kept) -> Tensor:
     return saved.get()
-
-
-# --- what surrounds a run
-
-
-@dataclass(frozen=True)
-class _Context:
-    """The state that determines a call's result together with its operands: autocast and random generators.
-
-    Attributes:
-        autocasts: kind of device -> whether autocast is on, and its number format.
-        tensors: some tensors, for their devices.
-    """
-
-    autocasts: Mapping[str, tuple[bool, torch.dtype]]
-    devices: tuple[torch.device, ...]
-
-    @classmethod
-    def now(cls, inputs: Sequence[Any]) -> _Context:
-        devices = tuple(dict.fromkeys(x.device for each in inputs for x in _tensors(each)))
-        kinds = sorted({"cpu", *(device.type for device in devices)})
-        return cls(
-            {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds}, devices
-        )
-
-    def generators(self) -> Any:
-        """The states of the generators that a call may draw from."""
-        probes = [torch.empty(0, device=device) for device in self.devices]
-        return torch.get_rng_state(), *get_device_states(*probes)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Context with the autocast and random states of the first run; the random states are restored at its end."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_torch.forked_random_state(self.devices))
-            for device, (is_on, dtype) in self.autocasts.items():
-                stack.enter_context(torch.autocast(device, dtype, is_on))
-            yield
-
-
-def _set_generators(state: Any) -> None:
-    cpu, devices, states = state
-    torch.set_rng_state(cpu)
-    set_device_states(devices, states)

@@ -1,0 +1,98 @@
+"""Recording: which call of a block made the memory of every tensor, while the block runs.
+
+Every call of a block is a `RecordedCall`, which reports to the block's current `Recording` when it begins and what it
+returned. A run without a recording calls the ops alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autopar import _torch
+from autopar.ops.nodes import draws
+
+# A call, and the position among its results or among what it saves of its own.
+Place = tuple[str, int]
+
+
+class CurrentRecording:
+    """The recording that the calls of a block report to."""
+
+    def __init__(self) -> None:
+        self.run: Recording | None = None
+
+    @contextlib.contextmanager
+    def recording(self, run: Recording) -> Iterator[None]:
+        """Context in which every call of an op goes through `run`."""
+        before, self.run = self.run, run
+        try:
+            yield
+        finally:
+            self.run = before
+
+
+class RecordedCall(nn.Module):
+    """A call that reports when it begins and what it made."""
+
+    def __init__(self, node: fx.Node, root: nn.Module, current: CurrentRecording) -> None:
+        super().__init__()
+        self.name, self.draws = node.name, draws(node)
+        self._call: Any = (
+            root.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        )
+        self._current = current
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._current.run
+        if run is None:
+            return self._call(*args, **kwargs)
+        run.begin(self)
+        result = self._call(*args, **kwargs)
+        run.end(self, result)
+        return result
+
+
+class Recording:
+    """One run of a block's calls: which of them made the memory of every tensor.
+
+    Attributes:
+        at: the call that runs now.
+        own: how many tensors of its own it has saved so far, its result not being known yet.
+    """
+
+    def __init__(self) -> None:
+        self.at, self.own = "", 0
+        # Storage -> a reference that keeps its address from being used again, and where it was made.
+        self._homes: dict[int, tuple[Any, Place | None]] = {}
+
+    def begin(self, step: RecordedCall) -> None:
+        self.at, self.own = step.name, 0
+
+    def end(self, step: RecordedCall, result: Any) -> None:
+        for i, x in enumerate(tensors_of(result)):
+            self.note(x, (step.name, i))
+
+    def note(self, x: Tensor, place: Place | None) -> None:
+        """Registers the call that computed a tensor, unless the tensor's storage is registered already."""
+        reference = _torch.storage_reference(x)
+        self._homes.setdefault(reference.cdata, (reference, place))
+
+    def home(self, x: Tensor) -> tuple[bool, Place | None]:
+        """Whether the memory of a tensor is known, and where it was made; None for what was given."""
+        reference, place = self._homes.get(_torch.storage_key(x), (None, None))
+        return reference is not None, place
+
+    def next_own(self) -> Place:
+        """The place of the next tensor that the current call saves of its own."""
+        place = self.at, self.own
+        self.own += 1
+        return place
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [x for x in results if isinstance(x, Tensor)]
