@@ -5,25 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.analysis.exchange import Emit, Exchange
+from autopar.analysis.expert_layer import ExpertLayer
 from autopar.rules import operator_name
 from autopar.rules.grouped import PRODUCTS
 
 aten = torch.ops.aten
-
-
-class Layer(Protocol):
-    """What a run needs of `autopar.analysis.experts.Experts`."""
-
-    slots: tuple[int, ...]
-    inputs: list[fx.Node]
-    calls: list[fx.Node]
-    result: fx.Node
 
 
 @dataclass(frozen=True)
@@ -31,14 +23,14 @@ class LayerRun:
     """One run of the layer: in the captured graph, or written down for one rank.
 
     Attributes:
-        emit: makes a call, or adds it to a graph.
-        count: number of experts that rows are sorted by: those of this rank, or all where rows change hands.
-        slots: as those of the experts, of the ids that are here.
-        is_part: whether ids of others are among `operands`; they are then `count`, and sort behind all.
-        exchange: the way of rows to the ranks of their experts; None where they stay.
+        emit: function that makes a call, or adds it to a graph.
+        count: number of experts that rows are sorted by: those of this rank, or all where rows are exchanged.
+        slots: for every operand with rows, the number of local ids for each of its rows.
+        is_part: whether there are ids of other ranks' experts; such an id is `count`, and sorts behind all others.
+        exchange: exchange of rows with the ranks of their experts; None where rows stay on their rank.
     """
 
-    experts: Layer
+    experts: ExpertLayer
     operands: Sequence[Any]
     emit: Emit
     count: int
@@ -79,7 +71,7 @@ class LayerRun:
         return self._hide(found, gone, self.experts.inputs[position])
 
     def _run_call(self, node: fx.Node, found: dict[fx.Node, Any], gone: Any, run: Any) -> Any:
-        """What grouped_mm leaves in rows of no group is not defined, in backward neither: both are zero."""
+        """The result of a call. Rows of no group, for which grouped_mm defines no result or gradient, become zero."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
         if operator_name(node) not in PRODUCTS:
             return run(node, args, kwargs)
