@@ -23,7 +23,8 @@ from autopar.cost_model.collectives import (
 )
 from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.hardware import Hardware, Source
-from autopar.cost_model.hardware_toml import read_hardware, save_hardware
+from autopar.cost_model.hardware_toml import read_hardware
+from autopar.cost_model.hardware_writing import save_hardware
 from autopar.cost_model.links import Link, axis_link
 from autopar.cost_model.memory import ParameterBytes, SavedTensors, keeps, parameter_bytes
 from autopar.cost_model.price import Cost, per_step_seconds, price, use_seconds

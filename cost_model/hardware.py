@@ -1,7 +1,7 @@
 """Figures of machines: peak FLOP/s, bandwidths, latencies, sizes of memory, each with its source.
 
 Bandwidths are per rank and per direction, and 1 GB is 1e9 bytes. `autopar.cost_model.catalogue` has the machines with
-names such as `h100`, and `hardware_toml` reads and writes them as files.
+names such as `h100`; `hardware_toml` reads them from files, and `hardware_writing` writes them.
 """
 
 from __future__ import annotations

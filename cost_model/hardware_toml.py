@@ -26,87 +26,31 @@ file and the line.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from autopar.cost_model.hardware import DTYPE_BYTES, KINDS, Disk, Hardware, Host, Link, Source
+from autopar.cost_model.hardware_fields import (
+    CURVES,
+    LINK_REQUIRED,
+    LINKS,
+    MEMORIES,
+    OPTIONAL,
+    REQUIRED,
+    TABLES,
+    FigureRule,
+    Rows,
+)
 from autopar.errors import AutoparError
-
-Rows: TypeAlias = tuple[Mapping[str, str | float], ...]
-CURVES = ("matmul", "collective")
-LINKS = ("inside_node", "across_nodes")
-
-
-class _FigureRule(NamedTuple):
-    """The values that a figure may have: in words, and as a function that tests a value."""
-
-    words: str
-    holds: Callable[[float], bool]
-    whole: bool = False
-
-
-_COUNT = _FigureRule("a positive whole number", lambda x: x >= 1, whole=True)
-_WHOLE = _FigureRule("a whole number, 0 or more", lambda x: x >= 0, whole=True)
-_POSITIVE = _FigureRule("a positive number", lambda x: x > 0)
-_DURATION = _FigureRule("a number, 0 or more", lambda x: x >= 0)
-_FRACTION = _FigureRule("a fraction, above 0 and up to 1", lambda x: 0 < x <= 1)
-_ONE_TO_TWO = _FigureRule("a number from 1 to 2", lambda x: 1 <= x <= 2)
-
-_REQUIRED = {
-    "devices_per_node": _COUNT,
-    "memory_bytes": _COUNT,
-    "memory_bytes_per_second": _POSITIVE,
-    "launch_seconds": _DURATION,
-}
-_OPTIONAL = {
-    "matmul_efficiency": _FRACTION,
-    "matmul_half_size": _DURATION,
-    "memory_efficiency": _FRACTION,
-    "host_seconds": _DURATION,
-    "reserved_bytes": _WHOLE,
-    "wired_ranks": _WHOLE,
-    "reduce_gain_ranks": _COUNT,
-}
-_LINK_REQUIRED = {"bandwidth_bytes_per_second": _POSITIVE, "latency_seconds": _DURATION}
-_LINK_OPTIONAL = {
-    "start_seconds": _DURATION,
-    "fill_seconds": _DURATION,
-    "reduce_gain": _ONE_TO_TWO,
-    "reduce_rounds": _ONE_TO_TWO,
-    "exchange_gain": _POSITIVE,
-    "send_gain": _POSITIVE,
-}
-_HOST = {
-    "memory_bytes": _WHOLE,
-    "bandwidth_bytes_per_second": _POSITIVE,
-    "latency_seconds": _DURATION,
-    "update_bytes_per_second": _POSITIVE,
-}
-_NVME = {
-    "memory_bytes": _COUNT,
-    "read_bytes_per_second": _POSITIVE,
-    "write_bytes_per_second": _POSITIVE,
-    "latency_seconds": _DURATION,
-}
-# Tables of the memories other than the device's. A file gives all figures of such a table, or leaves the table out.
-_MEMORIES: Mapping[str, Mapping[str, _FigureRule]] = {"host": _HOST, "nvme": _NVME}
-_TABLES: Mapping[str, Mapping[str, _FigureRule]] = {
-    "": _REQUIRED | _OPTIONAL | {"nodes": _COUNT},
-    "peak_flops": dict.fromkeys(DTYPE_BYTES, _POSITIVE),
-    **{link: _LINK_REQUIRED | _LINK_OPTIONAL for link in LINKS},
-    **_MEMORIES,
-}
 
 
 @dataclass(frozen=True)
@@ -196,7 +140,7 @@ class _File:
         for key, entry in self.document.items():
             if key in ("name", "like", *CURVES):
                 continue
-            if key not in _TABLES:
+            if key not in TABLES:
                 yield key, self._figure(("", key), entry)
             elif not isinstance(entry, dict):
                 self._fail(f"{key} is a table of figures, [{key}]", (key,))
@@ -207,8 +151,8 @@ class _File:
     def _figure(self, at: tuple[str, str], entry: object) -> tuple[float, Source]:
         table, key = at
         path = (table, key) if table else (key,)
-        if key not in _TABLES[table]:
-            known = [*_TABLES[table], *(() if table else ("name", "like", *_TABLES, *CURVES))]
+        if key not in TABLES[table]:
+            known = [*TABLES[table], *(() if table else ("name", "like", *TABLES, *CURVES))]
             owner = f" in [{table}]" if table else ""
             self._fail(f"unknown key {key!r}{owner}{_suggest(key, known)}", path)
         if not isinstance(entry, dict):
@@ -217,7 +161,7 @@ class _File:
                 f'{key} = {{value = {entry!r}, kind = "guess", source = "..."}}.', path
             )  # fmt: skip
         self._check_entry(entry, path)
-        return self._number(entry["value"], _TABLES[table][key], path), self._source(entry, path)
+        return self._number(entry["value"], TABLES[table][key], path), self._source(entry, path)
 
     def _check_entry(self, entry: Mapping[str, object], path: tuple[str, ...]) -> None:
         parts = ("value", "kind", "source")
@@ -230,7 +174,7 @@ class _File:
             if part not in entry:
                 self._fail(f"{path[-1]} lacks its {part}.", path)
 
-    def _number(self, value: object, rule: _FigureRule, path: tuple[str, ...]) -> float:
+    def _number(self, value: object, rule: FigureRule, path: tuple[str, ...]) -> float:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if fits and rule.whole and isinstance(value, float):
             fits = value.is_integer()
@@ -250,14 +194,14 @@ class _File:
         return Source(kind, text)
 
     def _check_complete(self, figures: Mapping[str, object]) -> None:
-        for key in _REQUIRED:
+        for key in REQUIRED:
             if key not in figures:
                 self._fail(f"{key} is missing.", 1)
         for link in LINKS:
-            for key in _LINK_REQUIRED:
+            for key in LINK_REQUIRED:
                 if f"{link}.{key}" not in figures:
                     self._fail(f"{key} of [{link}] is missing.", (link,))
-        for table, keys in _MEMORIES.items():
+        for table, keys in MEMORIES.items():
             missing = [key for key in keys if f"{table}.{key}" not in figures]
             if missing and len(missing) < len(keys):
                 self._fail(f"{missing[0]} of [{table}] is missing.", (table,))
@@ -309,9 +253,9 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 
 def _hardware(name: str, figures: Mapping[str, tuple[float, Source]]) -> Hardware:
     values = {key: value for key, (value, _) in figures.items()}
-    order = [f"{table}.{key}" if table else key for table, keys in _TABLES.items() for key in keys]
+    order = [f"{table}.{key}" if table else key for table, keys in TABLES.items() for key in keys]
     flops = {d: values[f"peak_flops.{d}"] for d in DTYPE_BYTES if f"peak_flops.{d}" in values}
-    whole: dict[str, Any] = {key: values[key] for key in (*_REQUIRED, *_OPTIONAL) if key in values}
+    whole: dict[str, Any] = {key: values[key] for key in (*REQUIRED, *OPTIONAL) if key in values}
     return Hardware(
         name=name,
         peak_flops=_by_itemsize(flops),
@@ -342,69 +286,3 @@ def _table(table: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of one table, by their names inside the table."""
     prefix = f"{table}."
     return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
-
-
-def save_hardware(
-    hardware: Hardware,
-    path: str | Path,
-    *,
-    nodes: int = 1,
-    curves: Mapping[str, Sequence[Mapping[str, str | float]]] = MappingProxyType({}),
-) -> None:
-    """Writes a hardware file; `read_hardware` reads it back as the same hardware.
-
-    A figure with an entry in `hardware.sources` is written with this source, any other figure as a guess.
-
-    Args:
-        hardware: the machine, with numbers as figures.
-        path: path of the file, which is replaced.
-        nodes: number of nodes in the cluster.
-        curves: rows of measurements by table, `matmul` or `collective`.
-    """
-    Path(path).write_text(format_hardware(hardware, nodes=nodes, curves=curves), encoding="utf-8")
-
-
-def format_hardware(
-    hardware: Hardware,
-    *,
-    nodes: int = 1,
-    curves: Mapping[str, Sequence[Mapping[str, str | float]]] = MappingProxyType({}),
-) -> str:
-    """The text of the file that `save_hardware` writes."""
-    lines = [f"name = {json.dumps(hardware.name, ensure_ascii=False)}"]
-    if nodes != 1:
-        lines.append(f'nodes = {{value = {nodes}, kind = "measured", source = "as run"}}')
-    lines += _entries(hardware, "", {k: getattr(hardware, k) for k in (*_REQUIRED, *_OPTIONAL)})
-    lines += ["", "[peak_flops]", *_entries(hardware, "peak_flops", _flops(hardware))]
-    for link in LINKS:
-        lines += ["", f"[{link}]", *_entries(hardware, link, vars(getattr(hardware, link)))]
-    for table, memory in (("host", hardware.host), ("nvme", hardware.nvme)):
-        if memory is not None:
-            lines += ["", f"[{table}]", *_entries(hardware, table, vars(memory))]
-    for name, rows in curves.items():
-        assert name in CURVES, f"a curve is one of {CURVES}, not {name!r}"
-        for row in rows:
-            lines += ["", f"[[{name}]]", *(f"{k} = {json.dumps(v)}" for k, v in row.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _flops(hardware: Hardware) -> dict[str, float]:
-    if hardware.dtype_flops:
-        return dict(hardware.dtype_flops)
-    names = {1: "float8", 2: "bfloat16", 4: "float32", 8: "float64"}
-    return {names[size]: flops for size, flops in hardware.peak_flops}
-
-
-def _entries(hardware: Hardware, table: str, values: Mapping[str, float]) -> Iterator[str]:
-    """Lines of a table; a figure that has its default value and no source is left out."""
-    default = {
-        f.name: f.default for f in (*dataclasses.fields(Hardware), *dataclasses.fields(Link))
-    }
-    stated = dict(hardware.sources)
-    for key, value in values.items():
-        figure = f"{table}.{key}" if table else key
-        if figure not in stated and value == default.get(key):
-            continue
-        source = hardware.source(figure)
-        said = json.dumps(source.text, ensure_ascii=False)
-        yield f'{key} = {{value = {value!r}, kind = "{source.kind}", source = {said}}}'

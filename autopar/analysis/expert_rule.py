@@ -155,7 +155,7 @@ class BodyRule:
         return self._named(self.dims[node][0]), itemsize, takes_gradient
 
     def _nests(self) -> tuple[tuple[float, tuple[str, ...]], ...]:
-        """Loop nests of the products: 2 FLOPs per point, divided by the number of experts, as a row meets one of them."""
+        """Loop nests of the products: 2 FLOPs per point over the number of experts, as a row meets one of them."""
         found = []
         for node in self.specs:
             if rules.operator_name(node) in PRODUCTS:
@@ -232,7 +232,7 @@ class BodyRule:
     # --- what backward keeps
 
     def _kept(self) -> Kept:
-        """The tensors that the body's ops keep: weights, which are operands of the layer, and tensors made inside it."""
+        """Tensors that the body's ops keep: weights, which are operands of the layer, and tensors made inside it."""
         experts, call = self.experts, self.call
         flows = {n for n in experts.inputs if experts.outer(n) in call.wanted}
         if not flows:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar import _torch
 from autopar.backend.comparing import check_alike, check_calls
-from autopar.backend.lifting import lift, place_of
+from autopar.backend.interpreter import place_of
+from autopar.backend.lifting import lift
 from autopar.backend.plans import local_graph, plan_of, prepare, stand_in
 from autopar.backend.recurrence import Recurrence
 from autopar.backend.running import LocalGraph, WholeGraph

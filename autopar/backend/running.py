@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar import _torch
-from autopar.backend.lifting import Lifted, ReturnedView
+from autopar.backend.effects import ReturnedView
+from autopar.backend.lifting import Lifted
 from autopar.capture.captured import Captured
 from autopar.errors import PeerError
 from autopar.ops.nodes import draws

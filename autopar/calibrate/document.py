@@ -25,7 +25,7 @@ from autopar.calibrate.fit import (
 from autopar.calibrate.measure import LINKS, Measurements, Product
 from autopar.cost_model import Hardware, Link, Source, find_hardware
 from autopar.cost_model.hardware import Host
-from autopar.cost_model.hardware_toml import format_hardware
+from autopar.cost_model.hardware_writing import format_hardware
 from autopar.errors import AutoparError
 
 DIGITS = 4  # of a figure in the file; noise begins before

@@ -21,7 +21,8 @@ from autopar.cost_model import (
     save_hardware,
 )
 from autopar.cost_model.hardware import KINDS, Disk
-from autopar.cost_model.hardware_toml import format_hardware, parse_hardware
+from autopar.cost_model.hardware_toml import parse_hardware
+from autopar.cost_model.hardware_writing import format_hardware
 from autopar.errors import AutoparError
 from autopar.ir.tier import moves
 
