@@ -1,32 +1,20 @@
 """The data types that all rooms share: mesh, layout, conversion, graph, plan. They need no torch."""
 
-from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, calls_between, steps, walk
-from autopar.ir.graph import (
+from autopar.ir.choice import (
     EXCHANGED,
     OWNED,
     PARTIAL,
     UNSPLIT,
     VARIED,
     Choice,
-    Factor,
-    Graph,
     Labels,
-    Leaf,
-    Op,
-    OwnCollective,
-    Stack,
-    Tensor,
-    Work,
-    find_stacks,
     go_together,
-    is_legal,
-    operand_layouts,
     owner_of,
-    result_layouts,
     runs_alone,
     split_factors,
-    why_not_alone,
 )
+from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, calls_between, steps, walk
+from autopar.ir.graph import Factor, Graph, Stack, Tensor, find_stacks, is_legal
 from autopar.ir.layout import (
     ANY,
     WHOLE,
@@ -50,6 +38,15 @@ from autopar.ir.layout import (
 )
 from autopar.ir.meeting import Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
+from autopar.ir.op import (
+    Leaf,
+    Op,
+    OwnCollective,
+    Work,
+    operand_layouts,
+    result_layouts,
+    why_not_alone,
+)
 from autopar.ir.parameter_plan import ParameterPlan
 from autopar.ir.pipeline import (
     PLACEMENTS,

@@ -1,4 +1,4 @@
-"""The model as the search sees it: tensors with factored dims, and ops with choices.
+"""The model as the search sees it: tensors with factored dims, ops with choices, and stacks of repeated layers.
 
 This module does not import torch. `autopar.analysis.factors` makes a `Graph` from a captured model. The search picks
 one `Choice` per op and mesh axis, and one storage layout per parameter. `autopar.passes` then rewrites the model's
@@ -7,21 +7,15 @@ graph into the program of one rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
-from autopar.ir.layout import Dims, Layout, O, R, State, divides, shape_of
+from autopar.ir.choice import Labels, go_together, runs_alone
+from autopar.ir.layout import Dims, Layout, R, divides, shape_of
 from autopar.ir.mesh import Mesh
+from autopar.ir.op import Op, operand_layouts, result_layouts, why_not_alone
 from autopar.ir.precision import MixedPrecision
-
-UNSPLIT = "-"  # label of the choice that splits nothing: operands and results are in R
-VARIED = "~"  # label of the choice with operands and results in V: every rank does all the work
-PARTIAL = "+"  # first letter of the labels of choices that pass P through a linear op
-EXCHANGED = ">"  # separates the two factors of labels such as `t>e`, see `Choice`
-OWNED = "@"  # first letter of labels such as `@1`, of an op that rank 1 of the axis runs alone
 
 
 @dataclass(frozen=True)
@@ -86,155 +80,6 @@ class Tensor:
     def formats(self) -> tuple[int, int | None, int | None]:
         """Bytes of one element in use, in storage and of the gradient; None means what it means in the fields."""
         return self.itemsize_bytes, self.stored_itemsize_bytes, self.gradient_itemsize_bytes
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to run an op along one mesh axis.
-
-    Attributes:
-        label: `-` (splits nothing), `~` (splits nothing, operands and results in V), a factor of the op's rule such
-            as `k` or `k.1`, `+...` (a linear op applied to partial sums, P), or `t>e`: operands and results are split
-            by the factor `t`, and inside the op ranks exchange rows so that the work is split by `e`. `@i`: rank i of
-            the axis runs the op alone, with operands and results in O(i).
-        operands: the state that each tensor operand must be in, in the order of `Op.operands`.
-        results: the state in which the op leaves each tensor result, in the order of `Op.results`.
-        size: size of the factor that is split, which the axis size must divide; for `t>e` the size of `e`; 0 where
-            nothing is split.
-        factor: name of the split factor in the whole graph; "" where nothing is split.
-        stretch: imbalance of the work: the work of the busiest rank, divided by the mean over the ranks.
-    """
-
-    label: str
-    operands: tuple[State, ...]
-    results: tuple[State, ...]
-    size: int = 0
-    factor: str = ""
-    stretch: float = 1.0
-
-    @property
-    def splits(self) -> bool:
-        """Whether the work of the op is divided among the ranks of the axis."""
-        return self.size > 0
-
-
-class Leaf(NamedTuple):
-    """One factor of an op's iteration space.
-
-    Attributes:
-        label: label that a choice splitting this factor has, or would have if the op offered one.
-        factor: name of the factor in the whole graph.
-        size: number of elements.
-    """
-
-    label: str
-    factor: str
-    size: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """Floating-point operations of one loop nest: `coefficient` times the product of the sizes of all leaves.
-
-    In a matrix product, `rows` are the factors of the first operand and the result, `columns` those of the second
-    operand and the result, `inner` those of both operands (they are summed over), and `batch` those of all three. Any
-    other work has only rows.
-    """
-
-    coefficient: float
-    rows: tuple[Leaf, ...] = ()
-    columns: tuple[Leaf, ...] = ()
-    inner: tuple[Leaf, ...] = ()
-    batch: tuple[Leaf, ...] = ()
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        return (*self.batch, *self.rows, *self.columns, *self.inner)
-
-    @property
-    def is_product(self) -> bool:
-        """Whether this loop nest multiplies matrices."""
-        return bool(self.inner)
-
-    @property
-    def flops(self) -> float:
-        return self.coefficient * math.prod(leaf.size for leaf in self.leaves)
-
-
-@dataclass(frozen=True)
-class OwnCollective:
-    """A collective that a split op runs as part of its computation, such as the exchange of rows between experts.
-
-    Attributes:
-        labels: labels of the choices that need this collective; it runs along each axis whose choice is among them.
-        forward: name of the collective in forward, as in `autopar.ir.conversion`; "" for none.
-        backward: name of the collective that runs on the gradient; "" for none.
-        itemsize_bytes: bytes of one element of the message.
-        leaves: factors of the message; the product of their sizes is its number of elements.
-    """
-
-    labels: frozenset[str]
-    forward: str
-    backward: str
-    itemsize_bytes: int
-    leaves: tuple[Leaf, ...] = ()
-
-
-@dataclass(frozen=True)
-class Op:
-    """A node of the graph.
-
-    Attributes:
-        name: name of the node in the captured graph, which is unique.
-        kind: the operator, such as `aten.linear`.
-        operands: names of the tensor operands; a name may occur twice.
-        results: names of the tensor results, ending with those in `hidden`.
-        choices: the ways to run the op along one mesh axis; the first is always `-`, which splits nothing.
-        flops: forward floating-point operations of the whole op; an element-wise op counts one per element.
-        saved: names of the operands and results that autograd keeps for backward.
-        hidden: names of results that only the op's own backward uses: masks, statistics, copies.
-        is_view: whether the op copies no data: its results share the memory of its first operand.
-        module: path of the module that called the op, "" for the model itself.
-        has_rule: whether the op has a rule that says how it can be split; without one it runs replicated.
-        work: the loop nests to which the `flops` belong.
-        collectives: collectives inside the op, each with the choices under which it runs.
-        product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
-            where products have the format of the operands.
-        draws: whether the op draws random numbers; all ranks then run it, so that they draw in step.
-    """
-
-    name: str
-    kind: str
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    choices: tuple[Choice, ...]
-    flops: int = 0
-    saved: tuple[str, ...] = ()
-    is_view: bool = False
-    module: str = ""
-    has_rule: bool = True
-    work: tuple[Work, ...] = ()
-    hidden: tuple[str, ...] = ()
-    collectives: tuple[OwnCollective, ...] = ()
-    product_itemsize_bytes: int | None = None
-    draws: bool = False
-
-    def choice(self, label: str) -> Choice:
-        """The choice with this label; the caller guarantees that it exists.
-
-        Every op has the choices `@0`, `@1`, ..., which are not among `choices`: a search does not try them.
-        """
-        found = self._by_label.get(label)
-        return self._owned(label) if found is None else found
-
-    def _owned(self, label: str) -> Choice:
-        owner = owner_of(label)
-        assert owner is not None, f"{self.name} has no choice {label!r}"
-        return Choice(label, (O(owner),) * len(self.operands), (O(owner),) * len(self.results))
-
-    @cached_property
-    def _by_label(self) -> Mapping[str, Choice]:
-        return {choice.label: choice for choice in self.choices}
 
 
 @dataclass(frozen=True)
@@ -378,79 +223,6 @@ class Graph:
     def producer(self) -> Mapping[str, Op]:
         """Tensor name -> the op that computes it; inputs, parameters and buffers have no entry."""
         return {name: op for op in self.ops for name in op.results}
-
-
-Labels = tuple[str, ...]  # the label of an op's choice on every mesh axis
-
-
-def operand_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
-    """The layout that each tensor operand of `op` must have, given the op's choice on every axis."""
-    chosen = [op.choice(label) for label in labels]
-    return tuple(tuple(c.operands[i] for c in chosen) for i in range(len(op.operands)))
-
-
-def result_layouts(op: Op, labels: Labels) -> tuple[Layout, ...]:
-    """The layout of each tensor result of `op`, given the op's choice on every axis."""
-    chosen = [op.choice(label) for label in labels]
-    return tuple(tuple(c.results[i] for c in chosen) for i in range(len(op.results)))
-
-
-def owner_of(label: str) -> int | None:
-    """The rank that runs an op with this label alone, counted from 0 along the axis; None for other labels.
-
-    >>> owner_of("@1"), owner_of("k")
-    (1, None)
-    """
-    number = label.removeprefix(OWNED)
-    return int(number) if label.startswith(OWNED) and number.isdecimal() else None
-
-
-def runs_alone(labels: Labels) -> bool:
-    """Whether one rank of some axis runs an op with these labels alone.
-
-    >>> runs_alone(("-", "@1")), runs_alone(("-", "k"))
-    (True, False)
-    """
-    return any(label.startswith(OWNED) for label in labels)
-
-
-def why_not_alone(op: Op, labels: Labels, mesh: Mesh) -> str:
-    """The reason why an op cannot run under labels such as `@1`; "" if it can."""
-    for label, (axis, size) in zip(labels, mesh.axes, strict=True):
-        owner = owner_of(label)
-        if owner is not None and owner >= size:
-            return f"the axis {axis} has {size} ranks, counted from 0"
-    if op.draws:
-        return "it draws random numbers, which all ranks do in step"
-    if any(label in each.labels for each in op.collectives for label in labels):
-        return "ranks exchange rows inside of it"
-    return ""
-
-
-def split_factors(label: str) -> tuple[str, ...]:
-    """The labels of a label such as `t.0>e`: the factor that is split outside the op, and the one split inside.
-
-    >>> split_factors("t.0>e"), split_factors("t.0")
-    (('t.0', 'e'), ('t.0',))
-    """
-    return tuple(label.split(EXCHANGED))
-
-
-def go_together(labels: Labels) -> bool:
-    """Whether an op can run under these choices on several axes at once.
-
-    It cannot if one axis has a label such as `t>e` (the op exchanges rows, and its work is split by `e`) and another
-    axis splits `e` without an exchange.
-
-    >>> go_together(("t.0>e", "t.1>e")), go_together(("t.0>e", "e"))
-    (True, False)
-    """
-    exchanged = {_letter(split_factors(x)[-1]) for x in labels if EXCHANGED in x}
-    return all(EXCHANGED in x or _letter(x) not in exchanged for x in labels)
-
-
-def _letter(label: str) -> str:
-    return label.partition(".")[0]
 
 
 def is_legal(graph: Graph, op: Op, labels: Labels, mesh: Mesh) -> bool:

@@ -66,8 +66,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import LayoutError, MeshError, PlanError
+from autopar.ir.choice import Labels
 from autopar.ir.files import write_whole
-from autopar.ir.graph import Labels
 from autopar.ir.layout import Layout, format_layout, parse_layout
 from autopar.ir.meeting import SERVER, Meeting, mesh_of_all, mesh_of_replica
 from autopar.ir.mesh import Mesh

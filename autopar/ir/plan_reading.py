@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from autopar.errors import AutoparError, PlanError
-from autopar.ir.graph import Labels
+from autopar.ir.choice import Labels
 from autopar.ir.meeting import Meeting
 from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.ir.note import NOTE_KINDS, Note, kind_of

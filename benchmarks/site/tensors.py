@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from autopar.ir import Graph, Layout, Mesh, parse_layout
+from autopar.ir.choice import Choice
 from autopar.ir.conversion import calls
-from autopar.ir.graph import Choice, Op
+from autopar.ir.op import Op
 from autopar.ops.sharding import shard
 from autopar.planning.planning import prepare_step
 from autopar.views.markup import Markup, join
