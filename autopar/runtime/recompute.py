@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import _torch
-from autopar.runtime.recording import CurrentRecording, RecordedCall, Recording, tensors_of
+from autopar.runtime.recording import CallRecording, CurrentRecording, RecordedCall, tensors_of
 from autopar.runtime.run_context import RunContext, set_generators
 from autopar.runtime.saved import SavedView
 
@@ -146,7 +146,7 @@ class _Calls:
 # --- what is going on
 
 
-class _FirstRun(Recording):
+class _FirstRun(CallRecording):
     """The forward run of a block, which lives as long as backward may ask for its handles."""
 
     def __init__(
@@ -227,7 +227,7 @@ class _FirstRun(Recording):
         return value.get().detach().requires_grad_(wanted) if isinstance(value, _Kept) else value
 
 
-class _Repeat(Recording):
+class _Repeat(CallRecording):
     """The second run of a block's calls, in backward.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Recording: which call of a block made the memory of every tensor, while the block runs.
 
-Every call of a block is a `RecordedCall`, which reports to the block's current `Recording` when it begins and what it
+Every call of a block is a `RecordedCall`, which reports to the block's current `CallRecording` when it begins and what it
 returned. A run without a recording calls the ops alone.
 """
 
@@ -23,10 +23,10 @@ class CurrentRecording:
     """The recording that the calls of a block report to."""
 
     def __init__(self) -> None:
-        self.run: Recording | None = None
+        self.run: CallRecording | None = None
 
     @contextlib.contextmanager
-    def recording(self, run: Recording) -> Iterator[None]:
+    def recording(self, run: CallRecording) -> Iterator[None]:
         """Context in which every call of an op goes through `run`."""
         before, self.run = self.run, run
         try:
@@ -56,7 +56,7 @@ class RecordedCall(nn.Module):
         return result
 
 
-class Recording:
+class CallRecording:
     """One run of a block's calls: which of them made the memory of every tensor.
 
     Attributes:
