@@ -17,7 +17,7 @@ from torch import fx
 from autopar import rules
 from autopar.analysis.atoms import Atom, leaves, unify
 from autopar.analysis.exchange import Emit, Exchange, can_be_exchanged, marked, stated
-from autopar.analysis.expert_layer import ExpertLayer
+from autopar.analysis.expert_body import ExpertBody
 from autopar.analysis.expert_run import LayerRun
 from autopar.ops.nodes import is_getitem, tensor_operands
 from autopar.rules.grouped import PRODUCTS, product_of_rows
@@ -36,7 +36,7 @@ def call_target(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class BodyRule:
     """The ops of a body with their letters unified, as `autopar.analysis.factors` does over a whole graph."""
 
-    def __init__(self, experts: ExpertLayer, call: Call) -> None:
+    def __init__(self, experts: ExpertBody, call: Call) -> None:
         self.experts, self.call = experts, call
         self.dims: dict[fx.Node, list[Dims]] = {}  # of every result
         self.specs: dict[fx.Node, Spec] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar.analysis.exchange import Emit, Exchange
-from autopar.analysis.expert_layer import ExpertLayer
+from autopar.analysis.expert_body import ExpertBody
 from autopar.rules import operator_name
 from autopar.rules.grouped import PRODUCTS
 
@@ -30,7 +30,7 @@ class LayerRun:
         exchange: exchange of rows with the ranks of their experts; None where rows stay on their rank.
     """
 
-    experts: ExpertLayer
+    experts: ExpertBody
     operands: Sequence[Any]
     emit: Emit
     count: int

@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.analysis.expert_layer import ExpertLayer
+from autopar.analysis.expert_body import ExpertBody
 from autopar.analysis.expert_rule import BodyRule, call_target
 from autopar.analysis.expert_run import LayerRun
 from autopar.rules.spec import Call, Spec
 
 
-class Experts(ExpertLayer):
+class Experts(ExpertBody):
     """A mixture-of-experts layer as one function, the target of a `call_function` node.
 
     `experts(*rows, ids, *weights)` sorts the rows by expert, runs the layer, and returns one row for every

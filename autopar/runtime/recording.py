@@ -1,7 +1,7 @@
 """Recording: which call of a block made the memory of every tensor, while the block runs.
 
-Every call of a block is a `RecordedCall`, which reports to the block's current `CallRecording` when it begins and what it
-returned. A run without a recording calls the ops alone.
+Every call of a block is a `RecordedCall`. It reports its begin and its results to the block's current
+`CallRecording`. A run without a recording calls the ops alone.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 
-class ExpertLayer:
+class ExpertBody:
     """The graph of a mixture-of-experts layer between its two permutations, and how its operands enter.
 
     Args:
