@@ -185,6 +185,7 @@ def compile(
         micro_batches=_micro_batches(micro_batches, loaded), schedule=schedule, chunks=chunks,
         recompute=recompute, decompose=decomposed, precision=policy,
         training_state=TrainingState.of(training_state),
+        refines=loaded is None and not isinstance(mesh, DeviceMesh),
     ).of_replica(loaded)  # fmt: skip
     planner = Planner(
         request, loss_fn=loss_fn, plan=loaded, device=device, timeout_seconds=timeout_seconds,
@@ -347,7 +348,7 @@ def explain(
         found.hardware, mesh=axes, recipe=recipe, pins=pins or {}, memory_bytes=memory_bytes,
         headroom=headroom, micro_batches=micro_batches, schedule=schedule, chunks=chunks,
         recompute=recompute, decompose=named_axes(decompose), precision=MixedPrecision.of(precision),
-        training_state=TrainingState.of(training_state),
+        training_state=TrainingState.of(training_state), refines=True,
     )  # fmt: skip
     args, kwargs = split_example(example_inputs)
     request = request.of_replica()

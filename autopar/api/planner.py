@@ -217,6 +217,8 @@ class Planner:
         stages = cut_stages(program, prepared.analysis.graph)
         if self._first is None:
             self._check_files(prepared, plan)
+            if plan.replica_mesh != self._mesh:
+                self._world = None  # of a mesh whose axes the plan has refined
             self._first, self._mesh = prepared, plan.replica_mesh
             self._announce(plan)
         if all(plan.ops != made.ops for made in self._made[is_step]):

@@ -191,6 +191,7 @@ def question(target: str, progress: Progress, given: Mapping[str, Any]) -> Quest
         recompute=given["recompute"], decompose=named_axes(given["decompose"]),
         precision=MixedPrecision.of(given["precision"]),
         offload=given["offload"] or None, without=frozenset(given["without"]), inside_node=given["inside_node"],
+        refines=True,
     )  # fmt: skip
     _check_pins(request)
     TrainingState.parse(given["training_state"])  # refuses unknown words before a model is captured

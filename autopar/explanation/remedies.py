@@ -145,7 +145,7 @@ def _kinds(s: ClusterSetting) -> list[_Kind]:
         ),
         (
             lambda o: f"tp={o.tp} instead of tp={s.tp}",
-            lambda o: alike(o, tp=1, dp=1, tensor=1, data=1, micro_batch=1, micro_batches=1)
+            lambda o: alike(o, tp=1, inner=1, dp=1, tensor=1, data=1, micro_batch=1, micro_batches=1)
             and o.tp > s.tp,
             lambda o: o.tp,
         ),

@@ -29,6 +29,7 @@ from autopar.ir.batches import batch_factors, captured_batch
 from autopar.ir.recompute import Recompute
 from autopar.search.causes import where_time_goes
 from autopar.search.pipeline_settings import divisors
+from autopar.search.refined import Grouping, grouping_of
 from autopar.search.search import MeshSearch
 from autopar.search.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
 
@@ -172,6 +173,7 @@ class Space:
             if self.cluster.ranks % (stages * tp):
                 continue
             dp = self.cluster.ranks // (stages * tp)
+            inner = self._grouping.inner_ranks(tp) if self._grouping else 1
             if self.batch % dp or self._is_repeated(data, tensor, dp, tp):
                 continue
             for micro_batch in divisors(self.batch // dp):
@@ -179,12 +181,16 @@ class Space:
                     continue
                 yield ClusterSetting(
                     dp, tp, stages, micro_batch, self.batch // dp // micro_batch, data, tensor,
-                    recompute,
+                    recompute, inner,
                 )  # fmt: skip
 
     def _keeps_batch(self, stages: int) -> bool:
         """Whether micro-batches must have the captured size: no dim is the batch, or the batch must not be cut."""
         return not self._batch_factors or (self.own_batch and stages == 1)
+
+    @cached_property
+    def _grouping(self) -> Grouping | None:
+        return grouping_of(self.graph)
 
     @cached_property
     def _batch_factors(self) -> frozenset[str]:
@@ -213,12 +219,17 @@ class Space:
                     found.add((axis, "", choice.size))
         return frozenset(found)
 
-    @staticmethod
-    def _divides(splits: frozenset[tuple[str, str, int]], setting: ClusterSetting) -> bool:
-        """Whether the sizes of a setting's axes divide every factor that a plan splits along them."""
+    def _divides(self, splits: frozenset[tuple[str, str, int]], setting: ClusterSetting) -> bool:
+        """Whether the sizes of a setting's axes divide every factor that a plan splits along them.
+
+        If tensor parallelism has two axes, the outer one alone splits the heads of keys and values. The estimate
+        divides them by both, so that it is optimistic.
+        """
         sizes, rows = {"dp": setting.dp, "tp": setting.tp}, setting.micro_batch * setting.dp
+        heads = self._grouping.heads if setting.inner > 1 and self._grouping else 0
         return all(
-            (rows if is_batch else size) % sizes[axis] == 0 for axis, is_batch, size in splits
+            (rows if is_batch else size) % sizes[axis] == 0 or (axis == "tp" and size == heads)
+            for axis, is_batch, size in splits
         )
 
     def _priced(

@@ -56,7 +56,7 @@ def _best_of_every_kind(
     for each in sorted(priced, key=lambda p: (p.memory_bytes > bound_bytes, p.seconds)):
         s = each.setting
         again = "some" if isinstance(s.recompute, int) else s.recompute
-        kept.setdefault((s.dp, s.tp, s.stages, s.data, s.tensor, again), each)
+        kept.setdefault((s.world_mesh, s.data, s.tensor, again), each)
     return list(kept.values())
 
 

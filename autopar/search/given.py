@@ -48,6 +48,10 @@ class Planned(NamedTuple):
         """Sort key, smaller is better: seconds to nine digits, then bytes."""
         return float(f"{self.price.step_seconds:.9g}"), self.price.peak_bytes
 
+    def noted(self, note: str) -> Planned:
+        """The same plan with one more note."""
+        return self._replace(plan=replace(self.plan, notes=(*self.plan.notes, note)))
+
 
 @dataclass(frozen=True)
 class GivenMesh:
@@ -75,6 +79,11 @@ class GivenMesh:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
         found = self._search()
         return self._sliced(found) if self._saves_slices(found.plan) else found
+
+    @property
+    def flat_seconds(self) -> float:
+        """Seconds of the fastest step without pipeline stages, recomputation and a bound on memory."""
+        return self._but(must_fit=False)._flat().cost.seconds
 
     def _saves_slices(self, plan: Plan) -> bool:
         """Whether a recipe asks for slices of a plan's saved activations, and the plan can have them."""

@@ -28,7 +28,8 @@ from autopar.pipeline.composed import state_bytes
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.given import GivenMesh, Planned
-from autopar.search.recipes import is_open
+from autopar.search.recipes import format_recipe, is_open
+from autopar.search.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.replicas import with_meeting
 from autopar.search.request import AUTO_AXES, Request
 from autopar.search.staged import SlowerError
@@ -43,8 +44,11 @@ from autopar.search.trials import (
     blocks_of,
     explore,
     promising,
+    refined_trials_of,
     trials_of,
 )
+
+Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
 
 
 @dataclass
@@ -118,6 +122,9 @@ class _Outer:
     faster_than_seconds: float = (
         math.inf
     )  # stages of a given mesh are searched only for a shorter step
+    promises: dict[Promised, float] = field(
+        default_factory=dict
+    )  # seconds without a bound on memory
 
     @property
     def rows(self) -> int:
@@ -126,13 +133,14 @@ class _Outer:
 
     def run(self) -> Searched:
         if self.request.mesh is not None:
-            return self._on_mesh(self.request.mesh)
+            return self._refined(self.request.mesh)
         explored = explore(self.graph, self.request, self.rows)
         first, if_none_fits = trials_of(self.graph, self.request, explored)
         tried = _Tried()
         self._try(first, tried)
         if not tried.found:
             self._try(if_none_fits, tried)
+        self._try(refined_trials_of(self.graph, self.request, explored), tried)
         if not tried.found:
             lines = (str(error) for error in tried.reasons)
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
@@ -226,6 +234,69 @@ class _Outer:
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))
                 count += isinstance(error, SlowerError)
+
+    def _refined(self, mesh: Mesh) -> Searched:
+        """The faster one of two plans: for the mesh that the user names, and with two axes in place of one of it."""
+        finer = None if self.fixed_storage else of_given_mesh(self.graph, self.request)
+        if finer is None:
+            return self._on_mesh(mesh)
+        try:
+            found = self._on_mesh(mesh)
+        except (MeshError, RecipeError, SearchError):
+            refined = self._finer(finer, None)
+            if refined is None:
+                raise
+            return refined
+        refined = self._finer(finer, found.best.price.step_seconds)
+        return refined if refined is not None and refined.best.key < found.best.key else found
+
+    def _finer(self, finer: Finer, whole: float | None) -> Searched | None:
+        """The best plan on a refined mesh; None if there is none, or no recipe promises less seconds than `whole`.
+
+        The promise is the step under a recipe without a bound on memory. As on a searched mesh, the search without
+        recipes follows where one under a recipe has been faster.
+        """
+        asked = [
+            self.request.but(mesh=finer.mesh, recipe=recipe, refines=False)
+            for recipe in finer.recipes
+        ]
+        if not self.request.has_stages and whole is not None:
+            asked = [each for each in asked if self._promise(each) < whole]
+        found = [result for each in asked if (result := self._searched(each)) is not None]
+        best = min(found, key=lambda each: each.best.key, default=None)
+        if best is None or (whole is not None and best.best.price.step_seconds >= whole):
+            return None
+        if is_open(self.request.inside):
+            free = self._searched(asked[0].but(recipe=self.request.recipe))
+            best = best if free is None or best.best.key <= free.best.key else free
+        note = words_of_heads(finer.mesh, finer.axis, whole, best.best.price.step_seconds)
+        return best._replace(best=best.best.noted(note))
+
+    def _searched(self, request: Request) -> Searched | None:
+        """The result of this search for another request; None if it has no plan."""
+        try:
+            return replace(self, request=request).run()
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return None
+
+    def _promise(self, request: Request) -> float:
+        """Seconds of a step without stages and without a bound on memory; infinite where a recipe rules it out."""
+        assert request.mesh is not None, "a refined mesh is given"
+        asked = (request.mesh, format_recipe(request.recipe), request.micro_batches or 1)
+        if asked not in self.promises:
+            self.promises[asked] = self._unbounded_seconds(request, asked[-1])
+        return self.promises[asked]
+
+    def _unbounded_seconds(self, request: Request, count: int) -> float:
+        graph = self.graph
+        if self.rows // count != captured_batch(graph):
+            graph = with_batch(graph, self.rows // count)
+        try:
+            return GivenMesh(
+                graph, request.but(micro_batches=count, offload=False), captured=count
+            ).flat_seconds
+        except (MeshError, PlanError, RecipeError, SearchError):
+            return math.inf
 
     def _on_mesh(self, mesh: Mesh) -> Searched:
         """The plan for the mesh that the user names.

@@ -106,6 +106,8 @@ class Request:
         meeting: the meetings of replicas, in a request for the plan of one replica (`of_replica`); else None.
         cuts_batch: whether the search may cut the batch of a step without stages into micro-batches. The loss of the
             batch must then be the mean over micro-batches, which is wrong for masked means and batch statistics.
+        refines: whether the plan may have two axes in place of one of the mesh (`autopar.search.refined`). A searched
+            mesh may have them in any case.
 
     Raises AutoparError or one of its subclasses if two fields contradict each other, or if a field names something that
     does not exist.
@@ -135,6 +137,7 @@ class Request:
     cuts_batch: bool = False
     meeting: Meeting | None = None
     decompose: tuple[str, ...] = ()
+    refines: bool = False
 
     def __post_init__(self) -> None:
         self._normalize()

@@ -11,6 +11,7 @@ from autopar.ir.recompute import Recompute, format_recompute
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
 TENSOR = ("tp", "tp+sp")
+INNER = "tq"  # name of the inner one of two axes in place of tp
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,14 @@ class ClusterSetting:
     """One way to run a model on a cluster.
 
     Attributes:
-        dp, tp: sizes of the axes of the mesh.
+        dp, tp: numbers of ranks of data and of tensor parallelism.
         stages: number of pipeline stages.
         micro_batch: number of samples of a micro-batch on one rank of dp.
         micro_batches: number of micro-batches of a step.
         data, tensor: recipes along dp and tp.
         recompute: recomputed layers of each stage, see `autopar.ir.recompute`.
+        inner: size of the inner one of two axes that tensor parallelism has in place of one (`autopar.search.refined`);
+            1 where it has one.
     """
 
     dp: int
@@ -34,12 +37,14 @@ class ClusterSetting:
     data: str
     tensor: str
     recompute: Recompute = "none"
+    inner: int = 1
 
     @property
     def name(self) -> str:
         """Text such as `dp=2 zero1 x tp=4 tp, 8 x 1`: axes with their recipes, then micro-batches x samples."""
         axes = [f"dp={self.dp} {self.data}"] if self.dp > 1 else []
-        axes += [f"tp={self.tp} {self.tensor}"] if self.tp > 1 else []
+        tensor = " x ".join(f"{name}={size}" for name, size in self._tensor_axes)
+        axes += [f"{tensor} {self.tensor}"] if self.tp > 1 else []
         axes += [f"pp={self.stages} {self.schedule}"] if self.stages > 1 else []
         again = "" if self.recompute == "none" else ", recompute"
         again += f" {format_recompute(self.recompute)}" if isinstance(self.recompute, int) else ""
@@ -58,12 +63,20 @@ class ClusterSetting:
 
     @property
     def recipe(self) -> str:
-        return f"dp:{self.data},tp:{self.tensor}"
+        tensor = ",".join(f"{name}:{self.tensor}" for name, _ in self._tensor_axes)
+        return f"dp:{self.data},{tensor}"
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of one stage."""
-        return Mesh((("dp", self.dp), ("tp", self.tp)))
+        return Mesh((("dp", self.dp), *self._tensor_axes))
+
+    @property
+    def _tensor_axes(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of every axis of tensor parallelism."""
+        if self.inner == 1:
+            return (("tp", self.tp),)
+        return ("tp", self.tp // self.inner), (INNER, self.inner)
 
     @property
     def world_mesh(self) -> Mesh:

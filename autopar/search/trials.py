@@ -94,7 +94,8 @@ def trials_of(
     if explored is None:
         return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
     # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
-    trials = list(promising(explored.settings, request.bound_bytes, blocks_of(graph)))
+    plain = [each for each in explored.settings if each.setting.inner == 1]
+    trials = list(promising(plain, request.bound_bytes, blocks_of(graph)))
     flat = next((each for each in trials if _depth(each.mesh) == 1), None)
     if flat is not None:
         trials = [flat, *(each for each in trials if each is not flat)]
@@ -102,6 +103,13 @@ def trials_of(
         [each for each in trials if _depth(each.mesh) in first],
         [each for each in trials if _depth(each.mesh) in if_none_fits],
     )
+
+
+def refined_trials_of(graph: Graph, request: Request, explored: Explored | None) -> Iterator[Trial]:
+    """Settings with two axes of tensor parallelism in place of one, in the order of their search."""
+    settings = explored.settings if explored is not None else ()
+    refined = [each for each in settings if each.setting.inner > 1]
+    return promising(refined, request.bound_bytes, blocks_of(graph))
 
 
 def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:

@@ -1,4 +1,7 @@
-"""Grouped-query attention over two axes: one splits key-value heads to their end, the other the queries of each."""
+"""Grouped-query attention on more ranks than key-value heads: two axes in place of the one that is named.
+
+The outer one splits key-value heads to their end, and the inner one the queries of each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.runtime.training import difference, full_state
 
 HEADS, KEY_VALUE_HEADS, SIZE = 4, 2, 4
 WIDTH = HEADS * SIZE
-MESH, RECIPE = {"tp": KEY_VALUE_HEADS, "tq": 2}, {"tp": "tp", "tq": "tp"}
+MESH, RECIPE = {"tp": 2 * KEY_VALUE_HEADS}, "tp"
 SPLIT = "parameter query.weight: S(0)@tp S(0.1)@tq | S(0)@tp S(0.1)@tq"
 
 
@@ -75,7 +78,11 @@ def test_queries_of_a_head_lie_on_two_ranks_and_train_as_one_process(four_ranks:
 
     expected = trained(model, step, batch)
     for plan, found in four_ranks.run(on_ranks):
-        assert SPLIT in plan and "op scaled_dot_product_attention: b0 group" in plan
+        assert (
+            "mesh tp=2,tq=2" in plan
+            and SPLIT in plan
+            and "op scaled_dot_product_attention: b0 group" in plan
+        )
         assert difference(found, expected) < 1e-9
 
 
