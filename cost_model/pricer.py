@@ -148,12 +148,12 @@ class Pricer:
         yield from self._gathered()
         for op in self.graph.ops:
             yield from self.nodes.working(op, self.plan.ops[op.name], self._block(op.name))
-        kept = self._staying()
+        kept = self._saved_memory()
         for (name, layout, tier), op in kept.items():
             yield replace(self._saved((name, layout), op), tier=tier)
         yield from self._made_again(kept if self.selected is not None else ())
 
-    def _staying(self) -> dict[_Kept, Op]:
+    def _saved_memory(self) -> dict[_Kept, Op]:
         """What is saved -> the first op that needs it in backward; a tensor saved in slices appears as its slice."""
         if self.selected is not None:
             named = self.selected.kept.items()

@@ -20,7 +20,7 @@ from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.recomputable import Memory
 from autopar.pipeline.repetition import Places
-from autopar.pipeline.staying import Staying, StayingBytes
+from autopar.pipeline.saved_bytes import SavedBytes, SavedMemory
 from autopar.pipeline.stretches import has, sums
 
 
@@ -72,21 +72,21 @@ class StageBytes:
         return total + sums(single)
 
     @cached_property
-    def stays(self) -> StayingBytes:
+    def saved_memory(self) -> SavedBytes:
         """The memory saved for backward or sent between blocks, if whole blocks are recomputed."""
-        memories = self._memories(self._staying(self.blocks.unit_repeats))
-        return StayingBytes(memories, self._moments, self.blocks.repeating, keeps_part=False)
+        memories = self._memories(self._saved_memory(self.blocks.unit_repeats))
+        return SavedBytes(memories, self._moments, self.blocks.repeating, keeps_part=False)
 
-    def stays_with(self, entering: Mapping[Memory, Sequence[int]]) -> StayingBytes:
+    def saved_with(self, entering: Mapping[Memory, Sequence[int]]) -> SavedBytes:
         """The memory saved for backward or sent between blocks, if single ops are recomputed.
 
         `entering` maps the memory that recomputed blocks save to the captured parts that save it.
         """
         memories = self._memories(entering)
-        return StayingBytes(memories, self._moments, self.blocks.repeating, keeps_part=True)
+        return SavedBytes(memories, self._moments, self.blocks.repeating, keeps_part=True)
 
-    def _memories(self, entering: Mapping[Memory, Sequence[int]]) -> list[Staying]:
-        kept, wires = self._staying({}), self._wires
+    def _memories(self, entering: Mapping[Memory, Sequence[int]]) -> list[SavedMemory]:
+        kept, wires = self._saved_memory({}), self._wires
         entering = dict(entering)
         found = [self._take_slice(each, kept, entering) for each in self._slices(kept, entering)]
         for at in {**kept, **entering, **wires}:
@@ -95,7 +95,7 @@ class StageBytes:
             units.update(itertools.chain.from_iterable(spans))
             for places in self.blocks.spread(at[0], units | {*self.blocks.uses.get(at[0], ())}):
                 found.append(
-                    Staying(
+                    SavedMemory(
                         size,
                         _places(places, kept.get(at, ())),
                         _places(places, entering.get(at, ())),
@@ -123,15 +123,15 @@ class StageBytes:
         each: KeptSlice,
         kept: dict[Memory, list[int]],
         entering: dict[Memory, Sequence[int]],
-    ) -> Staying:
+    ) -> SavedMemory:
         """The device's memory of a slice; removes the memory that it replaces from what the block saves."""
         size = self._slice_bytes(each) if each.tier == "device" else 0.0
         at = (each.block,)
         if each.block in self._again:
             entering[each.memory] = [unit for unit in entering[each.memory] if unit != each.block]
-            return Staying(size, (), at, ())
+            return SavedMemory(size, (), at, ())
         kept[each.memory].remove(each.block)
-        return Staying(size, at, (), ())
+        return SavedMemory(size, at, (), ())
 
     def _slice_bytes(self, each: KeptSlice) -> float:
         return self.blocks.bytes((each.tensor, each.slice_layout))
@@ -158,7 +158,7 @@ class StageBytes:
             found.setdefault(at, []).append(span)
         return found
 
-    def _staying(self, again: Mapping[int, bool]) -> dict[Memory, list[int]]:
+    def _saved_memory(self, again: Mapping[int, bool]) -> dict[Memory, list[int]]:
         """Memory saved for backward -> the captured parts that save it.
 
         A recomputed part (`again`) saves only the tensors that enter it.

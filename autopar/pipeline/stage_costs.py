@@ -32,12 +32,12 @@ from autopar.pipeline.crossings import Crossings
 from autopar.pipeline.parts import block_starts, ends_of_repeats
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.recomputable import BlockChoices, Memory
+from autopar.pipeline.saved_bytes import SavedBytes
 from autopar.pipeline.selectable import SelectableOps
 from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_bytes import StageBytes
 from autopar.pipeline.stage_seconds import StageSeconds
 from autopar.pipeline.stage_table import StageTable, WholeModel
-from autopar.pipeline.staying import StayingBytes
 from autopar.pipeline.stretches import Turn, sums
 
 
@@ -149,17 +149,17 @@ class StageTables:
         stages = Turn.among(turns, np.append(0, every[:-1]), np.append(every[-1], every[1:]))
         forward, backward, _ = self._directions(recompute, stages)
         both, *blocks = (forward + backward).tolist()
-        ((saved,),) = self._stays(recompute).saved(whole)
+        ((saved,),) = self._saved(recompute).saved(whole)
         return WholeModel(both, max(blocks), float(self._kept_bytes[0, -1]), float(saved))
 
     def _turns(self, recompute: Recompute) -> list[int]:
         return [*ends_of_repeats(self.blocks.parts, recompute), self.blocks.n]
 
-    def _stays(self, recompute: Recompute) -> StayingBytes:
+    def _saved(self, recompute: Recompute) -> SavedBytes:
         """The memory saved for backward with this recomputation."""
         if isinstance(recompute, Selection):
-            return self.memory.stays_with(self._selectable.kept_with(recompute))
-        return self.memory.stays
+            return self.memory.saved_with(self._selectable.kept_with(recompute))
+        return self.memory.saved_memory
 
     def _directions(
         self, recompute: Recompute, turn: Turn
@@ -173,7 +173,7 @@ class StageTables:
     def _with(self, recompute: Recompute, turn: Turn) -> StageTable:
         time, work = self._seconds, self._seconds.work
         forward, backward, computing = self._directions(recompute, turn)
-        stays = self._stays(recompute)
+        saved = self._saved(recompute)
         sent, gradients = self._crossings.sent
         return StageTable(
             starts=self.starts,
@@ -183,10 +183,10 @@ class StageTables:
             backward_seconds=backward,
             weight_seconds=np.minimum(sums(work.weights), backward),
             once_seconds=time.once(sums(work.once), computing) + self._optimizer_seconds,
-            saved_bytes=stays.saved(turn),
+            saved_bytes=saved.saved(turn),
             kept_bytes=self._kept_bytes,
             version_bytes=self._version_bytes,
-            transient_bytes=stays.transient(turn),
+            transient_bytes=saved.transient(turn),
             sent_bytes=sent,
             gradient_bytes=gradients,
             send_seconds=self._crossings.send_seconds(sent),

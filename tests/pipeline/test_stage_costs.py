@@ -1,4 +1,4 @@
-"""What stages cost: sums, what they share, what crosses, and what stays for backward."""
+"""What stages cost: sums, what they share, what crosses, and what is saved for backward."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy as np
 from autopar.pipeline.stretches import Turn, following, largest
 
 
-class Staying(NamedTuple):
+class SavedMemory(NamedTuple):
     """A tensor's memory that is saved for backward, with the blocks of the whole model that save it.
 
     Attributes:
@@ -33,7 +33,7 @@ class Staying(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
 
-class StayingBytes:
+class SavedBytes:
     """Bytes saved for backward, and the largest transient bytes, of all possible stages.
 
     Args:
@@ -44,7 +44,7 @@ class StayingBytes:
     """
 
     def __init__(
-        self, memories: Sequence[Staying], moments: np.ndarray, repeating: np.ndarray, *, keeps_part: bool
+        self, memories: Sequence[SavedMemory], moments: np.ndarray, repeating: np.ndarray, *, keeps_part: bool
     ) -> None:  # fmt: skip
         self._moments, self._repeating = moments, repeating
         n = self._n = len(moments)
@@ -52,8 +52,8 @@ class StayingBytes:
         self._made, self._alone = np.zeros(n), np.zeros(n)
         for each in memories:
             if each.kept:
-                stays = keeps_part and each.kept[0] in each.entering
-                self._made[each.kept[0]] += 0 if stays else each.bytes
+                is_kept = keeps_part and each.kept[0] in each.entering
+                self._made[each.kept[0]] += 0 if is_kept else each.bytes
                 if len(each.kept) == 1 and not each.spans:
                     self._alone[each.kept[0]] += each.bytes
         self._shared = []
@@ -141,10 +141,10 @@ class StayingBytes:
         return np.where(self._crosses[:, begins], np.minimum(reach, begins), reach)
 
 
-def _alike(memories: Sequence[Staying]) -> Iterator[Staying]:
+def _alike(memories: Sequence[SavedMemory]) -> Iterator[SavedMemory]:
     """Joins memories that are saved by the same blocks, and adds up their bytes."""
     sizes: dict[tuple[Any, ...], float] = {}
     for size, *where in memories:
         sizes[tuple(where)] = sizes.get(tuple(where), 0.0) + size
     for (kept, entering, spans), size in sizes.items():
-        yield Staying(size, kept, entering, spans)
+        yield SavedMemory(size, kept, entering, spans)
