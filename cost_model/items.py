@@ -79,15 +79,15 @@ class Holding:
     Lasting kinds: "parameters", "gradients", "optimizer", "buffers", "saved activations".
 
     Kinds that exist only while one block (a layer) runs: "gathered" (all-gathered copies of sharded parameters),
-    "working" (operands of a loss), "made again" (activations that a block saves while it is recomputed in backward).
+    "working" (operands of a loss), "recomputed" (activations that a block saves while it is recomputed in backward).
     The peak counts them for the largest block only.
 
-    "returned" is subtracted from "made again": the activations of the blocks after the last recomputed one. Backward
+    "returned" is subtracted from "recomputed": the activations of the blocks after the last recomputed one. Backward
     has freed them before it recomputes a block.
 
     Attributes:
         name: words for reports: path of the parameter or buffer with `*` for numbers of layers, or module and kind of
-            the op that keeps the memory; the kind itself for "gathered", "made again" and "returned".
+            the op that keeps the memory; the kind itself for "gathered", "recomputed" and "returned".
         kind: one of the kinds above.
         region: position relative to the repeated layers: before, in or after them.
         bytes: size of the memory in all layers that the op or parameter stands for; in a single block for the kinds

@@ -151,7 +151,7 @@ class Pricer:
         kept = self._saved_memory()
         for (name, layout, tier), op in kept.items():
             yield replace(self._saved((name, layout), op), tier=tier)
-        yield from self._made_again(kept if self.selected is not None else ())
+        yield from self._recomputed(kept if self.selected is not None else ())
 
     def _saved_memory(self) -> dict[_Kept, Op]:
         """What is saved -> the first op that needs it in backward; a tensor saved in slices appears as its slice."""
@@ -205,11 +205,10 @@ class Pricer:
         makers = {name: self.graph.producer.get(name) for name in op.operands}
         return [n for n, m in makers.items() if m is None or self._block(m.name) != block]
 
-    def _made_again(self, stays: Collection[_Kept]) -> Iterator[Holding]:
-        """Holdings of recomputation: activations that blocks make again, and those that later blocks have freed by
-        then.
+    def _recomputed(self, saved: Collection[_Kept]) -> Iterator[Holding]:
+        """Holdings of recomputation: recomputed activations, and activations that later blocks have freed by then.
 
-        Memory in `stays` is saved anyway, so that it is not made again.
+        Memory in `saved` is saved anyway, so it is not recomputed.
         """
         order = list(dict.fromkeys(self._block(op.name) for op in self.graph.ops))
         recomputed = [op for op, _ in self.selected.makers] if self.selected else self.again
@@ -217,14 +216,14 @@ class Pricer:
         later = order[1 + max(map(order.index, again)) :] if again else ()
         for at, ops in self._kept(()).items():
             holding, blocks = self._saved(at, ops[0]), [self._block(op.name) for op in ops]
-            if blocks[0] in again and (*at, "device") not in stays:
-                yield replace(holding, kind="made again", name="made again", block=blocks[0])
+            if blocks[0] in again and (*at, "device") not in saved:
+                yield replace(holding, kind="recomputed", name="recomputed", block=blocks[0])
             if blocks[0] in later and len({*blocks}) == 1:
                 yield replace(holding, kind="returned", name="returned")
         for each in self.slices.values():
             if each.block not in again:  # it is gathered while the block runs backward
                 holding = self._saved(each.memory, self.graph.by_name[each.user])
-                yield replace(holding, kind="made again", name="made again", block=each.block)
+                yield replace(holding, kind="recomputed", name="recomputed", block=each.block)
 
     def boundary_bytes(self) -> Quantity:
         """Bytes of the activations that one repeated layer passes to the next, on one rank."""

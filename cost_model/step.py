@@ -416,9 +416,9 @@ class Step:
         """
         moments = self._moments(stage)
         found = list(moments.values())
-        if again := self._by_block("made again", stage):
+        if recomputed := self._by_block("recomputed", stage):
             returned = sum((h.bytes for h in self.holdings if h.kind == "returned"), start=0)
-            found += [moments.get(block, 0) + held - returned for block, held in again.items()]
+            found += [moments.get(block, 0) + held - returned for block, held in recomputed.items()]
         elif self._recomputes:
             found.append(self._last_layer_again(stage, moments))
         return reduce(larger, _distinct(found), 0)

@@ -80,7 +80,7 @@ def main(steps: int, every: int, recipe: str, seed: int, out: Path) -> None:
 
 
 def write_loss(out: Path, step: int, loss: Tensor) -> None:
-    """The first rank adds a line `step loss`; a step that is made again has a further line."""
+    """The first rank adds a line `step loss`; a repeated step has a further line."""
     if os.environ.get("RANK", "0") == "0":
         with (out / "losses.txt").open("a") as file:
             file.write(f"{step} {loss.item():.17g}\n")

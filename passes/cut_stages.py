@@ -60,7 +60,7 @@ def cut_stage_graphs(
         kept: placeholders on which nothing may depend that is computed twice: parameters, and buffers
             that a stage changes.
         weights: those of `kept` that are parameters. What is made of one of them alone (gathered, cast,
-            transposed) is made again where it is used.
+            transposed) is recomputed where it is used.
         early_outputs: how many outputs, at the front, are returned by the stage that makes them; the
             others leave the last stage.
     """

@@ -1,4 +1,4 @@
-"""Checks of what dicts hold, made again only where a dict was written.
+"""Checks of what dicts hold, repeated only where a dict was written.
 
 The attributes of a module are a dict, and so are its tables of parameters and submodules. Few of them are written
 between two steps, so that their versions (`autopar._torch.DictVersions`) are compared in place of what they hold. A

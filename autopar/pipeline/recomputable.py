@@ -10,8 +10,8 @@ and the set of all ops keeps only the tensors that enter the block.
 
     recomputed      kept
     {}              x, statistics, n, h, g
-    {gelu}          x, statistics, n, h         g is made again from h
-    {norm, gelu}    x, h                        n is made again from x
+    {gelu}          x, statistics, n, h         g is recomputed from h
+    {norm, gelu}    x, h                        n is recomputed from x
     all             x                           `down` does not run: nobody needs y
 
 Views share the memory of their operand, so that recomputing them frees nothing, and they are not in the set. A

@@ -222,7 +222,7 @@ def _truncate(folder: Path, draw: random.Random) -> None:
 
 
 def _gap(folder: Path) -> float:
-    """The largest relative difference of a loss, those of steps made again included; infinite where one is missing."""
+    """The largest relative difference of a loss, those of repeated steps included; infinite where one is missing."""
     expected, gap = undisturbed(), 0.0
     losses = [line.split()[1:] for line in _lines(folder) if line.startswith("loss")]
     for step, loss in losses:
@@ -273,7 +273,7 @@ rank are drawn for each run.
 The ranks that are left end by themselves, with a `PeerError`, or an `AutoparError` for the full disk: nobody ends
 them, as torchrun would. A rank waits {timeout:g} s at most for another, and a run hangs if a rank has not ended
 {bound:g} s after the first. A run goes on from the newest complete checkpoint, or from the one before if a file of it
-was cut. Losses are compared with those of one process without autopar, also those of steps that were made again.
+was cut. Losses are compared with those of one process without autopar, also those of repeated steps.
 {remark}
 """
 

@@ -36,7 +36,7 @@ class Soak:
         options: options of the command.
         lives: all lives of all ranks.
         kills: the kills, in order of time.
-        losses: step and loss of every step made, those made again included.
+        losses: step and loss of every step, repeated ones included.
         code: exit code of `autopar run`.
     """
 
@@ -86,7 +86,7 @@ class Soak:
 
 
 def gap(losses: Sequence[tuple[int, float]], expected: Sequence[float]) -> float:
-    """The largest relative difference of a loss, those of steps made again included; infinite where one is missing.
+    """The largest relative difference of a loss, those of repeated steps included; infinite where one is missing.
 
     >>> gap([(1, 2.0), (2, 1.0), (2, 1.5)], [2.0, 1.0])
     0.5
@@ -161,7 +161,7 @@ Every {sample} steps a rank writes its resident memory (`VmRSS` of proc(5)), the
 and the number of tensors that Python's garbage collector knows, those in cycles that wait for a collection included. A
 life is warm {warm:g} steps after its first: by then it has written a checkpoint, whose copy on the host stays. The
 median of the first three samples from there on is compared with that of the last three. Losses are compared with
-those of one process without autopar, also those of steps that were made again.
+those of one process without autopar, also those of repeated steps.
 
 ## Every life
 
@@ -180,7 +180,7 @@ def figures(soak: Soak, expected: Sequence[float]) -> list[str]:
         ("largest over smallest resident memory at the end of lives of the same rank and plan, less 1",
          f"{100 * between(found):.2f} %", "2 %"),
         (f"largest relative difference of a loss: {len(expected)} steps, of which {len(losses) - len(expected)} were "
-         "made again", f"{gap(losses, expected):.0e}", f"{TOLERANCE:.0e}"),
+         "repeated", f"{gap(losses, expected):.0e}", f"{TOLERANCE:.0e}"),
         ("kills after which training went on", f"{len(survived)} of {len(soak.kills)}", "all"),
         ("lives that ended without a kill", str(len(soak.ended)), ""),
         ("seconds from a kill to the next first step, median and longest",

@@ -102,7 +102,7 @@ def test_what_is_made_of_one_weight_is_made_where_it_is_used():
     ]
 
 
-def test_what_depends_on_no_parameter_is_made_again_where_it_is_used():
+def test_what_depends_on_no_parameter_is_recomputed_where_it_is_used():
     stages = cut(
         """
         take w0 w1 x y
@@ -151,7 +151,7 @@ def test_what_is_drawn_is_drawn_once_and_carried():
 
 
 def test_what_a_changed_buffer_gives_is_carried_and_its_new_value_returned_where_it_is_made():
-    """`seen` is kept: stage 1 made again of it would see the new value."""
+    """`seen` is kept: if stage 1 recomputed from it, it would see the new value."""
     stages = cut(
         """
         take w0 seen x
@@ -207,7 +207,7 @@ def test_a_tied_parameter_is_taken_at_both_ends():
     assert stages[1][-1] == "give  | b"
 
 
-def test_what_is_made_of_a_parameter_alone_is_carried_not_made_again():
+def test_what_is_made_of_a_parameter_alone_is_carried_not_recomputed():
     """Else its gradient would be made on two stages of which one holds the parameter only for that."""
     stages = cut(
         """

@@ -26,7 +26,7 @@ def test_a_block_is_a_layer_with_the_sum_behind_it() -> None:
 
 
 def test_a_mask_begins_no_block() -> None:
-    """It is made again where it is wanted, so a cut behind or before it is the same."""
+    """A stage that needs it recomputes it, so a cut before it and a cut after it are the same."""
     graph = in_a_row(
         ("embed", "w"), ("layers.0", "m"), ("layers.0", "w"), ("layers.1", "m"), ("layers.1", "w"),
         ("", "m"), ("head", "w"),

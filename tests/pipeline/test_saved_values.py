@@ -71,7 +71,7 @@ def test_what_a_block_makes_has_the_name_of_its_maker():
     sliced = replace(plan, saved={name: SavedLayout((R, S(2)))})
     assert held(graph, plan) - held(graph, sliced) == LAYERS * STREAM / 2
     again = replace(sliced, recompute="full")
-    assert SavedValues(graph, again).slices == ()  # it is made again
+    assert SavedValues(graph, again).slices == ()  # it is recomputed
 
 
 def test_an_exact_name_goes_before_a_pattern():

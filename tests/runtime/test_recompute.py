@@ -485,7 +485,7 @@ def test_parameters_are_gathered_once_for_each_run_of_a_layer(two_ranks: Ranks) 
 
 
 @pytest.mark.multiprocess
-def test_sums_of_activations_are_not_made_again_for_nobody(two_ranks: Ranks) -> None:
+def test_sums_of_activations_are_not_recomputed_for_nobody(two_ranks: Ranks) -> None:
     """A layer ends with its sum, which its second run does not reach: forward's and backward's remain.
 
     The last layer's block goes on to the square, which keeps the sum, and so makes it again.
@@ -495,7 +495,7 @@ def test_sums_of_activations_are_not_made_again_for_nobody(two_ranks: Ranks) -> 
 
 
 @pytest.mark.multiprocess
-def test_gathers_of_activations_are_made_again(two_ranks: Ranks) -> None:
+def test_gathers_of_activations_are_recomputed(two_ranks: Ranks) -> None:
     """Before each `up`, forward's, the second run's, and the transpose of each `down`'s scatter."""
     for found in two_ranks.run(sent_bytes, {"tp": 2}, "tp+sp", 1):
         assert found["all_gather"] == 3 * LAYERS * STREAM
