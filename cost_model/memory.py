@@ -117,17 +117,17 @@ class Selected(NamedTuple):
     """Recomputation of single ops, chosen anywhere in a graph.
 
     Attributes:
-        makers: what is recomputed, as pairs: (op, "") for an op; (op, tensor) for the conversion of a tensor that this
-            op needs first.
+        producers: recomputed ops and conversions, as pairs: (op, "") for an op; (op, tensor) for the conversion of a
+            tensor that this op needs first.
         kept: saved memory -> for every block that saves it, the first op of the block that needs it.
     """
 
-    makers: frozenset[tuple[str, str]]
+    producers: frozenset[tuple[str, str]]
     kept: Mapping[tuple[str, Layout], tuple[str, ...]]
 
     def repeats(self, op: str, converts: str, phase: str, carries: str) -> bool:
         """Whether recomputation runs an item again; False for gathers of parameters, which backward repeats anyway."""
-        return phase == "forward" and carries != "parameter" and (op, converts) in self.makers
+        return phase == "forward" and carries != "parameter" and (op, converts) in self.producers
 
 
 class KeptSlice(NamedTuple):

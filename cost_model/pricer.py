@@ -202,8 +202,8 @@ class Pricer:
     def _entering(self, op: Op) -> list[str]:
         """Operands of an op that come from outside its block."""
         block = self._block(op.name)
-        makers = {name: self.graph.producer.get(name) for name in op.operands}
-        return [n for n, m in makers.items() if m is None or self._block(m.name) != block]
+        producers = {name: self.graph.producer.get(name) for name in op.operands}
+        return [n for n, m in producers.items() if m is None or self._block(m.name) != block]
 
     def _recomputed(self, saved: Collection[_Kept]) -> Iterator[Holding]:
         """Holdings of recomputation: recomputed activations, and activations that later blocks have freed by then.
@@ -211,7 +211,7 @@ class Pricer:
         Memory in `saved` is saved anyway, so it is not recomputed.
         """
         order = list(dict.fromkeys(self._block(op.name) for op in self.graph.ops))
-        recomputed = [op for op, _ in self.selected.makers] if self.selected else self.again
+        recomputed = [op for op, _ in self.selected.producers] if self.selected else self.again
         again = {self._block(name) for name in recomputed}
         later = order[1 + max(map(order.index, again)) :] if again else ()
         for at, ops in self._kept(()).items():
@@ -265,8 +265,8 @@ def _crossing(graph: Graph) -> dict[str, dict[str, None]]:
     for op in graph.ops:
         place = graph.stack_of(op.module)
         for name in op.operands:
-            maker = graph.producer.get(name)
-            source = graph.stack_of(maker.module) if maker else None
+            producer = graph.producer.get(name)
+            source = graph.stack_of(producer.module) if producer else None
             if place is None or source is None or source[0] != place[0]:
                 continue
             if (source[1], place[1]) == (place[0].middle - 1, place[0].middle):

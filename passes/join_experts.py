@@ -184,8 +184,8 @@ def _routing(sort: fx.Node, after: Collection[fx.Node], count: int) -> dict[fx.N
     for node in after:
         free = [n for n in node.all_input_nodes if n not in values]
         if all(n.op == "call_function" and not n.all_input_nodes for n in free):
-            for maker in free:
-                values[maker] = _run(maker, values)
+            for producer in free:
+                values[producer] = _run(producer, values)
             values[node] = _run(node, values)
     return values
 

@@ -91,10 +91,10 @@ def merged(nodes: Sequence[BlockNode], products: set[str]) -> tuple[BlockNode, .
     by_name = {node.name: node for node in nodes}
     head: dict[str, str] = {}  # node -> the first of its group
     for node in nodes:
-        makers = [by_name[name] for name in node.operands if name in by_name]
+        producers = [by_name[name] for name in node.operands if name in by_name]
         head[node.name] = node.name
-        if makers and all(_alike(node, maker, products) for maker in makers):
-            join = {head[maker.name] for maker in makers}
+        if producers and all(_alike(node, producer, products) for producer in producers):
+            join = {head[producer.name] for producer in producers}
             first = next(name for name in head if name in join)
             head.update({name: first for name, at in head.items() if at in join})
             head[node.name] = first
@@ -105,11 +105,11 @@ def merged(nodes: Sequence[BlockNode], products: set[str]) -> tuple[BlockNode, .
     return _in_order(found) or tuple(nodes)
 
 
-def _alike(node: BlockNode, maker: BlockNode, products: set[str]) -> bool:
+def _alike(node: BlockNode, producer: BlockNode, products: set[str]) -> bool:
     return (
-        (node.module, node.layouts) == (maker.module, maker.layouts)
+        (node.module, node.layouts) == (producer.module, producer.layouts)
         and not node.collectives
-        and not products & {node.name, maker.name}
+        and not products & {node.name, producer.name}
     )
 
 

@@ -21,7 +21,7 @@ from autopar.ir.recompute import path_pattern
 from autopar.ir.saved import SavedLayout
 from autopar.pipeline.blocks import find_blocks, has_blocks
 from autopar.pipeline.parts import Part, is_whole, parts_of_ops, repeating_parts
-from autopar.pipeline.recomputable import BlockChoices, Maker, Makers, Memory, block_choices
+from autopar.pipeline.recomputable import BlockChoices, Memory, Producer, Producers, block_choices
 
 
 @dataclass(frozen=True)
@@ -108,21 +108,23 @@ class BlockValues:
         )
 
     def _made(self, block: int, choices: BlockChoices[Memory]) -> Iterator[BlockValue]:
-        makers = {name: maker for maker, name in choices.name_of.items()}
+        producers = {name: producer for producer, name in choices.name_of.items()}
         for memory, kept in choices.tensors.items():
-            if kept.maker is None or not kept.is_saved:
+            if kept.producer is None or not kept.is_saved:
                 continue
-            tensor, layout = self._result(makers[kept.maker])
-            op = self.graph.by_name[makers[kept.maker][0]]
+            tensor, layout = self._result(producers[kept.producer])
+            op = self.graph.by_name[producers[kept.producer][0]]
             # Autograd keeps an op's own result before any note on it.
             saves_itself = tensor in op.saved and tensor in op.results
             if self.flow.saved.memory(tensor, layout) == memory and not saves_itself:
                 path, user = self._paths[self.parts[block].block], choices.first_user[memory]
-                yield BlockValue(path, kept.maker, tensor, _unvaried(layout), memory, block, user)
+                yield BlockValue(
+                    path, kept.producer, tensor, _unvaried(layout), memory, block, user
+                )
 
-    def _result(self, maker: Maker) -> tuple[str, Layout]:
+    def _result(self, producer: Producer) -> tuple[str, Layout]:
         """The tensor that an op or a conversion computes, and its layout."""
-        op, converted = maker
+        op, converted = producer
         if not converted:
             return self.graph.by_name[op].results[0], self.flow.results[op][0]
         position = self.graph.by_name[op].operands.index(converted)
@@ -142,8 +144,8 @@ class BlockValues:
                 yield name, entering
 
     def _is_inside(self, op: Op, name: str, layout: Layout) -> bool:
-        maker = self._makers.of.get(self.flow.saved.memory(name, layout))
-        return maker is not None and self.blocks[maker[0]] == self.blocks[op.name]
+        producer = self._producers.of.get(self.flow.saved.memory(name, layout))
+        return producer is not None and self.blocks[producer[0]] == self.blocks[op.name]
 
     def is_apart(self, value: BlockValue) -> bool:
         """Whether a tensor fills its memory, and is not sent between stages."""
@@ -190,8 +192,8 @@ class BlockValues:
         return repeating_parts(self.graph, self.plan)
 
     @cached_property
-    def _makers(self) -> Makers:
-        return Makers.find(self.graph, self.flow)
+    def _producers(self) -> Producers:
+        return Producers.find(self.graph, self.flow)
 
     @cached_property
     def _paths(self) -> tuple[str, ...]:

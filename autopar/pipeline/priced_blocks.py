@@ -121,9 +121,9 @@ class PricedBlocks:
         """The blocks that compute or use each tensor for which a captured tensor stands; see `Repetition.spread`."""
         if not self.repetition.groups:
             return [{unit: (unit,) for unit in units}]
-        maker = self.graph.producer.get(name)
-        made = self.unit[maker.name] if maker else None
-        owner = min(units) if maker is None and name in self._owned else None
+        producer = self.graph.producer.get(name)
+        made = self.unit[producer.name] if producer else None
+        owner = min(units) if producer is None and name in self._owned else None
         return self.repetition.spread(made, owner, units)
 
     @cached_property

@@ -43,7 +43,7 @@ from autopar.pipeline.blocks import find_blocks
 from autopar.pipeline.parts import find_parts, parts_of_ops, repeating_parts
 
 Memory = tuple[str, Layout]  # a tensor in a layout
-Maker = tuple[str, str]  # an op and "", or an op and the tensor that is converted for it
+Producer = tuple[str, str]  # an op and "", or an op and the tensor that is converted for it
 T = TypeVar("T")
 
 
@@ -64,12 +64,12 @@ class BlockTensor(NamedTuple):
 
     Attributes:
         bytes: its size.
-        maker: name of the op of the block that makes it; None if it enters the block.
+        producer: name of the op of the block that computes it; None if it enters the block.
         is_saved: whether an op of the block saves it for its own backward.
     """
 
     bytes: float
-    maker: str | None
+    producer: str | None
     is_saved: bool
 
 
@@ -93,23 +93,23 @@ class BlockChoices(Generic[T]):
 
     ops: Mapping[str, RecomputableOp[T]]
     tensors: Mapping[T, BlockTensor]
-    name_of: Mapping[Maker, str] = field(default_factory=dict)
+    name_of: Mapping[Producer, str] = field(default_factory=dict)
     first_user: Mapping[T, str] = field(default_factory=dict)
 
     def running(self, recomputed: Iterable[str]) -> tuple[str, ...]:
         """The recomputed ops whose results backward needs, in order."""
         chosen = frozenset(recomputed)
-        needed = {t.maker for t in self.tensors.values() if t.is_saved} & chosen
+        needed = {t.producer for t in self.tensors.values() if t.is_saved} & chosen
         for name in reversed(list(self.ops)):
             if name in needed:
-                makers = (self.tensors[x].maker for x in self.ops[name].reads)
-                needed.update(maker for maker in makers if maker in chosen)
+                producers = (self.tensors[x].producer for x in self.ops[name].reads)
+                needed.update(producer for producer in producers if producer in chosen)
         return tuple(name for name in self.ops if name in needed)
 
-    def running_makers(self, recomputed: Iterable[str]) -> Iterator[Maker]:
+    def running_producers(self, recomputed: Iterable[str]) -> Iterator[Producer]:
         """The recomputed ops whose results backward needs, by their names in the graph."""
         running = frozenset(self.running(recomputed))
-        return (maker for maker, name in self.name_of.items() if name in running)
+        return (producer for producer, name in self.name_of.items() if name in running)
 
     def kept(self, recomputed: Iterable[str]) -> tuple[T, ...]:
         """The tensors that stay from forward to backward."""
@@ -118,7 +118,7 @@ class BlockChoices(Generic[T]):
         return tuple(
             key
             for key, tensor in self.tensors.items()
-            if tensor.maker not in chosen and (tensor.is_saved or key in read)
+            if tensor.producer not in chosen and (tensor.is_saved or key in read)
         )
 
     def kept_bytes(self, recomputed: Iterable[str]) -> float:
@@ -168,41 +168,41 @@ def _within(module: str, path: str) -> str:
 
 def recomputable_names(graph: Graph, plan: Plan) -> dict[str, list[str]]:
     """Path of every block -> names of its ops and conversions that may be recomputed under a plan."""
-    makers, names = Makers.find(graph, Flow(graph, plan)), op_names(graph, plan)
+    producers, names = Producers.find(graph, Flow(graph, plan)), op_names(graph, plan)
     found: dict[str, list[str]] = {}
-    for maker in makers.of.values():
-        if maker[0] in names:
-            path, name = names[maker[0]]
-            found.setdefault(path, []).append(maker_name(graph, name, maker))
+    for producer in producers.of.values():
+        if producer[0] in names:
+            path, name = names[producer[0]]
+            found.setdefault(path, []).append(producer_name(graph, name, producer))
     return found
 
 
-def maker_name(graph: Graph, name: str, maker: Maker) -> str:
+def producer_name(graph: Graph, name: str, producer: Producer) -> str:
     """The name within its block of an op or a conversion, given the name of the op."""
-    op, converted = maker
+    op, converted = producer
     return f"{name}<{graph.by_name[op].operands.index(converted)}" if converted else name
 
 
-# --- makers
+# --- producers
 
 
 @dataclass(frozen=True)
-class Makers:
+class Producers:
     """The op or conversion that computes the memory of every tensor; views compute none.
 
     Attributes:
-        of: memory -> its maker, in the order of the forward.
+        of: memory -> its producer, in the order of the forward.
         source: a conversion -> the memory that it reads.
     """
 
-    of: Mapping[Memory, Maker]
-    source: Mapping[Maker, Memory]
+    of: Mapping[Memory, Producer]
+    source: Mapping[Producer, Memory]
 
     @classmethod
-    def find(cls, graph: Graph, flow: Flow) -> Makers:
-        """Finds the makers for the layouts that `flow` has."""
-        of: dict[Memory, Maker] = {}
-        source: dict[Maker, Memory] = {}
+    def find(cls, graph: Graph, flow: Flow) -> Producers:
+        """Finds the producers for the layouts that `flow` has."""
+        of: dict[Memory, Producer] = {}
+        source: dict[Producer, Memory] = {}
         leaves = (*graph.parameters.values(), *graph.buffers.values(), *graph.inputs.values())
         made = {flow.saved.memory(name, flow.produced[name]) for name in leaves}
         for op in graph.ops:
@@ -222,25 +222,25 @@ class Makers:
         return cls(of, source)
 
 
-def recomputed_makers(graph: Graph, plan: Plan, selection: Selection) -> dict[Maker, bool]:
+def recomputed_producers(graph: Graph, plan: Plan, selection: Selection) -> dict[Producer, bool]:
     """For every op and conversion of the plan, whether backward recomputes it; a view is as its operand."""
     flow = Flow(graph, plan)
-    makers, names = Makers.find(graph, flow), op_names(graph, plan)
+    producers, names = Producers.find(graph, flow), op_names(graph, plan)
 
-    def is_chosen(maker: Maker | None) -> bool:
-        if maker is None or maker[0] not in names:
+    def is_chosen(producer: Producer | None) -> bool:
+        if producer is None or producer[0] not in names:
             return False
-        path, name = names[maker[0]]
-        return maker_name(graph, name, maker) in selection.names(path)
+        path, name = names[producer[0]]
+        return producer_name(graph, name, producer) in selection.names(path)
 
-    found = {maker: is_chosen(maker) for maker in makers.of.values()}
+    found = {producer: is_chosen(producer) for producer in producers.of.values()}
     for op in graph.ops:
         for name, layout in zip(op.operands, flow.operands[op.name], strict=True):
-            maker = makers.of.get(flow.saved.memory(name, layout))
-            found.setdefault((op.name, name), is_chosen(maker))
+            producer = producers.of.get(flow.saved.memory(name, layout))
+            found.setdefault((op.name, name), is_chosen(producer))
         for name, layout in zip(op.results, flow.results[op.name], strict=True):
-            maker = makers.of.get(flow.saved.memory(name, layout))
-            found.setdefault((op.name, ""), is_chosen(maker))
+            producer = producers.of.get(flow.saved.memory(name, layout))
+            found.setdefault((op.name, ""), is_chosen(producer))
     return found
 
 
@@ -253,7 +253,7 @@ def block_choices(
     flow: Flow,
     *,
     unit: Mapping[str, int],
-    seconds: Mapping[Maker, float],
+    seconds: Mapping[Producer, float],
     size: Callable[[Memory], float],
 ) -> list[BlockChoices[Memory]]:
     """The choices of every block, in order.
@@ -278,14 +278,14 @@ def selected_in(
 
     For every block the arguments have its recomputable ops, its path, and whether it may be recomputed.
     """
-    makers: set[Maker] = set()
+    producers: set[Producer] = set()
     kept: dict[Memory, tuple[str, ...]] = {}
     for block, path, may in zip(choices, paths, may_repeat, strict=True):
         names = selection.names(path) if may else frozenset()
-        makers.update(block.running_makers(names))
+        producers.update(block.running_producers(names))
         for memory in block.kept(names):
             kept[memory] = (*kept.get(memory, ()), block.first_user[memory])
-    return Selected(frozenset(makers), kept)
+    return Selected(frozenset(producers), kept)
 
 
 def selected(graph: Graph, plan: Plan, selection: Selection) -> Selected:
@@ -307,17 +307,17 @@ def selected(graph: Graph, plan: Plan, selection: Selection) -> Selected:
 class _Builder:
     def __init__(
         self, graph: Graph, plan: Plan, flow: Flow, unit: Mapping[str, int],
-        seconds: Mapping[Maker, float], size: Callable[[Memory], float],
+        seconds: Mapping[Producer, float], size: Callable[[Memory], float],
     ) -> None:  # fmt: skip
         self.graph, self.flow, self.unit = graph, flow, unit
         self.seconds, self.size = seconds, size
         self.names = op_names(graph, plan)
-        self.makers = Makers.find(graph, flow)
+        self.producers = Producers.find(graph, flow)
         self.parameters = frozenset(graph.parameters.values())
         self.stored = self.parameters.union(graph.buffers.values())
-        self.made: dict[Maker, list[Memory]] = {}
-        for memory, maker in self.makers.of.items():
-            self.made.setdefault(maker, []).append(memory)
+        self.made: dict[Producer, list[Memory]] = {}
+        for memory, producer in self.producers.of.items():
+            self.made.setdefault(producer, []).append(memory)
         self.shared = self._shared()
 
     def blocks(self) -> list[list[Op]]:
@@ -343,12 +343,15 @@ class _Builder:
 
     def block(self, ops: Sequence[Op]) -> BlockChoices[Memory]:
         reads = {
-            maker: reads for op in ops for maker, reads in self._steps(op) if self._is_choice(maker)
+            producer: reads
+            for op in ops
+            for producer, reads in self._steps(op)
+            if self._is_choice(producer)
         }
-        name_of = {maker: self._name(maker) for maker in reads}
+        name_of = {producer: self._name(producer) for producer in reads}
         found = {
-            name: RecomputableOp(self.seconds.get(maker, 0.0), reads[maker])
-            for maker, name in name_of.items()
+            name: RecomputableOp(self.seconds.get(producer, 0.0), reads[producer])
+            for producer, name in name_of.items()
         }
         users: dict[Memory, str] = {}
         for op in ops:
@@ -364,22 +367,25 @@ class _Builder:
         }
         return BlockChoices(found, tensors, name_of, users)
 
-    def _is_choice(self, maker: Maker) -> bool:
-        op, converted = maker
+    def _is_choice(self, producer: Producer) -> bool:
+        op, converted = producer
         is_parameter = self.flow.saved.root(converted) in self.stored if converted else False
         return (
-            op in self.names and maker in self.made and op not in self.shared and not is_parameter
+            op in self.names
+            and producer in self.made
+            and op not in self.shared
+            and not is_parameter
         )
 
-    def _name(self, maker: Maker) -> str:
-        return maker_name(self.graph, self.names[maker[0]][1], maker)
+    def _name(self, producer: Producer) -> str:
+        return producer_name(self.graph, self.names[producer[0]][1], producer)
 
     def _maker(self, memory: Memory, ops: Sequence[Op]) -> str | None:
-        maker = self.makers.of.get(memory)
-        inside = maker is not None and self.unit[maker[0]] == self.unit[ops[0].name]
-        return self._name(maker) if inside and maker and self._is_choice(maker) else None
+        producer = self.producers.of.get(memory)
+        inside = producer is not None and self.unit[producer[0]] == self.unit[ops[0].name]
+        return self._name(producer) if inside and producer and self._is_choice(producer) else None
 
-    def _steps(self, op: Op) -> Iterator[tuple[Maker, tuple[Memory, ...]]]:
+    def _steps(self, op: Op) -> Iterator[tuple[Producer, tuple[Memory, ...]]]:
         """The conversions for an op, and the op itself, each with the tensors that it reads."""
         reads = dict.fromkeys(
             self.flow.saved.memory(name, layout)
@@ -387,8 +393,8 @@ class _Builder:
             if self.flow.saved.root(name) not in self.stored
         )
         for name in dict.fromkeys(op.operands):
-            if (op.name, name) in self.makers.source:
-                yield (op.name, name), (self.makers.source[op.name, name],)
+            if (op.name, name) in self.producers.source:
+                yield (op.name, name), (self.producers.source[op.name, name],)
         yield (op.name, ""), tuple(reads)
 
     def _saved(self, op: Op) -> Iterator[Memory]:

@@ -171,7 +171,7 @@ class SavedValues:
             return each.memory in choices.kept(self.plan.recompute.names(each.path))
         kept = choices.tensors.get(each.memory)
         if again:
-            return kept is None or kept.maker is None
+            return kept is None or kept.producer is None
         return kept is not None and kept.is_saved
 
 

@@ -9,7 +9,7 @@ from autopar.cost_model.memory import Selected
 from autopar.ir.recompute import Selection
 from autopar.pipeline.blocks import find_blocks
 from autopar.pipeline.priced_blocks import PricedBlocks
-from autopar.pipeline.recomputable import BlockChoices, Maker, Memory, block_choices, selected_in
+from autopar.pipeline.recomputable import BlockChoices, Memory, Producer, block_choices, selected_in
 
 
 class SelectableOps:
@@ -25,11 +25,11 @@ class SelectableOps:
     @cached_property
     def choices(self) -> list[BlockChoices[Memory]]:
         """The ops of every block that can be recomputed."""
-        seconds: dict[Maker, float] = {}
+        seconds: dict[Producer, float] = {}
         for item in self.blocks.items:
             if item.phase == "forward":
-                maker = item.of, item.moves
-                seconds[maker] = seconds.get(maker, 0.0) + float(self._alone(item))
+                producer = item.of, item.moves
+                seconds[producer] = seconds.get(producer, 0.0) + float(self._alone(item))
         graph, plan, flow = self.blocks.graph, self.blocks.plan, self.blocks.flow
         return block_choices(
             graph, plan, flow, unit=self.blocks.unit, seconds=seconds, size=self.blocks.bytes

@@ -181,10 +181,12 @@ class StageBytes:
 
     def _from_outside(self, op: Op) -> tuple[str, ...]:
         """Operands of an op that no op of its block computes."""
-        makers = {name: self.blocks.graph.producer.get(name) for name in op.operands}
+        producers = {name: self.blocks.graph.producer.get(name) for name in op.operands}
         unit = self.blocks.unit[op.name]
         return tuple(
-            n for n, made in makers.items() if made is None or self.blocks.unit[made.name] != unit
+            n
+            for n, made in producers.items()
+            if made is None or self.blocks.unit[made.name] != unit
         )
 
     @cached_property

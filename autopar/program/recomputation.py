@@ -15,7 +15,7 @@ from autopar.ir.recompute import Recompute, Selection, path_pattern
 from autopar.passes.cut_stages import stage_numbers
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import repeating_parts
-from autopar.pipeline.recomputable import recomputable_names, recomputed_makers
+from autopar.pipeline.recomputable import recomputable_names, recomputed_producers
 from autopar.rules.random import is_key
 
 
@@ -29,14 +29,16 @@ def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[i
     parts, blocks = repeating_parts(graph, plan) if has_blocks(graph) else ((), frozenset())
     chosen = None
     if isinstance(plan.recompute, Selection):
-        chosen = recomputed_makers(graph, plan, plan.recompute)
+        chosen = recomputed_producers(graph, plan, plan.recompute)
     places = {op.name: i for i, op in enumerate(graph.ops)}
     begins = [places[part.start] for part in parts[1:]]
     for node, number in stage_numbers(module, places, begins).items():
-        maker = node.meta["origin"], node.meta.get("converts", "")
+        producer = node.meta["origin"], node.meta.get("converts", "")
         node.meta["block"] = number
         node.meta["again"] = (
-            number in blocks and not is_key(node) and (chosen is None or chosen.get(maker, False))
+            number in blocks
+            and not is_key(node)
+            and (chosen is None or chosen.get(producer, False))
         )
     return blocks
 

@@ -126,8 +126,8 @@ class AxisProgram:
     def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:
         problem = self.problem
         labels = {index: _pick(options, chosen) for index, options in self._ops.items()}
-        for index, maker in problem.collapsed.items():
-            labels[index] = problem.follow(index, labels[maker.index])
+        for index, producer in problem.collapsed.items():
+            labels[index] = problem.follow(index, labels[producer.index])
         return tuple(labels[index] for index in range(len(problem.ops)))
 
     # Decisions
@@ -150,10 +150,10 @@ class AxisProgram:
 
     def _labels(self, index: int) -> list[tuple[int, Labels]]:
         """The columns that decide for an op class, each with the labels that the class gets if the column is 1."""
-        maker = self.problem.collapsed.get(index)
-        if maker is None:
+        producer = self.problem.collapsed.get(index)
+        if producer is None:
             return list(self._ops[index].items())
-        made = self._ops[maker.index].items()
+        made = self._ops[producer.index].items()
         return [(column, self.problem.follow(index, labels)) for column, labels in made]
 
     def _add_entry(self, index: int) -> None:
@@ -179,10 +179,13 @@ class AxisProgram:
 
     def _made(self, index: int) -> _ByTiered:
         """The layouts in which the op class that computes a tensor can give it."""
-        maker = self.problem.made[index]
+        producer = self.problem.made[index]
         return _columns(
-            (TieredLayout(maker.layout(self.problem.layouts(maker.index, labels).results)), column)
-            for column, labels in self._ops[maker.index].items()
+            (
+                TieredLayout(producer.layout(self.problem.layouts(producer.index, labels).results)),
+                column,
+            )
+            for column, labels in self._ops[producer.index].items()
         )
 
     def _input(self, index: int, demands: list[_ByLayout]) -> _ByTiered:

@@ -253,8 +253,8 @@ class Problem:
 
     def follow(self, index: int, labels: Labels) -> Labels:
         """The labels of a collapsed view, given the labels of the class that computes its operand."""
-        maker = self.collapsed[index]
-        given = maker.layout(self.layouts(maker.index, labels).results)
+        producer = self.collapsed[index]
+        given = producer.layout(self.layouts(producer.index, labels).results)
         choices = self.ops[index].choices
         return tuple(
             next(choice.label for choice in choices if choice.operands[0] == state)
@@ -462,9 +462,9 @@ class Problem:
         ]
         return uses[0] if len(siblings) == 1 else None
 
-    def _passes(self, index: int, maker: Made) -> Made | None:
+    def _passes(self, index: int, producer: Made) -> Made | None:
         """The class that computes the result of a view if the view is collapsed; None if it cannot be collapsed."""
-        op, source = self.ops[index], self.ops[maker.index]
+        op, source = self.ops[index], self.ops[producer.index]
         view = self.saved.view(op.results[0])
         if (
             view is None
@@ -475,15 +475,15 @@ class Problem:
             return None
         onward = {before: after for after, before in view.states.items()}
         for axis, choices in enumerate(self._filters):
-            given = choices.allowed(source, self._dividing[maker.index][axis])
+            given = choices.allowed(source, self._dividing[producer.index][axis])
             taken = choices.allowed(op, self._dividing[index][axis])
             accepted = {choice.operands[0] for choice in taken}
             unsplit = [choice for choice in source.choices if not choice.splits]
-            reached = {maker.state(choice.results[maker.position]) for choice in given}
-            fallback = {maker.state(choice.results[maker.position]) for choice in unsplit}
+            reached = {producer.state(choice.results[producer.position]) for choice in given}
+            fallback = {producer.state(choice.results[producer.position]) for choice in unsplit}
             if not reached <= accepted or not reached | fallback <= onward.keys():
                 return None
-        return Made(maker.index, maker.position, (*maker.views, onward))
+        return Made(producer.index, producer.position, (*producer.views, onward))
 
     def _same_factors(self, op: Op) -> bool:
         """Whether a view's choices split factors of the same size in its operand and result."""

@@ -4,12 +4,12 @@ Let r(o) = 1 if the op o is recomputed, and k(t) = 1 if the tensor t is kept (se
 `autopar.pipeline.recomputable`). The program is
 
     minimize    sum of seconds(o) r(o)
-    subject to  k(t) >= 1 - r(maker of t)         if an op saves t
-                k(t) >= r(o) - r(maker of t)      if o reads t
+    subject to  k(t) >= 1 - r(producer of t)         if an op saves t
+                k(t) >= r(o) - r(producer of t)      if o reads t
                 sum of bytes(t) k(t) <= budget
 
-where "maker of t" is the op that computes t, and r = 0 for the maker of a tensor that enters the block. Jain et al.
-2020 (Checkmate) also choose the order of all ops of a step. Here the order is fixed, because backward recomputes a
+where "producer of t" is the op that computes t, and r = 0 for the producer of a tensor that enters the block. Jain et
+al. 2020 (Checkmate) also choose the order of all ops of a step. Here the order is fixed, because backward recomputes a
 whole block at a time. With a price for every byte in place of the last row, the program is a minimum cut:
 `tests/search/test_selection.py` compares it with networkx. `k` need not be declared integer: its least value is 0 or 1
 if r is 0 or 1.
@@ -43,11 +43,11 @@ def fastest_within(block: BlockChoices[T], budget_bytes: float) -> frozenset[str
         for key, tensor in block.tensors.items()
     }  # fmt: skip
     for key, tensor in block.tensors.items():
-        made = [recomputed[tensor.maker]] if tensor.maker else []
+        made = [recomputed[tensor.producer]] if tensor.producer else []
         if tensor.is_saved:
             program.row([kept[key], *made], lower=1, upper=2)
         for name, op in block.ops.items():
-            if key in op.reads and name != tensor.maker:
+            if key in op.reads and name != tensor.producer:
                 program.row([kept[key], *made], [recomputed[name]], lower=0, upper=2)
     solution = program.solve(max_bytes=budget_bytes)
     if solution is None:

@@ -15,10 +15,13 @@ Block = BlockChoices[str]
 
 
 def block(ops: dict[str, tuple[float, str]], tensors: dict[str, tuple[float, str, bool]]) -> Block:
-    """Ops with their seconds and what they read, tensors with bytes, maker ("" for none), and whether saved."""
+    """Ops with their seconds and what they read, tensors with bytes, producer ("" for none), and whether saved."""
     return BlockChoices(
         {name: RecomputableOp(s, tuple(reads.split())) for name, (s, reads) in ops.items()},
-        {name: BlockTensor(b, maker or None, saved) for name, (b, maker, saved) in tensors.items()},
+        {
+            name: BlockTensor(b, producer or None, saved)
+            for name, (b, producer, saved) in tensors.items()
+        },
     )
 
 
@@ -103,14 +106,14 @@ def least_by_cut(some: Block, price: float) -> float:
     """The least of seconds plus `price` for every kept byte, as a minimum cut.
 
     An op on the sink's side is recomputed: that cuts its edge from the source. A tensor has a node that goes
-    to the sink's side if the tensor is read by a recomputed op; it then cuts the edge from its maker.
+    to the sink's side if the tensor is read by a recomputed op; it then cuts the edge from its producer.
     """
     graph = nx.DiGraph()
     for name, op in some.ops.items():
         graph.add_edge("keep", name, capacity=op.seconds)
     for name, tensor in some.tensors.items():
-        maker = tensor.maker or "keep"
-        graph.add_edge(maker, ("kept", name), capacity=price * tensor.bytes)
+        producer = tensor.producer or "keep"
+        graph.add_edge(producer, ("kept", name), capacity=price * tensor.bytes)
         if tensor.is_saved:
             graph.add_edge(("kept", name), "recompute", capacity=float("inf"))
         for reader, op in some.ops.items():
