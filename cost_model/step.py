@@ -31,15 +31,7 @@ from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import (
-    COMPUTE,
-    FULL,
-    TOUCHED,
-    Holding,
-    Item,
-    Region,
-    TrainingState,
-)
+from autopar.cost_model.items import COMPUTE, FULL, TOUCHED, Holding, Item, Region, TrainingState
 from autopar.cost_model.software import Software
 from autopar.ir import Tier
 from autopar.ir.recompute import Recompute

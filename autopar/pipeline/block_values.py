@@ -21,7 +21,8 @@ from autopar.ir.recompute import path_pattern
 from autopar.ir.saved import SavedLayout
 from autopar.pipeline.blocks import find_blocks, has_blocks
 from autopar.pipeline.parts import Part, is_whole, parts_of_ops, repeating_parts
-from autopar.pipeline.recomputable import BlockChoices, Memory, Producer, Producers, block_choices
+from autopar.pipeline.producers import Memory, Producer, Producers
+from autopar.pipeline.recomputable import BlockChoices, block_choices
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import Run, Step
 from autopar.ir import Graph, Mesh, Plan
 from autopar.pipeline.parts import block_starts, find_parts
-from autopar.pipeline.recomputable import Memory
+from autopar.pipeline.producers import Memory
 from autopar.pipeline.repetition import Places, Repetition
 from autopar.pipeline.saved_values import SavedValues
 

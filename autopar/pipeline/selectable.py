@@ -9,7 +9,8 @@ from autopar.cost_model.memory import Selected
 from autopar.ir.recompute import Selection
 from autopar.pipeline.blocks import find_blocks
 from autopar.pipeline.priced_blocks import PricedBlocks
-from autopar.pipeline.recomputable import BlockChoices, Memory, Producer, block_choices, selected_in
+from autopar.pipeline.producers import Memory, Producer
+from autopar.pipeline.recomputable import BlockChoices, block_choices, selected_in
 
 
 class SelectableOps:

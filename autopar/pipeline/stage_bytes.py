@@ -18,7 +18,7 @@ from autopar.ir import Op, Tier
 from autopar.pipeline.crossings import Crossings
 from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.priced_blocks import PricedBlocks
-from autopar.pipeline.recomputable import Memory
+from autopar.pipeline.producers import Memory
 from autopar.pipeline.repetition import Places
 from autopar.pipeline.saved_bytes import SavedBytes, SavedMemory
 from autopar.pipeline.stretches import has, sums

@@ -31,7 +31,8 @@ from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.crossings import Crossings
 from autopar.pipeline.parts import block_starts, ends_of_repeats
 from autopar.pipeline.priced_blocks import PricedBlocks
-from autopar.pipeline.recomputable import BlockChoices, Memory
+from autopar.pipeline.producers import Memory
+from autopar.pipeline.recomputable import BlockChoices
 from autopar.pipeline.saved_bytes import SavedBytes
 from autopar.pipeline.selectable import SelectableOps
 from autopar.pipeline.simulation import StageCosts

@@ -15,7 +15,7 @@ from autopar.ir.recompute import Recompute, Selection, path_pattern
 from autopar.passes.cut_stages import stage_numbers
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import repeating_parts
-from autopar.pipeline.recomputable import recomputable_names, recomputed_producers
+from autopar.pipeline.producers import recomputable_names, recomputed_producers
 from autopar.rules.random import is_key
 
 

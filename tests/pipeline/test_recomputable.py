@@ -12,7 +12,7 @@ from autopar.cost_model.software import Software
 from autopar.ir import Graph, Plan
 from autopar.ir.recompute import Selection
 from autopar.pipeline.composed import composed
-from autopar.pipeline.recomputable import op_names, recomputable_names
+from autopar.pipeline.producers import op_names, recomputable_names
 from autopar.pipeline.stage_costs import StageTables
 from autopar.search import search
 from autopar.search.selection import select

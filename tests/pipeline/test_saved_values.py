@@ -17,7 +17,7 @@ from autopar.ir.recompute import Selection
 from autopar.ir.saved import SavedLayout
 from autopar.pipeline.composed import composed, step_of
 from autopar.pipeline.parts import block_starts
-from autopar.pipeline.recomputable import recomputable_names
+from autopar.pipeline.producers import recomputable_names
 from autopar.pipeline.saved_values import SavedValues, possible_lines
 from autopar.pipeline.stage_costs import StageTables
 from autopar.planning.planning import make_plan, prepare_step

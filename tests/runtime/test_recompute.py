@@ -21,7 +21,7 @@ from autopar.errors import PlanError
 from autopar.ir import Graph, Pipeline, Plan
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.parts import block_starts
-from autopar.pipeline.recomputable import recomputable_names
+from autopar.pipeline.producers import recomputable_names
 from autopar.pipeline.stage_costs import StageTables, stage_table
 from autopar.pipeline.stage_table import StageTable
 from autopar.planning.planning import make_plan
