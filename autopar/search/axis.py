@@ -50,7 +50,7 @@ class AxisSolutions:
         """
         if self.problem.byte_seconds:
             return self._program.solve()
-        return AxisProgram(self.problem, self.axis, self.given, thrifty=False).solve()
+        return AxisProgram(self.problem, self.axis, self.given, saves_memory=False).solve()
 
     @cached_property
     def smallest(self) -> Outcome:
@@ -76,7 +76,7 @@ class AxisSolutions:
     @cached_property
     def _program(self) -> AxisProgram:
         """The program that includes slower ways to store parameters that save memory."""
-        return AxisProgram(self.problem, self.axis, self.given, thrifty=True)
+        return AxisProgram(self.problem, self.axis, self.given, saves_memory=True)
 
 
 def excess(bytes: float, bound: float | None) -> float:

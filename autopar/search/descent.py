@@ -211,7 +211,7 @@ def _descend(
         others = math.prod(problem.mesh.sizes[a] for a in to_come)
         relaxed = None if bound is None else bound * others
         solutions = AxisSolutions.of(problem, axis, assignment)
-        is_tight = best is not None and best.thrifty
+        is_tight = best is not None and best.saves_memory
         found = latest[axis] = _solution(solutions, relaxed, is_tight)
         if not is_tight:
             refused = min(refused, seconds_refused(solutions.fastest, relaxed))
@@ -250,7 +250,7 @@ def _is_better(found: Outcome, best: Outcome, bound: int | None) -> bool:
 
 def _loosen(problem: Problem, axis: int, found: Outcome, bound: int | None) -> Outcome:
     """The plan that the program without a bound gives, if it fits and is as fast as `found`: it shards less."""
-    if not found.thrifty:
+    if not found.saves_memory:
         return found
     loose = AxisSolutions.of(problem, axis, found.assignment).fastest
     is_as_good = loose is not None and fits(loose, bound)

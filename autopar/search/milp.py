@@ -56,7 +56,7 @@ class Outcome:
         weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
         gap: relative optimality gap at which the solver stopped.
         shape: numbers of rows, columns and binary variables of the program.
-        thrifty: whether the program had strategies that take more time to save memory.
+        saves_memory: whether the program had slower strategies that save memory.
     """
 
     assignment: Assignment
@@ -65,7 +65,7 @@ class Outcome:
     weighed_seconds: float
     gap: float
     shape: tuple[int, int, int]
-    thrifty: bool
+    saves_memory: bool
 
 
 class AxisProgram:
@@ -75,14 +75,16 @@ class AxisProgram:
         problem: the folded graph with its costs.
         axis: position of the mesh axis whose choices the program decides.
         given: assignment whose choices on the other axes are kept.
-        thrifty: with False, the program has only the fastest storage strategy of a parameter for each layout
+        saves_memory: with False, the program has only the fastest storage strategy of a parameter for each layout
             in use, which is enough if memory does not matter. With True it also has slower ones that save memory.
     """
 
-    def __init__(self, problem: Problem, axis: int, given: Assignment, *, thrifty: bool) -> None:
+    def __init__(
+        self, problem: Problem, axis: int, given: Assignment, *, saves_memory: bool
+    ) -> None:
         self.problem, self.axis, self.given = problem, axis, given
-        self._thrifty = thrifty
-        self._select = pareto if thrifty else fastest
+        self._saves_memory = saves_memory
+        self._select = pareto if saves_memory else fastest
         self.program = MixedIntegerProgram()
         self._ops: dict[int, dict[int, Labels]] = {}
         self._parameters: dict[int, dict[int, ParameterPlan]] = {}
@@ -94,7 +96,7 @@ class AxisProgram:
         for index in problem.priced_entries:
             self._add_entry(index)
         self._add_saved()
-        if thrifty:
+        if saves_memory:
             self._add_transient()
 
     def solve(
@@ -120,7 +122,7 @@ class AxisProgram:
         seconds, bytes = float(step.seconds()), float(step.peak_bytes())
         return Outcome(
             assignment, seconds, bytes, seconds + price * bytes, solution.gap, self.program.shape,
-            self._thrifty,
+            self._saves_memory,
         )  # fmt: skip
 
     def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:
@@ -380,14 +382,14 @@ class AxisProgram:
     def _work(self, column: int, index: int, labels: Labels) -> None:
         """Records the bytes that an op class needs only while it runs, under a column."""
         prices = self.problem.prices
-        if self._thrifty and (size := prices.working_bytes(index, labels)):
+        if self._saves_memory and (size := prices.working_bytes(index, labels)):
             for block, counts in enumerate(prices.blocks):
                 if index in counts:
                     self._note(block, "working", [column], counts[index] * size)
 
     def _gather(self, columns: list[int], index: int, source: TieredLayout, target: Layout) -> None:
         """Records the bytes of parameters that a conversion gathers, and of their gradients, under columns."""
-        if self._thrifty and self.problem.entries[index].leaf == "parameter":
+        if self._saves_memory and self.problem.entries[index].leaf == "parameter":
             prices = self.problem.prices
             size = 2 * prices.gathered_bytes(index, source, target)
             for block, count in prices.blocks_using(index).items() if size else ():

@@ -38,7 +38,7 @@ def problem(graph: Graph, *, repeats: bool) -> Problem:
 
 def axis_program(found: Problem) -> AxisProgram:
     labels = tuple((UNSPLIT,) for _ in found.ops)
-    return AxisProgram(found, 0, Assignment(labels, {}, {}), thrifty=False)
+    return AxisProgram(found, 0, Assignment(labels, {}, {}), saves_memory=False)
 
 
 def test_depth_leaves_classes_and_entries_as_they_are() -> None:
