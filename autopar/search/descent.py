@@ -35,7 +35,7 @@ from autopar.search.recipes import RECIPES, Recipe
 _MAX_ROUNDS = 8  # rounds over all axes; all descents seen so far ended after two or three
 _FOLLOWED = 3  # descents without recipes start at the plans of so many of the best combinations
 _MAX_EXPOSURES = 3  # number of times that programs are solved again with another exposure
-_LEAN = 0.8  # bound on memory of a second search, as a fraction of the best plan's memory
+_TIGHTER = 0.8  # bound on memory of a second search, as a fraction of the best plan's memory
 
 # One recipe for each way to split ops, which allows every way to store parameters. Its best plan is at least as fast
 # as that of any recipe that splits ops in this way.
@@ -76,7 +76,7 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
     found += _from_recipes(problem, bound)
     best = best_of(found, bound)
     if bound is not None and fits(best, bound) and len(problem.recipes) > 1:
-        found.append(_from_lean(problem, best, bound))
+        found.append(_from_tighter_bound(problem, best, bound))
     for _ in range(_MAX_EXPOSURES):
         best = best_of(found, bound)
         exposure = Exposure.of(problem.composed(best.assignment))
@@ -188,10 +188,10 @@ def _families(problem: Problem) -> tuple[Recipe, ...]:
     return tuple(row for row in _FAMILIES if row.name != "ep" or has_experts)
 
 
-def _from_lean(problem: Problem, best: Descent, bound: int) -> Descent:
+def _from_tighter_bound(problem: Problem, best: Descent, bound: int) -> Descent:
     """A descent that starts at the best plan under a tighter bound, so that more memory never gives a slower plan."""
-    lean = _descend(problem, _axes(problem), int(_LEAN * best.bytes))
-    return _descend(problem, _axes(problem), bound, start=lean.assignment)
+    smaller = _descend(problem, _axes(problem), int(_TIGHTER * best.bytes))
+    return _descend(problem, _axes(problem), bound, start=smaller.assignment)
 
 
 def _descend(
