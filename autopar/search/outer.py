@@ -103,7 +103,7 @@ def search_plan(
     if fixed_storage is not None or not (request.may_offload or request.offload):
         return outer.run()
     if request.offload:
-        return outer.or_streaming()
+        return outer.with_or_without_streaming()
     far = replace(outer, request=request.but(offload=True))
     try:
         found = outer.run()
@@ -153,7 +153,7 @@ class _Outer:
         others = tuple(each for other, each in rest if other.mesh != trial.mesh)
         return Searched(best, trial, others, explored)
 
-    def or_streaming(self) -> Searched:
+    def with_or_without_streaming(self) -> Searched:
         """The faster one of two plans: parameters on the device during the whole step, or only for each use."""
         streaming = replace(self, request=self.request.but(streams=True))
         try:
@@ -168,7 +168,7 @@ class _Outer:
     def instead_of(self, error: SearchError) -> Searched:
         """This search's plan, after another search has failed with `error`; raises both errors if this one fails."""
         try:
-            return self.or_streaming()
+            return self.with_or_without_streaming()
         except SearchError as other:
             raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
 
