@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopar.cost_model import Hardware, Sizes
 from autopar.cost_model.items import COMPUTE, TOUCHED, Holding, Item, Region, TrainingState
@@ -122,6 +123,19 @@ def seconds_of(items: Iterable[Item], exposure: Exposure, step: Step) -> float:
     return sum(float(item.count) * exposure.seconds(item, step) for item in items)
 
 
+class Use(NamedTuple):
+    """A use of a parameter.
+
+    Attributes:
+        kind, position: class of the op, and position of the parameter among its operands.
+        block: index of the kind of block in which the op runs; None for a block that another of its kind stands for.
+    """
+
+    kind: int
+    position: int
+    block: int | None
+
+
 class Prices:
     """Items and holdings of the classes and entries of a folded graph, with a cache.
 
@@ -152,7 +166,7 @@ class Prices:
         self._every: dict[object, tuple[Item, ...]] = {}
         self._all_parameters: dict[object, tuple[tuple[Item, ...], tuple[Holding, ...]]] = {}
         self._kinds = self._number_kinds()
-        self.blocks, self._users = self._find_blocks()
+        self.blocks, self._uses = self._find_blocks()
 
     # --- nodes
 
@@ -241,9 +255,17 @@ class Prices:
         held = self.nodes.working(self.fold.classes[index].op, labels, "")
         return sum(float(h.bytes) for h in held)
 
+    def uses(self, index: int) -> Mapping[tuple[Use, ...], int]:
+        """The uses of one parameter of an entry, in order -> number of its parameters that are used so."""
+        return self._uses.get(index, {})
+
     def blocks_using(self, index: int) -> Mapping[int, int]:
         """Index of a kind of block -> number of parameters of an entry that are first used in such a block."""
-        return self._users.get(index, {})
+        found: Counter[int] = Counter()
+        for (first, *_), count in self.uses(index).items():
+            if first.block is not None:
+                found[first.block] += count
+        return found
 
     # --- the graph
 
@@ -262,7 +284,7 @@ class Prices:
             found.append(numbers.setdefault(key, len(numbers)))
         return found
 
-    def _find_blocks(self) -> tuple[list[Mapping[int, int]], dict[int, dict[int, int]]]:
+    def _find_blocks(self) -> tuple[list[Mapping[int, int]], dict[int, Counter[tuple[Use, ...]]]]:
         graph, fold = self.graph, self.fold
         is_known = has_blocks(graph) and is_whole(graph)
         blocks = blocks_of_ops(graph) if is_known else layers_of_ops(graph)
@@ -272,15 +294,18 @@ class Prices:
             counts.setdefault(labels[op.name], Counter())[fold.class_of[op.name]] += 1
         kinds = {tuple(sorted(c.items())): label for label, c in reversed(counts.items())}
         number = {label: i for i, label in enumerate(kinds.values())}
-        first = {name: op.name for op in reversed(graph.ops) for name in op.operands}
-        users: dict[int, dict[int, int]] = {}
-        for index, entry in enumerate(fold.entries):
-            for name in entry.names if entry.leaf == "parameter" else ():
-                at = number.get(labels[first[name]]) if name in first else None
-                if at is not None:
-                    into = users.setdefault(index, {})
-                    into[at] = into.get(at, 0) + 1
-        return [dict(kind) for kind in kinds], users
+        found: dict[str, list[Use]] = {}
+        for op in graph.ops:
+            at = number.get(labels[op.name])
+            for position, name in enumerate(op.operands):
+                if name in self._names:
+                    found.setdefault(name, []).append(Use(fold.class_of[op.name], position, at))
+        uses = {
+            index: Counter(tuple(found[name]) for name in entry.names if name in found)
+            for index, entry in enumerate(fold.entries)
+            if entry.leaf == "parameter"
+        }
+        return [dict(kind) for kind in kinds], uses
 
     def buffers(self) -> Iterator[Holding]:
         """Buffers, whole on every rank."""

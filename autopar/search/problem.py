@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -522,8 +523,9 @@ class Parts:
             yield from problem.prices.parameters(index, how)[1]
         yield from problem.prices.buffers()
         yield Holding("saved", "saved activations", "layers", self._saved_bytes())
+        gathered = self._gathered_bytes()
         for block, counts in enumerate(problem.prices.blocks):
-            yield Holding("gathered", "gathered", "layers", self._gathered_bytes(block), "", block)
+            yield Holding("gathered", "gathered", "layers", gathered[block], "", block)
             working = sum(
                 count * problem.prices.working_bytes(index, self.assignment.labels[index])
                 for index, count in counts.items()
@@ -559,11 +561,15 @@ class Parts:
             size += entry.count * sum(problem.bytes(*memory) for memory in kept)
         return size
 
-    def _gathered_bytes(self, block: int) -> float:
-        prices, size = self.problem.prices, 0.0
+    def _gathered_bytes(self) -> Mapping[int | None, float]:
+        """Index of a kind of block -> bytes of the parameters that it is the first to gather in some layout."""
+        prices, found = self.problem.prices, defaultdict[int | None, float](float)
         for index in self.assignment.parameters:
-            count = prices.blocks_using(index).get(block, 0)
             source = self._source(index)
-            for target in self.targets[index] if count else ():
-                size += count * prices.gathered_bytes(index, source, target)
-        return size
+            for uses, count in prices.uses(index).items():
+                first: dict[Layout, int | None] = {}
+                for use in uses:
+                    first.setdefault(self.layouts[use.kind].operands[use.position], use.block)
+                for target, block in first.items():
+                    found[block] += count * prices.gathered_bytes(index, source, target)
+        return found

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost_model import Sizes
+from autopar.cost_model import Sizes, find_hardware
 from autopar.cost_model.items import COMPUTE
 from autopar.cost_model.pricer import Pricer
 from autopar.errors import RecipeError, SearchError
@@ -299,3 +299,30 @@ def test_zero3_needs_no_batch_that_divides(batch: int, mesh: dict[str, int]) -> 
         assert stages(plan, axis) == {3}
     report = autopar.verify(model, inputs, mesh=mesh, plan=plan, loss_fn=F.mse_loss)
     assert report.passed, report
+
+
+class Tied(nn.Module):
+    """A matrix that is looked up by columns and multiplied by rows, in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(8, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores = self.up(self.table(tokens)).mean(1) @ self.table.weight.T
+        return F.cross_entropy(scores, targets)
+
+
+def test_a_tied_matrix_is_gathered_in_each_block_that_needs_it_otherwise() -> None:
+    """Search and plan agree on memory, or the search says so by an assertion."""
+    batch = (torch.randint(8, (4, 8)), torch.randint(8, (4,)))
+    graph = prepare_step(Tied().double(), batch, {}, loss_fn=None).analysis.graph
+    plan = search(graph, {"x": 2, "y": 2}, hardware=find_hardware("cpu-gloo"), recipe="2d")
+    table = graph.parameters["table.weight"]
+    used = {
+        layout
+        for op in graph.ops
+        for name, layout in zip(op.operands, operand_layouts(op, plan.ops[op.name]), strict=True)
+        if name == table
+    }
+    assert len(used) == 2
