@@ -65,29 +65,35 @@ def record_losses(
         ranks: number of processes.
         steps_of_a_point: number of steps whose losses a point is the mean of.
     """
-    entropy = unigram_entropy(training_text())
+    entropy, found = unigram_entropy(training_text()), dict[str, list[float]]()
+    for name in names:
+        found[name] = _trained(losses, name, ranks)
+        document = {
+            "entropy_nats": round(entropy, 4), "steps_of_a_point": steps_of_a_point,
+            "losses_nats": found,
+        }  # fmt: skip
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        print(
+            f"{name:15} {found[name][-1]:.3f} nats per byte, unigram entropy {entropy:.3f}",
+            flush=True,
+        )
+
+
+def _trained(losses: Losses, name: str, ranks: int) -> list[float]:
+    """The losses of one recipe or schedule, on processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "losses"
-        mp.spawn(_train_all, (get_free_port(), ranks, str(file), losses, tuple(names)), ranks)
-        found: dict[str, list[float]] = json.loads(file.read_text())
-    document = {
-        "entropy_nats": round(entropy, 4), "steps_of_a_point": steps_of_a_point,
-        "losses_nats": found,
-    }  # fmt: skip
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    for name, values in found.items():
-        print(f"{name:15} {values[-1]:.3f} nats per byte, unigram entropy {entropy:.3f}")
+        mp.spawn(_train, (get_free_port(), ranks, str(file), losses, name), ranks)
+        return list(map(float, json.loads(file.read_text())))
 
 
-def _train_all(
-    rank: int, port: int, ranks: int, path: str, losses: Losses, names: Sequence[str]
-) -> None:
-    """Trains under every name as one of the processes; the first writes the losses."""
+def _train(rank: int, port: int, ranks: int, path: str, losses: Losses, name: str) -> None:
+    """Trains as one of the processes; the first writes the losses."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    found = {name: losses(name) for name in names}
+    found = losses(name)
     if rank == 0:
         Path(path).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -14,6 +14,8 @@ _BENCHMARKS = Path(__file__).parents[1]
 _HEIGHT, _LEFT, _TOP, _BOTTOM = 300.0, 44.0, 44.0, 40.0
 _LETTER = 7.0  # width of a letter of the key
 _DASHES = ("", "", "5 4", "")  # the third curve of local steps lies on the second
+_SECOND = "2 3"  # dashes of curves whose colour comes again
+_KEY_LINE = 18.0  # height of a further line of the key
 
 
 def local_steps() -> str:
@@ -40,6 +42,16 @@ def versions() -> str:
         "versions", "update", "loss in nats per byte, mean over the rows of 32 updates",
         "Loss of a byte-level GPT in four stages over {} updates: 1F1B with a flush at every update, and schedules "
         "without a flush; all end below the entropy of single bytes",
+    )  # fmt: skip
+
+
+def delays() -> str:
+    """The loss of a small GPT by update, under everything that delays gradients."""
+    return _losses(
+        "delays", "update", "loss in nats per byte, mean over the rows of 32 updates",
+        "Loss of a byte-level GPT on four ranks over {} updates: 1F1B with a flush at every update, schedules without "
+        "one, and replicas that meet every four steps or exchange with a server; all end below the entropy of single "
+        "bytes",
     )  # fmt: skip
 
 
@@ -89,40 +101,59 @@ def _losses(folder: str, unit: str, below: str, label: str) -> str:
     low, high = bounds([entropy, *(loss for curve in curves.values() for loss in curve)])
     count = max(map(len, curves.values()))
     across = Linear(0, count * steps, _LEFT, WIDTH - MARGIN)
-    down = Linear(low, high, _HEIGHT - _BOTTOM, _TOP)
+    key = list(_key(list(curves)))
+    further = key[-1][1] - key[0][1]
+    down = Linear(low, high, _HEIGHT + further - _BOTTOM, _TOP + further)
     return picture(
         label.format(count * steps),
-        _HEIGHT,
-        *_axes(across, down, unit, below),
+        _HEIGHT + further,
+        *_axes(across, down, unit, below, further),
         line(_LEFT, down(entropy), WIDTH - MARGIN, down(entropy), class_="pale"),
         text(WIDTH - MARGIN, down(entropy) - 5, "entropy of single bytes", class_="small", text_anchor="end"),
-        *_drawn(curves, across, down, steps),
+        *_drawn(curves, across, down, steps, key),
     )  # fmt: skip
 
 
-def _axes(across: Linear, down: Linear, unit: str, below: str) -> Iterator[Markup]:
-    yield line(_LEFT, _TOP, _LEFT, _HEIGHT - _BOTTOM, class_="edge")
-    yield line(_LEFT, _HEIGHT - _BOTTOM, WIDTH - MARGIN, _HEIGHT - _BOTTOM, class_="edge")
+def _key(names: Sequence[str]) -> Iterator[tuple[float, float]]:
+    """Where the words of the key stand, from left to right and then in the next line."""
+    x, y = _LEFT, 26.0
+    for name in names:
+        width = 43 + _LETTER * len(name)
+        if x + width > WIDTH + 17:  # the gap after the last may be cut off
+            x, y = _LEFT, y + _KEY_LINE
+        yield x, y
+        x += width
+
+
+def _axes(
+    across: Linear, down: Linear, unit: str, below: str, further: float = 0.0
+) -> Iterator[Markup]:
+    """The axes of a picture that is higher than usual by so much."""
+    height = _HEIGHT + further
+    yield line(_LEFT, _TOP + further, _LEFT, height - _BOTTOM, class_="edge")
+    yield line(_LEFT, height - _BOTTOM, WIDTH - MARGIN, height - _BOTTOM, class_="edge")
     for tick in across.ticks(5)[:-1]:
-        yield centred(across(tick), _HEIGHT - _BOTTOM + 16, f"{tick:g}")
+        yield centred(across(tick), height - _BOTTOM + 16, f"{tick:g}")
     for tick in down.ticks(5):
         yield text(_LEFT - 6, down(tick) + 4, f"{tick:g}", class_="small", text_anchor="end")
-    yield text(WIDTH - MARGIN, _HEIGHT - _BOTTOM + 16, unit, class_="small", text_anchor="end")
-    yield text(MARGIN, _HEIGHT - 8, below, class_="small")
+    yield text(WIDTH - MARGIN, height - _BOTTOM + 16, unit, class_="small", text_anchor="end")
+    yield text(MARGIN, height - 8, below, class_="small")
 
 
 def _drawn(
-    curves: dict[str, list[float]], across: Linear, down: Linear, steps: int
+    curves: dict[str, list[float]],
+    across: Linear,
+    down: Linear,
+    steps: int,
+    key: Sequence[tuple[float, float]],
 ) -> Iterator[Markup]:
-    x = _LEFT
-    for number, (name, losses) in enumerate(curves.items()):
-        colour = COLOURS[number].fill
-        dashes = _DASHES[number % len(_DASHES)]
+    for number, ((name, losses), (x, y)) in enumerate(zip(curves.items(), key, strict=True)):
+        colour = COLOURS[number % len(COLOURS)].fill
+        dashes = _DASHES[number % len(_DASHES)] if number < len(COLOURS) else _SECOND
         middles = [(across((i + 0.5) * steps), down(loss)) for i, loss in enumerate(losses)]
         yield _curve(middles, colour, dashes)
-        yield _curve([(x, 22), (x + 20, 22)], colour, dashes)
-        yield text(x + 26, 26, name, class_="small")
-        x += 43 + _LETTER * len(name)
+        yield _curve([(x, y - 4), (x + 20, y - 4)], colour, dashes)
+        yield text(x + 26, y, name, class_="small")
 
 
 def _curve(points: Sequence[tuple[float, float]], colour: str, dashes: str) -> Markup:

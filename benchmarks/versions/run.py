@@ -113,13 +113,12 @@ def losses(schedule: str) -> list[float]:
     parts = STAGES if small else 1
     count = parts if schedule == "1f1b" else parts * POINT_UPDATES
     model = autopar.compile(
-        GPT(GPTConfig(seq_len=64, layers=4, heads=4, width=64), seed=0), loss_fn=loss_fn,
-        mesh={"pp": STAGES}, recipe=schedule, micro_batches=count,
+        large_model(), loss_fn=loss_fn, mesh={"pp": STAGES}, recipe=schedule, micro_batches=count
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     if schedule != "1f1b":
         model.attach_optimizer(optimizer)
-    return [round(_point(model, optimizer, schedule, rows), 4) for rows in _rows()]
+    return [round(_point(model, optimizer, schedule, rows), 4) for rows in rows_of_points()]
 
 
 def _point(model: Any, optimizer: torch.optim.Optimizer, schedule: str, rows: Batch) -> float:
@@ -133,7 +132,12 @@ def _point(model: Any, optimizer: torch.optim.Optimizer, schedule: str, rows: Ba
     return sum(found) / len(found)
 
 
-def _rows() -> Iterator[Batch]:
+def large_model() -> GPT:
+    """The byte-level GPT of four layers whose losses are shown."""
+    return GPT(GPTConfig(seq_len=64, layers=4, heads=4, width=64), seed=0)
+
+
+def rows_of_points() -> Iterator[Batch]:
     """The rows of the updates of every point."""
     text = training_text()
     every = batches(text, batch_size=POINT_UPDATES * UPDATE_ROWS, seq_len=64, seed=0)
