@@ -66,11 +66,14 @@ class PeerError(RuntimeError):
         collective: its name, such as `all_reduce`.
         group: the c10d name of the process group.
         reason: what torch.distributed says of it.
+        op: what the collective was for, in words: an op of the model, or parameters; "" where it is not known.
     """
 
-    def __init__(self, message: str, *, collective: str, group: str, reason: str = "") -> None:
+    def __init__(
+        self, message: str, *, collective: str, group: str, reason: str = "", op: str = ""
+    ) -> None:
         super().__init__(message)
-        self.collective, self.group, self.reason = collective, group, reason
+        self.collective, self.group, self.reason, self.op = collective, group, reason, op
 
 
 class VerifierError(AssertionError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -29,13 +30,15 @@ from autopar.runtime.world import World
 class _Shard:
     """The properties of a parameter by which it is grouped with others."""
 
+    name: str
     local: Tensor
     parameter: Tensor
 
     @classmethod
-    def of(cls, parameter: Tensor) -> _Shard:
+    def of(cls, number: int, parameter: Tensor) -> _Shard:
         like = torch.empty_like(_torch.local_tensor(parameter), device="meta")
-        return cls(like, like.detach().requires_grad_(parameter.requires_grad))
+        name = f"parameter {number} of the graph"
+        return cls(name, like, like.detach().requires_grad_(parameter.requires_grad))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,7 +54,7 @@ class _Shards:
     """The parameters of a graph in the form that `Gathers` takes; autograd returns their gradients."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.kept = self.specs = list(map(_Shard.of, parameters))
+        self.kept = self.specs = list(starmap(_Shard.of, enumerate(parameters)))
         self.leaves: list[Tensor] = []
 
     def shape(self, i: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from autopar.passes import (
 from autopar.program.program import Program
 from autopar.runtime.alone import leave_to_owners
 from autopar.runtime.compiled import Executor
-from autopar.runtime.failing_op import naming_line
+from autopar.runtime.failing_op import naming_line, naming_op
 from autopar.runtime.gather import Gathers
 from autopar.runtime.hops import Hop
 from autopar.runtime.parameters import ParameterStore, Residents
@@ -256,7 +256,8 @@ class BoundProgram:
             if torch.is_grad_enabled():
                 self._runner.end_backward()
             if total is not None:
-                (loss,) = total.wait()
+                with naming_op("the loss"):
+                    (loss,) = total.wait()
         self._runner.end()
         return StepResults(loss, joined(self.program, pieces, shares))
 

@@ -9,7 +9,8 @@ import contextlib
 import re
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ from autopar.ops.nodes import module_path
 from autopar.units import format_bytes
 
 GENERATED = "<eval_with_key>"  # how torch.fx names the files of generated code
+_NAMES = 3  # of the tensors of a collective that a message has
 _NO_MEMORY = (
     "can't allocate memory"  # of PyTorch's allocator for the CPU, which raises a RuntimeError
 )
@@ -30,7 +32,12 @@ def naming_line() -> Iterator[None]:
     """Adds to an error of an op the line and the module of the model, and what to do where memory ran out."""
     try:
         yield
-    except (AutoparError, PeerError):
+    except AutoparError:
+        raise
+    except PeerError as error:
+        node = _failed_node(error)
+        if node is not None and not error.op:
+            error.op = _op_words(node)
         raise
     except Exception as error:
         node = _failed_node(error)
@@ -45,6 +52,27 @@ def naming_line() -> Iterator[None]:
                 "smaller batch. model.explain() shows the peak that was priced."
             )
         raise
+
+
+@contextlib.contextmanager
+def naming_op(words: str) -> Iterator[None]:
+    """Says in a PeerError what the collective was for, such as "the loss"."""
+    try:
+        yield
+    except PeerError as error:
+        error.op = error.op or words
+        raise
+
+
+def naming_tensors(what: str, names: Sequence[str]) -> AbstractContextManager[None]:
+    """A context that says in a PeerError of which tensors the collective was.
+
+    Args:
+        what: what they are: "gradients".
+        names: their names, of which the first few are said.
+    """
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return naming_op(f"the {what} of {', '.join(names[:_NAMES])}{more}")
 
 
 @contextlib.contextmanager
@@ -68,6 +96,13 @@ def naming_plan(predicted: Callable[[], tuple[float, float]]) -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device's memory did not suffice."""
     return isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY in str(error)
+
+
+def _op_words(node: fx.Node) -> str:
+    """A node in words: its name, and the module of the model that it or its operands are of."""
+    paths = (module_path(each) for each in (node, *node.all_input_nodes))
+    path = next((path for path in paths if path), "")
+    return f"{node.name}" + (f" of module {path}" if path else "")
 
 
 def _failed_node(error: BaseException) -> fx.Node | None:

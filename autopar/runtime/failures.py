@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar import _torch
 from autopar.capture.remedies import remedy_of_operands
 from autopar.errors import AutoparError, PeerError
 
@@ -70,6 +71,10 @@ class _Shown:
             path = Path(os.environ[_FILE])
             whole = path.with_suffix(".traceback.txt")
             whole.write_text("".join(traceback.format_exception(kind, error, trace)))
+            if _lost_peer(error) and (record := _torch.flight_record()):
+                flight = path.with_suffix(".flight_recorder.json")
+                flight.write_bytes(record)
+                error.add_note(f"flight recorder: {flight}")
             reports = _Reports.of_this_run()
             knows = not _lost_peer(error)
             others = reports.exchange(received, knows=knows)

@@ -27,6 +27,7 @@ from autopar.ir import Mesh
 from autopar.ops.collectives import Collective, result_shape
 from autopar.ops.moves import is_move
 from autopar.passes.group_gathers import Chain, find_gathers, group_gathers
+from autopar.runtime.failing_op import naming_tensors
 from autopar.runtime.hops import Hop, Route, cast, moving, signature, transposed
 from autopar.runtime.parameters import overlapping_bytes
 from autopar.runtime.transfer import Transfer, travel
@@ -178,9 +179,15 @@ class Gathers:
         self._calls, self._saved = [], {}
 
     def _land(self, parameters: list[int], transfer: Transfer) -> None:
-        for i, gradient in zip(parameters, transfer.wait(), strict=True):
+        with self.naming("gradients", parameters):
+            gradients = transfer.wait()
+        for i, gradient in zip(parameters, gradients, strict=True):
             leaf = self.residents.leaves[i]
             leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+    def naming(self, what: str, parameters: Sequence[int]) -> AbstractContextManager[None]:
+        """A context in which an error says whose values or gradients a collective carries."""
+        return naming_tensors(what, [self.residents.specs[i].name for i in parameters])
 
     def forget(self) -> None:
         """Drops what a step that did not end has left."""
@@ -237,7 +244,8 @@ class _Call:
     def gather(self) -> list[Tensor]:
         """The full parameters, for forward."""
         transfer, self._ahead = self._ahead or self._start(range(len(self.shards))), None
-        values = transfer.wait()
+        with self.owner.naming("values", self.group.members):
+            values = transfer.wait()
         self.owner.opened(self, values)
         return values
 
@@ -253,7 +261,8 @@ class _Call:
             self.start_again()
             assert self._again is not None
             (wanted, transfer), self._again = self._again, None
-            self._values = dict(zip(wanted, transfer.wait(), strict=True))
+            with self.owner.naming("values", [self.group.members[i] for i in wanted]):
+                self._values = dict(zip(wanted, transfer.wait(), strict=True))
             self.owner.start_previous(self)
         return self._values[position]
 

@@ -301,7 +301,7 @@ class BoundPipeline:
                 raise cause from None
             raise PeerError(
                 str(cause).strip().partition("\n")[0], collective="send or receive",
-                group=self._pipe.group_name,
+                group=self._pipe.group_name, op=f"stage {', '.join(map(str, self._runners))}",
             ) from error  # fmt: skip
 
 

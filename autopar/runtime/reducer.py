@@ -8,12 +8,14 @@ same collectives in the same order while backward goes on. What a bucket carries
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from autopar import _torch
+from autopar.runtime.failing_op import naming_tensors
 from autopar.runtime.hops import signature
 from autopar.runtime.parameters import Residents, batches
 from autopar.runtime.transfer import Transfer
@@ -146,18 +148,24 @@ class Reducer:
                 leaf.grad = None
         if gradients:
             routes = [self._residents.returns[i] for i in bucket.sent]
-            bucket.transfer = Transfer(routes, gradients, self._residents.world)
+            with self._naming(bucket):
+                bucket.transfer = Transfer(routes, gradients, self._residents.world)
             self._under_way.append(bucket)
 
     @torch.no_grad()
     def _receive(self, bucket: Bucket) -> None:
         assert bucket.transfer is not None
-        gradients = bucket.transfer.wait()
+        with self._naming(bucket):
+            gradients = bucket.transfer.wait()
         bucket.transfer = None
         for i, gradient in zip(bucket.sent, gradients, strict=True):
             parameter = self._residents.kept[i].parameter
             if parameter.requires_grad:
                 _torch.accumulate_gradient(parameter, gradient)
+
+    def _naming(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """A context in which an error says whose gradients a bucket has."""
+        return naming_tensors("gradients", [self._residents.specs[i].name for i in bucket.sent])
 
 
 def _start_shape(hops: Sequence[object], local: Tensor) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from autopar.ir import PIPELINE_AXIS, Meeting, Mesh, mesh_of_all, without_pipeli
 from autopar.ops.collectives import group_name
 from autopar.runtime.files import Files
 from autopar.runtime.tiers import Tiers
+from autopar.runtime.waits import who_waits
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,17 @@ class World:
             cause = " ".join(
                 f"rank {other} runs another program. {why}" for other, why in waiting.items()
             )
-        return PeerError(
+        where = f"{error.collective} over {axis}" + (f", for {error.op}" if error.op else "")
+        explained = PeerError(
             f"{doing} broke in {error.collective} over {axis} on rank {rank}: {cause} "
             f"({error.reason or error})",
-            collective=error.collective,
-            group=error.group,
-            reason=error.reason,
-        )
+            collective=error.collective, group=error.group, reason=error.reason, op=error.op,
+        )  # fmt: skip
+        if error.op:
+            explained.add_note(f"for:    {error.op}")
+        if words := who_waits(f"{doing}: {where}"):
+            explained.add_note(f"ranks:  {words}")
+        return explained
 
 
 def _pipeline_group(device_mesh: DeviceMesh, timeout_seconds: float | None) -> str:

@@ -1,5 +1,9 @@
 """Process groups of c10d: found by name, their collectives, their store and their timeouts."""
 
+import json
+import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import torch
@@ -50,6 +54,22 @@ def test_the_store_of_the_default_group_is_found(group):
     store.set_timeout(timedelta(seconds=7))
     assert _torch.store_seconds(store) == 7
     assert _torch.store_host(store) == ""
+
+
+def test_the_flight_recorder_is_read_where_it_is_on():
+    """In a process of its own: the recorder reads its switch once."""
+    program = (
+        "import torch, torch.distributed as dist; from autopar import _torch\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(3)); print(_torch.flight_record().decode())"
+    )
+    for size, expected in ("10", ["gloo:all_reduce"]), ("0", []):
+        said = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | {"TORCH_FR_BUFFER_SIZE": size},
+            capture_output=True, text=True, check=True, timeout=120,
+        ).stdout.strip()  # fmt: skip
+        entries = json.loads(said)["entries"] if said else []
+        assert [each["profiling_name"] for each in entries] == expected
 
 
 def test_the_machine_of_a_store_is_found_below_prefixes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def work(
     try:
         made.step(*batch)
     except autopar.PeerError as error:
-        Path(folder, f"error{rank}").write_text(str(error))
+        Path(folder, f"error{rank}").write_text("\n".join([str(error), *error.__notes__]))
         os._exit(3)
     os._exit(0)
 
@@ -79,6 +80,12 @@ def test_the_others_end_with_an_error(
             f"over axis 'dp' of dp={RANKS} on rank {rank}: another rank of that axis died"
             in message
         )
+        assert re.search(r"waited in Step 2: \w+ over axis 'dp' of dp=3", message), message
+        # The collectives of tp in backward are those of autograd, which knows no op.
+        assert ("\nfor:    the " in message) == (recipe != "tp")
+    # A rank does not wait long for others to say where they are; the last one knows of all.
+    said = [(tmp_path / f"error{rank}").read_text() for rank in (0, 2)]
+    assert any("Rank 1 says nothing: it died, hangs, or computes" in each for each in said)
 
 
 def run_all(target: Callable[..., None], folder: Path, *args: object) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import autopar
-from autopar.runtime.failing_op import naming_plan
+from autopar.errors import PeerError
+from autopar.runtime.failing_op import naming_line, naming_plan, naming_tensors
 
 
 def test_a_step_without_memory_names_the_priced_peak() -> None:
@@ -24,6 +25,28 @@ def test_a_step_without_memory_names_the_priced_peak() -> None:
     assert planned.startswith("planned: a peak of ") and planned.endswith(
         " of a rank's memory, optimizer states included"
     )
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    raise PeerError("lost", collective="all_reduce", group="1")
+
+
+def test_a_lost_peer_is_told_with_the_op_that_waited_for_it() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.relu, (x,))
+    product.meta["nn_module_stack"] = {"": ("", nn.Module), "2": ("2", nn.ReLU)}
+    graph.output(graph.call_function(broken, (product,)))
+    module = fx.GraphModule(nn.Module(), graph)
+    with pytest.raises(PeerError) as raised, naming_line():
+        module(torch.ones(2))
+    assert raised.value.op == "broken of module 2"
+
+
+def test_tensors_of_a_lost_collective_are_named_up_to_three() -> None:
+    with pytest.raises(PeerError) as raised, naming_tensors("gradients", ["a", "b", "c", "d"]):
+        broken(torch.ones(2))
+    assert raised.value.op == "the gradients of a, b, c and 1 more"
 
 
 def test_other_errors_ask_for_no_price() -> None:
