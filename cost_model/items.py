@@ -8,7 +8,7 @@ expressions if they are symbols.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -22,6 +22,7 @@ from autopar.ir import Layout, Tensor, Tier
 Region = Literal["before", "layers", "after"]
 Phase = Literal["forward", "backward", "gather", "reduce", "meet"]
 COMPUTE = "compute"
+Places = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Item:
             forward has gathered the tensor already.
         moves: name of the tensor that a conversion inside the graph converts; "" for all other work.
         hidden_seconds: part of `seconds` that overlaps with the products with which a collective is decomposed.
+        places: mesh axis, by its index, and the positions along it of the ranks that do the work; along axes that are
+            not named, all do. Empty for work of all ranks.
     """
 
     name: str
@@ -70,6 +73,18 @@ class Item:
     recomputed: int = 0
     moves: str = ""
     hidden_seconds: Quantity = 0
+    places: Places = ()
+
+    def runs_at(self, position: Sequence[int]) -> bool:
+        """Whether the rank at these mesh coordinates does this work."""
+        return all(position[axis] in positions for axis, positions in self.places)
+
+
+def runs_every_time(item: Item) -> bool:
+    """Whether an item runs once per micro-batch, not once per step."""
+    return item.phase in ("forward", "backward") or (
+        item.phase == "reduce" and item.every_micro_batch
+    )
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,36 @@ from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds, own_collectives
 from autopar.cost_model.compute import OpPrice, inner_tensors, local_bytes, memory_seconds
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Phase, Region, TrainingState
+from autopar.cost_model.items import (
+    COMPUTE,
+    FULL,
+    Holding,
+    Item,
+    Phase,
+    Places,
+    Region,
+    TrainingState,
+)
 from autopar.cost_model.memory import KeptSlice
 from autopar.cost_model.owners import Position, is_own_copy, owned_share
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
 from autopar.cost_model.ways import move_item, way_back, way_to_resident
 from autopar.ir import (
+    ANY,
     Graph,
     Labels,
     Layout,
+    LayoutStep,
     Meeting,
     Op,
     ParameterPlan,
+    State,
     Tensor,
     Tier,
     TieredLayout,
     has_owner,
+    owner_of,
     steps,
 )
 from autopar.ir.meeting import SERVER
@@ -108,7 +121,7 @@ class NodePricer:
                 yield Item(
                     words_of(op), op.kind, COMPUTE, phase, region, count * part.passes,
                     part.seconds, part.traffic_bytes, part.flops, kernels, of=op.name,
-                    recomputed=self._recomputed(op.name, phase),
+                    recomputed=self._recomputed(op.name, phase), places=places_of(labels),
                 )  # fmt: skip
         yield from self._own_collectives(op, labels, region, count)
 
@@ -124,12 +137,12 @@ class NodePricer:
             if forward:
                 yield self._item(
                     title, forward, axis, "forward", region, count, before, after, "activation",
-                    of=op.name,
+                    of=op.name, places=places_of(labels),
                 )  # fmt: skip
             if backward:
                 yield self._item(
                     title, backward, axis, "backward", region, count, after, before, "activation",
-                    of=op.name,
+                    of=op.name, places=places_of(labels),
                 )  # fmt: skip
 
     def working(self, op: Op, labels: Labels, block: Hashable) -> Iterator[Holding]:
@@ -137,7 +150,8 @@ class NodePricer:
         if op.kind == LOSS:
             region, count = self.place(op.name, op.module)
             moved = local_bytes(op, labels, self.graph.tensors, self.sizes, self.inner)
-            yield Holding(words_of(op), "working", region, count * moved, op.name, block)
+            if all(self.position[axis] in owners for axis, owners in places_of(labels)):
+                yield Holding(words_of(op), "working", region, count * moved, op.name, block)
 
     # --- conversions
 
@@ -158,22 +172,25 @@ class NodePricer:
         region, count = self.place(name, self.modules.get(name, ""))
         title = self._title(name)
         yield from self._brought(name, source, user, again)
-        for axis, forward, backward, before, after in self._steps(tensor, source.layout, target):
+        for axis, forward, backward, before, after, places in self._steps(
+            tensor, source.layout, target
+        ):
             yield self._item(
                 title, forward, axis, "forward", region, count, before, after, carries, of=user, moves=name,
+                places=places,
             )  # fmt: skip
             if tensor.needs_grad:
                 back = "gradient" if carries == "parameter" else carries
                 scale = self._gradient_scale(tensor) if carries == "parameter" else 1
                 yield self._item(
                     title, backward, axis, "backward", region, count, after * scale, before * scale,
-                    back, of=user, moves=name,
+                    back, of=user, moves=name, places=places,
                 )  # fmt: skip
             if again and tensor.needs_grad and forward == "all_gather":
                 spared = carries == "parameter" and user in self.recomputed
                 yield self._item(
                     title, forward, axis, "backward", region, count, before, after, carries, of=user, moves=name,
-                    recomputed=-int(spared),
+                    recomputed=-int(spared), places=places,
                 )  # fmt: skip
 
     def restored(self, kept: KeptSlice) -> Iterator[Item]:
@@ -190,7 +207,7 @@ class NodePricer:
             yield item(move, phase="forward")
         for move in way_back(there):
             yield item(move, phase="backward")
-        for axis, name, _, before, after in self._steps(tensor, kept.slice_layout, kept.layout):
+        for axis, name, _, before, after, _ in self._steps(tensor, kept.slice_layout, kept.layout):
             yield self._item(
                 title, name, axis, "backward", region, count, before, after, "activation", of=op.name,
                 recomputed=0,
@@ -223,8 +240,9 @@ class NodePricer:
         if source.tier != "device":
             brought = self.sizes.bytes(tensor, source.layout)
             yield Holding("gathered", "gathered", region, brought, user, block)
-        for axis, forward, _, _, after in self._steps(tensor, source.layout, target):
-            if sends(forward):
+        share = owned_share(target, self.position, self.sizes) if has_owner(target) else 1
+        for axis, forward, _, _, after, _ in self._steps(tensor, source.layout, target):
+            if sends(forward) and share:
                 held = after * smaller(1, self.sizes.axis(axis) - 1)
                 yield Holding("gathered", "gathered", region, held, user, block)
 
@@ -240,18 +258,18 @@ class NodePricer:
         if tensor.is_cast:
             yield self._cast(name, tensor, how, region, count)
         yield from self._moves(name, tensor, how, region, count)
-        for axis, forward, backward, before, after in self._steps(
+        for axis, forward, backward, before, after, places in self._steps(
             tensor, how.storage, how.resident
         ):
             yield self._item(
                 title, forward, axis, "gather", region, count, before, after, "parameter",
-                of=name, every_micro_batch=False,
+                of=name, every_micro_batch=False, places=places,
             )  # fmt: skip
             if tensor.needs_grad:
                 scale = self._gradient_scale(tensor)
                 yield self._item(
                     title, backward, axis, "reduce", region, count, after * scale, before * scale,
-                    "gradient", of=name, every_micro_batch=how.reduce == "micro_batch",
+                    "gradient", of=name, every_micro_batch=how.reduce == "micro_batch", places=places,
                 )  # fmt: skip
 
     def parameter(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
@@ -333,6 +351,8 @@ class NodePricer:
         """Yields kind of memory, its bytes for `count` parameters, and whether the optimizer reads or updates it."""
         share = count * owned_share(how.storage, self.position, self.sizes)
         stored = share * self.sizes.bytes(tensor.at_rest, how.storage)
+        if has_owner(how.resident):  # the other ranks have neither a copy nor a gradient
+            count = count * owned_share(how.resident, self.position, self.sizes)
         copied = count * self.sizes.bytes(tensor, how.resident)
         if is_own_copy(how.storage, how.resident) and not tensor.is_cast:
             copied = copied - stored
@@ -392,6 +412,7 @@ class NodePricer:
         return Item(
             "casting parameters", "cast", COMPUTE, "gather", region, count,
             moved / self.hardware.updates_per_second(how.tier), moved, every_micro_batch=False, of=name,
+            places=places_in(how.storage),
         )  # fmt: skip
 
     def _moves(
@@ -438,26 +459,30 @@ class NodePricer:
             seconds = moved / self.hardware.updates_per_second(how.resident_tier)
         return Item(
             "accumulating gradients", "accumulate", COMPUTE, "backward", region, count, seconds, moved, of=name,
+            places=places_in(how.resident),
         )  # fmt: skip
 
     # --- collectives
 
     def _steps(
         self, tensor: Tensor, source: Layout, target: Layout
-    ) -> Iterator[tuple[int, str, str, Quantity, Quantity]]:
+    ) -> Iterator[tuple[int, str, str, Quantity, Quantity, Places]]:
+        """Yields axis, both collectives, bytes before and after, and the ranks that take part in each step."""
         layout = list(source)
         before = self.sizes.bytes(tensor, source)
         for step in steps(source, target):
+            places = _places_of_step(layout, step)
             layout[step.axis] = step.target
             after = self.sizes.bytes(tensor, tuple(layout))
-            yield step.axis, step.transition.forward, step.transition.backward, before, after
+            forward, backward = step.transition.forward, step.transition.backward
+            yield step.axis, forward, backward, before, after, places
             before = after
 
     def _item(
         self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,
         before: Quantity, after: Quantity, carries: str, *, of: str, every_micro_batch: bool = True,
         recomputed: int | None = None,
-        moves: str = "",
+        moves: str = "", places: Places = (),
     ) -> Item:  # fmt: skip
         ranks = self.sizes.axis(axis)
         seconds = collective_seconds(
@@ -472,7 +497,7 @@ class NodePricer:
             count, seconds, sent, kernels=int(carries == "activation"),
             carries="" if local else carries,
             every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of, moves=moves,
-            recomputed=self._recomputed(of, phase) if recomputed is None else recomputed,
+            recomputed=self._recomputed(of, phase) if recomputed is None else recomputed, places=places,
         )  # fmt: skip
 
     def _title(self, name: str) -> str:
@@ -480,6 +505,26 @@ class NodePricer:
         if name in self.graph.producer:
             return f"of {words_of(self.graph.producer[name])}"
         return numbers_out(self.modules.get(name, name))
+
+
+def places_of(labels: Labels) -> Places:
+    """The ranks that run an op: for each axis with a label such as `@1`, the axis and the position of this rank."""
+    owners = ((axis, owner_of(label)) for axis, label in enumerate(labels))
+    return tuple((axis, (owner,)) for axis, owner in owners if owner is not None)
+
+
+def places_in(layout: Sequence[State]) -> Places:
+    """The ranks that have a tensor in this layout: for each axis with an owner, the axis and the owner's position."""
+    owned = ((axis, s.owner) for axis, s in enumerate(layout) if s.kind == "O" and s.owner != ANY)
+    return tuple((axis, (owner,)) for axis, owner in owned)
+
+
+def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
+    """The ranks that take part in a step of a conversion: along its own axis all, or both ends of a send."""
+    found = tuple(place for place in places_in(layout) if place[0] != step.axis)
+    if step.source.kind == step.target.kind == "O":
+        found += ((step.axis, (step.source.owner, step.target.owner)),)
+    return found
 
 
 def _grows(storage: Layout, resident: Layout) -> bool:

@@ -1,4 +1,4 @@
-"""Costs of parameters that one rank of an axis owns (state `O(i)`).
+"""Costs of parameters that one rank of an axis owns (state `O(i)`), and the ranks of plans in which it runs ops.
 
 During a step every rank holds the resident copy, and its gradient until it is reduced. Only the owner keeps the stored
 parameter and the optimizer's states, and updates them. The memory and the optimizer's time of a plan are those of the
@@ -12,7 +12,18 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import ANY, Graph, Layout, Mesh, ParameterPlan, has_owner, local_elements
+from autopar.ir import (
+    ANY,
+    OWNED,
+    Graph,
+    Layout,
+    Mesh,
+    ParameterPlan,
+    Plan,
+    has_owner,
+    local_elements,
+    runs_alone,
+)
 
 Position = Sequence[int]
 
@@ -38,6 +49,25 @@ def busiest_owner(graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: M
         return found
 
     return max(itertools.product(*axes), key=owned_bytes)
+
+
+def has_lone_ops(plan: Plan) -> bool:
+    """Whether one rank of some axis runs an op of the plan alone."""
+    return any(map(runs_alone, plan.ops.values()))
+
+
+def owners_of_ops(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Mesh coordinates of the ranks that differ in work or memory; 0 along axes without owners."""
+    owned = [how.storage for how in plan.parameters.values()]
+    axes = [
+        any(labels[axis].startswith(OWNED) for labels in plan.ops.values())
+        or any(storage[axis].kind == "O" for storage in owned)
+        for axis in range(len(plan.mesh.axes))
+    ]
+    ranges = (
+        range(n if is_owned else 1) for n, is_owned in zip(plan.mesh.sizes, axes, strict=True)
+    )
+    return tuple(itertools.product(*ranges))
 
 
 def owned_share(storage: Layout, position: Position, sizes: Sizes) -> Quantity:

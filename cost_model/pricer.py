@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,12 +12,20 @@ from autopar.cost_model.collectives import BUCKET_BYTES
 from autopar.cost_model.decomposed import Decomposed
 from autopar.cost_model.flow import Flow
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import COMPUTE, FULL, Holding, Item, Phase, TrainingState
+from autopar.cost_model.items import (
+    COMPUTE,
+    FULL,
+    Holding,
+    Item,
+    Phase,
+    TrainingState,
+    runs_every_time,
+)
 from autopar.cost_model.memory import KeptSlice, Selected, keeps, layers_of_ops, recomputed_ops
 from autopar.cost_model.nodes import NodePricer, numbers_out, regions_of, words_of
-from autopar.cost_model.owners import busiest_owner
+from autopar.cost_model.owners import Position, busiest_owner, owned_share
 from autopar.cost_model.sizes import Sizes
-from autopar.ir import Graph, Layout, Op, Plan, Tier
+from autopar.ir import Graph, Layout, Op, Plan, Tier, has_owner
 
 _Memory = tuple[str, Layout]
 _Kept = tuple[str, Layout, Tier]  # tensor, layout and tier of what is saved
@@ -135,7 +144,31 @@ class Pricer:
             if item.phase == "forward":
                 yield item
 
+    def in_order(self) -> list[Item]:
+        """The items of a micro-batch in the order in which a rank runs them.
+
+        Forward runs the ops in the order of the graph, each after the conversions of its operands. Backward runs them
+        in reverse. What belongs to parameters comes last.
+        """
+        last = len(self.graph.ops)
+        index = {op.name: i for i, op in enumerate(self.graph.ops)}
+
+        def key(item: Item) -> tuple[int, int, bool]:
+            if item.phase == "forward":
+                return 0, index.get(item.of, last), not item.moves
+            is_of_parameter = item.phase == "reduce" or (item.of not in index and bool(item.of))
+            return 1, last + 1 if is_of_parameter else -index.get(item.of, last), bool(item.moves)
+
+        return sorted(filter(runs_every_time, self.items()), key=key)
+
     # --- memory
+
+    def at(self, position: Position) -> Pricer:
+        """This pricer with the memory of the rank at these mesh coordinates."""
+        found = copy(self)
+        found.nodes = copy(self.nodes)
+        found.nodes.position = position
+        return found
 
     def holdings(self) -> Iterator[Holding]:
         """The memory of a rank: parameters, gradients, optimizer states, and saved activations of one micro-batch."""
@@ -150,7 +183,8 @@ class Pricer:
             yield from self.nodes.working(op, self.plan.ops[op.name], self._block(op.name))
         kept = self._saved_memory()
         for (name, layout, tier), op in kept.items():
-            yield replace(self._saved((name, layout), op), tier=tier)
+            if not has_owner(layout) or self._own_share(layout):
+                yield replace(self._saved((name, layout), op), tier=tier)
         yield from self._recomputed(kept if self.selected is not None else ())
 
     def _saved_memory(self) -> dict[_Kept, Op]:
@@ -179,8 +213,14 @@ class Pricer:
     def _saved(self, at: _Memory, op: Op) -> Holding:
         name, layout = at
         region, count = self.nodes.place(op.name, op.module)
+        if has_owner(layout):
+            count = count * self._own_share(layout)
         held = count * self.sizes.bytes(self.graph.tensors[name], layout)
         return Holding(words_of(op), "saved activations", region, held, op.name)
+
+    def _own_share(self, layout: Layout) -> Quantity:
+        """Fraction of a tensor with an owner, 0 or 1, that the rank has whose memory is priced."""
+        return owned_share(layout, self.nodes.position, self.sizes)
 
     def _kept(self, again: Collection[str]) -> dict[_Memory, list[Op]]:
         """Saved memory -> the ops that need it in backward, if the ops in `again` are recomputed."""

@@ -31,7 +31,16 @@ from autopar.cost_model.arith import Quantity, larger, power, smaller
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, equal_cuts
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import COMPUTE, FULL, TOUCHED, Holding, Item, Region, TrainingState
+from autopar.cost_model.items import (
+    COMPUTE,
+    FULL,
+    TOUCHED,
+    Holding,
+    Item,
+    Region,
+    TrainingState,
+    runs_every_time,
+)
 from autopar.cost_model.software import Software
 from autopar.ir import Tier
 from autopar.ir.recompute import Recompute
@@ -245,7 +254,7 @@ class Step:
         return [
             (item, self.times(item))
             for item in self.items
-            if item.region == region and item.resource == resource and _runs_every_time(item)
+            if item.region == region and item.resource == resource and runs_every_time(item)
         ]
 
     def _by_name(self, found: Sequence[tuple[Item, Quantity]], name: str, share: Quantity) -> Term:
@@ -540,13 +549,6 @@ class Step:
         if key not in self._sums:
             self._sums[key] = make()
         return self._sums[key]
-
-
-def _runs_every_time(item: Item) -> bool:
-    """Whether an item runs once per micro-batch, not once per step."""
-    return item.phase in ("forward", "backward") or (
-        item.phase == "reduce" and item.every_micro_batch
-    )
 
 
 def _distinct(values: Iterable[Quantity]) -> list[Quantity]:

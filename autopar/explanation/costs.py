@@ -16,12 +16,14 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.compute import backward_passes, is_product
 from autopar.cost_model.hardware import Link
 from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.owned_step import OwnedStep
+from autopar.cost_model.owners import has_lone_ops
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
 from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier
-from autopar.pipeline.composed import RecomputationPrice
+from autopar.pipeline.composed import RecomputationPrice, step_of
 from autopar.pipeline.simulation import Simulation
 from autopar.search.request import Request
 
@@ -43,8 +45,9 @@ def run_of(plan: Plan, training_state: TrainingState = FULL) -> Run:
 class PlanCost:
     """The cost of one plan on one cluster.
 
-    Step and memory of a plan with a pipeline are those of its simulation (`simulated`); formulas are those of the
-    closed form, in which all stages are alike (`closed_form`).
+    Step and memory of a plan with a pipeline are those of its simulation (`simulated`), and those of a plan in which
+    single ranks run ops are those of all ranks side by side (`owned`). Formulas are those of the closed form, in which
+    all stages are alike and ranks work in turn (`closed_form`).
 
     Attributes:
         graph: the captured model, at the size of one micro-batch of all ranks, or of those of a replica.
@@ -58,6 +61,7 @@ class PlanCost:
         overrides: values of symbols that differ from the cluster's or the graph's.
         built: the expressions, where another explanation of the same plan has made them.
         request: the request that the plan answers; None where nobody passed it on.
+        in_turn: whether ops of single ranks are priced as if one rank ran after the other, as the formulas do.
     """
 
     graph: Graph
@@ -71,6 +75,7 @@ class PlanCost:
     overrides: Mapping[str, float] = field(default_factory=dict)
     built: Expressions | None = field(default=None, repr=False)
     request: Request | None = field(default=None, repr=False)
+    in_turn: bool = False
 
     @cached_property
     def expressions(self) -> Expressions:
@@ -104,6 +109,18 @@ class PlanCost:
             self.graph, self.plan, self.cluster.hardware, self.run.training_state, self.software
         )
 
+    @cached_property
+    def owned(self) -> OwnedStep | None:
+        """The step of a plan in which single ranks run ops side by side; None for any other."""
+        if self.in_turn or self.plan.pipeline is not None or not has_lone_ops(self.plan):
+            return None
+        step = step_of(
+            self.graph, self.plan, self.cluster.hardware, software=self.software,
+            training_state=self.run.training_state,
+        )  # fmt: skip
+        assert isinstance(step, OwnedStep)
+        return step
+
     @property
     def simulation(self) -> Simulation | None:
         """The actions of every pipeline rank with their times; None without a pipeline."""
@@ -112,6 +129,8 @@ class PlanCost:
     @cached_property
     def closed_form(self) -> Self:
         """This plan priced by the formulas of `autopar.cost_model.step` for time and memory."""
+        if self.owned is not None:
+            return replace(self, in_turn=True, built=self.expressions)
         if self.plan.pipeline is None:
             return self
         return replace(self, plan=replace(self.plan, pipeline=None), built=self.expressions)
@@ -128,7 +147,7 @@ class PlanCost:
     @cached_property
     def step(self) -> Step:
         """The step as numbers."""
-        return self.at()
+        return self.owned or self.at()
 
     def at(self, **values: Any) -> Step:
         """The step at other values of symbols; arrays price many configurations at once."""
@@ -174,7 +193,8 @@ class PlanCost:
         )  # fmt: skip
 
     def _tree(self, name: str, unit: Unit, terms: Callable[[Step], tuple[Term, ...]]) -> Breakdown:
-        symbolic, numeric = terms(self.symbolic), terms(self.step)
+        # what ranks do side by side has no formula
+        symbolic, numeric = terms(self.owned or self.symbolic), terms(self.step)
         return _breakdown(
             Term(name, total(symbolic), symbolic), Term(name, total(numeric), numeric), unit
         )

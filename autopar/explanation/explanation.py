@@ -16,6 +16,7 @@ from autopar.errors import AutoparError
 from autopar.explanation import solving
 from autopar.explanation.changes import GROUPS, changed_hardware, scaled
 from autopar.explanation.costs import PlanCost
+from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import as_text, explain
 from autopar.explanation.solving import LargestFit
 from autopar.explanation.timeline import timeline
@@ -32,11 +33,14 @@ from autopar.units import format_bytes, format_seconds
 class Explanation(PlanCost, JupyterMixin):
     """The cost of one plan on one cluster, with answers to questions about it.
 
-    With pipeline stages `sensitivity` and `solve_for` use the closed-form estimate, not the simulated schedule.
+    With pipeline stages, and where single ranks run ops, `sensitivity` and `solve_for` use the closed-form estimate,
+    not the simulated schedule.
     """
 
     def __rich__(self) -> RenderableType:
         sentences = self.simulated.sentences if self.simulated else ()
+        if self.owned is not None:
+            sentences = owner_sentences(self.graph, self.plan, self.owned)
         notes = (*self._choices, *sentences, self._prediction)
         return explain(replace(self.plan, notes=notes), self.graph)
 
@@ -91,7 +95,7 @@ class Explanation(PlanCost, JupyterMixin):
         """
         if search:
             return self._searched_again(changes)
-        if self.simulated is not None:
+        if self.simulated is not None or self.owned is not None:
             return self._on_changed(changes)
         overrides, bound = dict(self.overrides), self.memory_bound_bytes
         for name, value in changes.items():
@@ -109,12 +113,12 @@ class Explanation(PlanCost, JupyterMixin):
         return replace(self, overrides=overrides, memory_bound_bytes=bound, built=self.expressions)
 
     def _on_changed(self, changes: Mapping[str, float]) -> Explanation:
-        """The cost of this plan with pipeline stages, whose schedule is simulated on the changed machine."""
+        """The cost of this plan, whose schedule over stages or owners is simulated, on the changed machine."""
         changed = self.closed_form.what_if(search=False, **changes)  # refuses unknown names
         others = sorted(changes.keys() - {*GROUPS, "hbm_bytes"})
         if others:
             raise AutoparError(
-                f"A pipeline's schedule is simulated for the graph and the machine as they are, so that "
+                f"The schedule of stages or owners is simulated for the graph and the machine as they are, so that "
                 f"what_if({others[0]}={changes[others[0]]}) has no answer: explain the model again with it, "
                 f"or ask the closed form, closed_form.what_if({others[0]}={changes[others[0]]}). What can "
                 f"be changed is {', '.join([*sorted(GROUPS), 'hbm_bytes'])}."

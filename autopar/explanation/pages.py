@@ -17,6 +17,7 @@ from autopar.explanation.block import block_of
 from autopar.explanation.elsewhere import Change
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked, launch
+from autopar.explanation.owned import owner_sentences
 from autopar.explanation.report import collectives, described
 from autopar.ir import Graph, Tier, with_pipeline
 from autopar.ir.recompute import words_of_recompute
@@ -73,7 +74,7 @@ def _page(explanation: Explanation, title: str) -> Page:
         formulas=tuple(_formulas(explanation)),
         sensitivity=sensitivity_in_words(explanation),
         notes=(
-            *explanation.plan.notes, *_of_pipeline(explanation), *change_lines(explanation),
+            *explanation.plan.notes, *_of_pipeline(explanation), *_of_owners(explanation), *change_lines(explanation),
             *_caveats(explanation),
         ),
     )  # fmt: skip
@@ -90,6 +91,16 @@ def _of_pipeline(e: Explanation) -> Iterator[str]:
             "Step, memory and stages are of the simulated schedule. The figures of formulas, of sensitivities, "
             f"of the timeline of one rank{others} are of the closed form, in which all stages are alike: "
             f"{format_seconds(closed.step_seconds)} and {format_bytes(closed.memory_bytes)}."
+        )
+
+
+def _of_owners(e: Explanation) -> Iterator[str]:
+    """The ranks that run ops alone, and which figures take them as side by side."""
+    if e.owned is not None:
+        yield from owner_sentences(e.graph, e.plan, e.owned)
+        yield (
+            "Step and memory are those of ranks that work side by side. In the figures of formulas and of "
+            f"sensitivities they work in turn: {format_seconds(e.closed_form.step_seconds)}."
         )
 
 

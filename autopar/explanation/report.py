@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.step import Step
-from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan
+from autopar.ir import EXCHANGED, Graph, Mesh, Op, Plan, owner_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.units import format_bytes, format_seconds
@@ -187,6 +187,8 @@ def _split(op: Op, label: str, words: Words = NO_WORDS) -> str:
     if choice.splits:
         name = words.get(choice.factor, "") or _numbers_out(choice.factor)
         return f"{name} (rows exchanged)" if EXCHANGED in label else name
+    if (owner := owner_of(label)) is not None:
+        return f"rank {owner} alone"
     return {"-": "-", "~": "-"}.get(label, "partial sums")
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from autopar.cost_model.hardware import Hardware
 from autopar.cost_model.items import FULL, TOUCHED, TrainingState
 from autopar.cost_model.memory import KeptSlice, Selected
+from autopar.cost_model.owned_step import OwnedStep
+from autopar.cost_model.owners import has_lone_ops, owners_of_ops
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
@@ -112,11 +114,16 @@ def step_of(
         meeting_link=machine.link(plan.world_mesh, 0) if plan.meeting else None,
     )  # fmt: skip
     run = Run(plan.micro_batches, recompute=blocks.left, training_state=training_state)
-    return Step(
+    step = Step(
         tuple(pricer.items()) if with_items else (), tuple(pricer.holdings()), run, machine, software,
         layers=sum(stack.layers for stack in graph.stacks) or 1,
         boundary_bytes=pricer.boundary_bytes(),
     )  # fmt: skip
+    if not has_lone_ops(plan):
+        return step
+    order = pricer.in_order() if with_items else ()
+    held = {at: tuple(pricer.at(at).holdings()) for at in owners_of_ops(plan)}
+    return OwnedStep.of(step, plan.mesh.names, order, held)
 
 
 @dataclass(frozen=True)
