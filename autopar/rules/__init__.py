@@ -1,6 +1,6 @@
 """Rules: what every op family lets you split, one row (or one small function) per family.
 
-`spec(node)` finds the rule of a node. An op without a rule runs replicated and says so.
+`spec(node)` finds the rule of a node. An op without a rule runs whole on every rank, and reports say so.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ RULES: Mapping[str, Rule] = {
 
 
 def operator_name(node: fx.Node) -> str:
-    """`aten.linear` for the node's overload `aten.linear.default`."""
+    """Name of the operator that a node calls: `aten.linear` for the overload `aten.linear.default`."""
     return str(getattr(node.target, "overloadpacket", node.target))
 
 
 def find_rule(node: fx.Node) -> Rule | None:
-    """The rule of a node's op, None where there is none."""
+    """The rule of the op that a node calls; None if it has none."""
     target, name = node.target, operator_name(node)
     if rule := registered_rule(name) or RULES.get(name):
         return rule
@@ -75,8 +75,8 @@ def find_rule(node: fx.Node) -> Rule | None:
 def spec(node: fx.Node, wanted: Iterable[int] | None = None) -> tuple[Spec, bool]:
     """The spec of a node, and whether a rule gave it.
 
-    Without a rule, where the rule does not apply to this call, and on empty tensors, every dim stays
-    whole. What is kept for backward depends on which operands' gradients are `wanted`, all by default.
+    Every dim stays whole if there is no rule, if the rule does not apply to this call, and on empty tensors. The
+    tensors kept for backward depend on which operands' gradients are `wanted`; by default all are.
     """
     call = Call(node, wanted)
     found, has_rule = _ruled(call)
@@ -106,9 +106,10 @@ def _ruled(call: Call) -> tuple[Spec, bool]:
 
 
 def _fits(found: Spec, call: Call) -> bool:
-    """Whether the letters of every tensor multiply to its shape; an unforeseen call may not.
+    """Whether the sizes of the letters of every tensor multiply to its shape; for a call that its rule does not foresee
+    they may not.
 
-    A letter without a size fits nothing, as of an operand with more dims than a point-wise result.
+    A letter without a size fits nothing. There is one if an operand has more dims than a point-wise result.
     """
     lettered = [*found.operands, *found.results]
     return all(
@@ -122,7 +123,7 @@ def _fits(found: Spec, call: Call) -> bool:
 
 
 def replicated(call: Call) -> Spec:
-    """No dim can be split."""
+    """The spec of an op of which no dim can be split."""
     sizes: dict[str, int] = {}
 
     def letters(tensor: torch.Tensor, tag: str) -> Letters:

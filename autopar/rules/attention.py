@@ -42,9 +42,9 @@ _RESULT = -1
 def attention(call: Call) -> Spec:
     """scaled_dot_product_attention: `b.. q e!, b.. k! e!, b.. k! v! (, b.. q k!) -> b.. q v!`.
 
-    With enable_gqa the heads of the query are (kv head, group). Over split queries a causal mask that the
-    op makes itself, which counts them from 0, is given to it instead. With `q>k` queries and keys are split, and the
-    keys and values of all ranks come round, see `autopar.ops.ring_attention`.
+    With enable_gqa the heads of the query are (kv head, group). The op's own causal mask counts queries from 0, so
+    over split queries the op is given the mask of its rows instead. With `q>k` both queries and keys are split, and
+    keys and values travel around a ring of ranks, see `autopar.ops.ring_attention`.
     """
     query, key, value = call.operands[:3]
     if call.arguments.get("enable_gqa") and key.shape[-3] != value.shape[-3]:
@@ -68,7 +68,7 @@ def attention(call: Call) -> Spec:
 
 
 def can_go_round(call: Call, spec: Spec) -> bool:
-    """Whether keys and values can go round: where a fused kernel would run, and no mask takes a gradient."""
+    """Whether keys and values can travel around a ring: if a fused kernel would run, and no mask takes a gradient."""
     masks = range(3, len(call.operands))
     return (
         {"q", "k"} <= spec.sizes.keys() and is_fused_attention(call) and not call.wanted & {*masks}
@@ -76,7 +76,7 @@ def can_go_round(call: Call, spec: Spec) -> bool:
 
 
 def _is_dealt(call: Call) -> bool:
-    """Whether rows are dealt out first, so that every rank has as many keys to see (`Operands.is_dealt`)."""
+    """Whether rows are first dealt out, so that all ranks compute equally many scores (`Operands.is_dealt`)."""
     query, key = call.operands[:2]
     return call["is_causal"] and len(call.operands) == 3 and query.shape[-2] == key.shape[-2]
 
@@ -137,10 +137,10 @@ def _mask_travels(spec: Spec) -> bool:
 
 
 def _of_the_square(call: Call) -> float:
-    """All scores for each that the unsplit kernel computes, which leaves out keys behind the query's own.
+    """Number of all scores divided by the number that the unsplit causal kernel computes.
 
-    Of q queries query i, from 0, sees the smaller of i + 1 and k of the k keys: (k + 1) / 2 on average where
-    q = k. A part is given its mask, and computes every score of its rows: no rank waits for the last one's.
+    Query i, counted from 0, sees min(i + 1, k) of the k keys: (k + 1) / 2 on average if q = k. A rank with a part of
+    the queries is given its rows of the mask, and computes every score of its rows.
     """
     queries, keys = call.operands[0].shape[-2], call.operands[1].shape[-2]
     short = min(queries, keys)
@@ -159,7 +159,7 @@ def _attend(local: Local) -> fx.Node:
 
 
 def _attend_in_ring(local: Local) -> fx.Node:
-    """The ranks along the axes of the queries, of which those along the axes of the keys form rings."""
+    """The op on a rank's queries, with keys and values that travel along the axes that split the keys."""
     given, axes, ring = local_arguments(local), local.axes("q"), local.exchanges("k")
     assert ring == local.axes("k"), local.node  # see `autopar.ir.go_together`
     names, sizes = zip(*axes, strict=True)
@@ -177,7 +177,7 @@ def _attend_in_ring(local: Local) -> fx.Node:
 
 
 def _attend_causally(local: Local, axes: tuple[tuple[str, int], ...]) -> fx.Node:
-    """A rank that holds queries q0 .. of all sees keys up to q0 of its first, one more of every next."""
+    """The op with this rank's rows of the causal mask: query q sees keys 0 to q."""
     query, key, value = local.args[:3]
     where = {"device": local.node.meta["val"].device}
     rows = local.emit(aten.arange.default, local.result_shapes[0][-2], **where)
@@ -193,7 +193,7 @@ def _keywords(node: fx.Node) -> dict[str, Any]:
 
 
 def _grouped(spec: Spec, heads: int, kv_heads: int) -> Spec:
-    """Cuts the head letter `b0` of query and result into kv head and group; one kv head has no letter."""
+    """Cuts the head letter `b0` of query and result into kv head and group; a single kv head has no letter."""
     if kv_heads == 1:
         return spec
 

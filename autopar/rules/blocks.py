@@ -1,4 +1,4 @@
-"""Ops that cut dims into blocks or windows, or lay them out as a grid."""
+"""Rules of ops that cut dims into blocks or windows, or build a grid from vectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.rules.views import FIRST, replacing
 
 
 def windows(call: Call) -> Spec:
-    """unfold: windows along a dim, each in a new last dim; both stay whole."""
+    """unfold puts windows along a dim into a new last dim; both dims stay whole."""
     dim = call.dim(call["dimension"])
     letters, sizes = plain(call.operands[0].shape)
     count, width = call.results[0].shape[dim], call.results[0].shape[-1]
@@ -33,7 +33,7 @@ def shuffled(call: Call) -> Spec:
 
 
 def unshuffled(call: Call) -> Spec:
-    """pixel_unshuffle: pixel_shuffle the other way."""
+    """pixel_unshuffle: the inverse of pixel_shuffle."""
     spec = _shuffle(call, call.results[0], call.operands[0], call["downscale_factor"])
     return replace(spec, operands=spec.results, results=spec.operands)
 
@@ -59,7 +59,7 @@ def _shuffle(call: Call, deep: torch.Tensor, wide: torch.Tensor, factor: int) ->
 
 
 def grid(call: Call) -> Spec:
-    """meshgrid: vectors `i`, `j` ... -> tensors of all their dims."""
+    """meshgrid: vectors `i`, `j` ... -> one tensor for each, with the dims of all."""
     sizes = {f"d{i}": t.numel() for i, t in enumerate(call.operands) if t.numel() > 1}
     if any(t.ndim != 1 for t in call.operands):
         raise RuleDoesNotApply("a number among the vectors")
@@ -71,7 +71,7 @@ def grid(call: Call) -> Spec:
 
 
 def interleaved(call: Call) -> Spec:
-    """repeat_interleave: `b.. d -> b.. d r!`, every element of the dim r times."""
+    """repeat_interleave: `b.. d -> b.. d r!`, with every element of the dim r times."""
     if call.arguments.get("dim") is None or len(call.operands) > 1:
         raise RuleDoesNotApply("all elements in a row, or counts in a tensor")
     if call["output_size"] is not None:

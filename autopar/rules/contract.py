@@ -27,16 +27,17 @@ def row(text: str) -> Callable[[Call], Spec]:
 
 
 def linear(call: Call) -> Spec:
-    """linear; a weight of one dim gives a result without `j`."""
+    """linear: a weight with one dim gives a result without `j`."""
     if call.operands[1].ndim == 1:
         raise RuleDoesNotApply("a weight of one dim")
     return row("b.. k, j k, +j -> b.. j | sum k | linear 0")(call)
 
 
 def float8_linear(call: Call) -> Spec:
-    """float8_linear: linear without a bias, where tiles of the two matrix dims are never cut.
+    """float8_linear: linear without a bias, of which no plan cuts a tile of the two matrix dims.
 
-    Backward rounds the gradient, so that what it makes of parts of a sum is not what it makes of the sum.
+    Backward rounds the gradient, so it is not linear: its results for the parts of a sum do not add up to that of the
+    sum.
     """
     spec = row("b.. k, j k -> b.. j | sum k")(call)
     tiled = {name: (name, f"{name}_in_tile") for name in "jk"}
@@ -67,7 +68,7 @@ def matmul(call: Call) -> Spec:
 
 
 def einsum(call: Call) -> Spec:
-    """einsum: its equation is a row already."""
+    """einsum: the equation is itself a row."""
     operands, result = equation(call)
     gone = sorted({x for names in operands for x in names} - set(result))
     text = f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}"
@@ -76,9 +77,9 @@ def einsum(call: Call) -> Spec:
 
 
 def equation(call: Call) -> tuple[list[list[str]], list[str]]:
-    """The letters of every operand of an einsum, and of its result; `...` is `rest0` for the last dim and so on."""
+    """The letters of every operand of an einsum and of its result; the dims of `...` are `rest0` (the last) and so on."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
-    if not arrow:  # what occurs once, in alphabetical order
+    if not arrow:  # the result has the letters that occur once, in alphabetical order
         right = "..." + "".join(sorted(x for x in set(left) - {",", "."} if left.count(x) == 1))
     operands = zip(left.split(","), call.operands, strict=True)
     return [_letters(text, x) for text, x in operands], _letters(right, call.results[0])
@@ -93,7 +94,7 @@ def _letters(text: str, tensor: torch.Tensor) -> list[str]:
 def convolution(call: Call) -> Spec:
     """conv: `n i x, o i k, +o -> n o y | sum i`; with groups both channel dims begin with the group.
 
-    A transposed one has its weight as `i o k`; without a batch, `n` is left out.
+    A transposed convolution has its weight as `i o k`. An input without a batch has no `n`.
     """
     x, weight = call.operands[:2]
     transposed = call.arguments.get("transposed") or "transpose" in str(call.node.target)
@@ -125,21 +126,21 @@ def convolution(call: Call) -> Spec:
 
 
 def inner(call: Call) -> Spec:
-    """inner: the last dims are summed over; with a number it is a product."""
+    """inner sums over the last dims; if an operand is a number, it is a product."""
     if not all(t.ndim for t in call.operands):
         raise RuleDoesNotApply("a product with a number")
     return row("a.. k, b.. k -> a.. b.. | sum k | linear 0 1")(call)
 
 
 def vecdot(call: Call) -> Spec:
-    """linalg_vecdot: the last dim, or another, which then stays whole."""
+    """linalg_vecdot sums over the last dim, or over another one, which then stays whole."""
     if call["dim"] not in (-1, call.operands[0].ndim - 1):
         raise RuleDoesNotApply("not the last dim")
     return row("b.. k, b.. k -> b.. | sum k | linear 0 1")(call)
 
 
 def tensordot(call: Call) -> Spec:
-    """tensordot: pairs of dims are summed over."""
+    """tensordot sums over pairs of dims."""
     names: list[list[str]] = []
     sizes: dict[str, int] = {}
     for i, tensor in enumerate(call.operands):

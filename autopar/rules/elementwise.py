@@ -1,7 +1,7 @@
-"""Point by point: every dim is aligned from the right and can be split.
+"""Rules of point-wise ops: dims are aligned from the right, and every dim can be split.
 
-PyTorch tags these ops (`torch.Tag.pointwise`), so that they need no list here; what needs one is
-through which of them a partial sum may pass.
+PyTorch tags these ops (`torch.Tag.pointwise`), so this module does not list them. It lists those through which a
+partial sum may pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOATING = (
 
 
 def _together(call: Call) -> tuple[frozenset[int], ...]:
-    """add(P, P): only if nothing but tensors is added."""
+    """add(P, P), if all addends are tensors."""
     return (frozenset(range(len(call.operands))),) if len(call.operands) == 2 else ()
 
 
@@ -59,7 +59,7 @@ LINEAR: dict[str, Callable[[Call], tuple[frozenset[int], ...]]] = {
 
 
 def aligned(shape: torch.Size, rank: int) -> Letters:
-    """Letters of a tensor that is broadcast to `rank` dims; `d0` is the last dim."""
+    """Letters of a tensor that is broadcast to `rank` dims; the last dim is `d0`."""
     letters: list[Dim] = []
     for position, size in enumerate(shape):
         letters.append((f"d{len(shape) - 1 - position}",) if size > 1 else ())

@@ -1,11 +1,11 @@
 """Applications of `torch.autograd.Function`: one op each, whose forward and backward are the user's own code.
 
-A function runs whole on every rank unless it is known how to split it: by a row that the user has registered
-(`autopar.register_rule(Function, row)`), or because a trace of its forward and backward shows that it is
-point-wise (`FunctionTrial.free`).
+A function runs whole on every rank, with two exceptions: the user has registered a row that says how to split it
+(`autopar.register_rule(Function, row)`), or a trace of its forward and backward shows that it is point-wise
+(`FunctionTrial.free`).
 
-[Note: backwards that are not linear] A backward may clip or round its gradient, so that the sum of what it makes of
-partial gradients is not what it makes of their sum. Operands of a function are never in V unless a row says so.
+[Note: backwards that are not linear] A backward may clip or round its gradient. Its results for partial gradients then
+do not add up to its result for their sum. So operands of a function are never in V unless a row says so.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class FunctionTrial:
         positions: positions of the tensors among the leaves of the result.
         ungraded: positions of the operands that backward gives no gradient.
         undifferentiable: positions of the results that take no gradient.
-        saved_operands, saved_results: positions of those that `ctx` keeps for backward.
-        saved: shape and dtype of everything else that it keeps.
+        saved_operands, saved_results: positions of the operands and results that `ctx` keeps for backward.
+        saved: shape and dtype of the other tensors that `ctx` keeps.
         flops: floating-point operations of matrix products and convolutions in the forward.
         draws: whether the forward draws random numbers.
         free: dims, counted from the last, along which a trace shows the function to be point-wise.
@@ -94,7 +94,7 @@ class CustomFunction:
 
     Args:
         function: the user's class.
-        arguments: what it is applied to besides the operands.
+        arguments: arguments of the application that are no tensors.
         trial: findings of a run on tensors without values.
         autocast: device type -> dtype of every autocast that is on where the model applies it.
     """
@@ -122,9 +122,9 @@ class CustomFunction:
         return self.trial.draws
 
     def __call__(self, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The tensor results of the user's own code, whose backward is the user's own, too.
+        """The tensor results of the user's own forward; their backward is the user's own code, too.
 
-        Raises AutoparError if a result is another number than it was when the model was captured.
+        Raises AutoparError if a result that is a number differs from its value at the capture.
         """
         args, kwargs = self.arguments.filled(operands)
         with contextlib.ExitStack() as stack:
@@ -142,7 +142,7 @@ class CustomFunction:
         return results[0] if len(results) == 1 else results
 
     def rule(self, call: Call) -> Spec:
-        """Point by point along the dims where a trace shows it."""
+        """The rule of a function that is point-wise along the dims in `FunctionTrial.free`."""
         if not self.trial.free:
             raise RuleDoesNotApply("no row, and not point-wise")
         spec = elementwise(call)
@@ -150,7 +150,7 @@ class CustomFunction:
         return replace(spec, whole=frozenset(spec.sizes) - free)
 
     def finished(self, call: Call, spec: Spec, has_rule: bool) -> Spec:
-        """The spec of a call with what `ctx` keeps for backward and, where no rule says so, its FLOPs."""
+        """The spec of a call, with the tensors that `ctx` keeps and, where no rule gives them, with its FLOPs."""
         kept = Kept()
         if call.wanted:
             trial = self.trial
@@ -164,14 +164,14 @@ class CustomFunction:
 
 
 def function_name(function: type[torch.autograd.Function]) -> str:
-    """The name under which rules and plans know a function."""
+    """Name of a function in rules and plans."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
 def _hidden(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, call: Call, spec: Spec
 ) -> Hidden:
-    """A tensor that `ctx` keeps: cut as a tensor of its shape is, else taken to be whole on every rank."""
+    """A tensor that `ctx` keeps. It is split as an operand or result of the same shape; without one it stays whole."""
     known = (
         *zip(call.results, spec.results, strict=True),
         *zip(call.operands, spec.operands, strict=True),

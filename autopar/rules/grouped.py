@@ -1,8 +1,8 @@
-"""Grouped products: rows sorted into groups, each group times a matrix of its own.
+"""Rules of grouped products: rows are sorted into groups, and each group is multiplied with a matrix of its own.
 
-`grouped_mm(rows, weights, ends)` multiplies rows `ends[e - 1]` to `ends[e]` with `weights[e]`. As `ends` counts
-rows from the first of all, rows and groups stay whole; what splits a mixture of experts along them is the
-op that `autopar.analysis.experts` makes of the whole layer.
+`grouped_mm(rows, weights, ends)` multiplies rows `ends[e - 1]` to `ends[e]` with `weights[e]`. `ends` counts from the
+first of all rows, so rows and groups stay whole. `autopar.analysis.experts` makes one op of a whole mixture of experts,
+which can be split along both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def product_of_rows(call: Call) -> Spec:
 
 
 def grouped(call: Call) -> Spec:
-    """_grouped_mm in its four forms. With scales or a bias it has no rule."""
+    """_grouped_mm in its four forms; a call with scales or a bias has no rule."""
     ranks = (call.operands[0].ndim, call.operands[1].ndim)
     has_ends = ranks != (3, 3)
     if len(call.operands) != 2 + has_ends or ranks not in _ROWS:
@@ -54,9 +54,9 @@ def grouped(call: Call) -> Spec:
 
 
 def _aligned(spec: Spec, call: Call) -> Spec:
-    """Letters along which a matrix lies in memory, with 16 bytes of them apart and whole: `k -> (k, k_row!)`.
+    """Letters of a matrix whose contiguous dim is cut into runs of 16 bytes, which stay whole: `k -> (k, k_row!)`.
 
-    ATen's kernels want every row of a matrix to begin at a multiple of 16 bytes (`check_valid_strides`).
+    ATen's kernels require that every row of a matrix begins at a multiple of 16 bytes (`check_valid_strides`).
     """
     unit = _ROW_BYTES // call.operands[0].element_size()
     if "transformers" in str(call.node.target) or unit < 2:
@@ -90,7 +90,7 @@ def _aligned(spec: Spec, call: Call) -> Spec:
 
 
 def histogram(call: Call) -> Spec:
-    """histc, bincount with all its bins given: counts of the parts add up."""
+    """histc, and bincount with a given number of bins: the counts of the parts add up."""
     given = call.arguments
     if "bins" in given and not given["min"] < given["max"]:
         raise RuleDoesNotApply("bins between the smallest and the largest element")

@@ -1,4 +1,4 @@
-"""Looking up by index: the dims that are looked up stay whole, the dims of the index can be split."""
+"""Rules of lookups by index: indexed dims stay whole, and dims of the index can be split."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def embedding(call: Call) -> Spec:
 
 
 def _look_up_locally(local: Local) -> fx.Node:
-    """Rows of other ranks are looked up as row 0 and zeroed, so that the results add up."""
+    """A lookup in a split table. Rows of other ranks are looked up as row 0 and set to zero, so results add up."""
     axes = local.axes("v")
     if not axes:
         return run_as_is(local)
@@ -52,14 +52,14 @@ def _look_up_locally(local: Local) -> fx.Node:
 
 
 def zeroed(local: Local, x: fx.Node, kept: fx.Node) -> fx.Node:
-    """`x` where `kept`, else 0: not a product, because x may be infinite where it is not kept."""
+    """`x` where `kept` is true, else 0. A product would not do, because x may be infinite where `kept` is false."""
     gone = local.emit(aten.logical_not.default, kept)
     return local.emit(aten.masked_fill.Scalar, x, gone, 0)
 
 
 def shifted(local: Local, index: fx.Node, axes: tuple[tuple[str, int], ...], like: fx.Node,
             dim: int = 0) -> fx.Node:  # fmt: skip
-    """`index` counted from the first row that this rank holds of a dim split along `axes`."""
+    """`index`, counted from this rank's first row of a dim that is split along `axes`."""
     total = 1
     for _, size in axes:
         total *= size
@@ -98,7 +98,7 @@ def index(call: Call) -> Spec:
 
 
 def index_select(call: Call) -> Spec:
-    """The dim stays whole in the operand and takes the index's letter in the result."""
+    """index_select: the dim stays whole in the operand, and has the index's letter in the result."""
     letters, sizes = plain(call.operands[0].shape)
     dim = call.dim(call["dim"])
     count = call.operands[1].numel()
@@ -110,7 +110,7 @@ def index_select(call: Call) -> Spec:
 
 
 def gather(call: Call) -> Spec:
-    """gather: the dim stays whole in the operand; other dims pass where the index covers them."""
+    """gather: the dim stays whole in the operand. Another dim can be split if the index covers all of it."""
     x, where = call.operands
     dim = call.dim(call["dim"])
     letters, sizes = plain(x.shape, "x")
@@ -129,7 +129,7 @@ def gather(call: Call) -> Spec:
 
 
 def scattered(call: Call) -> Spec:
-    """scatter: the dim stays whole; others pass where operand, index and source are of one size."""
+    """scatter: the dim stays whole. Another dim can be split if operand, index and source have the same size there."""
     dim, rank = call.dim(call["dim"]), call.operands[0].ndim
     if not rank:
         raise RuleDoesNotApply("a tensor without dims")
@@ -152,14 +152,14 @@ def scattered(call: Call) -> Spec:
 
 
 def _dims(tensor: torch.Tensor, names: Sequence[str], sizes: dict[str, int]) -> Letters:
-    """A letter per dim of a size other than 1; their sizes are noted."""
+    """A letter for each dim of a size other than 1; adds their sizes to the spec's sizes."""
     pairs = list(zip(names, tensor.shape, strict=True))
     sizes |= {name: int(size) for name, size in pairs if size != 1}
     return tuple((name,) if size != 1 else () for name, size in pairs)
 
 
 def indexed_by_one(call: Call) -> Spec:
-    """index_add, index_copy, index_fill: the dim and the index stay whole, the other dims pass."""
+    """index_add, index_copy, index_fill: the dim and the index stay whole; the other dims can be split."""
     x, dim = call.operands[0], call.dim(call["dim"])
     letters, sizes = plain(x.shape)
     names = [letters]
@@ -174,7 +174,7 @@ def indexed_by_one(call: Call) -> Spec:
 
 
 def index_put(call: Call) -> Spec:
-    """x[i, :, j] = values: what `index` would read is written; only dims without an index pass."""
+    """x[i, :, j] = values writes the elements that `index` would read; only dims without an index can be split."""
     x, *rest = call.operands
     given = [dim for dim, i in enumerate(call["indices"]) if i is not None]
     *indices, values = rest
@@ -200,7 +200,7 @@ def index_put(call: Call) -> Spec:
 
 
 def along_index(call: Call) -> Spec:
-    """take_along_dim: gather, whose operands are broadcast."""
+    """take_along_dim: gather with operands that are broadcast."""
     if call["dim"] is None or call.operands[0].ndim != call.operands[1].ndim:
         raise RuleDoesNotApply("all elements in a row")
     dim = call.dim(call["dim"])
@@ -218,7 +218,7 @@ def along_index(call: Call) -> Spec:
 
 
 def looked_up_in_one(call: Call) -> Spec:
-    """take, bucketize, isin: the table stays whole, what is looked up in it passes."""
+    """take, bucketize, isin: the table stays whole; the dims of the other operand can be split."""
     if len(call.operands) < 2:
         raise RuleDoesNotApply("a number to look up, or as the table")
     table, where = (0, 1) if "index" in call.arguments else (1, 0)
@@ -239,7 +239,7 @@ def searched(call: Call) -> Spec:
 
 
 def bagged(call: Call) -> Spec:
-    """embedding_bag: only the columns of the table can be split; its other results are of indices alone."""
+    """embedding_bag: only the columns of the table can be split; its other results depend on indices alone."""
     sizes: dict[str, int] = {}
 
     def whole(tensor: torch.Tensor, tag: str) -> Letters:
@@ -257,9 +257,9 @@ def bagged(call: Call) -> Spec:
 
 
 def filled_in_order(call: Call) -> Spec:
-    """masked_scatter: rows that are taken or left as a whole, one after the other, keep their columns apart.
+    """masked_scatter: if the mask takes or leaves whole rows, the columns can be split.
 
-    That is so where the mask is that of rows, expanded over the last dim: features among tokens.
+    The mask is then one of rows that is expanded over the last dim, for example features put among tokens.
     """
     x, mask, source = call.operands
     rows = call.operand_nodes[1]

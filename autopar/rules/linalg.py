@@ -1,4 +1,4 @@
-"""Linear algebra and Fourier transforms: matrices stay whole, leading dims are a batch."""
+"""Rules of linear algebra and Fourier transforms: matrices stay whole, and leading dims are a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rule = Callable[[Call], Spec]
 
 
 def batched(text: str) -> Rule:
-    """Rule of an op on matrices that a line describes; about n multiply-adds for every element."""
+    """Rule of an op on matrices that one line describes. Its FLOPs are estimated as n multiply-adds per element."""
 
     def rule(call: Call) -> Spec:
         if any(t.ndim < 2 for t in call.operands[:1]):
@@ -30,7 +30,7 @@ def batched(text: str) -> Rule:
 
 
 def solve(call: Call) -> Spec:
-    """linalg_solve and its like: `a x = b` with a matrix of right sides, or one of them."""
+    """linalg_solve and the like: `a x = b`, where b is a matrix or a vector."""
     a, b = call.operands
     if call.arguments.get("left") is False or b.ndim not in (a.ndim, a.ndim - 1):
         raise RuleDoesNotApply("x a = b, or a right side that is broadcast")
@@ -42,7 +42,7 @@ def solve(call: Call) -> Spec:
 
 
 def solve_factored(call: Call) -> Spec:
-    """cholesky_solve, lu_solve: the right side comes first."""
+    """cholesky_solve, lu_solve: the right-hand side is the first operand."""
     b, a = call.operands[:2]
     if b.ndim != a.ndim:
         raise RuleDoesNotApply("a vector as right side")
@@ -50,7 +50,7 @@ def solve_factored(call: Call) -> Spec:
 
 
 def solve_by_factors(call: Call) -> Spec:
-    """linalg_lu_solve, linalg_ldl_solve: the right side comes last, and its columns do not meet."""
+    """linalg_lu_solve, linalg_ldl_solve: the right-hand side is the last operand, and its columns can be split."""
     if len({t.ndim for t in (call.operands[0], call.operands[2])}) > 1:
         raise RuleDoesNotApply("a right side that is broadcast")
     if call.arguments.get("left") is False:
@@ -59,7 +59,7 @@ def solve_by_factors(call: Call) -> Spec:
 
 
 def of_time(call: Call) -> Spec:
-    """stft, istft: signals pass; frames, frequencies, the window and the parts of a number stay whole."""
+    """stft, istft: signals can be split; frames, frequencies, the window and the parts of a number cannot."""
     x, y = (t.ndim - 1 for t in (call.operands[0], call.results[0]))
     if min(x, y) < 1 or max(x, y) < 2:
         raise RuleDoesNotApply("one signal")
@@ -75,7 +75,7 @@ def matrix_norm(call: Call) -> Spec:
 
 
 def _transformed(call: Call) -> Sequence[int]:
-    """Dims of a Fourier transform: `dim`, or as many from the end as there are sizes, or all."""
+    """Dims of a Fourier transform: `dim`; without it the last dims, one for each size; without sizes all."""
     if call["dim"] is not None:
         return call.dims(call["dim"])
     lengths = call.arguments.get("s")

@@ -1,16 +1,16 @@
-"""Cross-entropy, over a split batch and over a split vocabulary; losses of one element at a time.
+"""Rules of losses: cross-entropy over a split batch and over a split vocabulary, and point-wise losses.
 
-Over split classes every rank has some logits of every token, and the loss of token i is a sum over
-classes c of what the ranks have (Shoeybi et al. 2019, Megatron-LM, section 3):
+Over split classes every rank has some logits of every token. The loss of token i is a sum over classes c, to which
+each rank adds its own classes (Shoeybi et al. 2019, Megatron-LM, section 3):
 
     loss_i = sum_c q_ic (lse_i - x_ic),    lse_i = log sum_c exp x_ic
 
     q_ic = w_c p_ic,    p_ic = (1 - smoothing) [c = y_i] + smoothing / C    of class indices y, or
                         p_ic = (1 - smoothing) t_ic + smoothing / C          of class probabilities t
 
-Ranks share the largest logit and the sum of exponentials of every token, nothing of the size of x. A mean
-divides by sum_i w_{y_i} over the tokens that are not ignored, or by the rows where targets are
-probabilities (torch.nn.functional.cross_entropy), of all ranks together.
+Ranks exchange the largest logit and the sum of exponentials of every token, and nothing of the size of x. A mean
+divides by the sum over the tokens of all ranks: by sum_i w_{y_i} over the tokens that are not ignored, or by the number
+of rows if targets are probabilities (torch.nn.functional.cross_entropy).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cross_entropy(call: Call) -> Spec:
 
 
 def negative_likelihood(call: Call) -> Spec:
-    """nll_loss_nd: cross-entropy of logits that are logarithms of probabilities already."""
+    """nll_loss_nd: cross-entropy whose input already is the logarithm of probabilities."""
     return _over_tokens(call, flops=call.operands[0].numel(), normalizes=False)
 
 
@@ -83,7 +83,7 @@ class _Localizer:
         self.has_probabilities, self.normalizes = target.ndim == x.ndim, normalizes
 
     def collectives(self, call: Call) -> tuple[StatedCollective, ...]:
-        """What `_log_sum_exp` and `_divided` send: of every token two numbers, and a count."""
+        """The collectives of `_log_sum_exp` and `_divided`: two numbers per token, and one count."""
         x, weight, tokens = call.operands[0], call["weight"], frozenset(self.tokens)
         found, size = [], x.element_size()
         if self.normalizes:
@@ -114,7 +114,7 @@ class _Localizer:
             return run_as_is(local)
         return self._divided(local, given, total, classes, tokens) if averages else total
 
-    # --- what a mean divides by
+    # --- the divisor of a mean
 
     def _divided(
         self, local: Local, given: dict[str, Any], total: fx.Node, classes: Axes, tokens: Axes
@@ -135,7 +135,7 @@ class _Localizer:
     def _own_weight(
         self, local: Local, given: dict[str, Any], place: fx.Node, mine: fx.Node
     ) -> fx.Node:
-        """The class weight of every token whose class is here, else 0."""
+        """The class weight of every token whose class is on this rank; 0 for other tokens."""
         flat = local.emit(aten.reshape.default, place, [-1])
         found = local.emit(aten.index_select.default, given["weight"], 0, flat)
         return zeroed(local, local.emit(aten.view_as.default, found, place), mine)
@@ -143,7 +143,7 @@ class _Localizer:
     # --- over split classes
 
     def _over_classes(self, local: Local, given: dict[str, Any], axes: Axes) -> fx.Node:
-        """What this rank's classes add to the loss of every token."""
+        """The part of every token's loss that comes from this rank's classes."""
         emit = local.emit
         mass, dot = (self._of_probabilities if self.has_probabilities else self._of_indices)(
             local, given, axes
@@ -175,7 +175,7 @@ class _Localizer:
     def _of_indices(
         self, local: Local, given: dict[str, Any], axes: Axes
     ) -> tuple[fx.Node | None, fx.Node]:
-        """The same, the mass as None where there are no weights and it is 1 in all."""
+        """The same sums for class indices. Without class weights the first is 1 over all ranks, and given as None."""
         emit, x, weight = local.emit, given["self"], given["weight"]
         place, mine = self._place(local, given, axes)
         dot = zeroed(local, _pick(local, x, place), mine)
@@ -197,7 +197,7 @@ class _Localizer:
         return local.emit(aten.reshape.default, given["weight"], [-1, *[1] * (self.ndim - 2)])
 
     def _place(self, local: Local, given: dict[str, Any], axes: Axes) -> tuple[fx.Node, fx.Node]:
-        """Where each token's class is among those of this rank (0 if elsewhere), and whether it is."""
+        """Position of each token's class among this rank's (0 if another rank has it), and whether this rank has it."""
         emit, target = local.emit, given["target"]
         mine = self._is_counted(local, given)
         if axes:
@@ -234,7 +234,7 @@ def _class_sum(local: Local, x: fx.Node) -> fx.Node:
 
 
 def _pick(local: Local, x: fx.Node, place: fx.Node) -> fx.Node:
-    """x[n, place[n, ...], ...]; gather would keep all of x for its backward."""
+    """x[n, place[n, ...], ...]. A gather would keep all of x for its backward."""
     emit = local.emit
     by_row = emit(aten.transpose.int, x, 1, -1)
     column = emit(aten.transpose.int, emit(aten.unsqueeze.default, place, 1), 1, -1)
@@ -248,7 +248,7 @@ def _pick(local: Local, x: fx.Node, place: fx.Node) -> fx.Node:
 
 
 def unreduced(rule: Callable[[Call], Spec]) -> Callable[[Call], Spec]:
-    """Rule of a loss of one element, or row, at a time; `unreduce_losses` splits its reduction off."""
+    """Rule of a loss that treats elements, or rows, one by one; the pass `unreduce_losses` splits its reduction off."""
 
     def each(call: Call) -> Spec:
         if call["reduction"] in (MEAN, SUM):
@@ -259,7 +259,7 @@ def unreduced(rule: Callable[[Call], Spec]) -> Callable[[Call], Spec]:
 
 
 def _of_rows(text: str) -> Callable[[Call], Spec]:
-    """Rule of a loss of rows that a line describes; a row without a batch has none."""
+    """Rule of a loss of rows that one line describes; it does not apply to a row without a batch."""
 
     def rule(call: Call) -> Spec:
         if not call.results[0].ndim:

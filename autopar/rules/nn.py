@@ -1,4 +1,4 @@
-"""Normalization and pooling."""
+"""Rules of normalization, pooling and resampling."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layer_norm(call: Call) -> Spec:
 
 
 def batch_norm(call: Call) -> Spec:
-    """batch_norm: `n c x.., c .. -> n c x.., c ..`; training, batch and space are those of all ranks together."""
+    """batch_norm: `n c x.., c .. -> n c x.., c ..`; in training, statistics cover all ranks."""
     letters, sizes = plain(call.operands[0].shape)
     channel = (letters[1],)
     others = frozenset(letter for i, dim in enumerate(letters) if i != 1 for letter in dim)
@@ -66,11 +66,11 @@ def batch_norm(call: Call) -> Spec:
 
 
 class _BatchNorm:
-    """Training over split batch or space: ranks share mean and variance of every channel.
+    """Training over a split batch or split space: ranks exchange the mean and variance of every channel.
 
-    The parts are of one size, so that the variance of all is the mean of their variances and the variance
-    of their means (torch.nn.SyncBatchNorm gathers the same), one mesh axis after the other.
-    `x * scale + shift` keeps nothing but x.
+    All parts have the same size. So the variance over all ranks is the mean of the parts' variances plus the variance
+    of their means (torch.nn.SyncBatchNorm gathers the same numbers), computed one mesh axis after the other.
+    `x * scale + shift` keeps only x for backward.
     """
 
     def __init__(self, call: Call, letters: Sequence[str]) -> None:
@@ -133,7 +133,7 @@ class _BatchNorm:
     def _running(
         self, local: Local, given: dict[str, Any], mean: fx.Node, variance: fx.Node
     ) -> tuple[fx.Node, ...]:
-        """The buffers after the step, if there are any; theirs is the unbiased variance."""
+        """The new running statistics, if there are buffers for them; these use the unbiased variance."""
         if "running_mean" not in given:
             return ()
         emit, momentum = local.emit, given["momentum"]
@@ -162,15 +162,15 @@ def group_norm(call: Call) -> Spec:
 
 
 def _norm_locally(local: Local) -> fx.Node:
-    """A rank that holds some of the groups norms these."""
+    """group_norm on the groups that this rank has."""
     x, groups, *rest = local.args
     return local.emit(local.node.target, x, groups // parts(local, ["g"]), *rest, **local.kwargs)
 
 
 def instance_norm(call: Call) -> Spec:
-    """instance_norm: statistics of every sample and channel, so that space is whole; given ones are of the channel.
+    """instance_norm has statistics for every sample and channel, so space stays whole; given ones are per channel.
 
-    Those that it would write are written beside it, see [Note: silent writes].
+    A separate op writes its running statistics, see [Note: silent writes].
     """
     letters, sizes = plain(call.operands[0].shape)
     space = frozenset(letter for dim in letters[2:] for letter in dim)
@@ -181,7 +181,7 @@ def instance_norm(call: Call) -> Spec:
 
 
 def parametric_relu(call: Call) -> Spec:
-    """prelu: a slope for every channel, or one."""
+    """prelu: one slope for every channel, or one for all."""
     x, slope = call.operands
     letters, sizes = plain(x.shape)
     own = (letters[1],) if slope.numel() > 1 else ((),)
@@ -189,7 +189,7 @@ def parametric_relu(call: Call) -> Spec:
 
 
 def resized(call: Call) -> Spec:
-    """upsample: batch and channels pass, space stays whole."""
+    """upsample: batch and channels can be split, space cannot."""
     return along(lambda _: range(2, call.operands[0].ndim))(call)
 
 
@@ -204,7 +204,7 @@ def sampled(call: Call) -> Spec:
 
 
 def pooling(call: Call) -> Spec:
-    """Pooling: batch and channels pass, space stays whole."""
+    """Pooling: batch and channels can be split, space cannot."""
     x, y = call.operands[0], call.results[0]
     spatial = int(str(call.node.target).split("pool")[1][0])
     letters, sizes = plain(x.shape, "d")
@@ -217,7 +217,7 @@ def pooling(call: Call) -> Spec:
 
 
 def unpooled(call: Call) -> Spec:
-    """max_unpool: batch and channels pass, space stays whole."""
+    """max_unpool: batch and channels can be split, space cannot."""
     space = int(str(call.node.target).split("pool")[1][0])
     rank = call.operands[0].ndim
     return along(lambda _: range(rank - space, rank), linear=False)(call)
@@ -249,7 +249,7 @@ def _grid_locally(local: Local) -> fx.Node:
 
 
 def weight_norm(call: Call) -> Spec:
-    """_weight_norm: a norm for every index of one dim, which passes; the others stay whole."""
+    """_weight_norm: one norm for every index of a dim. This dim can be split, the others cannot."""
     v, g = call.operands
     letters, sizes = plain(v.shape)
     own = letters[call.dim(call["dim"])]

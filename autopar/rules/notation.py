@@ -9,9 +9,8 @@ Grammar:
             | "linear" position {position}     operands through which P passes, one at a time
             | "normalize" letter               letters the op normalizes over (they stay whole too)
 
-Operands are matched with the tensors of the call in order; a trailing operand that the call lacks
-(an optional bias) is left out. A letter that meets size 1 on some operand is broadcast there, and an
-operand of lower rank lacks the leading letters.
+Operands are matched with the tensors of the call in order; a trailing operand that the call lacks (an optional bias) is
+left out. Where an operand has size 1, its letter is broadcast. An operand with fewer dims lacks the leading letters.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from autopar.rules.spec import Call, Letters, Spec
 
 @dataclass(frozen=True)
 class Pattern:
-    """One tensor of a row: letters, of which `spread` (if any) stands for several dims."""
+    """One tensor of a row: its letters, and the position of the one that stands for several dims, if there is one."""
 
     letters: tuple[str, ...]
     spread: str = ""
@@ -127,7 +126,7 @@ def spec_of(row: Row | str, call: Call) -> Spec:
 
 
 def line(text: str, **changes: Any) -> Callable[[Call], Spec]:
-    """The rule that a row describes, an operation for every element of its results."""
+    """The rule that a row describes, for an op with one FLOP per element of its results."""
 
     def rule(call: Call) -> Spec:
         spec = spec_of(text, call)

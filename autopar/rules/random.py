@@ -1,10 +1,10 @@
 """Random ops: draws that are independent across split parts and identical across replicas.
 
-[Note: keys of random ops] All ranks draw in step: the runtime gives them one seed per run of a program, and
-every random op draws one number from it, its key. What an op draws on a rank depends on that key and on the
-rank's position along the axes that split the op, and so is the same wherever the op is replicated. Ops with
-no rule here, and those without a tensor to split (`rand`, `randperm`), draw from the seed itself, whole on
-every rank, and are cut afterwards.
+[Note: keys of random ops] All ranks draw in step: the runtime gives them one seed per run of a program, and every
+random op draws one number from it, its key. The numbers that an op draws on a rank depend on the key and on the rank's
+position along the axes that split the op. So ranks that run the same part of an op draw the same numbers. Ops without a
+rule here, and those without a tensor to split (`rand`, `randperm`), draw from the seed itself, whole on every rank, and
+their results are cut afterwards.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def dropout(call: Call) -> Spec:
 
 
 def points(call: Call) -> Spec:
-    """A number for every element; where there is no operand to split, all ranks draw all."""
+    """One random number per element; without an operand to split, every rank draws all numbers."""
     spec = elementwise(call)
     return replace(spec, localize=_Draw(tuple(spec.sizes))) if call.operands else spec
 
 
 def rrelu(call: Call) -> Spec:
-    """rrelu(x, lower, upper, training): negative numbers times slopes that are drawn."""
+    """rrelu(x, lower, upper, training): negative numbers are multiplied with random slopes."""
     spec = elementwise(call)
     return replace(spec, localize=_Slopes(tuple(spec.sizes))) if call["training"] else spec
 
 
 def multinomial(call: Call) -> Spec:
-    """`b.. n -> b.. k`: every row for itself."""
+    """`b.. n -> b.. k`: every row is drawn by itself."""
     (weights,) = call.operands
     rows, sizes = plain(weights.shape[:-1], "b")
     (own, drawn), more = plain((weights.shape[-1], call.results[0].shape[-1]), "n")
@@ -105,7 +105,7 @@ def _drawn(
     local: Local, letters: tuple[str, ...], op: str, operands: list[fx.Node],
     scalars: list[float], dtype: torch.dtype | None = None,
 ) -> fx.Node:  # fmt: skip
-    """What is drawn has no gradient, as torch has it."""
+    """The drawn tensor, without a gradient, as in torch."""
     detached = [local.emit(aten.detach.default, x) for x in operands]
     key = _key(local, letters)
     return local.emit(torch.ops.autopar.draw.default, op, detached, key, scalars, dtype=dtype)
@@ -140,7 +140,7 @@ def is_key(node: fx.Node) -> bool:
 
 
 def _position(local: Local, axes: list[tuple[str, int]]) -> fx.Node:
-    """A tensor of one element: this rank's number among those that split the op."""
+    """A tensor of one element: the position of this rank among the ranks that split the op."""
     total = 1
     for _, size in axes:
         total *= size

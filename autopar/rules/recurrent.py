@@ -1,4 +1,4 @@
-"""Recurrent layers and their cells: lstm, gru, rnn. Samples of the batch do not meet; time and features stay whole."""
+"""Recurrent layers and their cells: lstm, gru, rnn. The batch can be split; time and features cannot."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recurrent(call: Call) -> Spec:
 
 
 def cell(call: Call) -> Spec:
-    """One step: `n i, n h, g i, g h, g, g -> n h`, where g are the rows of all gates; an lstm has cells beside h."""
+    """One step: `n i, n h, g i, g h, g, g -> n h`, where g is the rows of all gates; an lstm has cells as well as h."""
     states = ", ".join(["n h!"] * len(call.results))
     spec = spec_of(f"n i!, {states}, g! i!, g! h!, g!, g! -> {states}", call)
     x, weights = call.operands[0], call.operands[1 + len(call.results) :][:2]

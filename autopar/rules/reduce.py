@@ -1,4 +1,4 @@
-"""Reductions, and ops that work along one dim."""
+"""Rules of reductions, and of ops that work along one dim."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def summed(call: Call) -> Spec:
 
 
 def averaged(call: Call) -> Spec:
-    """mean: a sum whose divisor counts the whole dim."""
+    """mean: a sum, divided by the size of the whole dim."""
     spec = summed(call)
     return replace(spec, normalized=spec.sums if call.results[0].ndim else frozenset(),
                    localize=_average_locally(sorted(spec.sums)))  # fmt: skip
@@ -54,7 +54,7 @@ def _average_locally(letters: list[str]) -> Callable[[Local], fx.Node]:
 
 
 def whole_reduction(call: Call) -> Spec:
-    """amax, var, argmax ...: the reduced dims stay whole."""
+    """amax, var, argmax and so on: the reduced dims stay whole."""
     gone = _reduced(call)
     letters, result, sizes = _shapes(call, gone)
     whole = frozenset(letter for dim in gone for letter in letters[dim])
@@ -72,7 +72,7 @@ def _dim(call: Call) -> tuple[int, ...]:
 
 
 def scanned(call: Call) -> Spec:
-    """cumsum, softmax ...: the dim stays whole, the others pass."""
+    """cumsum, softmax and so on: the dim stays whole; the others can be split."""
     letters, sizes = plain(call.operands[0].shape)
     whole = frozenset(letters[call.dim(call["dim"])])
     spec = Spec((letters,), (letters,) * len(call.results), sizes, whole=whole)
@@ -85,25 +85,25 @@ def selected(call: Call) -> Spec:
 
 
 def counted(call: Call) -> Spec:
-    """nansum, count_nonzero: a sum of what is not linear in the operand."""
+    """nansum, count_nonzero: a sum of terms that are not linear in the operand."""
     return replace(summed(call), linear=())
 
 
 def compared(call: Call) -> Spec:
-    """cross, cosine_similarity ...: two tensors of one rank, broadcast, and a dim that stays whole."""
+    """cross, cosine_similarity and so on: two broadcast tensors with equally many dims, one of which stays whole."""
     if len({t.ndim for t in call.operands}) > 1:
         raise RuleDoesNotApply("tensors of different ranks")
     return along(_dim_of_three, linear=False)(call)
 
 
 def _dim_of_three(call: Call) -> tuple[int, ...]:
-    """torch.cross without a dim takes the first of size 3; distances take the last."""
+    """The dim of torch.cross without an argument is the first of size 3; that of distances is the last."""
     dim = call.arguments.get("dim", -1)
     return (call.operands[0].shape.index(3) if dim is None else call.dim(dim),)
 
 
 def quantiles(call: Call) -> Spec:
-    """quantile: the dim goes, or is 1, and the quantiles, if there are several, are a new first dim."""
+    """quantile removes the dim, or leaves it with size 1; several quantiles are a new first dim."""
     if call["dim"] is None:
         raise RuleDoesNotApply("of all elements")
     x, dim = call.operands[0], call.dim(call["dim"])
@@ -119,7 +119,7 @@ def quantiles(call: Call) -> Spec:
 
 
 def renormed(call: Call) -> Spec:
-    """renorm: norms run over all dims but one."""
+    """renorm: norms are taken over all dims except one."""
     letters, sizes = plain(call.operands[0].shape)
     free = letters[call.dim(call["dim"])]
     spec = Spec((letters,), (letters,), sizes, whole=frozenset(sizes) - {*free})

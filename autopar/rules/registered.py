@@ -1,4 +1,4 @@
-"""Rules that users give, in one line, to ops of their own: proved before they are used.
+"""Rules that users register for ops of their own, in one line; they are proved before they are used.
 
     @torch.library.custom_op("mylib::scale", mutates_args=())
     def scale(x: Tensor, weight: Tensor) -> Tensor: ...          # x of shape (b, s, h), weight (h,)
@@ -10,7 +10,7 @@ one table of this package that changes after import.
 
 [Note: proof of a registered rule] For every call in a captured graph the op is run on random tensors of
 the captured shapes and dtypes, whole and on parts, once for every letter that the rule lets be split, and
-results and gradients are compared. Integers are drawn from {0, 1}, which every table can be asked for.
+results and gradients are compared. Integers are drawn from {0, 1}, because every table has these rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.rules.trial import Results, difference, on_parts
 
 @dataclass(frozen=True)
 class Registered:
-    """A row, and the calls it was proved on: a model calls an op once a layer."""
+    """A row, and the calls on which it was proved, since a model may call an op once per layer."""
 
     row: str
     proved: set[str] = field(default_factory=set)
@@ -52,13 +52,13 @@ _MOST_PARTS = 8
 
 
 def register_rule(op: str | type[torch.autograd.Function], row: str) -> None:
-    """Lets an op be split as one line of the project's notation says (docs/rules.md).
+    """Registers how an op can be split, as one line of the project's notation (docs/rules.md).
 
     Every captured call of the op proves the rule before a plan uses it. A second rule for an op replaces
     the first; one for an op that autopar knows already goes before its own.
 
     Args:
-        op: a functional op of `torch.library`, as `mylib::scale`, or a `torch.autograd.Function`.
+        op: name of a functional op of `torch.library`, such as `mylib::scale`, or a `torch.autograd.Function`.
         row: its operands and results in letters, `b s h, h -> b s h`, one for every tensor argument in the
             order of the schema, or of the call of `apply`.
 
@@ -116,7 +116,7 @@ def _proved(name: str, rule: Registered, call: Call) -> Spec:
 
 
 def _key(call: Call) -> str:
-    """Equal for calls that prove the same."""
+    """A key that is equal for calls whose proofs are the same."""
     tensors = [(tuple(x.shape), x.dtype, x.device.type) for x in call.operands]
     others = fx.map_arg((call.node.args, call.node.kwargs), lambda _: None)
     return f"{call.node.target!r} {tensors} {others} {sorted(call.wanted)}"
@@ -153,7 +153,7 @@ def _fitted(name: str, row: str, call: Call) -> Spec:
 
 
 class _Splitting(NamedTuple):
-    """One choice of a rule: states of all tensors, and how many parts."""
+    """One choice of a rule: the states of all tensors, and the number of parts."""
 
     text: str
     operands: tuple[State, ...]
@@ -180,7 +180,7 @@ def _splits(spec: Spec) -> Iterator[_Splitting]:
 
 
 def _parts(size: int) -> int:
-    """The least number of equal parts, 0 for none of a few."""
+    """The smallest of a few numbers of equal parts into which a size can be cut; 0 if there is none."""
     return next((n for n in range(2, _MOST_PARTS) if size % n == 0), 0)
 
 
@@ -189,7 +189,7 @@ def _state(letters: Letters, letter: str, otherwise: State = V) -> State:
 
 
 def _prove(name: str, row: str, call: Call, splitting: _Splitting) -> None:
-    """Raises RecipeError unless the op on parts is the op on whole tensors."""
+    """Raises RecipeError unless the op gives the same results and gradients on parts as on whole tensors."""
     operands = _examples(call.operands)
     run = _runner(call.node)
     split = on_parts(run, splitting.operands, splitting.results, splitting.parts)

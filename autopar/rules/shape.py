@@ -1,4 +1,4 @@
-"""Ops that join, cut, repeat or pad along dims."""
+"""Rules of ops that join, cut, repeat or pad along dims."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def named_dim(call: Call) -> tuple[int, ...]:
 
 
 def joined(call: Call) -> Spec:
-    """cat: the joined dim stays whole, but for rows (dim 0) of equal parts: `s, s -> n! s`, as `cut` has it.
+    """cat: the joined dim stays whole, except for rows (dim 0) of equal parts: `s, s -> n! s`, as in `cut`.
 
-    Two views of a batch are then split alike. Along other dims nobody wants the parts of a feature.
+    Two joined views of a batch can then be split alike. Along other dims such a split is of no use.
     """
     if any(t.ndim != call.results[0].ndim for t in call.operands):
         raise RuleDoesNotApply("cat of an empty tensor of shape (0,)")
@@ -88,7 +88,7 @@ def joined(call: Call) -> Spec:
 
 
 def stacked(call: Call) -> Spec:
-    """stack: a new dim, whole."""
+    """stack: the new dim stays whole."""
     letters, sizes = plain(call.operands[0].shape)
     dim = call["dim"] % call.results[0].ndim
     new: Dim = ("new",) if len(call.operands) > 1 else ()
@@ -103,8 +103,8 @@ def stacked(call: Call) -> Spec:
 def cut(call: Call) -> Spec:
     """split into n equal parts: `n! s -> s, s ...`, so that each part can be split alike.
 
-    A fused projection of query, key and value is then split inside each of them. Unequal parts keep
-    the dim whole.
+    A fused projection of query, key and value can then be split inside each of them. A dim with unequal parts stays
+    whole.
     """
     dim, count = call.dim(call["dim"]), len(call.results)
     sizes_along = {t.shape[dim] for t in call.results}
@@ -134,12 +134,12 @@ def _cut_locally(dim: int) -> Callable[[Local], fx.Node]:
 
 
 def unbound(call: Call) -> Spec:
-    """unbind: every result lacks the dim, which stays whole."""
+    """unbind: the dim, which the results lack, stays whole."""
     return along(named_dim, is_view=True)(call)
 
 
 def sliced(call: Call) -> Spec:
-    """slice: the dim stays whole, unless all of it is taken, or one of every `step`."""
+    """slice: the dim stays whole, unless the slice takes all of it or every `step`-th element."""
     dim = call.dim(call["dim"])
     if _is_one_of_every_step(call, dim):
         return _strided(call, dim)
@@ -156,7 +156,7 @@ def _is_one_of_every_step(call: Call, dim: int) -> bool:
 
 
 def _strided(call: Call, dim: int) -> Spec:
-    """`s n! -> s`: gates that are stored interleaved are split as those that stand side by side."""
+    """`s n! -> s`: interleaved gates can be split like gates that lie one after another."""
     letters, sizes = plain(call.operands[0].shape)
     step, count = call["step"], int(call.results[0].shape[dim])
     sizes = {k: v for k, v in sizes.items() if k != f"d{dim}"} | {"s": count, "n": step}
@@ -216,12 +216,12 @@ def _rolled(call: Call) -> tuple[int, ...]:
 
 
 def flipped(call: Call) -> Spec:
-    """flip: the dims stay whole; none is named by an empty list."""
+    """flip: the flipped dims stay whole; an empty list names no dim."""
     return along(lambda _: call.dims(call["dims"]) if call["dims"] else ())(call)
 
 
 def diagonal(call: Call) -> Spec:
-    """diagonal: two dims go, their diagonal is a new last dim; all three stay whole."""
+    """diagonal replaces two dims by a new last dim; all three stay whole."""
     first, second = sorted((call.dim(call["dim1"]), call.dim(call["dim2"])))
     letters, sizes = plain(call.operands[0].shape)
     count = call.results[0].shape[-1]
@@ -257,7 +257,7 @@ def tiled(call: Call) -> Spec:
 
 
 def filled(call: Call) -> Spec:
-    """new_zeros and its like: of the operand only its type is used."""
+    """new_zeros and the like use only the operand's dtype and device."""
     own, sizes = plain(call.operands[0].shape, "x")
     result, more = plain(call.results[0].shape, "y")
     return Spec((own,), (result,), sizes | more, whole=frozenset(sizes), localize=_fill_locally)

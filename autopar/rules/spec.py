@@ -4,8 +4,8 @@ A `Spec` is the expanded form of one line such as `b.. k, j k, +j -> b.. j | sum
 is a tuple of letters, most significant first, so that a view is a rule like any other: merging dims
 of sizes 4 and 16 is `b, s -> b s` with one dim `(b, s)` in the result. Dims of size 1 have no letter.
 
-From a spec follow the choices (`autopar.analysis.factors`), the cost (the product of its letters' sizes), what
-is saved for backward, and how the op runs on local shards (`localize`).
+A spec determines the choices (`autopar.analysis.factors`), the cost (the product of its letters' sizes), the tensors
+saved for backward, and how the op runs on local shards (`localize`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Local(Protocol):
         ...
 
     def exchanges(self, letter: str) -> tuple[tuple[str, int], ...]:
-        """Those of them along which rows change hands inside the op (`Spec.exchanges`)."""
+        """Those of the axes along which the op exchanges rows (`Spec.exchanges`)."""
         ...
 
 
@@ -65,12 +65,12 @@ def run_as_is(local: Local) -> fx.Node:
 
 
 def parts(local: Local, letters: Sequence[str]) -> int:
-    """Into how many parts the product of these letters is cut."""
+    """Number of parts into which these letters together are cut."""
     return math.prod(size for letter in letters for _, size in local.axes(letter))
 
 
 class Hidden(NamedTuple):
-    """A tensor that an op makes for its own backward alone: a mask, statistics, a copy of an operand.
+    """A tensor that an op computes only for its own backward: a mask, statistics, a copy of an operand.
 
     Attributes:
         name: name of the tensor, unique in the op.
@@ -86,14 +86,14 @@ class Hidden(NamedTuple):
 
 
 class StatedCollective(NamedTuple):
-    """A collective of an op's own: what its parts send each other while it runs.
+    """A collective inside an op: the parts of a split op send each other messages while it runs.
 
     Attributes:
-        over: along every mesh axis that splits one of these letters there is one such collective; `t>e` for an axis
-            along which rows are exchanged (`Spec.exchanges`).
-        forward: its name, as in `autopar.ir.conversion`, "" where nothing is sent.
-        backward: name of the collective that runs on the gradient, "" where nothing is sent.
-        letters: letters of the message that a rank puts in; splitting one of them cuts the message.
+        over: letters; there is one such collective along every mesh axis that splits one of them. `t>e` stands for an
+            axis along which rows are exchanged (`Spec.exchanges`).
+        forward: name of the collective in forward, as in `autopar.ir.conversion`; "" for none.
+        backward: name of the collective that runs on the gradient; "" for none.
+        letters: letters of the message that a rank sends; splitting one of them cuts the message.
         itemsize_bytes: bytes of the message for one point of its letters.
     """
 
@@ -105,7 +105,7 @@ class StatedCollective(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What an op keeps for backward: positions of operands and of results, and what is neither."""
+    """The tensors that an op keeps for backward: positions of operands and results, and hidden tensors."""
 
     operands: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
@@ -122,11 +122,11 @@ class Spec:
         sizes: elements of each letter.
         sums: letters summed away; splitting one leaves the results in P.
         whole: letters that cannot be split.
-        agreed: letters over whose parts the op itself comes to one result, by collectives of its own:
-            results that lack such a letter are in V.
+        agreed: letters over whose parts collectives inside the op compute one result; results without such a letter
+            are in V.
         collectives: every collective that `localize` emits where letters are split.
-        contiguous: letters of which only the most significant factor can be split, because the op
-            counts positions from the first that a rank holds.
+        contiguous: letters of which only the most significant factor can be split, because the op counts positions
+            from the rank's first one.
         additive: positions of operands that are added to the result, and so must be in P when a
             letter is summed over a split (a bias is added once, not once per rank).
         linear: sets of operand positions; with these in P and the others in V, the results are in P.
@@ -137,17 +137,17 @@ class Spec:
         is_view: whether the results lie in the memory of the first operand.
         normalized: letters the op normalizes over.
         batch: letters over samples that do not meet in the op: N of torch's documentation.
-        joins: letters of results -> those of operands whose elements they line up.
+        joins: letter of a result -> letters of the operands that the op concatenates along it.
         experts: letters that count the experts of a mixture.
-        exchanges: pairs of letters, such as `("t", "e")`. Along an axis operands and results that have the first can be
-            split by it, and others by the second, where the op itself brings rows to the ranks that have their part
-            of the second, and results back.
-        linear_backward: whether backward makes of a sum of gradients the sum of what it makes of each.
+        exchanges: pairs of letters, such as `("t", "e")`. Along an axis, operands and results with the first letter can
+            be split by it, and the others by the second. The op then sends rows to the ranks that have their part
+            of the second letter, and sends results back.
+        linear_backward: whether backward is linear in the gradient of the result.
         product_itemsize_bytes: bytes of one number in the op's products, where it rounds its operands for them; None
             where products have the format of the operands.
-        stretch: letters whose parts compute more than their share of the whole op -> by which factor; `t>e` for
-            a split that exchanges.
-        localize: runs the op on local shards.
+        stretch: letter -> factor by which a part computes more than its share of the whole op, for letters with such
+            parts; `t>e` for a split with an exchange.
+        localize: function that writes the op on local shards into a rank's graph.
     """
 
     operands: tuple[Letters, ...]
@@ -223,12 +223,12 @@ class Call:
 
 
 def local_arguments(local: Local) -> dict[str, Any]:
-    """The local arguments by the names of the schema, in its order, with defaults."""
+    """The local arguments by their names in the schema, in its order, with defaults."""
     return bound_arguments(local.node) | named_arguments(local.node, local.args) | local.kwargs
 
 
 def flattens(tensor: torch.Tensor, *shapes: Sequence[int]) -> bool:
-    """Whether a tensor expands to the first of two shapes, and reshapes to the last, without a copy."""
+    """Whether a tensor can be expanded to the first shape, and then viewed in the last, without a copy."""
     same = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
     expanded = same.expand(shapes[0]) if len(shapes) > 1 else same
     return storage_key(expanded.reshape(shapes[-1])) == storage_key(same)

@@ -1,7 +1,7 @@
-"""One op on parts: its operands are cut, it runs on every part, the results are put together again.
+"""Runs one op on parts: cuts its operands, runs it on every part, and joins the results.
 
-A choice of a rule holds where that gives what the op gives on the whole tensors, forward and backward.
-All parts run in one process, on real tensors.
+A choice of a rule is right if this gives the same results and gradients as the op on whole tensors. All parts run in
+one process, on real tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Run = Callable[..., Results]
 def on_parts(run: Run, operands: Sequence[State], results: Sequence[State], count: int) -> Run:
     """`run` on `count` parts of its operands, as a function of the whole ones.
 
-    Operands are S(d), V (whole) or P (addends of unequal weight); results are S(d), joined along d, P,
-    added up, or V, which every part has and the first gives.
+    An operand is cut along d for S(d), given whole for V, and written as a sum of unequal addends for P. Results are
+    joined along d for S(d) and added up for P; for V the first part's result is taken.
     """
 
     def together(*tensors: Tensor) -> Results:
@@ -37,7 +37,7 @@ def on_parts(run: Run, operands: Sequence[State], results: Sequence[State], coun
 def run_parts(
     run: Run, tensors: Sequence[Tensor], states: Sequence[State], count: int
 ) -> list[Results]:
-    """The results of every part, the operands cut as `states` say."""
+    """The results of every part, with operands cut by their `states`."""
     cut = [_cut(x, state, count) for x, state in zip(tensors, states, strict=True)]
     return [run(*(parts[i] for parts in cut)) for i in range(count)]
 
@@ -59,10 +59,10 @@ def join(parts: Sequence[Tensor], state: State) -> Tensor:
 
 
 def difference(left: Run, right: Run, operands: Sequence[Tensor], wanted: Sequence[int]) -> float:
-    """How far two functions of the same operands are apart: the worst of results and gradients.
+    """The largest difference of the results and gradients of two functions of the same operands.
 
     Args:
-        operands: what both are called with.
+        operands: arguments of both functions.
         wanted: positions of the operands whose gradient is compared.
 
     Returns:
@@ -91,7 +91,7 @@ def with_gradients(run: Run, operands: Sequence[Tensor], wanted: Sequence[int]) 
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """A gradient as a tensor of its own; those of lookups may be sparse."""
+    """A gradient as a dense tensor; gradients of lookups may be sparse."""
     return (gradient.to_dense() if gradient.is_sparse else gradient).detach()
 
 
@@ -102,7 +102,7 @@ def weights(y: Tensor) -> Tensor:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """The distance of two tensors; an entry that is infinite or no number must be so in both."""
+    """The distance of two tensors. It is inf if an entry is infinite or NaN in one tensor alone."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return math.inf
     if not got.numel() or torch.equal(got, want):

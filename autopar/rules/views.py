@@ -1,4 +1,4 @@
-"""Ops that look at the same elements through other dims: reshapes, permutations, broadcasts."""
+"""Rules of reshapes, permutations and broadcasts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _expand_locally(local: Local) -> fx.Node:
 
 
 def view(call: Call) -> Spec:
-    """`b, s -> b s` and its like: both shapes are cut at each other's boundaries."""
+    """`b, s -> b s` and the like: both shapes are cut at each other's boundaries."""
     source, target = list(call.operands[0].shape), list(call.results[0].shape)
     letters: list[list[str]] = [[] for _ in source]
     result: list[list[str]] = [[] for _ in target]
@@ -94,7 +94,7 @@ def _frozen(letters: list[list[str]]) -> Letters:
 
 
 def shaped_like(rule: Callable[[Call], Spec]) -> Callable[[Call], Spec]:
-    """view_as and its like: the second operand only tells the shape, and is split as the result is."""
+    """view_as and the like: the second operand only gives the shape, and is split like the result."""
 
     def shaped(call: Call) -> Spec:
         spec = rule(call)
@@ -104,7 +104,7 @@ def shaped_like(rule: Callable[[Call], Spec]) -> Callable[[Call], Spec]:
 
 
 def expand(call: Call) -> Spec:
-    """`1 -> n` where the result is larger, and the same letter elsewhere."""
+    """expand: a new letter where the result is larger than the operand, and the same letter elsewhere."""
     result, sizes = plain(call.results[0].shape)
     lead = call.results[0].ndim - call.operands[0].ndim
     operand = tuple(
