@@ -1,1 +1,1 @@
-"""Rules over a whole graph: factors, their roles, and what every op may choose."""
+"""Applies the rules to a whole graph: finds factors, their roles, and the choices of every op."""

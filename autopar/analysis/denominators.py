@@ -1,8 +1,8 @@
-"""The denominator of a loss that is a ratio, as a graph of its own from inputs and buffers.
+"""The denominator of a loss that is a ratio, as a separate graph from inputs and buffers.
 
-The graph gives the denominator, and behind it the sums and means over rows that the denominator is a function of. Run
-on a micro-batch it gives that of the micro-batch; run again with the sums and means of the whole batch in place of
-the micro-batch's, it gives that of the batch.
+The graph returns the denominator, and then the sums and means over rows from which it is computed. On a micro-batch it
+returns the denominator of the micro-batch. Run again with the sums and means of the whole batch in place of the
+micro-batch's, it returns the denominator of the batch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def base_of(power: int) -> Base | None:
 
 @dataclass(frozen=True)
 class Denominator:
-    """The denominator of a ratio, and what it is a function of.
+    """The denominator of a ratio, and the totals from which it is computed.
 
     Attributes:
         module: graph whose placeholders are the names of inputs, and `buffers.` and the names of buffers; it returns
-            the denominator and the totals that it is a function of.
+            the denominator and the totals from which it is computed.
         bases: kind of each of those totals.
     """
 
@@ -45,7 +45,7 @@ class Denominator:
 def denominator_of(part: Captured, finder: PartFinder, ratio: BatchPart) -> Denominator | None:
     """The denominator of a ratio over micro-batches.
 
-    None where it depends on a parameter, has several elements, or counts rows besides its sums and means.
+    None if it depends on a parameter, has several elements, or counts rows outside of its sums and means.
 
     Args:
         part: the step as captured for a micro-batch.
@@ -70,11 +70,11 @@ def denominator_of(part: Captured, finder: PartFinder, ratio: BatchPart) -> Deno
 
 
 class _Slice:
-    """Copies the nodes that a node is computed of.
+    """Copies the nodes from which a node is computed.
 
     Attributes:
         totals: copies of the sums and means over rows, each with its kind.
-        is_unknown: whether what was copied depends on a parameter, or counts rows after the rows are added up.
+        is_unknown: whether a copied node depends on a parameter, or counts rows after the rows are added up.
     """
 
     def __init__(self, part: Captured, finder: PartFinder) -> None:
@@ -126,7 +126,7 @@ class _Slice:
         return self.finder.part(self.finder.counts.name(node))
 
     def weight_of_targets(self, loss: fx.Node) -> fx.Node:
-        """What cross-entropy's mean divides by: the weights of the targets that are not ignored."""
+        """The divisor of cross-entropy's mean: the sum of the weights of the targets that are not ignored."""
         given: Mapping[str, Any] = bound_arguments(loss)
         target, weight = self.copy(given["target"]), given["weight"]
         if given["target"].meta["val"].is_floating_point():

@@ -1,12 +1,12 @@
-"""A mixture of experts whose rows change hands: each rank runs its own experts on the rows that go there.
+"""Exchanges rows of a mixture of experts, so that each rank runs its own experts on all rows that go to them.
 
 Along an axis with the choice `t>e` a rank has its part of the tokens, and the matrices of its part of the experts. It
 sorts its rows by expert, tells every other rank how many it will send to each expert there (an all-to-all of counts),
-and sends them (`dispatch`). What has arrived is sorted by expert already, so that the grouped products run on it as it
-lies; the results go back the same way (`combine`). Sizes are those of the run: no row is dropped, none is filled up.
+and sends them (`dispatch`). Rows arrive sorted by expert, so the grouped products run on them at once. The results go
+back the same way (`combine`). Messages have the sizes of the run: no row is dropped, and none is added as padding.
 
-Over several such axes rows travel along one after the other: after the first they are sorted by the experts of
-the ranks that share them, as the second needs them.
+Over several such axes rows travel along one axis after the other. After the first they are sorted by the experts of the
+ranks that share them, as the second axis needs them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ aten = torch.ops.aten
 ours = torch.ops.autopar
 Emit = Callable[..., Any]
 
-# They make tensors of a size that is written down, which is known in a run alone.
+# They create tensors of a given size, and here sizes are known only at run time.
 _SIZED = frozenset({"aten.new_zeros", "aten.new_ones", "aten.new_full"})
 
 
 class Exchange:
-    """The way of sorted rows to their experts and back, written down for one rank.
+    """Writes the exchange of sorted rows with the ranks of their experts into the graph of one rank.
 
     Args:
         emit: function that adds a call to the graph of the rank.
@@ -42,7 +42,7 @@ class Exchange:
         self._tables: list[Any] = []  # of every axis
 
     def dispatch(self, rows: Sequence[Any], ends: Any) -> tuple[list[Any], Any, Any]:
-        """Rows by expert, and the end of each expert's -> those that arrive, with their experts and ends."""
+        """Sorted rows and the ends of experts' rows -> arrived rows, their experts, and the ends of these."""
         found, counts = list(rows), self._counts(ends)
         for axis, size in self.axes:
             received = self.emit(ours.all_to_all.default, counts, [0, 0], size, axis, "all_to_all")
@@ -62,13 +62,13 @@ class Exchange:
         return self.emit(aten.searchsorted.Tensor, ends, places, right=True)
 
     def combine(self, rows: Any) -> Any:
-        """What became of the rows that had arrived -> the same where they came from."""
+        """Results of the arrived rows -> results on the ranks from which the rows came."""
         for (axis, size), table in reversed([*zip(self.axes, self._tables, strict=True)]):
             rows = self._move("combine", rows, table, axis, size, "dispatch")
         return rows
 
     def _counts(self, ends: Any) -> Any:
-        """Rows of every expert."""
+        """Number of rows of every expert."""
         first = self.emit(aten.new_zeros.default, ends, [1])
         return self.emit(aten.diff.default, ends, 1, 0, first)
 
@@ -77,7 +77,7 @@ class Exchange:
 
 
 def marked(local: Local) -> Emit:
-    """A function that adds calls of which no compiler may assume sizes; see `autopar.passes.cut_regions`."""
+    """A function that adds calls whose sizes no compiler may assume, see `autopar.passes.cut_regions`."""
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> Any:
         node = local.emit(target, *args, **kwargs)
@@ -92,7 +92,7 @@ def can_be_exchanged(calls: Sequence[fx.Node], tensors: Sequence[Letters], rows:
 
     Args:
         calls: calls between the two permutations.
-        tensors: letters of everything that they take and make.
+        tensors: letters of their operands and results.
         rows: letters of the rows.
     """
     if any(draws(node) or operator_name(node) in _SIZED for node in calls):
@@ -104,12 +104,12 @@ def stated(
     pairs: Sequence[tuple[str, str]], moved: Sequence[tuple[Letters, int, bool]],
     result: tuple[Letters, int, bool], experts: int,
 ) -> tuple[StatedCollective, ...]:  # fmt: skip
-    """What an exchange sends along an axis: counts of rows, then rows, and back what becomes of them.
+    """The messages of an exchange along an axis: counts of rows, then rows, and their results on the way back.
 
     Args:
         pairs: letters of rows and of experts that a choice exchanges.
         moved: letters of every operand's rows, the bytes of a number, and whether a gradient goes back to it.
-        result: the same of the result.
+        result: the same for the result.
         experts: number of experts.
     """
     over = frozenset(f"{rows}>{groups}" for rows, groups in pairs)

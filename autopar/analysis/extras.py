@@ -1,9 +1,9 @@
-"""How the extra results of a step are put together from those of its micro-batches.
+"""Computes the extra results of a step from those of its micro-batches.
 
 A step may return more than its loss (`autopar.capture.results`). Each of these results is, over micro-batches, one of
 
-    the same in all      a table of positions                 that of any micro-batch
-    rows                 logits                               one micro-batch's after the other's
+    the same in all      a table of positions                 the result of any micro-batch
+    rows                 logits                               the results, concatenated
     a sum, mean, ratio   correct.sum(), accuracy              a sum with known shares, as the loss is
 
 which `autopar.analysis.objective` finds for every tensor of the step. A result that is none of these (the maximum over
@@ -48,10 +48,10 @@ class Extra:
 
     Attributes:
         name: its place in what the user returned, such as `result[1]['acc']`.
-        rows: the place of the batch, for a result with a row for every sample.
-        objective: how a sum, mean or ratio comes from those of the micro-batches; None for rows, and for what is the
-            same in all of them.
-        obstacle: the op that stands in the way, with its line, for a result that cannot be put together.
+        rows: position of the batch, for a result with a row for every sample.
+        objective: how a sum, mean or ratio comes from those of the micro-batches; None for rows, and for a result that
+            is the same in all of them.
+        obstacle: op, with its line, because of which the result cannot be computed from micro-batches; "" for none.
     """
 
     name: str
@@ -82,7 +82,7 @@ def extras_of(part: Captured, graph: Graph, batch: BatchCapture) -> tuple[Extra,
 
 
 def refuse_split_extras(extras: tuple[Extra, ...], micro_batches: int) -> None:
-    """Raises StepError for a result that so many micro-batches do not give."""
+    """Raises StepError for a result that cannot be computed from so many micro-batches."""
     lost = next((each for each in extras if each.obstacle), None)
     if lost is not None and micro_batches > 1:
         raise StepError(
@@ -121,6 +121,6 @@ def _extra(part: Captured, finder: PartFinder, name: str, tensor: str, rows: Row
 
 
 def _rows_in(graph: Graph, tensor: str) -> Rows | None:
-    """The place of the batch in a tensor; None where it is split off no dim, as that of a single row."""
+    """The position of the batch in a tensor; None if no dim contains it, as with a single row."""
     places = places_of(graph.tensors[tensor].factors, batch_factors(graph))
     return Rows(*places[0]) if len(places) == 1 else None

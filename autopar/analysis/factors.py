@@ -207,7 +207,7 @@ class _Analyzer:
         self._add_tensor(hidden_name(node, hidden), value, atoms)
 
     def _wanted(self, node: fx.Node) -> tuple[int, ...]:
-        """Positions of the operands that a gradient flows back to."""
+        """Positions of the operands to which a gradient flows back."""
         if not self._passes_gradient(node):
             return ()
         return tuple(i for i, x in enumerate(self._operands(node)) if x in self.needs_grad)
@@ -222,7 +222,7 @@ class _Analyzer:
     def _flow(
         self, node: str, atoms: list[list[Atom]], letters: Letters, own: Mapping[str, Atom]
     ) -> None:
-        """Unifies the dims of a tensor with those of an operand; a dim where that fails is not split in this op."""
+        """Unifies the dims of a tensor with those of an operand; a dim for which that fails is not split in this op."""
         for factors, dim in zip(atoms, letters, strict=True):
             if dim and not unify(factors, [own[letter] for letter in dim]):
                 self.conflicts[node].update(dim)
@@ -334,7 +334,7 @@ class _Analyzer:
         )
 
     def _exchanged(self, name: str, spec: Spec) -> Iterable[Choice]:
-        """Choices `t>e` of an op: tensors with rows are split by rows, and the other tensors by experts or the like."""
+        """Choices `t>e` of an op: tensors with rows are split by rows, and the others by experts or the like."""
         for rows, groups in spec.exchanges:
             if self.conflicts[name].intersection((rows, groups)):
                 continue

@@ -1,13 +1,13 @@
-"""How the loss of a batch is made of the losses of its micro-batches.
+"""Computes the loss of a batch from the losses of its micro-batches.
 
-A loss is a mean over rows, a sum over rows, or a ratio N / D of such, as a mean over what a mask leaves is: then the
-loss of the batch is not the mean of the losses L_i of its parts, but
+A loss is a mean over rows, a sum over rows, or a ratio N / D of them, such as a mean over unmasked tokens. The loss of
+the batch is then not the mean of the losses L_i of its parts, but
 
     N / D = sum_i (D_i / D) L_i
 
 with D_i the denominator of part i and D that of the whole batch, both known from the inputs before any part is run. So
-every loss of these kinds is a sum of the parts' losses with known shares, and so are its gradients. Which of them a
-loss is, `autopar.analysis.parts` finds.
+every loss of these kinds is a sum of the parts' losses with known shares, and so are its gradients.
+`autopar.analysis.parts` finds the kind of a loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Objective:
         denominator: for a ratio, the graph from inputs and buffers to the denominator and to the sums or means that
             it is a function of. Its placeholders are the names of inputs, and `buffers.` and the names of buffers.
         bases: kind of each of those, `sum` or `mean`.
-        obstacle: for an unknown kind, the op because of which it is unknown, with its line.
+        obstacle: for an unknown kind, the op because of which it is unknown, and its line.
     """
 
     kind: Literal["mean", "sum", "ratio", "unknown"] = "mean"
@@ -52,7 +52,7 @@ class Objective:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the inputs and buffers that the denominator is computed of."""
+        """Names of the inputs and buffers from which the denominator is computed."""
         if self.denominator is None:
             return ()
         return tuple(str(n.target) for n in self.denominator.graph.find_nodes(op="placeholder"))
@@ -61,13 +61,13 @@ class Objective:
     def shares(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
         """The share of each micro-batch's loss in the loss of the batch.
 
-        Where the kind is unknown the loss is the mean over micro-batches.
+        For an unknown kind, the loss is the mean over micro-batches.
 
         Args:
-            parts: for every micro-batch the whole tensors on the CPU that are read, by name.
+            parts: for every micro-batch, the whole tensors that are read, by name, on the CPU.
 
-        Raises StepError where no element of a micro-batch counts: its loss would be 0 / 0. Where none of the whole
-        batch does, the shares are nan, as the loss is on one device.
+        Raises StepError if no element of a micro-batch counts, because its loss would be 0 / 0. If none of the whole
+        batch counts, the shares are nan, like the loss on a single device.
         """
         count = len(parts)
         if self.denominator is None or count == 1:
@@ -112,7 +112,7 @@ class Objective:
         return list(output.args[0][1:])
 
     def _run(self, inputs: Sequence[Tensor], known: Mapping[fx.Node, Tensor]) -> list[Tensor]:
-        """The denominator and what it is made of, some of which is known."""
+        """The denominator and its totals, some of which are given."""
         assert self.denominator is not None, "a ratio"
         result: list[Tensor] = fx.Interpreter(self.denominator).run(
             *inputs, initial_env=dict(known)
@@ -134,7 +134,7 @@ class BatchCapture:
 
 
 def objective_of(part: Captured, batch: BatchCapture) -> Objective:
-    """How the loss of a step comes from its micro-batches' losses; unknown for what is none.
+    """The way in which the loss of a step comes from its micro-batches' losses; unknown if there is none.
 
     Args:
         part: the step as captured for a micro-batch. Where that is the batch's own capture, every number is taken
@@ -149,7 +149,7 @@ def objective_of(part: Captured, batch: BatchCapture) -> Objective:
 
 
 def objective_in(part: Captured, finder: PartFinder, tensor: str) -> Objective:
-    """How a tensor comes from those of micro-batches; unknown for what is neither mean, sum nor ratio."""
+    """The way in which a tensor comes from those of micro-batches; unknown unless it is a mean, sum or ratio."""
     found = finder.part(tensor)
     base = base_of(found.power)
     if found.kind == "total" and base is not None:

@@ -1,15 +1,15 @@
-"""How every tensor of a step over a batch comes from the tensors of its micro-batches.
+"""Finds how every tensor of a step over a batch comes from the tensors of its micro-batches.
 
-The kinds follow from the choices that the rules give each op along the batch (docs/rules.md): what an op can do on
-rows separately, and whether its result is then a part (S) or an addend (P); and from the numbers of the step that
-count rows (`autopar.analysis.row_counts`). Over m micro-batches a tensor x of the batch is one of
+The kinds follow from two things: the choices that the rules give each op along the batch (docs/rules.md), which say
+whether the op treats rows separately and whether its result is then a part (S) or an addend (P); and the numbers of the
+step that count rows (`autopar.analysis.row_counts`). Over m micro-batches a tensor x of the batch is one of
 
     same       x = x_i / m**k         of every micro-batch i: a parameter (k = 0), the number of rows (k = -1)
     rows       x = cat(x_i) / m**k    logits (k = 0), a weight 1 / len(targets) for every row (k = 1)
     places     x = 0, 1, ...          numbers of the rows: torch.arange(len(targets))
     total      x = sum(x_i) / m**k    a sum over rows (k = 0), a mean over them (k = 1)
-    ratio      x = n / d              a total by what is known before the step
-    function   x = f(totals)          of what is known before the step: labels and masks
+    ratio      x = n / d              a total divided by a number that is known before the step
+    function   x = f(totals)          of totals that are known before the step: labels and masks
 
 or unknown. The k of a tensor is its `power`.
 """
@@ -69,24 +69,24 @@ def batch_factors(graph: Graph) -> set[str]:
 
 
 def places_of(factors: Sequence[Sequence[str]], batch: Collection[str]) -> list[tuple[int, int]]:
-    """Pairs (dim, index of the factor within that dim) for every factor of a tensor that is of the batch."""
+    """Pairs (dim, index of the factor within that dim) for every factor of a tensor that belongs to the batch."""
     return [(d, i) for d, names in enumerate(factors) for i, x in enumerate(names) if x in batch]
 
 
 class PartFinder:
-    """Goes through the ops of a step in order, and finds for every tensor how it comes from micro-batches.
+    """Goes through the ops of a step in order, and finds how every tensor comes from micro-batches.
 
     Args:
         captured: the step as captured for the batch.
         graph: its analysis.
-        part: the step as captured for a micro-batch; the batch's own capture where no other is known, which takes
-            every number for one that counts no rows.
+        part: the step as captured for a micro-batch; the batch's own capture if there is no other, and then no number
+            is taken to count rows.
 
     Attributes:
         graph: the graph of the batch.
         nodes: name of an op of the graph -> node of the batch's capture.
         counts: the numbers of the step that count rows.
-        batch: names of the factors that are the batch: the first of every input, and what is as many times as long.
+        batch: names of the factors that are the batch: the first of every input, and multiples of it.
     """
 
     def __init__(self, captured: Captured, graph: Graph, part: Captured) -> None:
@@ -111,7 +111,7 @@ class PartFinder:
         return self._parts.get(tensor, _SAME) if self.counts.is_alike else UNKNOWN
 
     def counts_rows(self, name: str) -> bool:
-        """Whether the op of a node has a number or an operand that counts rows, its totals aside."""
+        """Whether the op of a node has a number, or an operand other than a total, that counts rows."""
         op = self.graph.by_name.get(name)
         if op is None:
             return False
@@ -119,7 +119,7 @@ class PartFinder:
         return any(powers) or bool(self._changed(op))
 
     def obstacle(self, tensor: str) -> str:
-        """The first op on the way to a tensor whose result the micro-batches do not give, with its line."""
+        """The first op on the way to a tensor whose result does not follow from micro-batches, with its line."""
         if not self.counts.is_alike:
             return "the model runs other ops for a micro-batch than for the batch"
         found, waiting = "a constant that counts rows", [tensor]
@@ -132,7 +132,7 @@ class PartFinder:
         return f"{found} is neither a row for every sample nor a sum, mean or ratio over them"
 
     def _longer(self) -> set[str]:
-        """Names of the factors that are as many times as long in the batch as there are micro-batches."""
+        """Names of the factors whose size in the batch is that in a micro-batch times the number of micro-batches."""
         count, tensors = self.counts.micro_batches, self.graph.tensors
         pairs = [
             (tensors[name], own)
@@ -166,7 +166,7 @@ class PartFinder:
                 )
 
     def _of_right_shape(self, part: BatchPart, name: str, own: tuple[int, ...]) -> BatchPart:
-        """The part, or unknown where the shape over a micro-batch is none of such a part of the batch.
+        """The part, or unknown if the shape in a micro-batch does not fit it.
 
         Rows are parts of one factor; everything else has the same shape in the batch and a micro-batch.
         """
@@ -199,7 +199,7 @@ class PartFinder:
         return [UNKNOWN] * len(op.results)
 
     def _made(self, op: Op, result: str, parts: list[BatchPart]) -> BatchPart:
-        """A tensor that no input went into: the same in every part, or equal rows in all."""
+        """The part of a tensor that depends on no input: the same in every part, or equal rows in all."""
         power = self._power(op, parts)
         has_rows = bool(places_of(self.graph.tensors[result].factors, self.batch))
         if has_rows and self._numbers_rows(op):
@@ -211,7 +211,7 @@ class PartFinder:
         return BatchPart("rows", power) if op.kind in _EQUAL_ROWS else UNKNOWN
 
     def _of_rows(self, op: Op, parts: list[BatchPart]) -> list[BatchPart]:
-        """An op whose operands are split along the batch, each row for itself."""
+        """The part of an op that treats the rows of the batch separately."""
         choice = next(
             (c for c in op.choices if c.factor in self.batch and _takes_rows(c, parts)), None
         )
@@ -220,7 +220,7 @@ class PartFinder:
             return self._none(op)
         masked = self.masked_mean(op)
         if masked == UNKNOWN and any(choice.label in each.labels for each in op.collectives):
-            return self._none(op)  # its parts need each other, as those of a batch norm do
+            return self._none(op)  # its parts depend on each other, as in a batch norm
         total = BatchPart("total", power + (op.kind in _AVERAGES))
         made = {
             "S": BatchPart("rows", power),
@@ -229,13 +229,13 @@ class PartFinder:
         return [made.get(state.kind, UNKNOWN) for state in choice.results]
 
     def _numbers_rows(self, op: Op) -> bool:
-        """Whether an op gives 0, 1, ... up to the number of rows."""
+        """Whether an op returns 0, 1, ... up to the number of rows."""
         given = bound_arguments(self.nodes[op.name]) if op.kind == "aten.arange" else {}
         is_plain = given.get("start", 0) == 0 and given.get("step", 1) == 1
         return bool(given) and is_plain and self._changed(op).keys() <= {"end"}
 
     def _of_places(self, op: Op, parts: list[BatchPart]) -> BatchPart:
-        """An op on the numbers of rows: these in another shape, or rows that are looked up by them."""
+        """The part of an op on row numbers: row numbers in another shape, or rows that are looked up by them."""
         args = self.nodes[op.name].args
         adds_nothing = op.kind == "aten.add" and len(parts) == 1 and args[1:] == (0,)
         if self._changed(op) or op.kind != "aten.index":
@@ -254,7 +254,7 @@ class PartFinder:
         return BatchPart("rows") if is_looked_up else UNKNOWN
 
     def _has_rows_first(self, part: BatchPart, tensor: str) -> bool:
-        """Whether dim 0 of a tensor is the batch; taken for granted where no other size is known."""
+        """Whether dim 0 of a tensor is the batch; assumed if there is no capture of another size."""
         if part == _SAME and self.counts.micro_batches == 1:
             return True
         return part == BatchPart("rows") and self.graph.tensors[tensor].factors[0] == (
@@ -262,7 +262,7 @@ class PartFinder:
         )
 
     def masked_mean(self, op: Op) -> BatchPart:
-        """The ratio that a masked mean is; unknown for any other op."""
+        """The ratio for a masked mean; unknown for any other op."""
         is_masked = op.kind in _MASKED_MEANS and self._averages(op)
         return BatchPart("ratio", 0, op.name) if is_masked else UNKNOWN
 
@@ -270,7 +270,7 @@ class PartFinder:
         return bound_arguments(self.nodes[op.name]).get("reduction") == _MEAN_REDUCTION
 
     def _of_totals(self, op: Op, parts: list[BatchPart]) -> BatchPart:
-        """An op on sums and means over the batch."""
+        """The part of an op on sums and means over the batch."""
         totals = {part for part in parts if part.kind != "same"}
         power = self._power(op, [p if p.kind == "same" else replace(p, power=0) for p in parts])
         if op.kind == "aten.div" and len(parts) == 2 and self._divides(op, parts):
@@ -287,7 +287,7 @@ class PartFinder:
         return BatchPart("function") if all(t.kind in _KNOWN_BEFORE for t in totals) else UNKNOWN
 
     def _divides(self, op: Op, parts: list[BatchPart]) -> bool:
-        """Whether a total is divided by what is known before a gradient is taken."""
+        """Whether an op divides a total by a number that is known before backward."""
         over, under = parts
         return (
             over.kind == "total"
@@ -299,7 +299,7 @@ class PartFinder:
     # --- powers of the number of micro-batches
 
     def _power(self, op: Op, parts: Sequence[BatchPart]) -> int | None:
-        """The power that an op gives its results; None where its numbers or operands count rows in another way."""
+        """The power of an op's results; None if its numbers or operands count rows in another way."""
         own = self._power_of_numbers(op)
         powers = [part.power for part in parts]
         if own is None or not any(powers):
@@ -312,12 +312,12 @@ class PartFinder:
         return own + power if is_one else None
 
     def _copies(self, op: Op) -> bool:
-        """Whether an op gives its operand again, or in a format of numbers that are not whole."""
+        """Whether an op returns its operand unchanged, or cast to a floating dtype."""
         value = self.nodes[op.name].meta["val"]
         return op.kind in _SAME_VALUES or (op.kind == "aten._to_copy" and value.is_floating_point())
 
     def _power_of_numbers(self, op: Op) -> int | None:
-        """The power that comes of the numbers among an op's arguments."""
+        """The power that the numbers among an op's arguments contribute."""
         power = 0
         for name, (batch, part) in self._changed(op).items():
             found = self.counts.power(batch, part)
@@ -335,19 +335,19 @@ class PartFinder:
         return -1 if op.kind == "aten.div" and rounds is None else 0
 
     def _changed(self, op: Op) -> dict[str, tuple[object, object]]:
-        """The arguments of an op that are other ones for a micro-batch, sizes aside."""
+        """The arguments of an op, except sizes, that differ in a micro-batch."""
         found = self.counts.changed(self.nodes[op.name])
         return {name: pair for name, pair in found.items() if name not in SIZES}
 
 
 def _takes_rows(choice: Choice, parts: list[BatchPart]) -> bool:
-    """Whether a choice takes parts of what has rows, and the whole of what is the same everywhere."""
+    """Whether a choice takes parts of operands with rows, and whole operands that are the same everywhere."""
     pairs = zip(choice.operands, parts, strict=True)
     return all((state.kind == "S") == (part.kind == "rows") for state, part in pairs)
 
 
 def _linear(op: Op, is_addend: Sequence[bool]) -> bool:
-    """Whether an op passes some of its operands on as it would their addends."""
+    """Whether an op is linear in some of its operands, so that addends pass through it."""
     return any(
         choice.label.startswith(PARTIAL)
         and all(

@@ -1,4 +1,4 @@
-"""Which numbers of a captured step count the rows of its batch.
+"""Finds the numbers of a captured step that count the rows of its batch.
 
 A capture has the lengths of its batch built in. A step is therefore captured at two sizes, for the batch and for a
 micro-batch, and the two are compared:
@@ -49,11 +49,11 @@ class RowCounts:
         self.micro_batches = self._micro_batches()
 
     def node(self, name: str) -> fx.Node:
-        """The node of the micro-batch that stands for a node of the batch, or for what it is a copy of."""
+        """The node of the micro-batch that corresponds to a node of the batch, or to the node that it copies."""
         return self._nodes[self._originals[name]]
 
     def name(self, node: fx.Node) -> str:
-        """The name in the batch of a node of the micro-batch, or of what it is a copy of."""
+        """The name in the batch of a node of the micro-batch, or of the node that it copies."""
         return self._names[_original(node).name]
 
     def shapes(self, name: str) -> list[tuple[int, ...]]:
@@ -61,7 +61,7 @@ class RowCounts:
         return [tuple(x.shape) for x in tensor_results(self.node(name))]
 
     def changed(self, node: fx.Node) -> dict[str, tuple[Any, Any]]:
-        """The arguments of a call, by name, that differ in a micro-batch: that of the batch, and its own."""
+        """The arguments of a call that differ in a micro-batch: name -> value in the batch and in the micro-batch."""
         if _copies(node) or self._nodes[node.name].target != node.target is _EXPAND:
             return {}
         return dict(_changed(node, self._nodes[node.name]))
@@ -115,8 +115,8 @@ def _numbers(x: Tensor) -> list[Any]:
 def _paired(batch: fx.Graph, part: fx.Graph) -> tuple[dict[str, fx.Node], bool]:
     """The node of `part` for every node of `batch`, and whether all of them are alike.
 
-    A copy is passed over: whether one is made depends on strides, and those of a single row are others. So is an
-    expansion that a single row does without.
+    Copies are skipped, because strides decide whether there is one, and a single row has other strides. An expansion
+    that a single row does not need is skipped, too.
     """
     nodes: dict[str, fx.Node] = {}
     waiting = [n for n in part.nodes if not _copies(n)]
@@ -137,14 +137,14 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _original(node: fx.Node) -> fx.Node:
-    """The node itself, or what it is a copy of."""
+    """The node itself; for a copy, the copied node."""
     while _copies(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, or what these are copies of, in order, with repetition."""
+    """The nodes among the arguments, copies replaced by the copied nodes, in order, with repetition."""
     found: list[fx.Node] = []
 
     def visit(operand: fx.Node) -> fx.Node:
@@ -169,7 +169,7 @@ def _same_target(a: fx.Node, b: fx.Node) -> bool:
 
 def _changed(a: fx.Node, b: fx.Node) -> Iterator[tuple[str, tuple[Any, Any]]]:
     if repr(a.target) != repr(b.target) and not hasattr(a.target, "body"):
-        yield "arguments", (a.target, b.target)  # those that a custom function has built in
+        yield "arguments", (a.target, b.target)  # arguments that a custom function has built in
     own, others = _arguments(a), _arguments(b)
     for name in {**own, **others}:
         x, y = own.get(name), others.get(name)

@@ -1,4 +1,4 @@
-"""What an op computes, as loop nests over the model's factors: the symbolic form of its FLOPs."""
+"""The work of an op as loop nests over the model's factors: the symbolic form of its FLOPs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def works(spec: Spec, leaves_of: LeavesOf) -> tuple[Work, ...]:
 
 
 def _nest(spec: Spec) -> tuple[float, tuple[str, ...]]:
-    """The largest set of letters whose product `flops` is a small multiple of."""
+    """The largest set of letters such that `flops` is a small multiple of the product of their sizes."""
     for letters in _iteration_spaces(spec):
         points = math.prod(spec.sizes[letter] for letter in letters)
         if points and spec.flops % points == 0:
@@ -35,7 +35,7 @@ def _iteration_spaces(spec: Spec) -> Iterator[tuple[str, ...]]:
 
 
 def _work(spec: Spec, coefficient: float, letters: tuple[str, ...], leaves_of: LeavesOf) -> Work:
-    """Sorts letters into rows, columns, inner and batch; all are rows where nothing is summed."""
+    """Sorts letters into rows, columns, inner and batch; all are rows if nothing is summed."""
     if not spec.nests and spec.flops != 2 * spec.points:
         return Work(coefficient, tuple(leaf for letter in letters for leaf in leaves_of(letter)))
     left, right, result = _three(spec, letters)
@@ -57,7 +57,7 @@ _GROUP = {
 
 
 def _three(spec: Spec, letters: tuple[str, ...]) -> tuple[set[str], set[str], set[str]]:
-    """Letters of the two factors and of the product of one nest."""
+    """Letters of the two operands and of the result of one nest."""
     if len(spec.operands) < 2:
         return set(), set(), set()
     if not spec.nests:

@@ -1,1 +1,1 @@
-"""Module to ATen graph: what is captured, how, and what to change where it cannot be."""
+"""Captures a module as an ATen graph, or says what to change in a model that cannot be captured."""

@@ -1,4 +1,4 @@
-"""What a capture gives: the functional graph of a forward, and what its placeholders and results are."""
+"""The result of a capture: the functional graph of a forward, with the meaning of its placeholders and results."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Captured:
         constants: placeholder name -> the tensor that the model's code holds.
         inputs: placeholder name -> readable name; tensors only, in pytree order of (args, kwargs).
         in_spec: pytree of (args, kwargs).
-        literals: leaf position -> the value that was built into the graph, for inputs that are no tensor.
+        literals: leaf position -> value that was built into the graph, for inputs that are no tensors.
         out_spec: pytree of the result.
-        mutated: output position -> qualified name of the buffer whose new value it is; these come
-            before the model's own outputs.
+        mutated: output position -> qualified name of the buffer whose new value the output is; such outputs come before
+            the model's own ones.
         is_step: whether the last output is the loss; those before it are the step's extra results.
-        training: the mode the model was in.
-        has_loss_fn: whether a loss function of its own made the loss of the model's results.
+        training: whether the model was in training mode.
+        has_loss_fn: whether a loss function computes the loss from the model's results.
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
-        precision: the policy under which it was captured, None for none.
-        stored: name of a parameter -> its format at rest, where the graph takes a cast copy of it.
+        precision: mixed-precision policy of the capture; None for none.
+        stored: name of a parameter -> dtype in which it is stored, for parameters of which the graph takes a cast copy.
         differentiable: placeholders of inputs that take a gradient.
         whole_outputs: whether the results are to be whole on every rank.
         guards: the Python values that the graph was made from.
         numbers: numbers of Python that are inputs of the graph, through constants of it.
-        writes: what the forward does to attributes of modules, to be done after every step.
+        writes: changes of attributes of modules by the forward, which the runtime repeats after every step.
         forms: a line for every class of modules that was captured in another form (`autopar.capture.forms`).
     """
 
@@ -74,7 +74,7 @@ class Captured:
     numbers: tuple[NumberInput, ...] = ()
 
     def gradient_dtype(self, name: str, used: torch.dtype) -> torch.dtype:
-        """The format in which the gradient of a parameter, used in the format `used`, is added up."""
+        """The dtype in which the gradient of a parameter is accumulated, if ops use the parameter as `used`."""
         if self.precision is None or not used.is_floating_point:
             return used
         asked = self.precision.reduce_dtype
@@ -84,7 +84,7 @@ class Captured:
     def fingerprint(self) -> str:
         """A hash of the program: ops with their arguments, shapes, dtypes, names of parameters and inputs, precision.
 
-        Devices and values are left out, so that a plan made of a model on the meta device fits the real one.
+        Devices and values are left out, so that a plan made from a model on the meta device fits the real one.
         """
         digest = hashlib.sha256()
         for line in _lines(self.module.graph):
@@ -96,7 +96,7 @@ class Captured:
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
-    """What every node computes; after one that stands for a graph of its own (joined experts), that graph."""
+    """A line per node with what it computes, followed by those of a graph that it stands for (joined experts)."""
     for node in graph.nodes:
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
         yield f"{node.op} {node.target} {node.args} {kwargs}"

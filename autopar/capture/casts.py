@@ -1,9 +1,9 @@
 """A mixed-precision policy at capture: the model is called with cast parameters and inputs, and the casts of
 parameters are then taken out of the graph, whose placeholders stand for the cast copies.
 
-The runtime makes those copies once a step, before anything is gathered (`autopar.runtime.parameters`).
-Buffers keep their format, and so do the weights of batch normalization, whose kernels want them in that
-of its statistics, as in FSDP's `MixedPrecision(_module_classes_to_ignore=...)`. Products of linear layers may be
+The runtime makes those copies once a step, before it gathers parameters (`autopar.runtime.parameters`).
+Buffers keep their dtype. Weights of batch normalization keep theirs too, because its kernels need them in the dtype of
+the statistics, as in FSDP's `MixedPrecision(_module_classes_to_ignore=...)`. Products of linear layers may be
 rounded to float8 (`autopar.capture.float8`).
 """
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch.dtype of a format that a policy names."""
+    """The torch.dtype that a policy names."""
     found: torch.dtype = getattr(torch, name)
     return found
 
@@ -32,7 +32,7 @@ def dtype_of(name: str) -> torch.dtype:
 def call_cast(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: MixedPrecision
 ) -> Any:
-    """Calls a model as one device would run it under a policy; gradients reach the original parameters."""
+    """Calls a model under a policy, as a single device would run it; gradients reach the original parameters."""
     dtype = dtype_of(policy.param_dtype)
     parameters = {name: p.to(dtype) for name, p in cast_parameters(model)}
     args, kwargs = _cast((args, kwargs), dtype)
@@ -42,7 +42,7 @@ def call_cast(
 
 
 def cast_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a policy casts, tied ones under the first of their names."""
+    """The parameters that a policy casts, by name; tied ones under their first name."""
     kept = {
         id(parameter)
         for module in model.modules()
@@ -63,13 +63,13 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 def absorb_casts(
     module: fx.GraphModule, parameters: Mapping[str, str], policy: MixedPrecision
 ) -> dict[str, torch.dtype]:
-    """p, _to_copy(p, dtype=bfloat16) -> p of bfloat16, for parameters that are used in no other way.
+    """p, _to_copy(p, dtype=bfloat16) -> p of bfloat16, for parameters that are only used by such casts.
 
     Args:
         parameters: placeholder name -> name of the parameter.
 
     Returns:
-        The name of each such parameter -> the format it is stored in.
+        Name of each such parameter -> dtype in which it is stored.
     """
     dtype, stored = dtype_of(policy.param_dtype), {}
     for node in module.graph.find_nodes(op="placeholder"):

@@ -1,4 +1,4 @@
-"""Checks of an exported graph: each refuses what a plan cannot repeat, with the line and a remedy."""
+"""Checks of an exported graph. Each refuses an op that a plan cannot repeat, with its line and a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
-    """What takes a gradient outside the model would get none, or a rank's part, see `OutsideLeaves`."""
+    """Refuses tensors outside the model that take a gradient: they would get none, or a part (`OutsideLeaves`)."""
     trained = set(map(_torch.storage_reference, leaves))
     nodes = {n.name: n for n in exported.graph.find_nodes(op="placeholder")}
     for spec in exported.graph_signature.input_specs:
@@ -38,7 +38,7 @@ def refuse_trained_constants(exported: Any, leaves: list[Tensor]) -> None:
 
 
 def _takes_gradient(node: fx.Node) -> bool:
-    """Whether a result of the graph is computed with `node`, no detach between."""
+    """Whether a result of the graph is computed from `node` without a detach between them."""
     waiting, seen = [node], {node}
     while waiting:
         for user in waiting.pop().users:
@@ -51,7 +51,7 @@ def _takes_gradient(node: fx.Node) -> bool:
 
 
 def _cuts_gradient(node: fx.Node) -> bool:
-    """Whether no gradient goes through: it is detached, no real or complex number, or made of a shape alone."""
+    """Whether no gradient passes a node: it detaches, has an integer result, or uses only the shape of its operand."""
     value, name = node.meta.get("val"), getattr(node.target, "__name__", "")
     if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
         return True
@@ -69,7 +69,7 @@ def refuse_changed_parameters(mutated: list[Any], parameters: set[str]) -> None:
 
 
 def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
-    """A Python number read off a tensor (`.item()`, `x[:, i]` with a tensor i) is unknown to a plan."""
+    """Refuses Python numbers that are read from tensors (`.item()`, `x[:, i]` with a tensor i): no plan knows them."""
     for node in module.graph.nodes:
         if node.op == "call_function" and _is_unknown(node) and _is_read(node):
             made = "size" if isinstance(node.meta["val"], Tensor) else "Python number"
@@ -82,7 +82,7 @@ def refuse_numbers_from_tensors(module: fx.GraphModule) -> None:
 
 
 def refuse_bodies(module: fx.GraphModule) -> None:
-    """Ops that run graphs (torch.cond, a scan) have no rule."""
+    """Refuses ops that run graphs (torch.cond, a scan), which have no rule."""
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, node.target, None), fx.GraphModule):
             call = next(iter(node.users))
@@ -94,14 +94,14 @@ def refuse_bodies(module: fx.GraphModule) -> None:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether a result, or its shape, is a Python number that only a run tells."""
+    """Whether a result, or a size of it, is a Python number that is only known at run time."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, Tensor) else (value,)
     return any(map(_torch.depends_on_values, sizes))
 
 
 def _is_read(number: fx.Node) -> bool:
-    """Whether more than assertions comes of a number; those are removed, and with them the number."""
+    """Whether anything other than assertions uses a number. Assertions are removed, and the number with them."""
     return any(
         _is_read(user) if _is_unknown(user) else "_assert" not in str(user.target)
         for user in number.users

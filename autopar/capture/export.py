@@ -1,8 +1,8 @@
 """Capture: an unmodified module becomes a functional graph of its forward, with names.
 
 `torch.export` traces the module together with its loss; `run_decompositions({})` makes the graph
-functional and leaves high-level ops (linear, layer_norm, attention) whole. What export gets wrong for
-training is mended before (`EXPORTED` of autopar.capture.rewrites).
+functional and leaves high-level ops (linear, layer_norm, attention) whole. Before that, rewrites correct what export
+gets wrong for training (`EXPORTED` of autopar.capture.rewrites).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LossFunction = Callable[..., Any]  # returns the loss, or (loss, extra results)
 
 
 class _WithLoss(nn.Module):
-    """The model and its loss as one module; a step returns a scalar, behind its extra results."""
+    """The model and its loss as one module, which returns the extra results of a step and then the scalar loss."""
 
     loss_fn: LossFunction | None
     watch: Watch | None
@@ -71,10 +71,10 @@ class _WithLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        # Not a submodule: what a loss holds is no part of the model, and stays where it is.
+        # Not a submodule, because the tensors that a loss holds are no part of the model.
         self.__dict__["loss_fn"] = loss_fn
         self.__dict__["watch"] = None
-        # A set, which is changed in place: export takes assignments to attributes back.
+        # A set that is changed in place, because export undoes assignments to attributes.
         self.__dict__["results_with_more"] = set()
         self.precision = precision
         self.is_step = is_step
@@ -105,9 +105,9 @@ class _WithLoss(nn.Module):
 
 
 def target_count(loss_fn: LossFunction) -> int:
-    """How many entries at the end of a batch go to the loss: its parameters without default, less one.
+    """Number of entries at the end of a batch that go to the loss: its parameters without default, less one.
 
-    Raises StepError for a function of which that cannot be read.
+    Raises StepError for a function whose signature cannot be read.
     """
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
@@ -134,10 +134,10 @@ def capture_step(
     numbers: Sequence[Place] = (),
     open_dims: OpenDims = (),
 ) -> Captured:
-    """Captures forward and loss. Raises StepError where the result is not a scalar loss.
+    """Captures forward and loss. Raises StepError if the result is not a scalar loss.
 
     Args:
-        numbers: where numbers stand that are to be inputs if they can be (`autopar.capture.numbers`).
+        numbers: places of Python numbers that are to become inputs if they can (`autopar.capture.numbers`).
         open_dims: dims of inputs whose sizes are left open (`autopar.capture.open_sizes`).
     """
 
@@ -174,7 +174,7 @@ def run_with_loss(
     loss_fn: LossFunction | None,
     precision: MixedPrecision | None = None,
 ) -> Tensor:
-    """The loss without capture, as the single device computes it."""
+    """The loss without capture, as a single device computes it."""
     result = _WithLoss(model, loss_fn, is_step=True, precision=precision)(*args, **kwargs)
     loss: Tensor = result[-1] if isinstance(result, tuple) else result
     return loss
@@ -216,7 +216,7 @@ def _capture(
     wrapper: _WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any], open_dims: OpenDims,
     *, is_step: bool,
 ) -> Captured:  # fmt: skip
-    # Export merges inputs that are one object; a batch may well use one tensor twice.
+    # Export merges inputs that are one object, and a batch may contain one tensor twice.
     args, kwargs = pytree.tree_map(
         lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs)
     )
@@ -272,7 +272,7 @@ def _export(
 def _reported(
     error: Exception, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception:
-    """What a failed trace is reported as: the model's own error, or one that names the line and the remedy."""
+    """The error to report for a failed trace: the model's own error, or one that names the line and the remedy."""
     if not has_remedy(error, wrapper):
         own = own_error(wrapper, args, kwargs)
         if own is not None:
@@ -337,7 +337,7 @@ def _describe(
 def _merge_tied(
     module: fx.GraphModule, named: dict[str, str], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """One placeholder per parameter object, under the first of its names."""
+    """Merges the placeholders of each parameter object into one, under the first of its names."""
     first: dict[int, str] = {}
     nodes = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
     kept: dict[str, str] = {}
@@ -356,7 +356,7 @@ def _merge_tied(
 
 
 def _order_placeholders(module: fx.GraphModule, specs: Any, kinds: tuple[Any, ...]) -> None:
-    """Parameters, buffers, constants, then inputs, whatever order export gave them."""
+    """Orders placeholders: parameters, buffers, constants, then inputs."""
     nodes = {n.name: n for n in module.graph.find_nodes(op="placeholder")}
     ordered = [s for kind in kinds for s in specs if s.kind == kind]
     ordered += [s for s in specs if s.kind not in kinds]
@@ -368,7 +368,7 @@ def _order_placeholders(module: fx.GraphModule, specs: Any, kinds: tuple[Any, ..
 
 
 def _leaf_names(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A readable name for every leaf of the inputs: the parameter of `forward`, then the path in it."""
+    """A readable name for every leaf of the inputs: the name of the parameter of `forward`, and the path inside it."""
     model, loss_fn = wrapper.model, wrapper.loss_fn
     names = [p.name for p in inspect.signature(model.forward).parameters.values()]  # type: ignore[union-attr]
     targets = target_count(loss_fn) if loss_fn is not None else 0  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Linear layers whose products are rounded to float8, put in while a model is called.
+"""Replaces products of linear layers by float8 ones while a model is called.
 
 A call of `torch.nn.functional.linear` with a parameter of the model, as `nn.Linear` makes it, becomes the op
 `autopar::float8_linear` where both dims of the weight are multiples of a tile. The bias is added to its result.
@@ -25,12 +25,12 @@ from autopar.ops.float8 import TILE
 def rounded_products(
     model: nn.Module, parameters: Mapping[str, Tensor], policy: MixedPrecision
 ) -> Iterator[None]:
-    """Inside it linear layers of a model round their operands, as the policy asks.
+    """Context in which linear layers of a model round their operands, as the policy says.
 
     Args:
         model: the model that is called.
-        parameters: the tensors that stand for its parameters, by name.
-        policy: its `product_dtype` and `exempt` count.
+        parameters: tensors that stand for the model's parameters, by name.
+        policy: mixed-precision policy, of which `product_dtype` and `exempt` are used.
 
     Raises:
         CaptureError: if no product was rounded, or a name in `exempt` matches no linear layer.
@@ -94,7 +94,7 @@ class _Rounding(TorchFunctionMode):
 
     Attributes:
         rounded: names of the layers that were rounded.
-        left: the others' names, with the shapes of their weights.
+        left: names of the other layers, with the shapes of their weights.
 
     Args:
         layers: names of the layers that have a parameter, by its identity.

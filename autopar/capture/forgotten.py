@@ -1,7 +1,7 @@
-"""What a trace would forget, seen while the model's forward runs.
+"""Finds effects of a forward that a trace would forget, while the forward runs.
 
-Export records what tensors do. It does not record that a buffer was replaced by assignment, or that a
-region ran in inference mode; the captured graph would silently train something else.
+Export records ops on tensors. It does not record that a buffer was replaced by assignment, or that a region ran in
+inference mode. Without these checks the captured graph would silently train something else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.capture.refusals import BACKEND_RUNS_IT
 
 
 def _called_by_user(frame: FrameType | None) -> bool:
-    """Whether the nearest frame that is no decorator's is outside torch, which enters modes itself."""
+    """Whether user code entered a mode: the nearest frame, decorators left out, is outside torch."""
     while frame is not None and frame.f_code.co_filename.endswith("_contextlib.py"):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(
@@ -31,9 +31,9 @@ def _called_by_user(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def watching(model: nn.Module) -> Iterator[list[str]]:
-    """Collects what forward does while the context is open and export does not record.
+    """Context that collects the effects of a forward which export does not record.
 
-    The list that is yielded gets a sentence for each buffer that is assigned a new tensor, and for each
+    The yielded list gets a sentence for each buffer that is assigned a new tensor, and for each
     `torch.inference_mode` that is entered.
     """
     seen: list[str] = []
@@ -66,9 +66,9 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
 
 
 class OutsideLeaves(TorchFunctionMode):
-    """Collects the tensors that take a gradient and are no parameter of `model`, of all that torch computes with.
+    """Collects the operands of ops that take a gradient and are no parameters of `model`.
 
-    Export makes constants of them and forgets, of a parameter, that it takes a gradient.
+    Export makes constants of them, and forgets that they take a gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,12 +1,12 @@
-"""torch.autograd.Functions of a model become calls of the graph that keep their own backward.
+"""Captures applications of `torch.autograd.Function` as calls that keep their own backward.
 
-While export traces, every `apply` is taken: the function runs once on tensors without values, forward and
-backward, and one call of `torch.ops.autopar.custom_function` is traced in its place. When the trace is made, each
-such call gets an `autopar.rules.functions.CustomFunction` as its target, which runs the user's code.
+While export traces, every `apply` is intercepted: the function runs once on tensors without values, forward and
+backward, and one call of `torch.ops.autopar.custom_function` is traced in its place. After the trace each such call
+gets an `autopar.rules.functions.CustomFunction` as its target, which runs the user's code.
 
-The run without values says what a graph must know: the results, what `ctx` keeps, and which gradients backward
-gives. It also finds what cannot be kept, see `_Watch`. A backward that reads values cannot be run so, and is taken to
-give every gradient.
+The run without values finds the results, the tensors that `ctx` keeps, and the gradients that backward returns. It also
+finds functions that cannot be kept, see `_Watch`. A backward that reads values fails in this run, and is assumed to
+return every gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 @contextlib.contextmanager
 def keeping_functions(model: nn.Module) -> Iterator[Callable[[fx.GraphModule], None]]:
-    """Takes the applications of autograd.Functions inside; yields what puts them into the graph of the trace.
+    """Context that intercepts applications of autograd.Functions; yields the object that puts them into the graph.
 
     Raises CaptureError, where a function is applied, for one that cannot be kept.
     """
@@ -58,7 +58,7 @@ class _Applications:
         self._is_trying = False
 
     def take(self, apply: _torch.Apply, function: Function, args: Any, kwargs: Any) -> Any:
-        """What stands in the trace for an application."""
+        """The tensors that stand in the trace for the results of an application."""
         arguments, operands = FunctionArguments.of(args, kwargs)
         if (
             self._is_trying
@@ -87,7 +87,7 @@ class _Applications:
         arguments: FunctionArguments,
         operands: Sequence[Tensor],
     ) -> FunctionTrial:
-        """The findings of a run without values, made once for applications that are alike."""
+        """The findings of a run without values; applications that are alike share one run."""
         kinds = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
         code = getattr(where.function, "traced_code", id(where.function))
         key = f"{code} {arguments!r} {kinds} {_autocast()}"
@@ -133,7 +133,7 @@ def _autocast() -> dict[str, torch.dtype]:
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses what the code of a function does and a call of the graph cannot do."""
+    """Refuses effects of a function's code that a call of the graph cannot have."""
 
     def __init__(self, mode: Any, own: dict[int, str], where: _Place) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _check(self, x: Tensor) -> None:
-        """A parameter that is read as an attribute may be a shard when the function runs."""
+        """Refuses parameters that are read as attributes, because they may be shards when the function runs."""
         traced = type(x) not in (Tensor, nn.Parameter)
         name = "" if traced else self._own.get(_torch.storage_reference(x).cdata, "")
         if traced or name:
@@ -310,7 +310,7 @@ def _memory(x: Tensor) -> int:
 def _put(node: fx.Node, target: CustomFunction) -> None:
     """custom_function([x, w], ...) -> Function(x, detach(w)): one call, whose result is a tensor if it is alone.
 
-    What backward gives no gradient, and a result that takes none, are detached, so that a plan knows.
+    Operands without a gradient, and results that take none, are detached, so that a plan knows of it.
     """
     operands: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     with node.graph.inserting_before(node):
@@ -331,7 +331,7 @@ def _put(node: fx.Node, target: CustomFunction) -> None:
 
 
 def _detached(x: fx.Node) -> fx.Node:
-    """A node that hands on no gradient; `x` itself where it has none."""
+    """A detach of `x`; `x` itself if it takes no gradient."""
     value = x.meta["val"]
     if not (value.is_floating_point() or value.is_complex()):
         return x

@@ -56,10 +56,10 @@ class _ValueRequested(Exception):
 
 
 def with_numbers(capture: Callable[[], Captured], places: Sequence[Place]) -> Captured:
-    """Captures the model with the numbers at some places as inputs; a number that cannot be one is built in.
+    """Captures the model with the numbers at some places as inputs; a number that cannot be an input is built in.
 
     Args:
-        capture: captures the model.
+        capture: function that captures the model.
         places: places of floats that have changed since an earlier capture.
     """
     plain = capture()
@@ -101,9 +101,9 @@ def _written(captured: Captured) -> list[object]:
 
 @contextlib.contextmanager
 def _as_tensors(places: Sequence[Place]) -> Iterator[tuple[NumberInput, ...]]:
-    """Inside, tensors replace the numbers at these places, and arithmetic treats them as numbers.
+    """Context in which tensors replace the numbers at these places, and arithmetic treats them as numbers.
 
-    The tensors have other values than the numbers. A value that the capture builds in is then another one than in the
+    The tensors have other values than the numbers. If the capture builds such a value in, it differs from that of the
     plain capture, and the comparison finds it.
     """
     values = [place.get() for place in places]

@@ -1,7 +1,7 @@
-"""Captures that leave sizes of inputs open: how torch.export is asked for one.
+"""Arguments of torch.export for captures that leave sizes of inputs open.
 
-The captured graph has symbols where a graph of one batch has numbers, and `autopar.passes.close_sizes` makes the
-graph of one batch of it. `autopar.program.captures` decides which sizes are left open.
+The captured graph has symbols where a graph of one batch has numbers; `autopar.passes.close_sizes` puts the numbers
+in. `autopar.program.captures` decides which sizes are left open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OpenDims = Sequence[Sequence[int]]  # of every tensor among the inputs, in pytre
 def open_to_export(
     wrapper: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: OpenDims
 ) -> dict[str, Any]:
-    """Further arguments for `torch.export.export(wrapper, args, kwargs)`, which leave dims of inputs open.
+    """Additional arguments of `torch.export.export(wrapper, args, kwargs)` that leave dims of inputs open.
 
     Export (2.13) takes open dims of keyword arguments only where `forward` names them. So the forward of `wrapper`
     gets a signature that does.

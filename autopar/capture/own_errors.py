@@ -1,8 +1,9 @@
-"""Errors of the model itself: a wrong shape or dtype, a misspelt attribute, a check of the user's that fails.
+"""Errors of the model itself: a wrong shape or dtype, a misspelt attribute, a failed check in the user's code.
 
-Tracing meets them first, and would report a model that cannot be captured. So the model is run once more without a
-trace, on tensors without values. Where it fails there because a call of torch failed, that call alone is repeated on
-zeros of the same shapes: if it fails too, the model would have failed on one device, with this very error.
+They first occur during tracing, which would report that the model cannot be captured. So the model runs once more
+without a trace, on tensors without values. If it fails there because a call of torch failed, this call alone is
+repeated on zeros of the same shapes. If that fails too, the model would have failed on a single device, with this same
+error.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class _FailedCalls(TorchFunctionMode):
             raise
 
     def on_one_device(self, error: Exception) -> Exception | None:
-        """The error that the model raises on one device in the place of this one; None if it raises none there."""
+        """The error that the model would raise on a single device; None if it would raise none."""
         behind = list(_causes(error))
         call = next((call for failed, call in self._failed if failed in behind), None)
         if call is None:
@@ -84,14 +85,14 @@ class _FailedCalls(TorchFunctionMode):
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those in whose handling it was raised."""
+    """An error, and the errors during whose handling it was raised."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _repeated(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Makes a call on zeros, unless they would take much memory."""
+    """Repeats a call on zeros, unless they would take much memory."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if sum(x.numel() for x in tensors) <= _MOST_ELEMENTS:
         args, kwargs = pytree.tree_map_only(Tensor, _zeros, (args, kwargs))
@@ -104,7 +105,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _raised_by_model(error: Exception) -> Exception | None:
-    """An error that a line of the model, or a check of torch's modules, raises; None for one of what runs them."""
+    """The error if a line of the model, or a check of torch's modules, raised it; None if the code around them did."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     by_torch = any(Path(innermost).is_relative_to(folder) for folder in _OURS)
     is_check = Path(innermost).is_relative_to(_TORCH / "nn")

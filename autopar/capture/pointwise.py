@@ -1,4 +1,4 @@
-"""Along which dims a function of tensors is point-wise, found by tracing it at several sizes.
+"""Finds the dims along which a function of tensors is point-wise, by tracing it at several sizes.
 
 The function and its backward are traced to ATen ops. It is point-wise along a dim if
 
@@ -6,7 +6,7 @@ The function and its backward are traced to ATen ops. It is point-wise along a d
     the same ops with the same numbers are traced when the dim has another size, as in `gradient / len(x)` they
     are not.
 
-What no trace shows is left out: a dim that is not found here is not split.
+A dim that these traces do not show to be point-wise is not split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.rules.elementwise import RULES as POINTWISE
 
 aten = torch.ops.aten
 Run = Callable[..., Sequence[Tensor]]
-# Of one shape before and after they move nothing; of the whole shape they make the same number everywhere.
+# They move no element if the shape stays the same, and otherwise repeat one number everywhere.
 _STILL = frozenset(
     (aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.zeros, aten.ones, aten.full, aten.new_zeros,
      aten.new_ones, aten.new_full)
@@ -33,13 +33,12 @@ _STILL = frozenset(
 def free_dims(run: Run, operands: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
     """The dims along which a function and its backward are point-wise; the last dim is 0, the one before it 1.
 
-    Empty where a tensor of more than one element has another shape than the first result. A dim that
-    tracing does not show to be point-wise is left out.
+    There is none if a tensor of more than one element has another shape than the first result.
 
     Args:
-        run: the function; it is only traced, on tensors of several sizes.
-        operands: tensors with the shapes and dtypes that it is called with; their values are not read.
-        results: what it returns for these.
+        run: function, which is only traced, on tensors of several sizes.
+        operands: tensors with the shapes and dtypes of its arguments; their values are not read.
+        results: tensors with the shapes and dtypes of its results for these.
     """
     shape = results[0].shape
     if any(x.shape != shape and x.numel() != 1 for x in (*operands, *results)):
@@ -56,7 +55,7 @@ def free_dims(run: Run, operands: Sequence[Tensor], results: Sequence[Tensor]) -
 
 
 def _other_sizes(size: int) -> tuple[int, ...]:
-    """The largest part that a dim can be cut into, and the smallest."""
+    """The sizes of the largest and smallest parts into which a dim can be cut."""
     return size // next(n for n in range(2, size + 1) if size % n == 0), 1
 
 
@@ -65,7 +64,7 @@ def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:
 
 
 def _ops(run: Run, operands: Sequence[Tensor], shape: torch.Size) -> list[Any] | None:
-    """What is computed on tensors of a shape, forward and backward; None where that is not point-wise."""
+    """A line for every op of forward and backward on tensors of a shape; None if an op is not point-wise."""
     sized = [
         torch.empty(shape if x.numel() != 1 else x.shape, dtype=x.dtype, device=x.device)
         for x in operands

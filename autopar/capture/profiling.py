@@ -1,4 +1,4 @@
-"""The function that Python calls whenever another one is called, set for a while."""
+"""Sets the function that Python calls at every function call (`sys.setprofile`) for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Profile = Callable[[types.FrameType, str, Any], object]
 
 @contextlib.contextmanager
 def profiled_by(function: Profile | None) -> Iterator[None]:
-    """Inside, `function` is called at every call, or nothing; afterwards what was before.
+    """Context in which Python calls `function` at every call, or nothing for None; the earlier one is set again after.
 
     cProfile shows itself as an object that cannot be called, and is switched on again.
     """

@@ -1,4 +1,4 @@
-"""The errors for Python that a captured program cannot repeat in each step: the line, and what to do instead."""
+"""Errors for Python code that a captured program cannot repeat in each step: its line, and what to do instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKEND_RUNS_IT = 'torch.compile(model, backend="autopar") runs it as it is writ
 
 
 def sets_attribute(name: str, attribute: str, line: str, *, deletes: bool) -> CaptureError:
-    """For an attribute of a module that forward sets to what only a run can give, or deletes.
+    """The error for an attribute of a module that forward deletes, or sets to a value that only a run can give.
 
     Args:
         name: path of the attribute, `model.last`.
@@ -42,7 +42,7 @@ def warn_of_library(does: str, line: str) -> None:
 
 
 def changes(place: Place) -> CaptureError:
-    """For a container, object, closure or global that forward or loss changes."""
+    """The error for a container, object, closure or global that forward or loss changes."""
     return CaptureError(
         f"The forward or the loss changes {place.words} (read in {place.line}), and a captured program does not do "
         f"that in each step. Do it outside, after step, or return what it collects from the forward. {BACKEND_RUNS_IT}"
@@ -50,7 +50,7 @@ def changes(place: Place) -> CaptureError:
 
 
 def draws_in_python(line: str) -> CaptureError:
-    """For draws from the random numbers of Python or numpy."""
+    """The error for random numbers drawn from the generators of Python or numpy."""
     return CaptureError(
         f"The forward or the loss draws from Python's or numpy's random numbers in {line}; a captured program would "
         "repeat the first draw for ever. Draw with torch (torch.rand, torch.bernoulli) and choose with torch.where, "
@@ -59,7 +59,7 @@ def draws_in_python(line: str) -> CaptureError:
 
 
 def reads_clock(line: str) -> CaptureError:
-    """For readings of the clock, or of the machine's noise."""
+    """The error for readings of the clock or of the machine's entropy."""
     return CaptureError(
         f"The forward or the loss reads the clock or the machine's noise in {line}, and a captured program does not "
         "run that line in each step. Read it outside, and give what depends on it as an input."
@@ -67,7 +67,7 @@ def reads_clock(line: str) -> CaptureError:
 
 
 def reads_iterator(value: Any, place: Place) -> CaptureError:
-    """For an iterator or a generator of random numbers, whose next value nobody can look at."""
+    """The error for an iterator or a random generator, whose next value cannot be read without changing it."""
     return CaptureError(
         f"The forward or the loss reads the {type(value).__name__} {place.words} in {place.line}, whose next value "
         "no captured program can know. Take its value outside, and give it as an input."

@@ -1,4 +1,4 @@
-"""The error for what no graph can stand for: the line of the model, the reason and the remedy."""
+"""Errors for code that no graph can express, with the line of the model, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autopar.errors import CaptureError
 
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _OWN_FORWARD = "autopar/capture/export.py"  # the forward that calls the model, and then the loss
-MODEL = "model."  # the model's place in what is captured, which holds its loss, too
+MODEL = "model."  # path of the model in the captured module, which also holds the loss
 
 
 def uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
-    """An error for what a line of the model does."""
+    """The error for a line of the model that cannot be captured."""
     return CaptureError(
         f"The model cannot be captured as a graph.\n  where:  {line}\n  reason: {reason}\n"
         f'  remedy: {remedy}. What export refuses, torch.compile(model, backend="autopar") '
@@ -29,7 +29,7 @@ def uncaptured(line: str, reason: str, remedy: str) -> CaptureError:
 def traced_line(node: fx.Node) -> str:
     """The innermost forward that a node comes from, outside torch if any: `file:line in function: code`.
 
-    Export notes the forwards of modules alone, so that an op of a loss function has no line.
+    Export notes only forwards of modules, so an op of a loss function has no line.
     """
     place = r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>.*)'
     found = list(re.finditer(place, str(node.meta.get("stack_trace", ""))))
@@ -53,12 +53,12 @@ def explained(error: Exception, wrapper: nn.Module) -> CaptureError:
 
 
 def has_remedy(error: Exception, wrapper: nn.Module) -> bool:
-    """Whether it is known what to do about an error of a trace."""
+    """Whether there is a remedy for an error of a trace."""
     return _remedy(error, _torch.user_line(error) or "", wrapper) is not None
 
 
 def _module_named_in(reason: str, wrapper: nn.Module) -> str:
-    """Where the forward of the module is whose path an error says, where it has no line of a model."""
+    """The place of the forward of the module whose path an error names, for errors without a line of the model."""
     modules = dict(wrapper.named_modules())
     for path in re.findall(r"[\w.]+\.\w+", reason):
         module = modules.get(path.rpartition(".")[0])
@@ -72,7 +72,7 @@ def _module_named_in(reason: str, wrapper: nn.Module) -> str:
 
 
 def _expert_remedy(wrapper: nn.Module) -> str:
-    """A loop over the experts that rows went to; `experts_implementation` is the switch of transformers."""
+    """The remedy for a loop over experts with rows; `experts_implementation` is the option of transformers."""
     configs = (getattr(module, "config", None) for module in wrapper.modules())
     if any(getattr(x, "_experts_implementation", None) == "eager" for x in configs):
         return (
@@ -117,7 +117,7 @@ def _remedy(error: Exception, line: str, wrapper: nn.Module) -> str | None:
 
 
 def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | None:
-    """For what asks a trace for the values of a tensor."""
+    """The remedy for code that needs the values of a tensor."""
     if isinstance(error, _torch.SizeDependsOnValues):
         return (
             "Compute this outside of what is captured, as a CTC loss of the model's result: "
@@ -136,7 +136,7 @@ def _remedy_of_values(error: Exception, line: str, wrapper: nn.Module) -> str | 
 
 
 def _remedy_of_arguments(error: Exception, wrapper: nn.Module) -> str | None:
-    """For what is called, or held, in another way than a trace takes."""
+    """The remedy for arguments that a trace does not take."""
     shared = _shared_buffers(wrapper)
     if isinstance(error, AssertionError) and shared:
         return f"Keep under one name the buffer that {' and '.join(shared)} are, which forward may change"
@@ -151,12 +151,12 @@ def _remedy_of_arguments(error: Exception, wrapper: nn.Module) -> str | None:
 
 
 def _forward_name(wrapper: nn.Module) -> str:
-    """How Python names the forward of the model where it is called with other arguments."""
+    """The name of the model's forward in Python's message about wrong arguments."""
     return getattr(wrapper.model.forward, "__qualname__", "forward")  # type: ignore[union-attr]
 
 
 def _shared_buffers(wrapper: nn.Module) -> list[str]:
-    """The names of the first buffer that has several, as those of a module used under two names have."""
+    """All names of the first buffer with several names, such as a buffer of a module that is used under two names."""
     names: dict[int, list[str]] = {}
     for name, buffer in wrapper.named_buffers(remove_duplicate=False):
         names.setdefault(id(buffer), []).append(name.removeprefix(MODEL))
@@ -200,7 +200,7 @@ def remedy_of_operands(error: BaseException) -> str | None:
 
 
 def changed_in_place(parameter: str) -> CaptureError:
-    """What is said of a forward that changes a parameter."""
+    """The error for a forward that changes a parameter in place."""
     return CaptureError(
         f"The forward changes the parameter {parameter} in place; do that outside, after "
         "optimizer.step() (an embedding's max_norm is such a change)."

@@ -1,8 +1,8 @@
-"""What a step returns: the loss, and behind it whatever else the loss function or the model returned.
+"""The results of a step: the loss, and other values that the loss function or the model returned.
 
 A step that returns `(loss, {"acc": acc, "logits": logits})` is captured as a graph with the outputs
-`(acc, logits, loss)`: the loss is the last output, and the only one that a gradient is taken of. The others, its
-extra results, are detached.
+`(acc, logits, loss)`: the loss is the last output, and backward starts from it alone. The other outputs, the extra
+results, are detached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar._torch import pytree
 
 
 def loss_in(result: Any) -> Any:
-    """The loss of a model that returns one among other things, as those of transformers do; else the result."""
+    """The loss, if the result contains one among other values, as in models of transformers; else the result."""
     if isinstance(result, Mapping) and "loss" in result:
         return result["loss"]
     return getattr(result, "loss", result)

@@ -1,7 +1,7 @@
-"""Questions to code: whose it is, which names it reads and stores, and where.
+"""Questions about code: who wrote it, which names it reads and stores, and on which lines.
 
-The user's code is all that is neither torch's, numpy's, autopar's nor the standard library's. Installed libraries
-count as the user's where attributes are concerned, and not where globals are, in which they keep caches.
+The user's code is all code that does not belong to torch, numpy, autopar or the standard library. For attributes
+installed libraries count as the user's code; for globals they do not, because they keep caches in them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def is_installed(filename: str) -> bool:
 
 
 def is_users_type(kind: type) -> bool:
-    """Whether objects of a type are looked into: those of classes of the user, and namespaces."""
+    """Whether attributes of a type's objects are watched: the user's own classes, and namespaces."""
     if kind.__name__ in ("SimpleNamespace", "Namespace"):
         return True
     top = kind.__module__.partition(".")[0]
@@ -72,11 +72,11 @@ def place_of(frame: types.FrameType | None) -> str:
 
 
 def is_count(frame: types.FrameType, name: str) -> bool:
-    """Whether an attribute is read only to be stored again, a constant added: `self.calls += 1`."""
+    """Whether an attribute is only read to add a constant to it, as in `self.calls += 1`."""
     return _counts(frame.f_code, frame.f_lasti, name)
 
 
-@lru_cache(maxsize=10_000)  # a model's layers ask the same places of the same code
+@lru_cache(maxsize=10_000)  # the layers of a model run the same code
 def _counts(code: types.CodeType, offset: int, name: str) -> bool:
     ops = list(dis.get_instructions(code))
     at = next((i for i, op in enumerate(ops) if op.offset == offset), None)
@@ -95,7 +95,7 @@ def _counts(code: types.CodeType, offset: int, name: str) -> bool:
 
 
 def globals_of(code: types.CodeType) -> Iterator[tuple[str, int]]:
-    """The globals that a code names, each with the first line that does."""
+    """The globals that a code names, each with its first line."""
     line, found = code.co_firstlineno, set()
     for op in dis.get_instructions(code):
         line = op.positions.lineno if op.positions and op.positions.lineno else line

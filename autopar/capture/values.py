@@ -1,8 +1,8 @@
 """Python values that a capture meets: copies of them, and whether two are the same.
 
-A value is *plain* where equality says everything (numbers, text, dtypes, tuples of them). A container is
-compared element by element, a tensor by identity and version, and any other object by identity alone; what
-such an object holds is looked at by itself (`autopar.capture.watch`).
+A value is *plain* if equality of value and type means that it is the same (numbers, text, dtypes, tuples of them). A
+container is compared element by element, a tensor by identity and version, and any other object by identity alone; the
+attributes of such an object are watched separately (`autopar.capture.watch`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SeenContainer:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether equality of type and value says everything about a value."""
+    """Whether two such values are the same if their types and values are equal."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_plain, value))
     return isinstance(value, _PLAIN)

@@ -43,7 +43,7 @@ _TABLES = frozenset([*vars(nn.Module()), *vars(nn.Module)]) - {"training"}
 
 
 class _Unwatched(TorchFunctionMode):
-    """Ops run without the profile function: no code of the user is in them, and all the time is."""
+    """Runs ops without the profile function: they take most of the time, and contain no code of the user."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -89,7 +89,7 @@ class Watch:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Inside, export may replace attributes of modules by copies, as it does with containers."""
+        """Context in which export may replace attributes of modules by copies, as it does with containers."""
         before = self._writes.attributes()
         try:
             yield
@@ -119,7 +119,7 @@ class Watch:
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
-        """Inside, modules note who asks for their attributes, sets and deletes them."""
+        """Context in which modules note who reads, sets and deletes their attributes."""
         get, put = nn.Module.__getattribute__, nn.Module.__setattr__
         remove = nn.Module.__delattr__
 
@@ -154,7 +154,7 @@ class Watch:
     def _put_back(
         self, before: list[dict[str, Any]]
     ) -> tuple[list[tuple[nn.Module, str, Any, Any]], list[Place]]:
-        """Gives Python's values back what they were before a run.
+        """Restores the Python values from before a run.
 
         Returns the attributes that were put back, see `Writes.written`, and all other places that were.
         """
@@ -185,7 +185,7 @@ class Watch:
                 self._called(function, caller)
 
     def _called(self, function: Any, caller: types.FrameType) -> None:
-        """Notes a draw or a reading of the clock; libraries may time themselves."""
+        """Notes a random draw or a reading of the clock; libraries may read the clock."""
         if draws(function):
             self._drawn.append(place_of(caller))
         elif not is_installed(caller.f_code.co_filename):

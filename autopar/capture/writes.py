@@ -1,4 +1,4 @@
-"""What a forward writes to attributes of modules: who sets them, what is put back, and what every step repeats."""
+"""Writes of a forward to attributes of modules: who makes them, which are undone, and which every step repeats."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class Writes:
                     yield module, name, old.get(name, MISSING), new.get(name, MISSING)
 
     def keeps(self, module: nn.Module, name: str, new: Any) -> bool:
-        """Whether an attribute stays as the forward has set it, because a library notes there what it has set up."""
+        """Whether an attribute stays as the forward has set it, because a library uses it to note a set-up."""
         if is_plain(new) and is_installed(self._lines.get((id(module), name), "")):
             self.kept |= {(id(module), name), (id(vars(module)), name)}
         return (id(module), name) in self.kept
 
     def stays(self, place: Place) -> bool:
-        """The same for a value elsewhere that a library reads, such as an entry of its configuration."""
+        """Whether another value stays as the forward has set it, such as an entry of a library's configuration."""
         key = id(place.holder), place.key
         if is_plain(place.get()) and is_installed(place.line):
             self.kept.add(key)

@@ -1,4 +1,4 @@
-"""Doors for the frameworks that people train with; each needs an extra, and the rest of autopar imports none of them.
+"""Classes for training frameworks. Each needs an extra, and the rest of autopar imports none of them.
 
 AutoparTrainer          transformers.Trainer             pip install 'autopar[trainer]'
 AutoparSFTTrainer       trl.SFTTrainer                   pip install 'autopar[trl]'
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    """Imports a door at its first use; ImportError names the extra where a framework is missing."""
+    """Imports a class at its first use. Raises ImportError, which names the extra, if a framework is missing."""
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar.integrations' has no attribute {name!r}")
     module, extra = _HOMES[name]

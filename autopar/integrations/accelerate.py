@@ -1,9 +1,9 @@
 """accelerate: an `Accelerator` whose models run by a plan.
 
-Three things differ from data parallelism. A prepared data loader gives every rank the batch of all ranks, made of as
-many batches of the script's loader as there are ranks. Results and losses are those of that batch, on every rank. So
-what the script gathers is there already: `gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` return
-what they are given, the first two a scalar as a tensor of shape `(1,)`.
+Three things differ from data parallelism. A prepared data loader gives every rank the batch of all ranks, joined from
+as many batches of the script's loader as there are ranks. Every rank has the results and losses of that batch. So there
+is nothing to gather: `gather`, `gather_for_metrics`, `reduce` and `pad_across_processes` return their arguments; the
+first two return a scalar as a tensor of shape `(1,)`.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class AutoparAccelerator(Accelerator):
         loss_outside: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Takes what `Accelerator` takes, and what is asked of a plan.
+        """Takes the arguments of `Accelerator`, and the options of a plan.
 
         Args:
             args: positional arguments of `Accelerator`.
             mesh: the axes and their sizes; by default one axis `dp` of all ranks.
             recipe: constraints on the plan, as `autopar.compile` takes them.
             options: further options of `autopar.compile`, such as `{"precision": "bf16"}`.
-            loss_outside: whether the script computes its loss from other results of the model, such as logits, also
-                where the model returns a loss; every result is differentiable then, and a step slower.
+            loss_outside: whether the script computes its loss from other results of the model, such as logits, even
+                if the model returns a loss. Then every result is differentiable, and a step is slower.
             kwargs: keyword arguments of `Accelerator`.
 
-        Raises AutoparError for an option of `Accelerator` that plans in another way, naming what to ask instead, and
-        where accelerate counts other processes than were started.
+        Raises AutoparError for an option of `Accelerator` that parallelises in another way, with the option to use
+        instead, and if accelerate's number of processes is not the number that was started.
         """
         for name, instead in _REFUSED.items():
             if kwargs.get(name) is not None:
@@ -94,11 +94,11 @@ class AutoparAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> PreparedModel:
-        """The model prepared for all ranks; the same one whenever it is asked for.
+        """The model prepared for all ranks; later calls return the same one.
 
         Args:
-            model: plain PyTorch, or what this has returned.
-            device_placement: whether the model is moved to this rank's device; by default what the accelerator does.
+            model: plain PyTorch model, or the result of an earlier call.
+            device_placement: whether the model is moved to this rank's device; by default as the accelerator decides.
             evaluation_mode: not used; a plan serves both.
         """
         prepared = self.prepared(model)
@@ -115,7 +115,7 @@ class AutoparAccelerator(Accelerator):
         return prepared
 
     def prepared(self, model: nn.Module) -> PreparedModel | None:
-        """What was prepared of a model, or the model itself if it is that; None if neither."""
+        """The prepared model of a model, or the model itself if it is a prepared one; None if there is none."""
         return model if isinstance(model, PreparedModel) else self._known.get(model)
 
     def prepare_data_loader(
@@ -155,14 +155,14 @@ class AutoparAccelerator(Accelerator):
         return loader
 
     def _data_seed(self) -> int:
-        """The seed of seedable samplers: what was asked for, or the first rank's seed of torch."""
+        """The seed of seedable samplers: the configured one, or the first rank's seed of torch."""
         asked = self.dataloader_config.data_seed
         (seed,) = broadcast_object_list([torch.initial_seed() if asked is None else asked])
         return int(seed)
 
     @contextlib.contextmanager
     def whole_batches(self) -> Iterator[None]:
-        """Inside it the loaders that are prepared give the batch of all ranks already, as with `split_batches=True`."""
+        """Context in which prepared loaders already give the batch of all ranks, as with `split_batches=True`."""
         self._reads_whole_batches = True
         try:
             yield
@@ -188,24 +188,24 @@ class AutoparAccelerator(Accelerator):
             "model.parameters(): the norm is that of the whole model."
         )
 
-    # --- what the script gathers is there already
+    # --- nothing to gather
 
     def gather(self, tensor: Any) -> Any:
-        """What is given, a tensor of shape `()` as one of shape `(1,)`, as accelerate's own `gather` returns it."""
+        """Returns its argument, with a tensor of shape `()` as one of shape `(1,)`, as accelerate's `gather` does."""
         return _at_least_1d(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`: no batch is filled up with rows that would have to be left out."""
+        """Returns the same as `gather`: no batch has padding rows that would have to be left out."""
         return input_data if use_gather_object else _at_least_1d(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """What is given: a sum or a mean over the batch of all ranks is one already."""
+        """Returns its argument, which already is a sum or mean over the batch of all ranks."""
         return tensor
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """What is given: all ranks have the same."""
+        """Returns its argument, which is the same on all ranks."""
         return tensor
 
     # --- weights and checkpoints
@@ -293,7 +293,7 @@ class AutoparAccelerator(Accelerator):
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside what accelerate has wrapped around it."""
+    """The optimizer inside accelerate's wrapper."""
     found: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
 
@@ -310,8 +310,8 @@ def _refuse_other_processes(found: int) -> None:
 def _settle_configurations(model: nn.Module) -> None:
     """Writes into configurations of transformers what `save_pretrained` writes there, on the first rank alone.
 
-    A configuration that changes on one rank would have that rank capture the model again, without the others. The
-    cache of keys and values is off, as `Trainer` has it: it is for generation.
+    If a configuration changed on one rank alone, only that rank would capture the model again. The cache of keys and
+    values is turned off, as in `Trainer`, because it is for generation.
     """
     written = set[int]()
     for module in model.modules():

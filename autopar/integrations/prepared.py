@@ -34,9 +34,9 @@ class PreparedModel(nn.Module):
     """A model that trains on all ranks behind the calls of a single-device script.
 
     Every rank gives the whole batch. `model(**batch)` returns the whole results, and the backward of a loss leaves
-    gradients in the parameters, which lie in shards as the plan has them. Where the model returns its loss among its
-    results, a call with autograd on runs the planned step, and the gradients wait for `loss.backward()`; only that
-    loss is differentiable then. Otherwise every result is.
+    gradients in the parameters, which lie in shards as the plan has them. If the model returns its loss among its
+    results, a call with autograd on runs the planned step, and the gradients wait for `loss.backward()`; then only
+    that loss is differentiable. Otherwise every result is.
 
     Attributes:
         module: compiled module.
@@ -89,7 +89,7 @@ class PreparedModel(nn.Module):
             return False
 
     def when_planned(self, work: Callable[[], object]) -> None:
-        """Does something that needs the plan: now if there is one, else with the first batch, before it runs."""
+        """Calls a function that needs the plan: now if there is a plan, else with the first batch, before it runs."""
         if self.has_plan:
             work()
         else:
@@ -113,7 +113,7 @@ class PreparedModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plans for the first batch, and does what waits for a plan."""
+        """Plans for the first batch, and calls the functions that wait for a plan."""
         try:
             with (
                 torch.enable_grad()

@@ -1,15 +1,15 @@
-"""What it means that rows are exchanged for experts: `dispatch` and its transpose `combine`, for all ranks at once.
+"""Defines the exchange of rows for experts, `dispatch` and its transpose `combine`, for all ranks at once.
 
 Every rank has rows sorted by expert, and the experts lie in equal blocks on the ranks of a group. `dispatch` brings
 each row to the rank of its expert, where rows lie sorted by expert and then by the rank that they came from; `combine`
-brings them back to where they were. How many rows that are is known in a run alone: a table says it.
+brings them back to where they were. The numbers of rows are known only at run time; a table holds them.
 
     table      counts[0] and counts[1], of shape (ranks, experts of a rank): rows that this rank sends to each expert of
                each rank, and rows that each rank sends to each of its experts; on the host, before anything is sent
     dispatch   rows by (rank, expert) -> rows by (expert, rank)
     combine    rows by (expert, rank) -> rows by (rank, expert)
 
-The gradient of one is the other, by the same table. Nothing is dropped, and nothing is filled up.
+The gradient of one is the other, with the same table. No row is dropped, and no padding is added.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def table_of(counts: Tensor, size: int) -> Tensor:
 
 
 def pieces(rows: Tensor, table: Tensor) -> list[list[Tensor]]:
-    """Rows cut into runs, by the first and second index of a table of how many lie in each.
+    """Rows cut into runs, by the first and second index of a table with the length of each run.
 
     >>> [[len(x) for x in line] for line in pieces(torch.zeros(6, 2), torch.tensor([[1, 2], [0, 3]]))]
     [[1, 2], [0, 3]]
@@ -50,7 +50,7 @@ def turned(rows: Tensor, table: Tensor) -> Tensor:
 
 
 def dispatched(ranks: Sequence[Tensor], tables: Sequence[Tensor], position: int) -> Tensor:
-    """The rows of all ranks of a group, and what each sends -> the rows that one of them gets.
+    """The rows that one rank of a group receives, given the rows and tables of all ranks.
 
     Args:
         ranks: every rank's rows.
@@ -64,7 +64,7 @@ def dispatched(ranks: Sequence[Tensor], tables: Sequence[Tensor], position: int)
 
 
 def combined(ranks: Sequence[Tensor], tables: Sequence[Tensor], position: int) -> Tensor:
-    """The transpose: what one rank gets back of the rows that are with their experts."""
+    """The transpose of `dispatched`: the rows that one rank gets back from the experts' ranks."""
     found = [
         [line[position] for line in pieces(x, table[1].t())]
         for x, table in zip(ranks, tables, strict=True)

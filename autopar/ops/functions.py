@@ -1,4 +1,4 @@
-"""`torch.ops.autopar.custom_function`: what stands in a trace for an application of an autograd.Function.
+"""`torch.ops.autopar.custom_function`, which stands for an application of an autograd.Function in a trace.
 
 The op has no kernel: `autopar.capture.functions` puts the user's own code in its place when the trace is made.
 """
@@ -27,7 +27,7 @@ def _results(
 
 
 class _StandIn(torch.autograd.Function):
-    """Makes results of the trace take a gradient, which nothing may ask for while it is made."""
+    """Lets results take a gradient in the trace; nothing may ask for this gradient during the trace."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *given: Any) -> tuple[Tensor, ...]:

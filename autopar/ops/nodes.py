@@ -1,4 +1,4 @@
-"""What a node of an fx graph is: its operator, its tensors, its arguments by name."""
+"""Questions about a node of an fx graph: its operator, its tensors, its arguments by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def tensor_results(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors a node yields: one, or those of its tuple."""
+    """The tensors that a node returns: one, or those of its tuple."""
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
@@ -65,7 +65,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def draws_numbers(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """The same of a call of an overload of a torch operator with these arguments."""
+    """Whether a call of an overload with these arguments takes random numbers from the default generator."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     names = [a.name for a in _torch.schema(operator).arguments]

@@ -14,7 +14,7 @@ from autopar._torch import schema
 
 
 def keep_mask(x: Tensor, key: Tensor, p: float) -> Tensor:
-    """A bool mask of the shape of `x`, False with probability `p`; a function of key and shape alone."""
+    """A bool mask of the shape of `x`, False with probability `p`; it depends only on key and shape."""
     return torch.rand(x.shape, generator=_generator(key, x.device), device=x.device) >= p
 
 
@@ -22,7 +22,7 @@ def draw(
     op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float],
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """The result of `torch.ops.aten.<op>(...)` with a generator of this key's numbers.
+    """The result of `torch.ops.aten.<op>(...)` with a generator that the key seeds.
 
     Args:
         op: an overload that takes a generator, such as `bernoulli.p` or `rand_like.generator`.

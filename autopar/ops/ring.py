@@ -1,4 +1,4 @@
-"""Ring attention as an op of the graph of one rank, and what it means for all ranks at once.
+"""Ring attention as an op in the graph of one rank, run over process groups.
 
     torch.ops.autopar.ring_attention(query, key, value, mask, sizes, groups, turns, is_causal, scale, mask_travels)
         -> (result, logsumexp)

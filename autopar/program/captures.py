@@ -4,10 +4,10 @@ The first batch is captured as it is. At the second, the dims in which the two d
 every further batch is that one with its sizes put in (`autopar.passes.close_sizes`): no Python of the model runs
 again. A graph with open sizes is taken only where it is proved right:
 
-- with the sizes of an earlier batch put in it is, node by node, what was captured of that batch;
+- with the sizes of an earlier batch put in, it is, node by node, the graph that was captured for that batch;
 - the sizes that are put in meet every condition that the trace has noted, such as `tokens.shape[1] <= 512`.
 
-Where it is not, each size is captured by itself, as long as the model is the same.
+If this fails, each size is captured separately, as long as the model is the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Capture = Callable[[OpenDims], Captured]  # runs the model, with these dims of i
 
 
 class Captures:
-    """What was captured of a model while its Python values stayed the same.
+    """The captures of a model while its Python values stayed the same.
 
     Attributes:
         count: how often the model was run to capture it.
@@ -58,7 +58,7 @@ class Captures:
 
 
 class SizedCaptures:
-    """What was captured of a model for one number of micro-batches, at many sizes.
+    """The captures of a model for one number of micro-batches, at many sizes.
 
     Attributes:
         count: how often the model was run to capture it.
@@ -67,7 +67,7 @@ class SizedCaptures:
 
     def __init__(self) -> None:
         self.count, self.why_closed = 0, ""
-        self._found: dict[Shapes, str] = {}  # shapes -> digest of what was captured by itself
+        self._found: dict[Shapes, str] = {}  # shapes -> digest of the capture at these shapes
         self._open: Captured | None = None
         self._tried: set[OpenDims] = set()
 
@@ -90,7 +90,7 @@ class SizedCaptures:
         return found
 
     def _dims(self, shapes: Shapes) -> OpenDims:
-        """The dims to be open: those in which batches differ; none where one is of size 0 or 1, which is special."""
+        """The dims to leave open: those in which batches differ; none if one has size 0 or 1, which are special."""
         alike = [s for s in self._found if list(map(len, s)) == list(map(len, shapes))]
         dims = tuple(
             tuple(d for d, size in enumerate(own) if any(s[i][d] != size for s in alike))
@@ -100,7 +100,7 @@ class SizedCaptures:
         return dims if all(size > 1 for size in sizes) else ()
 
     def _opened(self, shapes: Shapes, dims: OpenDims, capture: Capture) -> Captured:
-        """The graph for these shapes out of one with open sizes, which is kept. Raises OtherSizes if that is wrong."""
+        """The graph for these shapes from a new capture with open sizes. Raises OtherSizes if that is not right."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the capture of the first batch has warned
             made = self._run(capture, dims)
@@ -125,13 +125,13 @@ class SizedCaptures:
 
 
 def at_sizes(captured: Captured, shapes: Sequence[Sequence[int]]) -> Captured:
-    """A capture with open sizes for inputs of these shapes. Raises OtherSizes where it is not right for them."""
+    """A capture with open sizes, for inputs of these shapes. Raises OtherSizes if it is not right for them."""
     module = close_sizes(captured.module, list(captured.inputs), shapes)
     return replace(captured, module=module)
 
 
 def _digest(captured: Captured) -> str:
-    """A hash of all that two captures of the same Python may differ in."""
+    """A hash of everything in which two captures of the same Python code may differ."""
     parts: list[object] = [captured.fingerprint]
     for node in captured.module.graph.nodes:
         values = pytree.tree_leaves(node.meta.get("val"))

@@ -65,7 +65,7 @@ class Wire:
 
     Attributes:
         name: name of the node that computes it.
-        shape: on every rank of a stage.
+        shape: shape on every rank of a stage.
         needs_grad: whether a gradient comes back.
     """
 
@@ -77,14 +77,14 @@ class Wire:
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs: `module(*parameters, *buffers, *constants, *inputs, *received)`, all local.
+    """The program of one rank: `module(*parameters, *buffers, *constants, *inputs, *received)`, all local.
 
-    It returns new values of buffers, outputs, and what is sent. The program of a pipeline stage is one
-    like any other (`autopar.program.stages`); that of a whole model receives and sends nothing.
+    It returns new values of buffers, outputs, and the tensors to send. Pipeline stages have programs, too
+    (`autopar.program.stages`); the program of a whole model receives and sends nothing.
 
     Attributes:
         module: the local graph; collectives name mesh axes until they are bound to process groups.
-        plan: what it carries out.
+        plan: plan that the program carries out.
         parameters: parameters in argument order; their layout is the resident one.
         buffers: buffers in argument order, replicated.
         constants: tensors that the model's code holds.
@@ -94,7 +94,7 @@ class Program:
         outputs: local outputs after the new values of mutated buffers, tensors only.
         out_spec: pytree of the model's result.
         out_literals: leaf position of the result -> value, for leaves that are no tensor.
-        mutated: output position -> name of the buffer it updates; these come first.
+        mutated: output position -> name of the buffer that the output updates; such outputs come first.
         tied: further names of tied parameters -> their first name.
         frozen: parameters that take no gradient.
         is_step: whether the last output is the loss; those before it are the step's extra results.

@@ -1,4 +1,4 @@
-"""The program of a whole model -> the programs of its pipeline stages."""
+"""Cuts the program of a whole model into the programs of its pipeline stages."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def einsum(call: Call) -> Spec:
 
 
 def equation(call: Call) -> tuple[list[list[str]], list[str]]:
-    """The letters of every operand of an einsum and of its result; the dims of `...` are `rest0` (the last) and so on."""
+    """The letters of every operand of an einsum and of its result; `...` is `rest0` (the last dim) and so on."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     if not arrow:  # the result has the letters that occur once, in alphabetical order
         right = "..." + "".join(sorted(x for x in set(left) - {",", "."} if left.count(x) == 1))

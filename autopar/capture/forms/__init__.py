@@ -1,18 +1,18 @@
-"""Capturable forms: what a module class computes, without control flow that depends on values.
+"""Capturable forms: functions that compute what a module class does, without control flow that depends on values.
 
     def experts(module, x, ids, shares): ...            # the forward of MyExperts, as torch.export can take it
 
     autopar.register_form(MyExperts, experts)
 
-A captured model runs unmodified. Only while it is traced is the `forward` of each module of such a class the
-form of its row; parameters, submodules and hooks stay the module's own, and a subclass has no form. A class is
-given its form once for the process, as an op its rule (`autopar.register_rule`).
+While a model is traced, and only then, the form replaces the `forward` of each module of the class. Parameters,
+submodules and hooks remain those of the module. A subclass has no form. A form is registered once for the process, like
+the rule of an op (`autopar.register_rule`).
 
-[Note: proof of a form] Before a model is traced it runs once, as it is, on the captured inputs. What each of these
-modules is called with there, it and its form are run on: results, and gradients of parameters and inputs, are
-compared. Both draw the same random numbers, and dropout is off, whose masks lie on rows in another order.
-Tensors without values prove nothing, and the log says so: those of the meta device, and the fakes on which
-`autopar.compile` captures. `autopar.verify` has values.
+[Note: proof of a form] Before a model is traced, it runs once without forms on the captured inputs. Each module with a
+form is then run, itself and as its form, on the arguments of that run: results, and gradients of parameters and inputs,
+are compared. Both draw the same random numbers. Dropout is off, because the masks of the two would lie on rows in
+different orders. Tensors without values prove nothing, and the log says so: tensors of the meta device, and the fake
+tensors on which `autopar.compile` captures. `autopar.verify` has values.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _HALF_TOLERANCE = 3e-2
 
 
 def register_form(module_class: type[nn.Module], form: Form) -> None:
-    """Lets modules of a class be captured as another function that computes the same.
+    """Registers a function that computes the same as modules of a class, and is captured in their place.
 
     Args:
-        module_class: the class itself; what is derived from it may compute something else, and has no form.
-        form: called as `form(module, *args, **kwargs)` in place of `module.forward(*args, **kwargs)`, while the
-            model is traced. It takes parameters from the module, and may call `module_class.forward`.
+        module_class: class of the modules; subclasses have no form, because they may compute something else.
+        form: function that is called as `form(module, *args, **kwargs)` in place of `module.forward(*args, **kwargs)`
+            while the model is traced. It takes parameters from the module, and may call `module_class.forward`.
 
     Raises:
-        CaptureError: for what is no class of modules; at capture, where the form does not compute what the
-            module does on the captured inputs.
+        CaptureError: if `module_class` is no class of modules; at capture, if the form and the module give different
+            results on the captured inputs.
 
     >>> import autopar, torch
     >>> class Halves(torch.nn.Module):
@@ -70,10 +70,10 @@ def register_form(module_class: type[nn.Module], form: Form) -> None:
 def capturable(
     run: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any
 ) -> Iterator[tuple[str, ...]]:
-    """Inside, modules with a form are called as that, once it was proved; gives a line on each class of them.
+    """Context in which proved forms replace the forwards of modules; yields a line for each class of such modules.
 
     Args:
-        run: calls the model, with the captured inputs `args` and `kwargs`.
+        run: function that calls the model with the captured inputs `args` and `kwargs`.
 
     Raises CaptureError for a form that computes something else.
     """
@@ -97,7 +97,7 @@ def _form_of(module: nn.Module) -> Form:
 
 
 def _has_form(module: nn.Module) -> bool:
-    """Whether a module is called by the forward of its class, of which there is a form."""
+    """Whether there is a form for a module's class, and the module has no forward of its own."""
     return _name(type(module)) in FORMS and "forward" not in vars(module)
 
 
@@ -119,7 +119,7 @@ def _lines(found: Mapping[str, nn.Module], proved: Sequence[nn.Module]) -> Itera
 
 @contextlib.contextmanager
 def _forwards(forms: Mapping[nn.Module, Form]) -> Iterator[None]:
-    """Calls modules as other functions; hooks of a module still run around them."""
+    """Context in which functions replace the forwards of modules; hooks of the modules still run."""
 
     def bound(module: nn.Module, form: Form) -> Form:
         return lambda *args, **kwargs: form(module, *args, **kwargs)
@@ -148,7 +148,7 @@ def _has_value(x: Tensor) -> bool:
 def _prove(
     run: Callable[[], Any], model: nn.Module, found: Mapping[str, nn.Module]
 ) -> list[nn.Module]:
-    """Runs the model, every module with a form as itself and as its form; gives those that were compared."""
+    """Runs the model, and every module with a form twice, itself and as its form; returns the compared modules."""
     names = {module: name.removeprefix("model.") for name, module in found.items()}
     compared: list[nn.Module] = []
     running: list[nn.Module] = []
@@ -169,7 +169,7 @@ def _prove(
         torch.no_grad(),
         _forwards(dict.fromkeys(found.values(), both)),
     ):
-        # What the forward changes in place (statistics, casts of a parameter) is a copy's.
+        # The forward changes copies in place (statistics, casts of a parameter).
         _torch.call_with(_Called(model, run), {f"model.{n}": x for n, x in held.items()}, (), {})
     return compared
 
@@ -180,7 +180,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Called(nn.Module):
-    """A function that calls a module, as a module: what `call_with` can swap parameters of."""
+    """A function that calls a module, wrapped as a module so that `call_with` can replace its parameters."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def _compare(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
 
 
 def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    """Results, then gradients of parameters and floating inputs, in the formats that these have."""
+    """Results, then gradients of parameters and floating inputs, in the dtypes of these."""
     held = {name: _leaf(x.detach().clone()) for name, x in module.named_parameters()}
     buffers = {f"model.{name}": x.detach().clone() for name, x in module.named_buffers()}
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -228,7 +228,7 @@ def _outcome(run: Form, module: nn.Module, args: Any, kwargs: Any) -> list[Tenso
         _torch.forked_random_state(_devices(module)),
         torch.enable_grad(),
     ):
-        # A clone: what is changed in place may not be a leaf.
+        # A clone, because a leaf may not be changed in place.
         own, named = pytree.tree_unflatten(pytree.tree_map_only(Tensor, torch.clone, leaves), spec)
         parameters = {f"model.{n}": x for n, x in held.items()}
         result = _torch.call_with(called, parameters | buffers, own, named)

@@ -1,8 +1,8 @@
-"""Forms of the mixtures of experts of `transformers` that loop over the experts which rows went to.
+"""Forms of those mixtures of experts in `transformers` that loop over the experts with rows.
 
-They call the grouped form that `transformers` has for all its other mixtures (`ALL_EXPERTS_FUNCTIONS["grouped_mm"]`),
-which `autopar.passes.join_experts` makes one op. Where experts are modules of their own, of separate
-parameters, these are stacked in the graph.
+They call the grouped form that `transformers` has for all its other mixtures (`ALL_EXPERTS_FUNCTIONS["grouped_mm"]`);
+`autopar.passes.join_experts` makes one op of it. If experts are separate modules, their parameters are stacked in the
+graph.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 
 def _grouped(rows: Tensor, ids: Tensor, shares: Tensor, **layer: Any) -> Tensor:
-    """The grouped form of `transformers`, of the experts of `ids` for each row, weighted and added up.
+    """The weighted sum over each row's experts, by the grouped form of `transformers`.
 
     Args:
         rows: rows of tokens, of shape `(t, d)`.
         ids, shares: experts of each row and their weights, of shape `(t, k)`.
-        layer: what the form reads of a module of experts beyond what it does by default.
+        layer: settings that the form reads from a module of experts, where they differ from its defaults.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -70,7 +70,7 @@ def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def switch_experts(module: Any, rows: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """SwitchTransformersExperts: `chosen` of shape (t, 1, e) is one-hot, and zero for a row beyond the capacity."""
+    """SwitchTransformersExperts: `chosen`, of shape (t, 1, e), is one-hot, or zero for a row beyond the capacity."""
     taken = chosen.sum(-1)
     return _modules(module, rows, chosen.argmax(-1), shares * taken, "wi", "wo")
 
@@ -103,7 +103,7 @@ def dbrx_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tens
 
 
 def step_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-    """Step3p7Experts, which clamps what its gate takes."""
+    """Step3p7Experts, which clamps the inputs of its gate."""
     return _grouped(
         rows, ids, shares, num_experts=module.num_experts, has_gate=True,
         gate_up_proj=module.gate_up_proj, down_proj=module.down_proj, _apply_gate=module._apply_gate,
@@ -111,7 +111,7 @@ def step_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tens
 
 
 def longcat_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-    """LongcatFlashExperts: the last `zero_expert_num` of them give a row back as it is."""
+    """LongcatFlashExperts: its last `zero_expert_num` experts return a row unchanged."""
     experts = module.num_routed_experts
     computed = ids < experts
     given_back = rows * (shares * ~computed).sum(-1, keepdim=True).to(rows.dtype)
@@ -126,7 +126,7 @@ def longcat_experts(module: Any, rows: Tensor, ids: Tensor, shares: Tensor) -> T
 
 
 def casting_router(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """A router that casts its classifier for good: here its parameters are cast where they are used."""
+    """A router whose forward casts its classifier permanently; the form casts the parameters at their use instead."""
     with _cast_where_used(module.classifier):
         return type(module).forward(module, *args, **kwargs)
 
@@ -148,7 +148,7 @@ def _cast_where_used(linear: nn.Linear) -> Iterator[None]:
 def masked_stack(
     module: Any, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any
 ) -> Any:
-    """SwitchTransformersStack fills in a mask of ones only where it is not traced."""
+    """SwitchTransformersStack with a mask of ones, which the class fills in only if it is not traced."""
     states = kwargs.get("inputs_embeds")
     first = input_ids if states is None else states
     if attention_mask is None and first is not None and kwargs.get("past_key_values") is None:

@@ -1,4 +1,4 @@
-"""Rewrites of an exported graph before it is made functional: each keeps what that would lose."""
+"""Rewrites of an exported graph before it is made functional. Each keeps an effect that this step would lose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a no_grad region of an exported graph gives -> detach of it: decomposition inlines the region."""
+"""results of a no_grad region -> detach(results), because decomposition inlines the region."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a model says of memory, said of elements instead, before a graph is made functional.
+"""Rewrites ops on memory as ops on elements, before a graph is made functional.
 
-Making it functional turns a write to a view into a new value of the tensor that is viewed. Where that is not
-what the write does, or has no right derivative, the op is written in another way, or refused:
+Making a graph functional turns a write to a view into a new value of the viewed tensor. Where this gives another value
+or a wrong derivative, the op is rewritten or refused:
 
     fill_diagonal_(x, v)      ->  masked_fill_(x, row == column, v)
     as_strided(x, ...)        ->  index_select of x's elements, see [Note: as_strided]
     a write through as_strided, or through an unfold that leaves gaps  ->  CaptureError
 
-PyTorch's derivative of as_strided_scatter is that of what was written alone; the rest of x gets none.
+PyTorch's derivative of as_strided_scatter covers only the written elements; the rest of x gets no gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def say_elements(module: fx.GraphModule) -> None:
 
 
 def refuse_strides(module: fx.GraphModule) -> None:
-    """Refuses what reads or writes memory by strides in a graph that is functional by now."""
+    """Refuses ops of a functional graph that read or write memory by strides."""
     for node in module.graph.nodes:
         if node.target in _STRIDED and not _is_position(node.args[0]):
             raise uncaptured(
@@ -62,7 +62,7 @@ def _is_position(node: Any) -> bool:
 
 
 def _mask_diagonals(module: fx.GraphModule) -> None:
-    """A mask is split as its tensor is; the diagonal of a split matrix is not."""
+    """fill_diagonal_(x, v) -> masked_fill_(x, row == column, v). A plan can split a mask, but not a diagonal."""
     call = module.graph.call_function
     for node in module.graph.find_nodes(op="call_function", target=aten.fill_diagonal_.default):
         given = bound_arguments(node)
@@ -130,7 +130,7 @@ def _refuse_lost_writes(module: fx.GraphModule) -> None:
         last_read = max((place[user] for v in views for user in v.users), default=0)
         for write, storages in written.items():
             through = not views.isdisjoint(write.all_input_nodes)
-            # An index copies what it reads, and does not see what is written to the tensor later.
+            # An index copies elements, and does not see later writes to the tensor.
             unseen = view.target is not aten.unfold.default and place[write] < last_read
             if place[write] > place[view] and storages & _storages(view) and (through or unseen):
                 raise uncaptured(
@@ -142,7 +142,7 @@ def _refuse_lost_writes(module: fx.GraphModule) -> None:
 
 
 def _is_strided_view(node: fx.Node) -> bool:
-    """Whether a node is a view whose writes are not those that functionalization makes of them."""
+    """Whether a node is a view to which functionalization writes wrongly."""
     if node.target is aten.unfold.default:  # right where its windows tile the tensor
         given = bound_arguments(node)
         length = given["self"].meta["val"].shape[given["dimension"]]
@@ -151,7 +151,7 @@ def _is_strided_view(node: fx.Node) -> bool:
 
 
 def _views(node: fx.Node) -> set[fx.Node]:
-    """A node and what is made of it in the same memory."""
+    """A node and all its views."""
     found, waiting = {node}, [node]
     while waiting:
         users = {u for u in waiting.pop().users if _storages(u) & _storages(node)} - found
@@ -161,7 +161,7 @@ def _views(node: fx.Node) -> set[fx.Node]:
 
 
 def _written(node: fx.Node) -> set[int]:
-    """The storages that a call writes to, itself or in a graph that it runs."""
+    """The storages to which a call, or a graph that it runs, writes."""
     bodies = (_body(argument) for argument in node.all_input_nodes)
     inner = (n for body in bodies if body is not None for n in body.graph.nodes)
     found: set[int] = set().union(*map(_written, inner))
@@ -181,6 +181,6 @@ def _body(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _storages(node: fx.Node) -> set[int]:
-    """The addresses of the memory that a node's examples lie in."""
+    """The addresses of the storages of a node's example values."""
     tensors = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     return {_torch.storage_reference(x).cdata for x in tensors if _torch.has_storage(x)}

@@ -1,4 +1,4 @@
-"""Ops that write to an argument although their schema does not say so: running statistics of norms.
+"""Writes out the updates of running statistics that an op's schema does not mark.
 
 [Note: silent writes] A schema marks what an op writes to, `Tensor(a!)`, and export keeps such a write as a new value
 of the buffer. Some ops write to running statistics that their schema gives as plain tensors. Export then keeps the op,
