@@ -88,7 +88,7 @@ class SplitGraph:
             lifted = lift(self._module, self._names, given, frozenset(sharded))
             prepared = prepare(lifted, tuple(arguments[i] for i in lifted.inputs))
             stored = {n: sharded[i] for n, i in lifted.parameters.items() if i in sharded}
-            plan = plan_of(prepared, self._world, self._request, stored)
+            plan = plan_of(prepared, self._world.mesh, self._request, stored)
             local = local_graph(prepared, plan)
         except AutoparError as error:
             self._warn(str(error))

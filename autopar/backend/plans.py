@@ -22,7 +22,6 @@ from autopar.planning.planning import Prepared, make_plan
 from autopar.program.checks import check_plan
 from autopar.program.recomputation import mark_blocks
 from autopar.runtime.processes import agreed
-from autopar.runtime.world import World
 from autopar.search import RecipeLike
 from autopar.search.recipes import format_recipe, resolve
 from autopar.search.request import Request
@@ -53,18 +52,19 @@ def prepare(lifted: Lifted, inputs: tuple[Tensor, ...]) -> Prepared:
 
 
 def plan_of(
-    prepared: Prepared, world: World, request: Request, stored: Mapping[str, DTensor]
+    prepared: Prepared, mesh: Mesh, request: Request, stored: Mapping[str, DTensor]
 ) -> Plan:
     """A plan, the same on all ranks, whose inputs and results are whole on every rank.
 
-    A parameter in `stored` keeps its layout; all other parameters are whole.
+    A parameter in `stored` keeps its layout; all other parameters are whole. So are saved tensors, as the graph of
+    torch.compile has no marks where a rank would take its slice.
     A recipe that the graph leaves no room for, as a fragment between two graph breaks or an uneven batch
     may, gives way to "auto": first on one axis, then on all.
     """
-    replicated = (R,) * len(world.mesh.axes)
+    replicated = (R,) * len(mesh.axes)
     graph = prepared.analysis.graph
     layouts = {
-        name: layout_of(stored[name], graph.tensors[tensor].dims, world.mesh)
+        name: layout_of(stored[name], graph.tensors[tensor].dims, mesh)
         if name in stored
         else replicated
         for name, tensor in graph.parameters.items()
@@ -76,7 +76,7 @@ def plan_of(
         return make_plan(prepared, request.but(recipe=recipe), fixed_storage=lying)
 
     def search_any() -> Plan:
-        for recipe in _relaxed(request.recipe, world.mesh):
+        for recipe in _relaxed(request.recipe, mesh):
             try:
                 return search(recipe)
             except AutoparError as error:
@@ -84,7 +84,7 @@ def plan_of(
         return search("auto")
 
     plan = agreed(search_any)
-    return replace(plan, inputs=dict.fromkeys(plan.inputs, replicated))
+    return replace(plan, inputs=dict.fromkeys(plan.inputs, replicated), saved={})
 
 
 def _relaxed(recipe: RecipeLike, mesh: Mesh) -> Iterator[RecipeLike]:
