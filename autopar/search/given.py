@@ -87,7 +87,8 @@ class GivenMesh:
 
     def _saves_slices(self, plan: Plan) -> bool:
         """Whether a recipe asks for slices of a plan's saved activations, and the plan can have them."""
-        if plan.saved or plan.pipeline is not None or not is_whole(self.graph):
+        whole = plan.pipeline is None and is_whole(self.graph)
+        if plan.saved or not whole or self.request.has_lone_pins:
             return False
         return any(row.saves_slices for row in resolve(self.request.inside, plan.mesh))
 
@@ -99,7 +100,7 @@ class GivenMesh:
             return self._staged(self._issuing())
         if self.fixed_storage is None:
             _refuse_no_blocks(self.graph, request.recompute)
-        if request.recompute == "none" or self.fixed_storage is not None:
+        if request.recompute == "none" or self.fixed_storage is not None or request.has_lone_pins:
             return self._priced(self._flat().plan)
         if not has_blocks(self.graph):
             return self._priced(self._flat().plan)

@@ -3,6 +3,8 @@
     {"layers.*.mlp.up.weight": "S(0)@tp"}     state (R or S) in which parameters are stored along an axis
     {"linear_*": "j@tp"}                      label of the choice of ops along an axis
 
+Pins that leave ops to one rank, such as `{"left.*": "@0"}`, are those of `autopar.search.lone_ops`.
+
 If the text is a state, the pattern is matched against names of parameters; otherwise, against names of ops. The search
 decides along axes that the text does not name. Two pins for the same name and axis must agree.
 """

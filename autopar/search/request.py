@@ -32,6 +32,7 @@ from autopar.ir import (
     without_pipeline,
 )
 from autopar.ir.recompute import RecomputeWish, check_wish
+from autopar.search.lone_ops import is_lone_pin
 from autopar.search.recipes import (
     ALIASES,
     NAIVE,
@@ -150,6 +151,7 @@ class Request:
         self._check_schedule()
         self._check_mesh()
         self._check_owners()
+        self._check_lone_pins()
         self._check_versions()
         self._check_refusals()
 
@@ -433,7 +435,7 @@ class Request:
 
     def _check_owners(self) -> None:
         """Raises RecipeError for fields that parameters with an owner do not support yet."""
-        if not self._has_owners:
+        if not self._has_owners or self.has_lone_pins:  # which have errors of their own
             return
         refused = {
             "pipeline stages": self.depths is not None and 1 not in self.depths,
@@ -446,10 +448,36 @@ class Request:
                 f"together with {what} yet; leave out one of both, or take zero1, which stores a part on every rank."
             )
 
+    def _check_lone_pins(self) -> None:
+        """Raises RecipeError for fields that pins such as `@0` do not support yet."""
+        if not self.has_lone_pins:
+            return
+        recomputes = self.recompute not in (None, "none")
+        refused = {
+            "pipeline stages": self.has_stages or bool(split_recipe(self.recipe)[0]),
+            "storage on the host": self.offload or "offload" in self._named_recipes(),
+            "replicas that meet": meeting_of(self.recipe, self.mesh) is not None,
+            f"recompute={self.recompute!r}": recomputes,
+            f"decompose={','.join(self.decompose)!r}": bool(self.decompose),
+            "a mesh that the search chooses; give mesh=, whose axis has the ranks": self.mesh
+            is None,
+        }
+        pin = next(f"{name!r}: {text!r}" for name, text in self.pins.items() if is_lone_pin(text))
+        for what in (what for what, is_asked in refused.items() if is_asked):
+            raise RecipeError(
+                f"The pin {{{pin}}} leaves ops to one rank, which does not go together with {what} yet; leave out one "
+                "of both."
+            )
+
+    @property
+    def has_lone_pins(self) -> bool:
+        """Whether a pin leaves ops to one rank of an axis."""
+        return any(map(is_lone_pin, self.pins.values()))
+
     @property
     def _has_owners(self) -> bool:
-        """Whether a recipe stores each parameter on one rank of an axis."""
-        return any(
+        """Whether a recipe stores each parameter on one rank of an axis, or a pin leaves ops to one rank."""
+        return self.has_lone_pins or any(
             name in RECIPES and RECIPES[name].owner is not None for name in self._named_recipes()
         )
 

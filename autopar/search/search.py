@@ -22,6 +22,13 @@ from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, ParameterPlan, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
 from autopar.search.descent import Descent, best_of, descents, fits, named_recipes
+from autopar.search.lone_ops import (
+    LonePins,
+    lone_notes,
+    resolve_lone_pins,
+    with_lone_ops,
+    without_lone_pins,
+)
 from autopar.search.notes import explain
 from autopar.search.owners import owner_notes, with_owners
 from autopar.search.pins import resolve_pins
@@ -125,6 +132,7 @@ class MeshSearch:
         recipe: constraints, which the plan records.
         fingerprint: hash of the captured model, which the plan records.
         hardware, software, training_state: figures that costs are computed from.
+        lone: ops that single ranks run.
     """
 
     problem: Problem
@@ -133,6 +141,7 @@ class MeshSearch:
     hardware: Hardware
     software: Software
     training_state: TrainingState
+    lone: LonePins
 
     @classmethod
     def of(
@@ -160,12 +169,14 @@ class MeshSearch:
             raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
         rows = resolve(recipe, mesh)
         check_axes(graph, mesh)
+        lone = resolve_lone_pins(pins, graph, mesh)
+        layouts = resolve_pins(without_lone_pins(pins), graph, mesh)
         problem = Problem(
-            graph, mesh, rows, hardware=hardware, pins=resolve_pins(pins, graph, mesh),
+            graph, mesh, rows, hardware=hardware, pins=layouts,
             micro_batches=micro_batches, fixed_storage=fixed_storage or {}, repeats=repeats,
             software=software, training_state=training_state, tiers=tiers,
         )  # fmt: skip
-        return cls(problem, recipe, fingerprint, hardware, software, training_state)
+        return cls(problem, recipe, fingerprint, hardware, software, training_state, lone)
 
     def under(self, recipe: RecipeLike) -> MeshSearch:
         """The same search under another recipe, with the same folded graph and prices; errors as in `search`."""
@@ -201,19 +212,12 @@ class MeshSearch:
         problem, recipe = self.problem, format_recipe(self.recipe)
         plan = expand(problem, best.assignment, recipe, self.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
-        cost = cost_of(
-            problem.graph, plan, self.hardware, software=self.software,
-            training_state=self.training_state,
-        )  # fmt: skip
+        cost = self._cost(plan)
         _agree(best, cost)
-        owned = with_owners(problem.graph, plan.parameters, plan.mesh)
-        is_spread = owned != plan.parameters
+        spread = self._with_owners(plan)
+        is_spread = spread != plan
         if is_spread:
-            plan = replace(plan, parameters=owned)
-            cost = cost_of(
-                problem.graph, plan, self.hardware, software=self.software,
-                training_state=self.training_state,
-            )  # fmt: skip
+            plan, cost = spread, self._cost(spread)
         seconds = tuple(d.seconds if fits(d, memory_bytes) else math.inf for d in found)
         notes = explain(
             problem.graph, plan, cost, bound_bytes=memory_bytes or self.hardware.memory_bytes,
@@ -221,7 +225,26 @@ class MeshSearch:
         )  # fmt: skip
         is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
         notes += owner_notes(problem.graph, plan.parameters, plan.mesh)
+        notes += lone_notes(self.lone)
         return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
+
+    def _cost(self, plan: Plan) -> StepCost:
+        return cost_of(
+            self.problem.graph, plan, self.hardware, software=self.software,
+            training_state=self.training_state,
+        )  # fmt: skip
+
+    def _with_owners(self, plan: Plan) -> Plan:
+        """The plan with the owners of parameters and of ops that recipes and pins ask for."""
+        problem = self.problem
+        plan = replace(plan, parameters=with_owners(problem.graph, plan.parameters, plan.mesh))
+        if not self.lone.owners:
+            return plan
+        return with_lone_ops(
+            problem.graph, plan, self.lone, fixed=problem.fixed_storage,
+            opens=[row.name == "auto" for row in problem.recipes],
+            seconds=lambda each: self._cost(each).seconds,
+        )  # fmt: skip
 
     def named(self) -> Iterator[tuple[float, MeshSearch]]:
         """The same search under every combination of recipes for the axes that have the recipe `auto`.

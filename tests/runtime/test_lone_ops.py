@@ -83,6 +83,21 @@ def test_random_lone_ops_on_four_ranks(four_ranks: Ranks, seed: int) -> None:
     assert max(difference(each, on_one_process()) for each, _ in found) < 1e-9
 
 
+@captured_once()
+def pinned() -> dict[str, Any]:
+    model, batch = towers()
+    made = autopar.compile(
+        model, loss_fn=loss_fn, mesh={"dp": 2}, pins={"a": "@0", "b.*": "@1"}, example_inputs=batch
+    )
+    assert made.plan.ops["linear_2"] == ("@1",)
+    return train(made, made.step, batch, steps=10)
+
+
+def test_pinned_towers_train_as_one_process_does(two_ranks: Ranks) -> None:
+    expected = on_one_process()
+    assert all(difference(each, expected) < 1e-9 for each in two_ranks.run(pinned))
+
+
 def test_a_compiling_executor_is_refused(two_ranks: Ranks) -> None:
     messages = two_ranks.run(_refusal)
     assert all('executor="eager"' in message for message in messages)
