@@ -73,9 +73,9 @@ def test_two_replicas_train_as_plain_ones_do(two_ranks: Ranks, recipe: str, opti
     assert [difference(x, y) < 1e-9 for x, y in zip(results, reference, strict=True)] == [True] * 2
 
 
-def test_meeting_after_every_step_of_sgd_is_data_parallelism(two_ranks: Ranks) -> None:
-    alone = two_ranks.run(trained, "mlp", {"dp": 2}, "local:1", "sgd")
-    together = two_ranks.run(trained, "mlp", {"dp": 2}, "ddp", "sgd")
+def test_meeting_after_every_step_of_sgd_is_data_parallelism(four_ranks: Ranks) -> None:
+    alone = four_ranks.run(trained, "mlp", {"dp": 4}, "local:1", "sgd")
+    together = four_ranks.run(trained, "mlp", {"dp": 4}, "ddp", "sgd")
     for found, whole in zip(alone, together, strict=True):
         found.pop("losses"), whole.pop("losses")  # a replica's is of its own rows
         assert difference(found, whole) < 1e-12
