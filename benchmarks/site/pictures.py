@@ -17,6 +17,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {  # page -> its picture
     "backend": flows.backend,
     "checkpoints": tensors.checkpoints,
     "cost_model": steps.cost_model,
+    "delays": curves.delays,
     "design": flows.design,
     "experts": tensors.experts,
     "guards": flows.guards,
