@@ -49,6 +49,19 @@ class Model(nn.Module):
 
 model, batch = Model(), (torch.randn(8, 4),)
 """
+TOWERS = f"""{SMALL}
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(8, width), nn.ReLU()) for width in (16, 32))
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.a(x), self.b(x)], 1))
+
+torch.manual_seed(0)
+model = Towers()
+"""
 LOADED = f"""{SMALL}
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -120,6 +133,7 @@ CASES = (
     Case("shapes", (0,), ranks=2, slow=True),
     Case("shapes", (1,), before=LOADED, ranks=2, slow=True),
     Case("shapes", (2,), ranks=2, prints=1, slow=True),
+    Case("owners", before=TOWERS, ranks=2, slow=True),
     Case("versions", (0,), before=DEEP, ranks=4, slow=True),
     Case("versions", (1,), ranks=2, prints=1, slow=True),
     Case("backend", (0,), ranks=4, slow=True),
