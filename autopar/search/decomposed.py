@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autopar.ir import Plan
 from autopar.ir.note import Note
-from autopar.pipeline.composed import composed
+from autopar.pipeline.composed import Composed, composed
 from autopar.search.given import Planned
 from autopar.search.request import AUTO_AXES, Request
 from autopar.units import format_seconds
@@ -23,21 +24,35 @@ def with_decomposed(found: Planned, request: Request) -> Planned:
     best = found
     for axes in _attempts(found, request):
         plan = replace(found.plan, decomposed=(*best.plan.decomposed, *axes))
-        price = composed(
-            found.graph, plan, request.hardware, software=request.software,
-            training_state=request.training_state,
-        )  # fmt: skip
+        price = _price(found, plan, request)
         if request.decompose != AUTO_AXES or price.step_seconds < best.price.step_seconds:
             best = best._replace(plan=plan, price=price)
     if best is found:
         return found
-    note = Note(
-        f"Along {', '.join(best.plan.decomposed)} products are computed in pieces while the all-gathers before them "
-        f"and the reduce-scatters after them send these: a step takes about {format_seconds(best.price.step_seconds)} "
-        f"in place of {format_seconds(found.price.step_seconds)}.",
-        "decomposed",
-    )
+    note = Note(_words(best, _price(found, found.plan, request)), "decomposed")
     return best._replace(plan=replace(best.plan, notes=(*best.plan.notes, note)))
+
+
+def _price(found: Planned, plan: Plan, request: Request) -> Composed:
+    return composed(
+        found.graph, plan, request.hardware, software=request.software,
+        training_state=request.training_state,
+    )  # fmt: skip
+
+
+def _words(best: Planned, before: Composed) -> str:
+    """What is decomposed, and the step with and without it; or that there is nothing to decompose."""
+    axes = ", ".join(best.plan.decomposed)
+    seconds = [format_seconds(price.step_seconds) for price in (best.price, before)]
+    if best.price.step_seconds == before.step_seconds:
+        return (
+            f"Along {axes} nothing is decomposed: no all-gather is read by linear layers alone, and no reduce-scatter "
+            f"is all that reads one. A step takes about {seconds[0]}, as without; the recipe tp+sp has such ones."
+        )
+    return (
+        f"Along {axes} products are computed in pieces while the all-gathers before them and the reduce-scatters after "
+        f"them send these: a step takes about {seconds[0]} in place of {seconds[1]}."
+    )
 
 
 def _attempts(found: Planned, request: Request) -> Iterator[tuple[str, ...]]:

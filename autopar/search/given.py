@@ -78,7 +78,9 @@ class GivenMesh:
     def search(self) -> Planned:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
         found = self._search()
-        return self._sliced(found) if self._saves_slices(found.plan) else found
+        if is_saved_wish(self.request.recompute) or not self._saves_slices(found.plan):
+            return found
+        return self._sliced(found)
 
     @property
     def flat_seconds(self) -> float:
@@ -171,7 +173,7 @@ class GivenMesh:
         errors, found = list[SearchError](), list[Planned]()
         for must_fit in (True, False):
             try:
-                whole = self._but(recompute="full", must_fit=must_fit).search()
+                whole = self._but(recompute="full", must_fit=must_fit)._search()
                 found.append(self._sliced(whole, tier))
             except SearchError as error:
                 errors.append(error)
@@ -213,12 +215,12 @@ class GivenMesh:
         bound = self.request.bound_bytes
         if bound <= self.request.hardware.reserved_bytes:
             return []
-        whole = self._but(recompute="full", must_fit=False, offload=False).search()
+        whole = self._but(recompute="full", must_fit=False, offload=False)._search()
         room = int(whole.price.peak_bytes - self._sliced(whole, "host").price.peak_bytes)
         has_shrunk = False
         for _ in range(_NEARER):
             try:
-                near = self._but(recompute="full", memory_bytes=bound + room).search()
+                near = self._but(recompute="full", memory_bytes=bound + room)._search()
             except SearchError:
                 if has_shrunk:
                     return []

@@ -39,11 +39,11 @@ class Two(nn.Module):
         return (x + self.down(self.up(x).relu())).square().mean()
 
 
-def explained(decompose: str) -> autopar.Explanation:
+def explained(decompose: str, recipe: str = "tp+sp") -> autopar.Explanation:
     with torch.device("meta"):
         model, x = Two(), torch.empty(8, 256, 512)
     return autopar.explain(
-        model, (x,), mesh={"x": RANKS}, cluster=CLUSTER, recipe="tp+sp", decompose=decompose
+        model, (x,), mesh={"x": RANKS}, cluster=CLUSTER, recipe=recipe, decompose=decompose
     )
 
 
@@ -75,6 +75,14 @@ def test_the_composed_step_is_shorter_by_what_is_hidden() -> None:
     hidden = sum(float(i.count * i.hidden_seconds) for i in items_of(pieces))
     assert hidden > 0
     assert pieces.time.value == pytest.approx(plain.time.value - hidden, rel=1e-9)
+
+
+def test_a_plan_says_where_there_is_nothing_to_decompose() -> None:
+    """Under tp the rows are summed by all-reduces, which have no pieces."""
+    (note,) = (str(n) for n in explained("x", "tp").plan.notes if n.startswith("Along x "))
+    assert note.startswith("Along x nothing is decomposed: no all-gather is read by linear layers")
+    (other,) = (n for n in explained("x").plan.notes if n.startswith("Along x "))
+    assert other.startswith("Along x products are computed in pieces")
 
 
 def test_auto_decomposes_where_that_is_faster() -> None:

@@ -52,6 +52,14 @@ def test_it_is_the_plan_of_full_with_slices_and_says_so() -> None:
     assert "less on the fullest rank for" in note
 
 
+def test_slices_of_a_recipe_are_named_once() -> None:
+    """2d saves slices by itself, and recompute="partitioned" asks for them."""
+    fields: dict[str, Any] = {"mesh": {"x": 2, "y": 2}, "recipe": "2d", "offload": False}
+    request = Request(HARDWARE, recompute="partitioned", **fields)
+    notes = search_step(prepared(), request).best.plan.notes
+    assert len([n for n in notes if "kept in slices" in n or "kept as it lies" in n]) == 1
+
+
 def test_offloaded_slices_lie_on_the_host() -> None:
     """The same slices, 131 kB / 2 of each of six blocks; the first block's input is a sum that nobody can slice."""
     on_device, on_host = searched("partitioned"), searched("offloaded")
