@@ -1,1 +1,1 @@
-"""Running a plan: collectives, parameters at rest and in use, the compiled module, and its simulation."""
+"""Runs plans: the compiled module, parameters at rest and in use, executors, and checkpoints."""

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 class Adafactor(torch.optim.Adafactor):
     """`torch.optim.Adafactor` with norms over all ranks, for the parameters of a compiled model.
 
-    On DTensors the optimizer of torch 2.13 stops at a square of a norm of which each rank has a part. Here such a
-    norm is summed over ranks first; all else is torch's. The row and the column of a matrix are whole on every
-    rank, and so is their product for a moment, one matrix after the other: it is as large as the whole matrix
-    and in no price. Arguments are those of `torch.optim.Adafactor`.
+    On DTensors the optimizer of torch 2.13 fails when it squares a norm of which each rank has a part. Here such a norm
+    is first summed over ranks; the rest is torch's code. The row and column statistics of a matrix are whole on every
+    rank. So is their product, for one matrix at a time; it is as large as the matrix, and no price contains it.
+    Arguments are those of `torch.optim.Adafactor`.
 
     >>> model = torch.nn.Linear(4, 2)
     >>> optimizer = Adafactor(model.parameters(), lr=1e-2)
@@ -33,7 +33,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class _WholeNorms(TorchFunctionMode):
-    """Makes the norm of a DTensor that norm of all ranks' parts where a rank has its own part's alone."""
+    """Replaces the norm of a rank's part of a DTensor by the norm over the parts of all ranks."""
 
     def __torch_function__(
         self,

@@ -1,12 +1,12 @@
 """Parameters become DTensor objects when a model is compiled, before their layout is known.
 
-A Parameter object cannot turn into a DTensor one (their slots differ), but the content of a DTensor can be
-swapped for another's. So `adopt` replaces every parameter at once by a replicated DTensor of the same
-values; when the plan is there, that object takes its shard, and whoever holds it (an optimizer made in
-between) holds the right one. Optimizers made even earlier are given the new objects at their next step.
+A Parameter object cannot become a DTensor (their slots differ), but the content of a DTensor can be swapped for
+another's. So `adopt` immediately replaces every parameter by a replicated DTensor with the same values. When there is a
+plan, this object takes its shard, and an optimizer that was made in between still holds the right object. Optimizers
+that were made before `adopt` get the new objects at their next step.
 
-The model itself cannot compute any more, for torch does not mix DTensors with plain tensors. Methods that call
-it (`generate` of transformers) would fail somewhere within; a forward pre-hook says so first, and what to do.
+The original model cannot run any more, because torch does not mix DTensors with plain tensors. Methods that call it
+(`generate` of transformers) would fail somewhere inside; a forward pre-hook raises an error first, with a remedy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Adoption:
 
     @property
     def adopted(self) -> list[nn.Parameter]:
-        """The DTensors that parameters have become."""
+        """The DTensors that replaced the parameters."""
         return [new for _, new in self._successors.values() if new is not None]
 
     def replace(self, old: nn.Parameter, new: nn.Parameter | None) -> None:
@@ -92,8 +92,8 @@ def adopt(model: nn.Module, device_mesh: DeviceMesh, earlier: Adoption | None = 
 def refuse_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises StepError if a model of DTensors is called with plain tensors, as no captured program does.
 
-    A function of the module alone, so that a copy of the model, or one with other parameters in their place
-    (`torch.func.functional_call`, capture), is judged by its own.
+    It depends on the given module alone. So a copy of the model, or the model with other parameters
+    (`torch.func.functional_call`, capture), is judged by its own parameters.
     """
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     is_plain = bool(given) and not any(isinstance(x, DTensor) for x in given)

@@ -1,13 +1,13 @@
 """The shapes of the whole batch, found from the batches that the ranks were given.
 
-[Note: whole or part] A shape may be the global one, or the shape of this rank's part of a larger batch. The
-first is global. Where it can be either, ranks compare what they were given: a whole batch is the same on all
-of them, and parts differ. With batch="local" every rank gives its own part always.
+[Note: whole or part] The shape of a tensor may be that of the whole batch, or that of this rank's part of it. The first
+batch is whole. Later, if a shape can be either, the ranks compare their values: whole batches are the same on all
+ranks, and parts differ. With batch="local" every rank always gives its own part.
 
-[Note: drift] Samplers that begin alike may drift apart, at the second epoch for instance. To compare every batch would
-copy its values from the device each time. So of the batches of steps whose whole shape is known the ranks compare
-numbers 1, 2, 4, 8 and so on. If they differ from number n on, a StepError is raised before number 2n. A forward is not
-compared, because a single rank may run one by itself.
+[Note: drift] Samplers that start with the same order may later differ between ranks, for instance from the second epoch
+on. Comparing every batch would copy its values from the device each time. So among the steps' batches with a known
+whole shape, the ranks compare only batches 1, 2, 4, 8 and so on. If batches differ from number n on, a StepError is
+raised before number 2n. Forwards are not compared, because a single rank may run one by itself.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class BatchShapes:
     """Finds the shapes of whole batches, and remembers what earlier batches have shown.
 
     Args:
-        batch: what a rank gives: the batch of all ranks, or its own part of it.
-        comparison: gathers what the ranks were given.
+        batch: whether a rank gives the batch of all ranks, or its own part of it.
+        comparison: gathers the values of all ranks.
         ranks: number of ranks that share a batch.
     """
 
@@ -62,7 +62,7 @@ class BatchShapes:
             known: the programs that take such arguments.
             is_step: whether they are those of a step, which all ranks run.
 
-        Raises StepError where the ranks gave different values and these cannot be parts.
+        Raises StepError if the ranks gave different values that cannot be parts.
         """
         if self._is_local:
             whole = shapes_of_whole(arguments, self._ranks)
@@ -116,7 +116,7 @@ class BatchShapes:
 
 
 def _differences(arguments: Arguments) -> StepError:
-    """The error of ranks whose values differ where each has to give the whole batch."""
+    """The error for ranks with different values, if each of them has to give the whole batch."""
     return StepError(
         f"The ranks gave different values in a batch of the shapes {shape_words(arguments.shapes)}, where every "
         "rank has to give the same whole batch. If each gives a part of its own, as DistributedSampler "
@@ -134,7 +134,7 @@ def micro_batches_near(
         usual: number of micro-batches of the first step.
         shapes: global shapes of the batch.
         first: program of the first step.
-        pipeline: stages of the model, whose schedule takes some numbers only.
+        pipeline: stages of the model, whose schedule allows only some numbers.
         world: the mesh of the ranks.
     """
     count = fitting_micro_batches(

@@ -1,4 +1,4 @@
-"""Optimizer states that are kept in blocks with scales, on their way to a checkpoint and back.
+"""Writes optimizer states that are quantised in blocks to checkpoints, and reads them back.
 
 [Note: states in blocks] The optimizers of torchao keep 8-bit, 4-bit or fp8 codes, with a scale for each block of
 consecutive elements of a rank's own part. Another plan cuts a parameter into other parts, whose blocks begin
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 
 def in_blocks(state: object) -> bool:
-    """Whether a state is kept in blocks, on this rank."""
+    """Whether a state is quantised in blocks on this rank."""
     local = _local(state)
     return type(local) is not Tensor and hasattr(local, "__tensor_flatten__")
 
@@ -64,7 +64,7 @@ def cut_of(state: Tensor) -> list[str]:
 
 
 def entries(states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter, key, tensor) of all that a checkpoint has of the states, see [Note: states in blocks]."""
+    """(parameter, key, tensor) for every entry of the states in a checkpoint, see [Note: states in blocks]."""
     for name, own in states.items():
         for key, state in own.items():
             yield name, key, values_of(state)
@@ -74,7 +74,7 @@ def entries(states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, s
 
 
 def cuts_of(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
-    """`<parameter>.<key>` of every state in blocks -> what decides its blocks."""
+    """`<parameter>.<key>` of every state in blocks -> its cut, which determines its blocks."""
     return {
         f"{name}.{key}": cut_of(state)
         for name, own in states.items()

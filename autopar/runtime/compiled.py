@@ -1,18 +1,16 @@
-"""Executors: what runs the plain ops of a bound graph.
+"""Executors, which run the plain ops of a bound graph one by one or compiled.
 
-[Note: compiled regions] A bound graph is ops of ATen and of `torch.ops.autopar`, and between them calls of
-Python objects: gathers of parameters (ZeRO-3), blocks that run again, sums that are waited for.
-`autopar.passes.cut_regions` makes every run of ops between those a submodule, one or several for each
-block of the model, and a backend of torch.compile compiles it. Eager autograd joins the regions, so that
-all that hangs on it (hooks of leaves, saved tensors that are gathered again, checkpoints) works as it does
-without a compiler, and gradients arrive, and leave for other ranks, block by block. Regions that do the
-same, such as those of equal layers, are compiled once.
+[Note: compiled regions] A bound graph has ops of ATen and of `torch.ops.autopar`, and between them calls of Python
+objects: gathers of parameters (ZeRO-3), recomputed blocks, waits for sums. `autopar.passes.cut_regions` makes a
+submodule of every run of ops between such calls, one or several per block of the model, and a backend of torch.compile
+compiles it. Eager autograd joins the regions. So everything that relies on autograd (hooks of leaves, saved tensors
+that are gathered again, recomputation) works as without a compiler, and gradients are ready, and sent to other ranks,
+block by block. Regions with the same code, such as those of equal layers, are compiled once.
 
-What a region compiles to is the same on every rank but for names of process groups, so that caches may be
-shared and the collectives of all ranks stay in one order: AOTAutograd sees the collectives that move data
-as `torch.ops._c10d_functional`, whose order Inductor keeps, and what depends on the rank (`shard`, `pad`,
-`partial`) as one op. The keys of random ops are drawn outside the regions, which makes the masks those of
-the eager executor.
+The compiled code of a region is the same on every rank, except for names of process groups. So ranks may share caches,
+and their collectives keep one order: AOTAutograd sees collectives that move data as `torch.ops._c10d_functional`, whose
+order Inductor keeps, and ops that depend on the rank (`shard`, `pad`, `partial`) as one op each. The keys of random ops
+are drawn outside the regions, which makes the masks those of the eager executor.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ ExecutorName = Literal["eager", "aot_eager", "inductor"]
 
 
 class Executor:
-    """Makes bound graphs run; one is shared by all programs of a model.
+    """Makes bound graphs run; all programs of a model share one executor.
 
     Args:
-        name: "eager" runs op by op; "aot_eager" and "inductor" are the backends of torch.compile that
-            each region is compiled with.
+        name: "eager" runs op by op; "aot_eager" and "inductor" are backends of torch.compile, with which each region
+            is compiled.
 
     Raises AutoparError for another name.
     """
@@ -73,12 +71,12 @@ class Executor:
 class Region(nn.Module):
     """A graph that is compiled at the first call of each kind of arguments.
 
-    Dynamo, which traces Python, has no part in it: a region is a graph already, whose shapes are numbers.
+    Dynamo, which traces Python, is not used: a region already is a graph, with numbers as shapes.
 
     Args:
         graph: graph of the region.
         backend: name of a backend of torch.compile.
-        shared: what regions of the same code have compiled, which this one adds to.
+        shared: compiled code of regions with the same graph, to which this one adds its own.
 
     Raises AutoparError at a call if Inductor is to compile for the CPU and finds no C++ compiler, and in
     a derivative of a gradient.

@@ -1,8 +1,8 @@
-"""A step that a script runs as `loss = model(...)` and `loss.backward()`, through stages or micro-batches.
+"""Steps with stages or micro-batches that a script runs as `loss = model(...)` and `loss.backward()`.
 
-Such a step runs forward and backward together, as its schedule has it, so that its gradients are there before the
-script asks for them. They are set aside, and the loss gets a node of autograd's graph that hands them out, times the
-gradient that arrives at the loss:
+Such a step runs forward and backward together, in the order of its schedule. So its gradients are computed before the
+script asks for them. They are kept, and the loss gets a node of autograd's graph, which returns them multiplied with
+the gradient of the loss:
 
     loss = model(x, y)        every micro-batch runs forward and backward; `.grad` stays as it was
     (loss / 2).backward()     `.grad` grows by half of the gradients of the step
@@ -24,14 +24,14 @@ from autopar.runtime.gradients import gradients_of
 def with_deferred_gradients(
     run: Callable[[], list[Tensor]], parameters: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    """Runs a step; its results are differentiable, and their backward hands out the gradients.
+    """Runs a step; its results are differentiable, and their backward returns the gradients of the step.
 
     Args:
-        run: runs the step, and returns its results, the loss last.
+        run: function that runs the step, and returns its results with the loss as the last.
         parameters: the trained parameters that this rank holds.
 
-    The backward of the results raises StepError where a gradient arrives at another result than the loss, and where it
-    runs a second time.
+    The backward of the results raises StepError if another result than the loss gets a gradient, and if it runs a
+    second time.
     """
     results, gradients = gradients_of(run, parameters)
     used = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -42,7 +42,7 @@ def with_deferred_gradients(
 
 
 class _HandOut(torch.autograd.Function):
-    """The results of a step; the backward gives each parameter its gradient, which is given up."""
+    """The results of a step; the backward returns each parameter's gradient and drops it."""
 
     @staticmethod
     def forward(

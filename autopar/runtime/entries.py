@@ -1,16 +1,15 @@
-"""Gradients of parameters that are no leaves of ours: added up over ranks inside the user's backward.
+"""Sums gradients over ranks inside the user's backward, for parameters that ranks hold whole.
 
-[Note: a backward that does not wait] A parameter that all ranks hold whole, and use for different parts of the
-work, has as gradient the sum of theirs. Autograd derives one collective per parameter, and waits for each. Here a
-parameter passes two nodes of autograd's graph on its way in:
+[Note: a backward that does not wait] If all ranks hold a parameter whole, and use it for different parts of the work,
+its gradient is the sum of their gradients. Autograd derives one collective per parameter, and waits for each. Here a
+parameter passes two nodes of autograd's graph before its uses:
 
     parameter -> _Finish, one for all -> _Start, one for each group of parameters -> uses
 
 In backward a group's `_Start` starts one collective for all gradients of the group, and `_Finish` waits for
-those of all groups. Autograd runs what was made last first: a `_Start` is made right before the first use of its
-group, and so runs as soon as its gradients are complete; `_Finish` is made before all else, and so runs
-after the rest of the backward. Whoever asks (`.grad`, hooks, `torch.autograd.grad`, other uses of the
-parameter) sees the sum.
+those of all groups. Autograd runs later nodes first. A `_Start` is made right before the first use of its group, so it
+runs as soon as its gradients are complete. `_Finish` is made before all other nodes, so it runs after the rest of the
+backward. All readers of the gradient (`.grad`, hooks, `torch.autograd.grad`, other uses of the parameter) see the sum.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Entries:
         )  # fmt: skip
 
     def open(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """The leaves as the graph takes them; called before each run of it."""
+        """The leaves in the form that the graph takes; called before each run of it."""
         entered = list(leaves)
         self._backward = None
         if self._entering and torch.is_grad_enabled():
@@ -87,7 +86,7 @@ class Entries:
 
 
 class _Entry(nn.Module):
-    """A group of parameters: their places among those that enter, and the ways that they take."""
+    """A group of parameters: their positions among all entries, and their routes."""
 
     def __init__(self, owner: Entries, places: list[int], routes: list[Route]) -> None:
         super().__init__()
@@ -103,19 +102,19 @@ class _Entry(nn.Module):
 
 
 class _Backward:
-    """The communication under way in the backward of one run of the graph."""
+    """The communication in flight in the backward of one run of the graph."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[list[int], Transfer]] = []
 
     def start(self, places: list[int], routes: list[Route], x: list[Tensor], world: World) -> None:
-        """Starts to move the gradients of these places."""
+        """Starts the collective for the gradients at these positions."""
         # A transfer may write into what it is given, and autograd may give this to others, too.
         given = [x[0].clone()] if len(x) == 1 else x
         self._under_way.append((places, Transfer(routes, given, world)))
 
     def finish(self, totals: list[Tensor | None]) -> None:
-        """Waits, and adds what arrives."""
+        """Waits for the collectives, and adds the gradients."""
         arriving, self._under_way = self._under_way, []
         for places, transfer in arriving:
             for place, gradient in zip(places, transfer.wait(), strict=True):
@@ -124,13 +123,13 @@ class _Backward:
 
 
 def _kept_local(entry: _Entry, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The way in, which takes no communication."""
+    """The entry of a parameter, which needs no communication."""
     found = Transfer(entry.routes, leaves, entry.world).wait()
     return tuple(y.view_as(y) for y in found)
 
 
 class _Finish(torch.autograd.Function):
-    """Parameters as they are; in backward the end of what every `_Start` began."""
+    """Returns parameters unchanged; in backward it waits for the collectives of every `_Start`."""
 
     @staticmethod
     def forward(ctx: Any, backward: _Backward, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +146,7 @@ class _Finish(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """A group's way in; in backward the gradients' departure, all in one collective."""
+    """The entry of a group; in backward it starts one collective for all gradients of the group."""
 
     @staticmethod
     def forward(

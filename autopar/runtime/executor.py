@@ -1,4 +1,4 @@
-"""Programs bound to this rank's devices and process groups, and how a step of one is run."""
+"""Programs bound to this rank's devices and process groups, and the run of a step."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Runner:
     Args:
         program: the portable program.
         store: the parameters at rest.
-        model: whose buffers it reads and updates.
+        model: module whose buffers the program reads and updates.
         seeds: generator that gives each run its seed, in the same state on every rank of the mesh; see
             [Note: keys of random ops] in autopar/rules/random.py.
-        bucket_bytes: about how much one collective carries.
-        executor: what runs the ops.
+        bucket_bytes: approximate bytes of one collective.
+        executor: runs the ops, eagerly or compiled.
 
     Attributes:
-        runs_backward_whole: whether gradients of inputs and of weights come out of the same nodes of
-            autograd's graph, so that a backward cannot be split in two.
-        loss_axes: axes that the loss is still to be added up over, see autopar.passes.overlap_sums.
+        runs_backward_whole: whether the same nodes of autograd's graph compute gradients of inputs and of weights, so
+            that a backward cannot be split in two.
+        loss_axes: axes over which the loss still has to be summed, see autopar.passes.overlap_sums.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Runner:
             self._reducer.attach()
 
     def end(self) -> None:
-        """After a step: frees what lives for one step."""
+        """After a step: frees the memory that lives for one step."""
         self._residents.release()
 
     def versions(self, seen: Sequence[int]) -> StageVersions:
@@ -140,7 +140,7 @@ class Runner:
         return StageVersions(self._residents, self._reducer, seen)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The forward of one micro-batch in a step; returns outputs and what is sent."""
+        """The forward of one micro-batch in a step; returns outputs and the tensors to send."""
         self._gathers.in_step = torch.is_grad_enabled()
         with self._gathers.watching(), self._saves.watching():
             return self._results(self._run(self._residents.leaves, inputs))
@@ -150,7 +150,7 @@ class Runner:
         self._reducer.begin(last=last)
 
     def end_backward(self) -> None:
-        """After it: the gradients that were to travel have arrived."""
+        """After the backward of a micro-batch: waits for the gradients that are sent."""
         self._gathers.finish()
         self._reducer.finish()
 
@@ -165,7 +165,7 @@ class Runner:
         with self._gathers.watching(), self._saves.watching():
             results = self._results(self._run(parameters, inputs))
         self._residents.release()
-        if not torch.is_grad_enabled():  # no backward will ask for what was gathered
+        if not torch.is_grad_enabled():  # no backward will need the gathered parameters
             self._gathers.forget()
         return results
 
@@ -239,7 +239,7 @@ class BoundProgram:
             batch: this rank's inputs, for every micro-batch.
             shares: weight of each micro-batch in each result, the loss last; empty for a result that is no weighted
                 sum over micro-batches, such as one with a row for every sample.
-            scale: number that backward begins with; gradients are left multiplied by it.
+            scale: gradient of the loss with which backward begins; all gradients are multiplied by it.
         """
         self._runner.begin()
         loss, pieces = torch.zeros(()), list[Sequence[Tensor]]()
@@ -267,7 +267,7 @@ class BoundProgram:
 
 
 def sum_over(x: Tensor, axes: Sequence[str], world: World) -> Transfer:
-    """Starts to add up what the ranks have of a small tensor, such as the loss."""
+    """Starts to sum a small tensor, such as the loss, over ranks."""
     mesh, shape = world.mesh, tuple(x.shape)
     hops = tuple(
         Hop(

@@ -1,4 +1,4 @@
-"""A loss that is no number: said once, with the input or the parameter that brought it in."""
+"""Warns once of a loss that is not finite, with the first input or parameter that is not finite."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autopar import _torch
 
 
 class FiniteLoss:
-    """Looks at the loss of every step, and warns of the first that is NaN or infinite.
+    """Checks the loss of every step, and finds the first that is NaN or infinite.
 
-    On the CPU it looks at once. On an accelerator it would have to wait for the step; there a copy of the loss travels
-    while the host goes on, and is looked at after a later step.
+    On the CPU the check is immediate. On an accelerator the host would have to wait for the step; there the loss is
+    copied asynchronously, and checked after a later step.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def about_loss(
 
     Args:
         step: number of the step.
-        inputs: names and values of the batch on this rank; None where a later step has taken their place.
+        inputs: names and values of the batch on this rank; None if a later step has replaced them.
         parameters: names and values of the parameters; of a DTensor, the part of this rank.
     """
     cause = described("input", inputs or ()) or described("parameter", parameters)

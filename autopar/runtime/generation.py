@@ -55,7 +55,7 @@ def generate(
 
     Args:
         model: user's own model.
-        run: runs a forward by the plan, given keyword arguments; tensors of its result are whole or DTensors.
+        run: function that runs a forward by the plan; tensors of its result are whole or DTensors.
         args: positional arguments of `generate`.
         kwargs: keyword arguments of `generate`.
         keeps: whether keys and values may be kept from token to token.
@@ -156,7 +156,7 @@ class PlannedForward:
     """The forward of a causal language model for its own `generate`, see [Note: few lengths]."""
 
     def __init__(self, model: nn.Module, run: Run) -> None:
-        """Takes the model, for what it tells of itself, and what runs its forward by the plan."""
+        """Takes the model, whose configuration it reads, and the function that runs its forward by the plan."""
         self._run, config = run, getattr(model, "config", None)
         self._limit: int | None = getattr(config, "max_position_embeddings", None)
         self._adds_masks = getattr(config, "_attn_implementation", "") == "eager"
@@ -188,10 +188,10 @@ class PlannedForward:
             attention_mask: mask of all tokens so far, of shape `(batch, length)`; None if all count.
             position_ids: position of each of `input_ids`.
             past_key_values: cache; None to compute all positions again.
-            use_cache: not used, as the cache says it.
-            logits_to_keep: not used; the last position is the one that is asked for.
-            return_dict: not used; the result has names, also where the configuration wants a tuple.
-            others: arguments that there must be none of.
+            use_cache: not used; keys and values are cached if there is a cache.
+            logits_to_keep: not used; only the logits of the last position are returned.
+            return_dict: not used; the result always has names.
+            others: arguments that are not supported.
         """
         given = sorted(
             name for name, value in others.items() if value is not None and value is not False
@@ -312,10 +312,10 @@ def _refuse_difference(logits: Tensor, others: Tensor) -> None:
 
 
 def _are_alike(logits: Tensor, expected: Tensor) -> bool:
-    """Whether logits with slots are those of a forward of all tokens, but for rounding; a warning where not.
+    """Whether logits with slots equal those of a forward of all tokens up to rounding; warns if they do not.
 
-    The two forwards add in other orders. So rows may be apart by ten roundings of the logits' format, at least by a
-    thousandth of their norm.
+    The two forwards sum in different orders. So rows may differ by ten roundings of the logits' format, and at least
+    by a thousandth of their norm.
     """
     allowed = max(1e-3, 10 * torch.finfo(expected.dtype).eps)
     apart = (logits - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)

@@ -1,4 +1,4 @@
-"""Hops: the steps of a route that a local tensor takes from one layout to another.
+"""Hops: the steps of a conversion of a local tensor from one layout to another.
 
 A `Hop` is a `CollectiveCall` with the local shapes around it, a cast to another element type, or a move to
 another tier; the hops from one layout to another are a route, and the transposed hops in reverse order take
@@ -28,18 +28,18 @@ class Hop:
     """One collective on a local tensor, a cast, or a move between the device and another tier.
 
     Attributes:
-        name, backward: the op and its transpose; that of a cast is a cast back, and of a move a move back.
+        name, backward: the op and its transpose; a cast's is the cast back, and a move's is the move back.
         dims: dims of the viewed tensor, and positions of owners; see `autopar.ir.CollectiveCall`.
         axis: position of the mesh axis, which has at least two ranks; -1 of a cast or a move.
         size: ranks of the axis.
         before: shape of the local tensor.
-        viewed: shape it is viewed in for the op.
+        viewed: shape in which the op takes the tensor.
         result: shape of the op's result.
-        after: shape that is viewed in then.
+        after: shape in which the result is viewed.
         formats: the two element types of a cast, that of the gradient on its way back and that which the
             tensor takes. A cast to the type that the tensor already has changes only the gradient: that is
             how gradients are reduced in another type than tensors are gathered in.
-        tier: the farther memory of a move, or the memory that a cast is done in.
+        tier: the farther memory of a move, or the memory in which a cast runs.
         is_elsewhere: whether this rank and all its peers along the axis hold nothing of the tensor, because a rank at
             another position of another axis owns it. Nothing is run then.
     """

@@ -1,7 +1,7 @@
-"""Initial values of parameters: broadcast from the first rank, or made here for a meta-device model.
+"""Initial values of parameters: broadcast from the first rank, or computed here for a meta-device model.
 
-Every rank must begin with the same values, whatever its own random state was. A model with real
-weights takes the first rank's, as in DDP. A model on the meta device is materialised module by module
+All ranks must begin with the same values, whatever their random states are. A model with real weights
+gets those of the first rank, as in DDP. A model on the meta device is materialised module by module
 with one seed on all ranks, so that no rank ever holds more than one module's full tensors beyond its
 own part.
 """
@@ -31,8 +31,8 @@ def initial_values(
 ) -> Iterator[Named]:
     """Yields every parameter's name and full value on the device, tied ones once; then sets buffers.
 
-    Values of the names `read_later` are undefined: files will give them. A module that has no others
-    on the meta device is not initialised.
+    Values of the names in `read_later` are undefined, because they are read from files later. A module of which all
+    meta tensors are read later is not initialised.
 
     Raises CaptureError naming the module where a meta-device module cannot be initialised.
     """
@@ -56,7 +56,7 @@ def initial_values(
 
 
 def replaced_values(model: nn.Module, names: Sequence[str], world: World) -> Iterator[Named]:
-    """Yields the first rank's full values of parameters that took the place of others."""
+    """Yields the first rank's full values of parameters that replaced others."""
     parameters = dict(model.named_parameters())
     for name in names:
         if parameters[name].is_meta:

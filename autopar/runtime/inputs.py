@@ -1,4 +1,4 @@
-"""A call's arguments: matched with a program, checked, cut into micro-batches and into this rank's part."""
+"""Arguments of a call: matched with a program, checked, and cut into micro-batches and into this rank's part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Arguments:
         tensors: tensor leaves in pytree order.
         literals: leaf position -> value, for the other leaves.
         spec: the pytree of (args, kwargs); kwargs are ordered by name.
-        whole: numbers of the DTensors among the tensors, which are whole for sure.
+        whole: numbers of the DTensors among the tensors, which are known to be whole.
     """
 
     tensors: tuple[Tensor, ...]
@@ -147,7 +147,7 @@ def whole_shapes(program: Program, micro_batches: int) -> tuple[Shape, ...]:
 
 
 def form(program: Program, arguments: Arguments, micro_batches: int, world: World) -> Form:
-    """Whether the tensors are of the program's global shapes, or some of this rank's part, or neither."""
+    """Whether the tensors have the program's global shapes, or some have those of this rank's part, or neither."""
     wholes = whole_shapes(program, micro_batches)
     if arguments.shapes == wholes:
         return "whole"
@@ -157,7 +157,7 @@ def form(program: Program, arguments: Arguments, micro_batches: int, world: Worl
 
 
 def parts_given(program: Program, arguments: Arguments, micro_batches: int) -> int:
-    """The number of parts in which ranks gave the batch, each its own rows; 1 where each gave it whole."""
+    """The number of parts of the batch, if each rank gave its own rows; 1 if each gave the whole batch."""
     wholes = whole_shapes(program, micro_batches)
     return max(
         (whole[0] // own[0] for whole, own in zip(wholes, arguments.shapes, strict=True)
@@ -167,7 +167,7 @@ def parts_given(program: Program, arguments: Arguments, micro_batches: int) -> i
 
 
 def cuts(program: Program, world: World) -> list[Shape]:
-    """The number of parts that ranks share every dim of every input in."""
+    """The number of parts into which the program cuts every dim of every input."""
     return [
         tuple(
             whole // max(part, 1)
@@ -217,9 +217,9 @@ def fitting_micro_batches(
 ) -> int:
     """The number of micro-batches for a batch whose shapes differ from those of the first batch.
 
-    One stays one. Else it is a number that divides the batch; of these one whose micro-batches are split
-    over the ranks as the first's, that the schedule `takes`, the first's own number, one that gives a
-    rank no more rows than it had, and the nearest, in this order.
+    One stays one. Otherwise it is a number that divides the batch. Preferred are, in this order, numbers whose
+    micro-batches are split over ranks like the first ones, numbers that the schedule allows, the first number itself,
+    numbers that give a rank no more rows than before, and the nearest number.
     """
     rows = math.gcd(*(shape[0] for shape in shapes if shape))
     if micro_batches == 1 or not rows:

@@ -1,7 +1,7 @@
 """The programs of a compiled module: one for each shape of a batch and mode of torch, a bounded number of them.
 
-[Note: programs are kept] Each shape of a batch has a program, which holds a graph and no parameters. Of steps
-and of forwards `KEPT_PROGRAMS` are kept each; the least recently used one makes room for another.
+[Note: programs are kept] Each shape of a batch has a program, which holds a graph and no parameters. At most
+`KEPT_PROGRAMS` programs of steps are kept, and as many of forwards; a new one replaces the least recently used one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from autopar.runtime.together import warn_together
 log = logging.getLogger("autopar")
 
 KEPT_PROGRAMS = 16
-_MANY_SHAPES = 4  # captured so far: time to speak of buckets
+_MANY_SHAPES = 4  # shapes so far after which a warning recommends buckets
 
 
 @dataclass
 class ReadyProgram:
-    """A program with what it was captured under.
+    """A program, and the state of Python and of torch for which it is right.
 
     Attributes:
         bound: the program on this rank.
         state: modes of torch at the capture, see `ModulePrograms._state`.
         count: number of micro-batches.
-        guards: what the capture read of Python.
-        structure: what the model was made of.
-        captures: the captures that the program was made of, which may give those of other sizes.
-        writes: what the captured forward does to attributes of modules.
+        guards: guards of the Python values that the capture read.
+        structure: guards of the model's modules, parameters and hooks.
+        captures: captures of the model, which may also give programs for other sizes.
+        writes: changes of attributes of modules that the forward makes.
         numbers: numbers of Python that are inputs of the program.
     """
 
@@ -53,7 +53,7 @@ class ReadyProgram:
     numbers: Sequence[NumberInput] = ()
 
     def holds(self) -> bool:
-        """Whether the program still is what a capture would give."""
+        """Whether a new capture would give the same program."""
         numbers = all(number.holds() for number in self.numbers)
         return numbers and self.guards.hold() and self.structure.hold()
 
@@ -68,7 +68,7 @@ class ReadyProgram:
         return whole_shapes(self.bound.program, self.count)
 
     def finish(self) -> None:
-        """After a run: does what the forward would have done to Python's values."""
+        """After a run: repeats the changes to attributes that the forward makes."""
         for write in self.writes:
             write.repeat()
 
@@ -108,14 +108,14 @@ class KeptPrograms:
         return next(found, None) or Captures()
 
     def used(self, program: ReadyProgram) -> None:
-        """Notes that a program runs now, so that others make room before it."""
+        """Marks a program as the most recently used one."""
         programs = self.ready[program.bound.program.is_step]
         programs.append(programs.pop(programs.index(program)))
 
     def add(
         self, ready: ReadyProgram, arguments: Arguments, seconds: float, *, was_captured: bool
     ) -> None:
-        """Keeps a program whose capture and planning took so long, and says what shapes cost."""
+        """Keeps a program, logs the seconds of its capture and planning, and warns if shapes are many."""
         program = ready.bound.program
         alike = [
             r for r in self.fitting(arguments, is_step=program.is_step) if r.state == ready.state
@@ -137,7 +137,7 @@ class KeptPrograms:
         del kept[:-KEPT_PROGRAMS]
 
     def _say_closed(self, why: str) -> None:
-        """Says once why a size was captured by itself; nothing for no reason."""
+        """Logs once why a size was captured separately; nothing for an empty reason."""
         if why and why not in self._said:
             self._said.add(why)
             log.info("Captured by itself, as %s.", " ".join(why.split()).rstrip("."))

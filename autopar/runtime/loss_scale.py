@@ -85,7 +85,7 @@ class LossScaler:
     """The scale of one model's loss, the same on every rank.
 
     Args:
-        scaling: how it changes; None for losses that are not scaled.
+        scaling: rule of its changes; None for losses that are not scaled.
 
     Attributes:
         scale: scale of the next step.
@@ -105,12 +105,12 @@ class LossScaler:
         trained: Callable[[], Sequence[nn.Parameter]],
         norm: Callable[[], Tensor],
     ) -> Result:
-        """Runs a step, and leaves gradients that know nothing of the scale; none where the new ones overflow.
+        """Runs a step, and leaves gradients without the scale; if they overflow, it leaves none of them.
 
         Args:
-            run: runs a step whose backward begins with the number that it is given.
-            trained: what gives the trained parameters that this rank holds.
-            norm: what gives the infinity norm of all gradients, the same on every rank.
+            run: function that runs a step whose backward begins with the given number.
+            trained: function that returns the trained parameters of this rank.
+            norm: function that returns the infinity norm of all gradients, the same on every rank.
         """
         if self._scaling is None or not torch.is_grad_enabled():
             return run(1.0)
@@ -160,7 +160,7 @@ class LossScaler:
 
 @torch.no_grad()
 def _leave(p: nn.Parameter, gradient: Tensor | None, scale: float, *, skips: bool) -> None:
-    """Adds a gradient of a scaled loss to what the parameter has; a step that is skipped leaves none."""
+    """Adds the gradient of a scaled loss to the parameter's gradient; a skipped step leaves none."""
     if skips:
         p.grad = None
     elif gradient is not None:

@@ -28,13 +28,13 @@ StandIns = Callable[[int], AbstractContextManager[tuple[tuple[Any, ...], dict[st
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs that came of one capture.
+    """The programs that were made from one capture.
 
     Attributes:
         whole: the program of the whole model.
         stages: the programs of its stages.
-        guards: the Python values that they were made from.
-        writes: what the captured forward does to attributes of modules.
+        guards: guards of the Python values that the capture read.
+        writes: changes of attributes of modules that the forward makes.
         numbers: numbers of Python that are inputs of the programs.
     """
 
@@ -51,7 +51,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The layouts of parameters since the first program.
+    """The decisions of the first program that all later programs keep.
 
     Attributes:
         parameters: parameter name -> its layouts on the mesh of its stage.
@@ -93,7 +93,7 @@ class ProgramMaker(Protocol):
     """Makes programs and knows the mesh they run on (implemented by autopar.api.planner)."""
 
     def program(self, model: nn.Module, stand_ins: StandIns, asked: ProgramRequest) -> Programs:
-        """Captures and plans a model, with arguments that `stand_ins` makes for a number of micro-batches."""
+        """Captures and plans a model, with arguments from `stand_ins` for a number of micro-batches."""
         ...
 
     def predicted(self, plan: Plan) -> tuple[float, float]:
@@ -101,7 +101,7 @@ class ProgramMaker(Protocol):
         ...
 
     def world(self) -> World:
-        """The mesh as it runs; known once the first program is."""
+        """The mesh of ranks; known after the first program."""
         ...
 
     def explain(self, plan: Plan) -> object:
