@@ -1,7 +1,7 @@
 """Clipping of gradients by their norm over the whole model.
 
-The norm of a vector is the norm of the norms of its parts, whatever the parts are. So every rank takes
-the norm of what it alone accounts for, and the ranks of one axis after another exchange theirs.
+The norm of a vector is the norm of the norms of its parts. So every rank computes the norm of the gradients that
+it alone counts, and the ranks exchange these norms, one mesh axis after another.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def clip_grad_norm_(
     """Scales gradients in place so that their norm over all ranks is at most `max_norm`.
 
     Args:
-        named_parameters: the parameters of this rank; each gradient lies as its parameter does.
+        named_parameters: parameters of this rank; each gradient has its parameter's layout.
         world: the mesh on which they lie.
         max_norm: the bound; 1e-6 is added to the norm before it divides, as in torch.nn.utils.
         norm_type: p of the p-norm, above zero, or infinity.
-        stages: the ranks that hold the other parameters; None where every rank holds some of each.
-        counted_elsewhere: parameters whose gradients another rank of `stages` holds too and counts.
+        stages: group of the ranks with the other parameters; None if every rank has a part of each parameter.
+        counted_elsewhere: parameters whose gradients another rank of `stages` also has, and counts.
 
     Returns:
         The norm before clipping, of shape `()`, the same on every rank.
 
-    Raises StepError for a `norm_type` that is none, PeerError if another rank died or hangs.
+    Raises StepError for a `norm_type` that is no norm, PeerError if another rank died or hangs.
     """
     if not norm_type > 0:
         raise StepError(f"norm_type is {norm_type}; a p-norm has p above 0, such as 2.0 or inf.")
@@ -77,13 +77,13 @@ def gradient_norm(
 
 
 def _number_format(grads: Iterable[Tensor | None]) -> torch.dtype:
-    """The format in which the norm of these gradients is returned, as torch.nn.utils has it."""
+    """The dtype in which the norm of these gradients is returned, as in torch.nn.utils."""
     found = {grad.dtype for grad in grads if grad is not None}
     return functools.reduce(torch.promote_types, found) if found else torch.float32
 
 
 def _own_norm(grads: Iterable[Tensor], norm_type: float, world: World) -> Tensor:
-    """The norm of what this rank has and no rank before it has too."""
+    """The norm of the gradients of this rank that no earlier rank has too."""
     # an infinity norm of no entries is not defined
     own = [local for local in map(_first_copy, grads) if local is not None and local.numel()]
     return torch.nn.utils.get_total_norm(own, norm_type).to(world.device)
@@ -104,10 +104,10 @@ def _first_copy(grad: Tensor) -> Tensor | None:
 def _norm_over(
     groups: Iterable[dist.ProcessGroup | None], norm: Tensor, norm_type: float
 ) -> Tensor:
-    """Norms of parts -> the norm of the whole.
+    """The norm of a whole, given the norms of its parts.
 
-    They are gathered rather than summed as powers: nothing overflows, and a NaN is kept by every p. They
-    travel as float64, because a rank without gradients does not know the others' number format.
+    The norms are gathered rather than summed as powers, so that nothing overflows and a NaN is kept for every p. They
+    are sent as float64, because a rank without gradients does not know the dtype of the others.
     """
     total = norm.double().reshape(1)
     for group in groups:

@@ -1,7 +1,7 @@
 """Duration of steps, from the start of one step to the start of the next, measured without a device synchronisation.
 
-The optimizer and the loading of data count, as they do in the prediction. After a few steps the host runs as
-far ahead of a GPU as it can, so that the time between starts is the time of a step.
+The time includes the optimizer and the loading of data, as the prediction does. After a few steps the host runs as
+far ahead of a GPU as it can, so the time between two starts is the time of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepClock:
         self._starts: list[float] = []
 
     def tick(self) -> bool:
-        """Notes the start of a step; whether enough were measured, which is true once."""
+        """Notes the start of a step; returns True once, when enough steps were measured."""
         if len(self._starts) > WARM_UP + MEASURED:
             return False
         self._starts.append(time.perf_counter())
@@ -45,7 +45,7 @@ class StepClock:
         return statistics.median(b - a for a, b in itertools.pairwise(starts))
 
     def against(self, predicted: tuple[float, float], device: torch.device) -> str:
-        """A line that sets what was measured against the predicted seconds of a step and bytes of a rank."""
+        """A line with the measured and the predicted seconds of a step, and bytes of a rank."""
         seconds, size = predicted
         words = (
             f"measured {format_seconds(self.seconds)} a step (median of {MEASURED}), predicted "

@@ -1,8 +1,8 @@
 """The tier nvme: tensors in files of a folder on a disk of the rank's machine.
 
-Each tensor is one file, mapped into memory and unlinked at once: no other process finds it, and its space is given back
-when the tensor is freed, or when the process ends or is killed. The space is reserved before the file is mapped, so
-that a full disk is an error here and not a signal that ends the process later.
+Each tensor is one file, mapped into memory and unlinked immediately: no other process finds it, and its space is given
+back when the tensor is freed, or when the process ends or is killed. The space is reserved before the file is mapped,
+so that a full disk is an error here and not a signal that ends the process later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Files:
 
     @staticmethod
     def at(folder: str | os.PathLike[str]) -> Files:
-        """Tensors in files of the folder that `compile(..., nvme=)` names. Raises AutoparError for what names none."""
+        """Tensors in files of the folder that `compile(..., nvme=)` names. Raises AutoparError for no folder."""
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
             raise AutoparError(
                 f"nvme={folder!r} names no folder; give its path, such as nvme='/path/on/the/disk', or leave it out "
@@ -43,7 +43,7 @@ class Files:
         return Files(Path(folder))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor in a new file. Raises AutoparError where the folder has no room, or cannot be written to."""
+        """A tensor in a new file. Raises AutoparError if the folder has no room or cannot be written to."""
         size_bytes = shape.numel() * dtype.itemsize
         if not size_bytes:
             return torch.empty(shape, dtype=dtype)

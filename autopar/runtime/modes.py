@@ -26,5 +26,5 @@ def modes(device: torch.device) -> tuple[object, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Context without autocast, whose casts are in the captured graph already."""
+    """Context without autocast, because its casts already are in the captured graph."""
     return torch.autocast(device.type, enabled=False)

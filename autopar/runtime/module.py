@@ -68,7 +68,7 @@ class CompiledModule(nn.Module):
         parameters inside a step (docs/versions.md) call the attached optimizer, and leave no gradients.
 
         Args:
-            batch: the model's inputs, and after them the arguments of the loss function that follow the model's
+            batch: the model's inputs, followed by the arguments of the loss function after the model's
                 result. In the first step every rank gives the whole batch, of which it computes its part; with
                 batch="local" it gives only its own rows. Later each tensor may be given whole or as this
                 part. For a new shape the model is captured and planned once more, and parameters keep their
@@ -85,7 +85,7 @@ class CompiledModule(nn.Module):
             return the results of their own rows.
 
         Raises StepError if the ranks give different shapes or values, or one gives none, and for an extra result
-        that cannot be put together from several micro-batches; PeerError if another rank died or hangs.
+        that cannot be computed from several micro-batches; PeerError if another rank died or hangs.
         """
         arguments = self._programs.rows_of_step(Arguments.of(batch, kwargs))
         ready = self._program(arguments, is_step=True)

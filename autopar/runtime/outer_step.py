@@ -45,7 +45,7 @@ class OuterStep:
             self.base = {name: x.detach().clone() for name, x in parameters}
 
     def sent(self, name: str, x: Tensor) -> Tensor:
-        """What the mean is taken of: a parameter, or its difference to the base; the caller may write into it."""
+        """The tensor to average: a parameter, or its difference to the base. The caller may write into it."""
         if not self.meeting.copies:
             return x.clone()
         if name not in self.base:
@@ -61,7 +61,7 @@ class OuterStep:
         Args:
             name: name of the parameter.
             x: the parameter, which is overwritten.
-            mean: mean over the replicas of what each has `sent`; it is used up.
+            mean: mean over the replicas of their `sent` tensors; it is overwritten.
         """
         if not self.meeting.copies:
             x.copy_(mean)
@@ -74,7 +74,7 @@ class OuterStep:
         x.copy_(base)
 
     def undo(self, name: str, x: Tensor) -> None:
-        """Gives a parameter the value that it had at the last meeting or pull; one unfrozen since stays."""
+        """Gives a parameter its value at the last meeting or pull; a parameter that was unfrozen since stays."""
         if name in self.base:
             x.copy_(self.base[name])
 

@@ -17,7 +17,7 @@ from autopar.runtime.world import World
 def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
     """A local output as a DTensor; a single rank returns it as it is.
 
-    DTensor knows no splits of minor factors: along such axes the output is gathered first.
+    DTensor cannot express splits of minor factors, so along such axes the output is first gathered.
     """
     if world.device_mesh is None:
         return x
@@ -32,7 +32,7 @@ def as_dtensor(x: Tensor, spec: TensorSpec, world: World) -> Tensor:
 def local_part(x: DTensor, spec: TensorSpec, world: World) -> Tensor:
     """This rank's part of an input that came as a DTensor on the same mesh, in the layout that the program takes.
 
-    Nothing is communicated where the DTensor lies so already.
+    Nothing is communicated if the DTensor already has this layout.
     """
     target = _nameable(spec.layout)
     local = x.redistribute(placements=placements(target)).to_local().detach()

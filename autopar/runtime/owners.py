@@ -1,6 +1,6 @@
-"""Flat collectives of tensors that one rank of an axis owns; the others hold nothing of them.
+"""Flat collectives of tensors that one rank of an axis owns, while the other ranks have no part of them.
 
-`keep` and `fill` send nothing: the others let go of their copy, or make zeros.
+`keep` and `fill` send nothing: the other ranks drop their copy, or create zeros.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters at rest and in use.
 
 At rest every parameter is a DTensor in its storage layout, swapped into the user's own Parameter object,
-so that an optimizer made before is still right. In use it is a plain leaf in its resident layout and, under a
+so that an earlier optimizer still holds the right object. In use it is a plain leaf in its resident layout and, under a
 mixed-precision policy, in the policy's element type:
 
     storage == resident       the leaf is the stored shard itself (DDP, tensor parallel, ZeRO-3)

@@ -1,4 +1,4 @@
-"""Parameters and buffers are put to rest with the first program, and again where the user replaces them."""
+"""Puts parameters and buffers into their layouts between steps, and again if the user replaces them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Placement:
     Attributes:
         adoption: the DTensors that replaced the parameters; None without process groups.
         store: the parameters in their layout between steps; None before there is a plan.
-        fixed: what the first program decided for all later ones (layouts, stages, recomputation, and
-            which stages use a parameter); None before there is a plan.
+        fixed: decisions of the first program for all later ones (layouts, stages, recomputation, and the stages that
+            use each parameter); None before there is a plan.
         part: the part of the model that this rank holds.
         shared: parameters that several pipeline stages use; None without pipeline stages.
     """
@@ -51,7 +51,7 @@ class Placement:
         self.shared: SharedParameters | None = None
 
     def place(self, programs: Programs, world: World) -> None:
-        """Puts parameters and buffers to rest as the first program has them."""
+        """Puts parameters and buffers into the layouts between steps that the first program gives them."""
         model, settings = self._model, self._settings
         users, pipe = users_of(model, programs.stages), world.pipe
         held = frozenset(users)

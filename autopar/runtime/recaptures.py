@@ -1,4 +1,4 @@
-"""Captures that a changed Python value has caused: what is said of them, and which numbers become inputs."""
+"""Captures that a changed Python value has caused: their warnings, and the numbers that become inputs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Recaptures:
     """Counts captures by the value that caused them, and warns once of one that changes again and again.
 
     Args:
-        comparison: tells whether all ranks have the same numbers.
+        comparison: gathers the numbers of all ranks.
 
     Attributes:
-        numbers: where numbers stand that have changed, and may be inputs of the next capture.
+        numbers: places of numbers that have changed, and may become inputs of the next capture.
     """
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self.numbers: list[Place] = []
-        self._built_in: list[Place] = []  # numbers for which no tensor can stand
+        self._built_in: list[Place] = []  # numbers that a tensor cannot replace
 
     def learn(self, guards: Guards) -> None:
         """Notes the numbers that have changed since a capture."""
@@ -38,14 +38,14 @@ class Recaptures:
         self.numbers += [p for p in guards.changed_numbers() if p.identity not in known]
 
     def settle(self, guards: Guards) -> None:
-        """After a capture: numbers that it has read and built in are not tried again."""
+        """After a capture: notes the numbers that it has built in, which are not tried again."""
         self._built_in += [place for place in self.numbers if place in guards]
         self.numbers = [place for place in self.numbers if place not in guards]
 
     def take(self, inputs: Sequence[NumberInput], *, is_step: bool) -> None:
         """Gives a program the numbers that Python has changed.
 
-        Raises StepError where the ranks of a step have other ones. A forward a single rank may run by itself.
+        Raises StepError if the ranks of a step have different ones. A single rank may run a forward by itself.
         """
         changed = [number for number in inputs if number.has_changed()]
         if changed and is_step:
@@ -54,7 +54,7 @@ class Recaptures:
             number.take()
 
     def compare(self, places: Sequence[Place], why: str) -> None:
-        """Waits for the other ranks. Raises StepError where they have other numbers at the same places."""
+        """Compares numbers with the other ranks. Raises StepError if they have others at the same places."""
         own = ", ".join(f"{place.words} = {place.get()!r}" for place in places)
         remedy = "Set the same Python values on every rank, before the same step."
         found = self._comparison.gather(own, f"{why} {own}".strip(), remedy, "numbers")
@@ -65,7 +65,7 @@ class Recaptures:
             )
 
     def count(self, difference: ChangedValue, seconds: float) -> None:
-        """Notes one more capture, which has taken so many seconds."""
+        """Notes one more capture and its duration; warns if captures for this value are many."""
         taken = self._seconds[difference.words]
         taken.append(seconds)
         log.info("Captured again in %.1f s, as %s.", seconds, difference)

@@ -40,10 +40,10 @@ from autopar.runtime.saved import SavedView
 
 
 class Recomputed(nn.Module):
-    """A block of a program, as a function of all that enters it.
+    """A block of a program as a module, which recomputes calls in backward.
 
     Args:
-        block: its graph; `meta["again"]` of a call says whether backward recomputes it.
+        block: graph of the block; `meta["again"]` of a call says whether backward recomputes it.
     """
 
     def __init__(self, block: fx.GraphModule) -> None:
@@ -67,7 +67,7 @@ class Recomputed(nn.Module):
         return results
 
     def second_run(self, needed: frozenset[str]) -> _SecondRun:
-        """The graph of the recomputed calls that are needed for the results of some."""
+        """The graph of all recomputed calls that the results of the `needed` ones require."""
         if needed not in self._second:
             nodes, reads = self._calls.needed(needed)
             copies = {node: f"read_{i}" for i, node in enumerate(reads)}
@@ -77,7 +77,7 @@ class Recomputed(nn.Module):
         return self._second[needed]
 
     def _copy(self, nodes: Sequence[fx.Node] | Any, given: Mapping[fx.Node, str]) -> fx.GraphModule:
-        """A graph of these nodes, in which every call says what it does."""
+        """A graph of these nodes, in which every call reports to the current recording."""
         graph, root = fx.Graph(), nn.Module()
         copies = {node: graph.placeholder(name) for node, name in given.items()}
         for node in nodes:
@@ -94,13 +94,13 @@ class Recomputed(nn.Module):
 
 
 class _Calls:
-    """The calls of a block, and what they read of each other.
+    """The calls of a block, and the results that they read of each other.
 
     Attributes:
-        recorded: all calls but those that pick one of several results.
+        recorded: all calls except those that select one of several results.
         inputs: names of the placeholders, in order.
-        given: call or input -> what recomputed calls read of it, as position among several results (None for
-            the only one) and name, for calls that are not recomputed.
+        given: name of an input, or of a call that is not recomputed -> its results that recomputed calls read, as
+            (position among several results or None, name).
     """
 
     def __init__(self, block: fx.GraphModule) -> None:
@@ -131,7 +131,7 @@ class _Calls:
         return self._again[self.names[name]]
 
     def needed(self, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The recomputed calls that some of them need, in order, and what these read of other calls."""
+        """The recomputed calls that the named ones need, in order, and the other nodes that these read."""
         found: dict[fx.Node, None] = {}
         waiting = [self.names[name] for name in names]
         while waiting:
@@ -165,7 +165,7 @@ class _FirstRun(CallRecording):
             self._give(name, value)
 
     def _give(self, name: str, result: Any) -> None:
-        """Holds what recomputed calls may read of a call's result."""
+        """Keeps the results of a call that recomputed calls may read."""
         for position, read in self._calls.given.get(name, ()):
             value = result if position is None else result[position]
             is_tensor = isinstance(value, Tensor)
@@ -192,7 +192,7 @@ class _FirstRun(CallRecording):
         return handle
 
     def finish(self) -> None:
-        """After the run: keeps only what recomputation will read."""
+        """After the run: keeps only the values that recomputation will read."""
         self._homes = {}
         waiting = self._waiting()
         reads = self._second_run(self._needed(waiting)).reads if waiting else ()
@@ -212,7 +212,7 @@ class _FirstRun(CallRecording):
         return frozenset(handle.place[0] for handle in handles)
 
     def recompute(self) -> None:
-        """Gives every handle that waits its tensor."""
+        """Recomputes the tensors of all waiting handles."""
         waiting = self._waiting()
         second = self._second_run(self._needed(waiting))
         values = [self._read(name) for name in second.reads]
@@ -231,7 +231,7 @@ class _Repeat(CallRecording):
     """The second run of a block's calls, in backward.
 
     Attributes:
-        found: tensors by place; the third number is 1 for a result, 0 for what a call saves of its own.
+        found: tensors by place; the third number is 1 for a result, 0 for a tensor that a call saves internally.
     """
 
     def __init__(self, states: Mapping[str, Any], wanted: set[tuple[str, int, int]]) -> None:
@@ -251,7 +251,7 @@ class _Repeat(CallRecording):
                 self.found[step.name, i, 1] = x.detach()
 
     def pack(self, x: Tensor) -> None:
-        """Notes what a call saves of its own; nobody runs the backward of this run."""
+        """Notes the tensors that a call saves internally; the backward of this run never runs."""
         if not self.home(x)[0]:
             place = (*self.next_own(), 0)
             if place in self._wanted:
@@ -260,7 +260,7 @@ class _Repeat(CallRecording):
 
 @dataclass(frozen=True)
 class _SecondRun:
-    """The graph of recomputed calls, and the names of what it reads."""
+    """The graph of recomputed calls, and the names of the values that it reads."""
 
     graph: fx.GraphModule
     reads: tuple[str, ...]
@@ -279,15 +279,15 @@ def _never(_: Any) -> Tensor:
     raise AssertionError("the backward of a second run")
 
 
-# --- what autograd keeps
+# --- the objects that autograd saves
 
 
 class _Dropped:
     """Stands for a saved tensor until it is recomputed; backward takes it once.
 
     Attributes:
-        place: the call, and 1 with the position among its results, or 0 with that among what it saved of its
-            own, as `(call, position, kind)`.
+        place: `(call, position, kind)`; the position is among the call's results for kind 1, and among the tensors
+            that it saves internally for kind 0.
     """
 
     def __init__(self, run: _FirstRun, place: tuple[str, int, int], view: SavedView) -> None:
@@ -304,13 +304,13 @@ class _Dropped:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor that stays, as the hooks around the block have packed it.
+    """A saved tensor that is kept, packed by the hooks around the block.
 
-    Autograd compares the version of what it saves itself, and leaves to hooks what they keep.
+    Autograd checks the versions of tensors that it saves itself; for tensors that hooks keep it checks nothing.
 
     Attributes:
         unpack: the hook that gives the tensor back.
-        packed: what the other hook made of it.
+        packed: result of the packing hook.
         version: number of times that the tensor had been changed in place.
     """
 

@@ -36,7 +36,7 @@ class CurrentRecording:
 
 
 class RecordedCall(nn.Module):
-    """A call that reports when it begins and what it made."""
+    """A call that reports its begin and its results."""
 
     def __init__(self, node: fx.Node, root: nn.Module, current: CurrentRecording) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class RecordedCall(nn.Module):
 
 
 class CallRecording:
-    """One run of a block's calls: which of them made the memory of every tensor.
+    """One run of a block's calls, with the call that computed the memory of every tensor.
 
     Attributes:
         at: the call that runs now.
-        own: how many tensors of its own it has saved so far, its result not being known yet.
+        own: number of tensors that it has saved internally so far, before its result is known.
     """
 
     def __init__(self) -> None:
@@ -82,12 +82,12 @@ class CallRecording:
         self._homes.setdefault(reference.cdata, (reference, place))
 
     def home(self, x: Tensor) -> tuple[bool, Place | None]:
-        """Whether the memory of a tensor is known, and where it was made; None for what was given."""
+        """Whether the memory of a tensor is known, and the place that computed it; None for inputs."""
         reference, place = self._homes.get(_torch.storage_key(x), (None, None))
         return reference is not None, place
 
     def next_own(self) -> Place:
-        """The place of the next tensor that the current call saves of its own."""
+        """The place of the next tensor that the current call saves internally."""
         place = self.at, self.own
         self.own += 1
         return place

@@ -34,7 +34,7 @@ def _shares(
     model: nn.Module,
     world: World,
 ) -> list[float]:
-    """The shares, the same on every rank. What a denominator is computed of is gathered: labels and masks.
+    """The shares, the same on every rank. The inputs of a denominator (labels, masks) are gathered.
 
     Args:
         objective: how the result comes from those of micro-batches.
@@ -43,7 +43,7 @@ def _shares(
         model: the model with its buffers.
         world: the mesh of the ranks.
 
-    Raises StepError for a micro-batch in which nothing counts.
+    Raises StepError for a micro-batch in which no element counts.
     """
     read = set(objective.reads)
     replicated = (R,) * len(world.mesh.axes)

@@ -1,4 +1,4 @@
-"""Steps that are skipped on all ranks alike, because their loss or gradients are not finite."""
+"""Skips steps whose loss or gradients are not finite, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autopar.program.program import Program
 class Skipping:
     """Undoes a step whose loss or gradients hold a NaN or an infinity: `begin` before each step, `end` after it.
 
-    Gradients become None, which torch's optimizers pass over: no moment decays, and no weight either. Buffers that the
-    step wrote, such as the statistics of batch norm, get back their values.
+    Gradients become None, so torch's optimizers skip the parameters: neither moments nor weights decay. Buffers that
+    the step wrote, such as the statistics of batch norm, get their old values back.
 
     Args:
         model: the model that was compiled.
-        wanted: whether steps are skipped at all.
+        wanted: whether such steps are skipped.
 
     Attributes:
         count: number of steps skipped so far.
@@ -40,7 +40,7 @@ class Skipping:
 
         Args:
             loss: loss of the step, the same on every rank.
-            norm: what gives the infinity norm of all gradients, the same on every rank.
+            norm: function that returns the infinity norm of all gradients, the same on every rank.
         """
         if not self._looks() or bool(loss.isfinite().all() & norm().isfinite()):
             return

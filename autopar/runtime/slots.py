@@ -1,6 +1,6 @@
 """The cache of generation: keys and values of a fixed number of positions, see [Note: few lengths].
 
-Nothing here imports transformers; the names of methods are those that its version 5 calls a cache by.
+Nothing here imports transformers; methods have the names of a cache of its version 5.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar._torch import pytree
 
 
 class Past:
-    """The cache as `generate` holds it.
+    """The cache that `generate` holds.
 
     Attributes:
         slots: keys and values; None before the first forward.
@@ -49,11 +49,11 @@ class Past:
 
 
 class Slots:
-    """Keys and values of a fixed number of positions, as the layers of a captured forward take and leave them.
+    """Keys and values of a fixed number of positions, which the layers of a captured forward read and update.
 
     Attributes:
         keys: number of a layer -> keys, of shape `(batch, heads, slots, head size)`.
-        values: the same of values.
+        values: the same for values.
         place: slot of the new token, of shape `(1,)`; None where the forward has all positions.
     """
 
@@ -72,7 +72,7 @@ class Slots:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer with the new ones among them."""
+        """The keys and values of a layer, including the new ones."""
         if self.place is not None:
             is_new = (torch.arange(self.count, device=keys.device) == self.place)[:, None]
             keys = torch.where(is_new, keys, self.keys[layer])
@@ -93,7 +93,7 @@ class Slots:
         return query_length if self.place is None else self.count, 0
 
     def longer(self, count: int) -> Slots:
-        """As many slots as asked, of which the further ones are empty."""
+        """These slots with empty ones added, up to the given number."""
 
         def pad(x: Tensor) -> Tensor:
             return F.pad(whole(x), (0, 0, 0, count - self.count))

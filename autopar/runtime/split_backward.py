@@ -1,17 +1,17 @@
 """A backward in two halves: the gradients of a stage's inputs now, those of its weights later.
 
-Zero-bubble schedules (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2) send the first on at
-once and fill waits with the second. The autograd graph falls into the nodes from which an input is
-reached, the *trunk*, and the rest, which leads to weights alone. The first half runs the trunk, and notes
-what arrives at each node that has an edge leaving it. The second runs each of these nodes once more, for
-those edges alone, and from there the rest, in one pass.
+Zero-bubble schedules (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2) send the gradients of the first
+half immediately, and run the second half while a stage would wait. The autograd graph has two parts: the *trunk*, whose
+nodes lead to an input, and the nodes that lead only to weights. The first half runs the trunk, and keeps the gradients
+that arrive at each node with an edge out of the trunk. The second half runs each of these nodes again for those edges
+alone, and then the rest of the graph, in one pass.
 
-Where an edge leads to a node that is met in several places, autograd cannot be asked for that edge alone:
-from the first place it would go through the trunk to the others. There the node is called by itself.
+If an edge leads to a node that several nodes of the trunk reach, autograd cannot run that edge alone: from the first of
+these nodes it would go through the trunk to the others. Such a node is called directly.
 
-torch.distributed.pipelining has a split of its own; where weights meet the trunk in several places (a
-gather of several weights, a weight used twice) it runs parts of the trunk again, collectives among them,
-and what a weight gives to a result without meeting the trunk it loses.
+torch.distributed.pipelining has a split of its own. If weights meet the trunk in several places (a gather of several
+weights, a weight that is used twice), it runs parts of the trunk again, with their collectives. It loses gradients of
+weights that reach a result outside of the trunk.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SplitBackward:
         return note
 
     def _leaving(self, node: Node) -> Iterator[GradientEdge]:
-        """The edges of a node of the trunk that lead to weights alone."""
+        """The edges of a node of the trunk that lead only to weights."""
         for following, number in node.next_functions:
             if following is not None and following not in self._trunk:
                 yield GradientEdge(following, number)
@@ -112,7 +112,7 @@ class SplitBackward:
             torch.autograd.backward([GradientEdge(*key) for key in sums], list(sums.values()))
 
     def _left(self, node: Node) -> list[tuple[GradientEdge, Tensor]]:
-        """The gradients that a node of the trunk gives to the edges that leave it."""
+        """The gradients that a node of the trunk passes to its edges out of the trunk."""
         arrived = [(i, g) for i, g in enumerate(self._arrived[node]) if g is not None]
         edges = list(dict.fromkeys(self._leaving(node)))
         if not arrived:
@@ -150,11 +150,11 @@ class WholeBackward:
         )
 
     def run_weights(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing, because the gradients of the weights are already there."""
 
 
 def trunk(roots: Sequence[Node], ends: set[Node]) -> tuple[set[Node], set[Node]]:
-    """The nodes from which one of `ends` is reached, these among them; and all that several edges lead to."""
+    """The nodes from which one of `ends` is reached, `ends` included; and the nodes to which several edges lead."""
     found, seen, met, met_again = set(ends), set[Node](), set[Node](), set[Node]()
     waiting = [(node, False) for node in roots]
     while waiting:

@@ -1,8 +1,8 @@
-"""A model with fakes in place of its tensors, so that it can be captured again and again.
+"""Puts fake tensors in place of a model's tensors, so that it can be captured repeatedly.
 
-Capture must see plain parameters of global shape on the device where the model will run, whatever the
-parameters are by now: on the meta device, or DTensors. It also leaves weak references on what it saw,
-which would keep the user's Parameter objects from being swapped.
+Capture needs plain parameters of global shape on the device where the model will run, even if the parameters are on
+the meta device or DTensors by now. It also leaves weak references to the tensors that it saw, and the user's Parameter
+objects could then not be swapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar._torch import FakeTensorMode
 
 @dataclass(frozen=True)
 class Absent:
-    """A parameter that lies on other ranks, and where it was.
+    """A parameter that lies on other ranks, with its former place in the model.
 
     Attributes:
         module, key: the module that had it, and its name there.

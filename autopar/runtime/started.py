@@ -1,4 +1,4 @@
-"""Collectives of activations in two calls: one that starts them, and one that waits; see `autopar.passes.start_early`.
+"""Collectives of activations in two calls, one that starts and one that waits; see `autopar.passes.start_early`.
 
 Both calls are nodes of autograd's graph, joined by a tensor without meaning. The backward of the second starts the
 transposed collective on the gradient, and the backward of the first waits for it.
@@ -42,13 +42,13 @@ class StartCollective(nn.Module):
 
 
 def finish(started: tuple[Tensor, StartedCollective]) -> Tensor:
-    """Waits for the result of what `StartCollective` began."""
+    """Waits for the result of a collective that `StartCollective` has started."""
     found: Tensor = _FinishCollective.apply(*started)
     return found
 
 
 class StartedCollective:
-    """A tensor under way, and later its gradient.
+    """The collective of a tensor in flight, and later that of its gradient.
 
     Args:
         hop: the collective with its shapes.
@@ -62,7 +62,7 @@ class StartedCollective:
         self._format = torch.bool
 
     def send(self, x: Tensor) -> None:
-        """Starts the collective; bool travels as uint8, because backends do not support bool."""
+        """Starts the collective. Bool tensors are sent as uint8, because backends do not support bool."""
         self._format = x.dtype
         x = x.to(torch.uint8) if x.dtype is torch.bool else x
         self._there = _transfer(x, self.hop, self.world)
@@ -74,7 +74,7 @@ class StartedCollective:
         return x.to(self._format)
 
     def send_back(self, gradient: Tensor) -> None:
-        """Starts the transposed collective; a gradient of which a derivative will be taken arrives at once."""
+        """Starts the transposed collective; for a differentiable gradient it waits immediately."""
         back = self.hop.transposed()
         if torch.is_grad_enabled():
             self._back = travel(gradient, (back,), self.world)

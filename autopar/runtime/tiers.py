@@ -22,11 +22,11 @@ from autopar.runtime.files import Files
 
 
 class Tiers:
-    """What lies in each tier of one rank, and what has moved.
+    """The tensors in each tier of one rank, and the moves between tiers.
 
     Args:
         device: the device that the rank computes on.
-        files: where the tier nvme is; None where nobody named a folder.
+        files: location of the tier nvme; None if no folder was named.
 
     Attributes:
         live_bytes: tier -> bytes of the tensors that were put into it and are still alive.
@@ -45,12 +45,12 @@ class Tiers:
         return self.counted(_torch.host_copy(x), tier)
 
     def empty_in_file(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor in the tier nvme, without values yet. Raises AutoparError where there is no folder, or no room."""
+        """A tensor in the tier nvme, without values yet. Raises AutoparError if there is no folder or no room."""
         return self.counted(self.files.empty(shape, dtype), "nvme")
 
     @property
     def files(self) -> Files:
-        """Where the tier nvme is. Raises AutoparError where nobody named a folder."""
+        """The location of the tier nvme. Raises AutoparError if no folder was named."""
         if self._files is None:
             raise AutoparError(
                 "The plan keeps parameters on nvme, and no folder was named for them: give compile(..., "

@@ -1,7 +1,7 @@
 """Transfers: several local tensors converted at once, one flat collective per hop.
 
 `Transfer` runs tensors whose routes (`autopar.runtime.hops`) name the same ops and axes together: a collective moves
-them in one buffer, and starts before it is waited for, so that what is computed meanwhile overlaps with it.
+them in one buffer, and computation between its start and the wait overlaps with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.runtime.world import World
 
 
 def travel(x: Tensor, hops: Route, world: World) -> Tensor:
-    """Takes one tensor along a route, differentiably: its gradient takes the transposed route."""
+    """Converts one tensor along a route, differentiably: its gradient takes the transposed route."""
     travelled: Tensor = _Travel.apply(x, hops, world) if hops else x
     return travelled
 
@@ -45,9 +45,9 @@ class _Travel(torch.autograd.Function):
 
 
 class Transfer:
-    """Tensors on their way; the first collective has started when the constructor returns.
+    """Tensors in flight; the first collective has started when the constructor returns.
 
-    The tensors are given up: the transfer may write into them.
+    The transfer owns the tensors, and may write into them.
     """
 
     def __init__(self, routes: Sequence[Route], tensors: Sequence[Tensor], world: World) -> None:
@@ -64,7 +64,7 @@ class Transfer:
         self._advance()
 
     def wait(self) -> list[Tensor]:
-        """Finishes the journey and returns the tensors in their new layout."""
+        """Runs the remaining hops, and returns the tensors in their new layout."""
         while self._started is not None:
             started, self._started = self._started, None
             self._arrive(started.hops, started.wait())
@@ -99,12 +99,12 @@ def _pause(hops: list[Hop], tensors: list[Tensor], world: World) -> Started:
 
 
 def _run_locally(hops: list[Hop], tensors: list[Tensor], world: World) -> list[Tensor]:
-    """Hops that are no flat collective, one by one."""
+    """Runs hops without a flat collective, one by one."""
     return [_run(hop, x, world) for hop, x in zip(hops, tensors, strict=True)]
 
 
 def _run(hop: Hop, x: Tensor, world: World) -> Tensor:
-    """One hop of a tensor that is viewed in its shape already."""
+    """Runs one hop of a tensor that already has the hop's `viewed` shape."""
     if hop.is_elsewhere:
         return x.new_empty((0, *hop.result[1:]))
     if hop.name in OWNERS_STARTS:
@@ -130,7 +130,7 @@ def start_sum(
 
 
 def finish_sum(started: tuple[Tensor, dist.Work, dist.ProcessGroup]) -> Tensor:
-    """Waits for what `start_sum` began."""
+    """Waits for the sum that `start_sum` has started."""
     total, work, group = started
     with naming_failures("all_reduce", group_name(group)):
         work.wait()

@@ -21,7 +21,7 @@ from autopar.runtime.reducer import Reducer
 
 
 def refuse_gradients(pipeline: Pipeline | None, asked: str) -> None:
-    """Raises StepError for what needs the gradients of a whole step, under a schedule that updates inside of it."""
+    """Raises StepError for a feature that needs the gradients of a whole step, if the schedule updates inside steps."""
     if pipeline is not None and pipeline.update_every:
         raise StepError(
             f"{asked} needs the gradients of a whole step, and the schedule {pipeline.schedule} updates parameters "
@@ -45,7 +45,7 @@ class HeldOptimizer:
         self._optimizer = optimizer
 
     def check(self, pipeline: Pipeline | None) -> None:
-        """Raises StepError where steps update and there is no optimizer, or the other way round."""
+        """Raises StepError if steps update parameters and there is no optimizer, or the other way round."""
         is_inside = pipeline is not None and pipeline.update_every > 0
         if is_inside and self._optimizer is None:
             assert pipeline is not None
@@ -70,7 +70,7 @@ class StageVersions:
 
     Args:
         residents: the stage's parameters, whose `leaves` are those of the version in use.
-        reducer: what sends their gradients.
+        reducer: reducer of their gradients.
         seen: version that each micro-batch sees.
     """
 
@@ -86,7 +86,7 @@ class StageVersions:
 
     @torch.no_grad()
     def update(self, micro_batch: int, optimizer: HeldOptimizer) -> None:
-        """Makes the next version of the gradients that have arrived by the backward of a micro-batch."""
+        """Makes the next version from the gradients that have arrived by the end of a micro-batch's backward."""
         old = self._leaves[self._newest]
         self._leaves = {v: x for v, x in self._leaves.items() if self._is_needed(v, micro_batch)}
         self._residents.leaves = list(old)
@@ -101,7 +101,7 @@ class StageVersions:
         self._leaves[self._newest] = self._residents.leaves
 
     def end(self) -> None:
-        """After a step, or after one that failed: the newest version is in use, and the others are gone."""
+        """After a step, also a failed one: uses the newest version and frees the others."""
         self._residents.leaves = self._leaves[self._newest]
         self._leaves = {}
 
