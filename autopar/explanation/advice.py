@@ -11,9 +11,17 @@ import torch
 from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
-from autopar.cost_model.step import Step, total
+from autopar.cost_model.step import total
 from autopar.errors import AutoparError, SearchError
 from autopar.explanation.answers import Advice, Progress, silent, words_of_factors
+from autopar.explanation.candidate_rows import (
+    idle,
+    kept_notes,
+    largest_cause,
+    name_of,
+    row_of,
+    slower,
+)
 from autopar.explanation.costs import run_of
 from autopar.explanation.elsewhere import Change, change_of, memories, near, variants
 from autopar.explanation.few_layers import capture_target, tokens_of, training_state_of, with_graph
@@ -21,16 +29,12 @@ from autopar.explanation.report import axis_lines
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import Graph, Plan
 from autopar.ir.batches import captured_batch, with_batch
-from autopar.ir.note import kind_of
-from autopar.ir.recompute import words_of_recompute
 from autopar.models.presets import Preset
 from autopar.models.targets import Target, resolve_target
 from autopar.pipeline.composed import step_of
-from autopar.pipeline.simulation import Simulation
 from autopar.planning.layers import spoken_of_all_layers
 from autopar.planning.planning import Prepared, search_step
 from autopar.search.candidates import Space
-from autopar.search.causes import where_time_goes
 from autopar.search.comparison import compared, smallest
 from autopar.search.given import Planned
 from autopar.search.intents import check_closed_form, expand_pins, has_closed_form
@@ -39,7 +43,6 @@ from autopar.search.pipeline_settings import Priced as PricedPipeline
 from autopar.search.request import Request
 from autopar.search.settings import PricedCandidate
 from autopar.search.trials import Explored, Searched, closed_forms, space_of
-from autopar.units import counted
 
 EXPLORED_BATCH = 8  # sequences of the graph that all settings are priced with
 _OTHERS = 8  # settings of a pipeline that are listed beside the chosen one
@@ -220,7 +223,7 @@ class Question:
     def _rows(self, found: Searched, answer: Advice) -> Iterator[Candidate]:
         """Rows of the comparison: the chosen plan, other searched plans, and estimates of other settings."""
         pipeline = answer.plan.pipeline
-        yield _row(answer, name_of(answer.plan), _idle(answer.simulation) if pipeline else "", "")
+        yield row_of(answer, name_of(answer.plan), idle(answer.simulation) if pipeline else "", "")
         for each in found.best.others[:_OTHERS]:
             yield self._other(each, found.best.graph, answer)
         for planned in found.others:
@@ -247,7 +250,7 @@ class Question:
         return Candidate(
             name_of(planned.plan), price.step_seconds, price.peak_bytes, traffic_bytes, binds,
             price.peak_bytes <= self.bound_bytes,
-            why_not=_slower(price.step_seconds, best.step_seconds),
+            why_not=slower(price.step_seconds, best.step_seconds),
         )  # fmt: skip
 
     def _traffic_and_cause(self, planned: Planned) -> tuple[float, str]:
@@ -256,9 +259,9 @@ class Question:
         hardware, state = self.cluster.hardware, self._state_of(graph)
         if plan.pipeline is not None:
             simulated = SimulatedStep(graph, plan, hardware, state, software)
-            return simulated.traffic_bytes, _idle(simulated.simulation)
+            return simulated.traffic_bytes, idle(simulated.simulation)
         step = step_of(graph, plan, hardware, software=software, training_state=state)
-        return float(total(step.traffic())), _largest_cause(step)
+        return float(total(step.traffic())), largest_cause(step)
 
     def explain(self, priced: PricedCandidate) -> Advice:
         """The explanation of the best plan for a setting, whether or not it fits."""
@@ -306,8 +309,8 @@ class Question:
         memory = max(other.balance.rank_bytes) + self.cluster.hardware.reserved_bytes
         return Candidate(
             str(other.setting), other.seconds, memory, step.traffic_bytes,
-            _idle(other.simulation), memory <= self.bound_bytes,
-            why_not=_slower(other.seconds, best.step_seconds),
+            idle(other.simulation), memory <= self.bound_bytes,
+            why_not=slower(other.seconds, best.step_seconds),
         )  # fmt: skip
 
     def _advice(self, graph: Graph, plan: Plan) -> Advice:
@@ -317,7 +320,7 @@ class Question:
             notes=(
                 *axis_lines(plan, graph, words_of_factors(graph, self.model.words)),
                 *undivided_lines(graph, plan),
-                *_kept_notes(plan),
+                *kept_notes(plan),
             ),
         )
         return Advice(
@@ -363,52 +366,3 @@ class Question:
             f"What would help: about {ranks:.0f} ranks, a smaller batch or shorter sequences, or devices "
             "with more memory (`autopar fit` prices them)."
         )
-
-
-# --- parts of an answer
-
-
-_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas", "versions", "decomposed")
-
-
-def _kept_notes(plan: Plan) -> Iterator[str]:
-    """The search's notes that an answer keeps (next best plan, tiers, replicas and so on); it writes others itself."""
-    return (note for note in plan.notes if kind_of(note) in _KEPT_NOTES)
-
-
-def name_of(plan: Plan) -> str:
-    """Axes, recipe, schedule, micro-batches and recomputation of a plan in a few words."""
-    pipeline = plan.pipeline
-    axes = ",".join(f"{name}={size}" for name, size in plan.world_mesh.axes if size > 1)
-    words = [f"{axes or 'one rank'} {plan.recipe}"]
-    if pipeline is not None:
-        chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
-        words.append(f"{pipeline.schedule}{chunks}")
-    words.append(counted(plan.micro_batches, "micro-batch"))
-    words += [again] if (again := words_of_recompute(plan.recompute)) else []
-    return ", ".join(words)
-
-
-def _idle(simulation: Simulation | None) -> str:
-    """Words such as `bubble 11.1 %`."""
-    assert simulation is not None, "a plan with stages is simulated"
-    return f"bubble {100 * simulation.bubble_fraction:.1f} %"
-
-
-def _slower(seconds: float, best_seconds: float) -> str:
-    change = seconds / best_seconds - 1
-    if abs(change) < 5e-5:
-        return "as fast"
-    return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
-
-
-def _row(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
-    return Candidate(
-        name, found.step_seconds, found.memory_bytes, found.traffic.value,
-        binds or _largest_cause(found.step), found.fits, True, why_not,
-    )  # fmt: skip
-
-
-def _largest_cause(step: Step) -> str:
-    causes = where_time_goes(step)
-    return max(causes, key=lambda name: causes[name])

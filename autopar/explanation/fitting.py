@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.cost_model.cluster import Cluster
-from autopar.explanation.advice import Question, name_of
+from autopar.explanation.advice import Question
 from autopar.explanation.answers import Advice
+from autopar.explanation.candidate_rows import name_of
 from autopar.explanation.launch import asked
 from autopar.explanation.remedies import FACTORS, Found, answered, remedies
 from autopar.search.comparison import best_that_fits, smallest

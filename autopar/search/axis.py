@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.errors import SearchError
-from autopar.search.milp import AxisProgram, Outcome
+from autopar.search.milp import AxisProgram
+from autopar.search.outcome import Outcome
 from autopar.search.problem import Assignment, Problem
 
 

@@ -36,10 +36,9 @@ from autopar.ir.pipeline import PLACEMENTS
 from autopar.pipeline.schedules import Actions, actions, splits_backward, waits_for_sends
 from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_table import StageTable, WholeModel
+from autopar.search.cut_bounds import ROUNDING, best_cuts, earliest, is_less, least_largest
 from autopar.search.shape import Shape
 from autopar.units import format_bytes
-
-_ROUNDING = 1 + 1e-9  # tolerance, because sums of the same seconds in another order differ
 
 
 @dataclass(frozen=True)
@@ -209,11 +208,11 @@ class _Problem:
     def _has_cuts(self, bound: float) -> bool:
         """Whether there are cuts with which every stage stays within a bound in bytes."""
         weights = np.where(self.held <= bound, self.seconds, np.inf)
-        return math.isfinite(_least_largest(weights))
+        return math.isfinite(least_largest(weights))
 
     def _one_each(self) -> Balance:
         """The best cuts for one stage per rank; if none fit, those with the smallest largest stage."""
-        cuts = _best_cuts(self.seconds, self.held, self.memory_bytes)
+        cuts = best_cuts(self.seconds, self.held, self.memory_bytes)
         return self.of(self.smallest() if cuts is None else cuts)
 
     def _several_each(self, executed: bool) -> Balance:
@@ -230,20 +229,20 @@ class _Problem:
         yield self.smallest()
         yield tuple(stage * blocks // stages for stage in range(1, stages))
         for bound in (self.memory_bytes / self.shape.chunks, np.inf):
-            cuts = _best_cuts(self.seconds, self.held, bound)
+            cuts = best_cuts(self.seconds, self.held, bound)
             if cuts is not None:
                 yield cuts
 
     def smallest(self) -> tuple[int, ...]:
         """The cuts for which the largest stage takes least memory."""
         weights = np.where(np.isfinite(self.seconds), self.held, np.inf)
-        return _earliest(weights <= _least_largest(weights) * _ROUNDING)
+        return earliest(weights <= least_largest(weights) * ROUNDING)
 
     def _descend(self, best: Balance) -> Balance:
         """Moves one cut at a time, as long as the ranks fit better or the slowest rank gets faster."""
         while True:
             moved = min(self._moved(best.cuts), key=self._rank_key, default=best)
-            if not _is_less(self._rank_key(moved), self._rank_key(best)):
+            if not is_less(self._rank_key(moved), self._rank_key(best)):
                 return best
             best = moved
 
@@ -257,7 +256,7 @@ class _Problem:
             promising = [each for each in self._moved(best.cuts) if self._may_be_less(each, key)]
             keys = [self._step_key(each) for each in promising]
             least = min(keys, default=key)
-            if not _is_less(least, key):
+            if not is_less(least, key):
                 return best
             best, key = promising[keys.index(least)], least
 
@@ -267,7 +266,7 @@ class _Problem:
         if own < excess:
             return True
         least = least_seconds(self.table, self.shape, each.cuts)
-        return own <= excess * _ROUNDING and least < seconds
+        return own <= excess * ROUNDING and least < seconds
 
     def _moved(self, cuts: tuple[int, ...]) -> list[Balance]:
         """All cuts that differ from the given ones in the place of a single cut."""
@@ -360,46 +359,6 @@ class _Problem:
             if count
             else ""
         )
-
-
-def _is_less(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    """Whether `a` is smaller than `b` in the first figure in which they differ by more than rounding."""
-    return next((x < y for x, y in zip(a, b, strict=True) if not math.isclose(x, y)), False)
-
-
-def _best_cuts(seconds: np.ndarray, held: np.ndarray, bound: float) -> tuple[int, ...] | None:
-    """The fastest cuts that fit; of equally fast ones the smallest, then the earliest; None if none fit."""
-    weights = np.where(held <= bound, seconds, np.inf)
-    slowest = _least_largest(weights)
-    if not np.isfinite(slowest):
-        return None
-    weights = np.where(weights <= slowest * _ROUNDING, held, np.inf)
-    largest = _least_largest(weights)
-    return _earliest(weights <= largest * _ROUNDING)
-
-
-def _least_largest(weights: np.ndarray) -> float:
-    """The smallest possible weight of the heaviest stage, given the weights of all possible stages (see `_windows`)."""
-    best = np.full(weights.shape[1], np.inf)
-    best[0] = 0.0
-    for stage in weights:
-        best = np.maximum(best[:, None], stage).min(axis=0)
-    return float(best[-1])
-
-
-def _earliest(allowed: np.ndarray) -> tuple[int, ...]:
-    """The cuts with the earliest first cut, then the earliest second cut, and so on, among the allowed stages."""
-    last = allowed.shape[1] - 1
-    ends = np.arange(last + 1) == last  # whether the later stages can reach the end from each begin
-    reach = [ends]
-    for stage in allowed[:0:-1]:
-        ends = (stage & ends[None, :]).any(axis=1)
-        reach.append(ends)
-    cuts, begin = [], 0
-    for number, (stage, possible) in enumerate(zip(allowed[:-1], reach[:0:-1], strict=True)):
-        begin = int(np.argmax(stage[begin] & possible))
-        cuts.append(number + 1 + begin)
-    return tuple(cuts)
 
 
 def _remedies(shape: Shape) -> str:

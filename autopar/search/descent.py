@@ -27,7 +27,7 @@ from functools import partial
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import UNSPLIT, Mesh
 from autopar.search.axis import AxisSolutions, excess, seconds_refused
-from autopar.search.milp import Outcome
+from autopar.search.outcome import Outcome
 from autopar.search.prices import Exposure
 from autopar.search.problem import Assignment, Problem
 from autopar.search.recipes import RECIPES, Recipe

@@ -29,43 +29,17 @@ relaxation with z was integral whenever the memory bound did not matter.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable
 
 from autopar.ir import Labels, Layout, ParameterPlan, R, State, TieredLayout
+from autopar.search.outcome import Outcome
 from autopar.search.parameters import Strategy, fastest, pareto
 from autopar.search.problem import Assignment, Problem
-from autopar.search.solver import MixedIntegerProgram, Objective
+from autopar.search.solver import MixedIntegerProgram, Objective, columns_of, picked
 
 _ByLayout = dict[Layout, list[int]]  # layout -> the columns that need a tensor in this layout
 _ByTiered = dict[TieredLayout, list[int]]  # layout and tier -> the columns that give it
 _Prices = dict[tuple[TieredLayout, Layout], float | None]
-_T = TypeVar("_T")
-_K = TypeVar("_K")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """An assignment, which has a choice for every op class and a layout for every parameter and input, and its cost.
-
-    Attributes:
-        assignment: the choices and layouts.
-        seconds: duration of a step.
-        bytes: peak memory of a rank, in bytes.
-        weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
-        gap: relative optimality gap at which the solver stopped.
-        shape: numbers of rows, columns and binary variables of the program.
-        saves_memory: whether the program had slower strategies that save memory.
-    """
-
-    assignment: Assignment
-    seconds: float
-    bytes: float
-    weighed_seconds: float
-    gap: float
-    shape: tuple[int, int, int]
-    saves_memory: bool
 
 
 class AxisProgram:
@@ -115,8 +89,8 @@ class AxisProgram:
         chosen = {column for column, value in enumerate(solution.values) if value > 0.5}
         assignment = Assignment(
             labels=self._read_labels(chosen),
-            parameters={e: _pick(options, chosen) for e, options in self._parameters.items()},
-            inputs={e: _pick(options, chosen) for e, options in self._inputs.items()},
+            parameters={e: picked(options, chosen) for e, options in self._parameters.items()},
+            inputs={e: picked(options, chosen) for e, options in self._inputs.items()},
         )
         step = self.problem.composed(assignment)
         seconds, bytes = float(step.seconds()), float(step.peak_bytes())
@@ -127,7 +101,7 @@ class AxisProgram:
 
     def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:
         problem = self.problem
-        labels = {index: _pick(options, chosen) for index, options in self._ops.items()}
+        labels = {index: picked(options, chosen) for index, options in self._ops.items()}
         for index, producer in problem.collapsed.items():
             labels[index] = problem.follow(index, labels[producer.index])
         return tuple(labels[index] for index in range(len(problem.ops)))
@@ -174,7 +148,7 @@ class AxisProgram:
 
     def _demand(self, index: int, position: int) -> _ByLayout:
         """The layouts in which an op class can need one of its operands."""
-        return _columns(
+        return columns_of(
             (self.problem.layouts(index, labels).operands[position], column)
             for column, labels in self._labels(index)
         )
@@ -182,7 +156,7 @@ class AxisProgram:
     def _made(self, index: int) -> _ByTiered:
         """The layouts in which the op class that computes a tensor can give it."""
         producer = self.problem.made[index]
-        return _columns(
+        return columns_of(
             (
                 TieredLayout(producer.layout(self.problem.layouts(producer.index, labels).results)),
                 column,
@@ -198,7 +172,7 @@ class AxisProgram:
         options = {self.program.binary(preference=1.0): layout for layout in layouts}
         self._choose_one(options)
         self._inputs[index] = options
-        return _columns((TieredLayout(layout), column) for column, layout in options.items())
+        return columns_of((TieredLayout(layout), column) for column, layout in options.items())
 
     def _parameter(self, index: int, demands: list[_ByLayout]) -> _ByTiered:
         """The resident layouts of a parameter that has several consumers, or none."""
@@ -214,7 +188,7 @@ class AxisProgram:
         }
         self._choose_one(options)
         self._parameters[index] = options
-        return _columns((plan.in_use, column) for column, plan in options.items())
+        return columns_of((plan.in_use, column) for column, plan in options.items())
 
     def _strategy(self, strategy: Strategy, count: int) -> int:
         return self.program.binary(
@@ -414,17 +388,3 @@ class AxisProgram:
 def _needed(layouts: list[Layout], problem: Problem) -> list[frozenset[State]]:
     """For every axis, the states in which the uses of a parameter need it."""
     return [frozenset(layout[a] for layout in layouts) for a in range(len(problem.mesh.axes))]
-
-
-def _columns(pairs: Iterable[tuple[_K, int]]) -> dict[_K, list[int]]:
-    """Groups pairs of key and column: the columns of each key."""
-    found: dict[_K, list[int]] = {}
-    for key, column in pairs:
-        found.setdefault(key, []).append(column)
-    return found
-
-
-def _pick(options: Mapping[int, _T], chosen: set[int]) -> _T:
-    picked = [option for column, option in options.items() if column in chosen]
-    assert len(picked) == 1, f"the solver chose {len(picked)} of {len(options)} options"
-    return picked[0]

@@ -7,9 +7,9 @@ limit on time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import highspy
 import numpy as np
@@ -218,3 +218,22 @@ _OPTIONS = {
     "mip_heuristic_run_rens": False,
     "mip_heuristic_run_root_reduced_cost": False,
 }
+
+
+_T = TypeVar("_T")
+
+_K = TypeVar("_K")
+
+
+def columns_of(pairs: Iterable[tuple[_K, int]]) -> dict[_K, list[int]]:
+    """Groups pairs of key and column: the columns of each key."""
+    found: dict[_K, list[int]] = {}
+    for key, column in pairs:
+        found.setdefault(key, []).append(column)
+    return found
+
+
+def picked(options: Mapping[int, _T], chosen: set[int]) -> _T:
+    picked = [option for column, option in options.items() if column in chosen]
+    assert len(picked) == 1, f"the solver chose {len(picked)} of {len(options)} options"
+    return picked[0]

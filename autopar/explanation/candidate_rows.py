@@ -1,0 +1,60 @@
+"""Words for plans and rows of candidates in an answer to a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.cost_model.breakdown import Candidate
+from autopar.cost_model.step import Step
+from autopar.explanation.answers import Advice
+from autopar.ir import Plan
+from autopar.ir.note import kind_of
+from autopar.ir.recompute import words_of_recompute
+from autopar.pipeline.simulation import Simulation
+from autopar.search.causes import where_time_goes
+from autopar.units import counted
+
+_KEPT_NOTES = ("runner-up", "tiers", "owners", "replicas", "versions", "decomposed")
+
+
+def kept_notes(plan: Plan) -> Iterator[str]:
+    """The search's notes that an answer keeps (next best plan, tiers, replicas and so on); it writes others itself."""
+    return (note for note in plan.notes if kind_of(note) in _KEPT_NOTES)
+
+
+def name_of(plan: Plan) -> str:
+    """Axes, recipe, schedule, micro-batches and recomputation of a plan in a few words."""
+    pipeline = plan.pipeline
+    axes = ",".join(f"{name}={size}" for name, size in plan.world_mesh.axes if size > 1)
+    words = [f"{axes or 'one rank'} {plan.recipe}"]
+    if pipeline is not None:
+        chunks = f" of {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        words.append(f"{pipeline.schedule}{chunks}")
+    words.append(counted(plan.micro_batches, "micro-batch"))
+    words += [again] if (again := words_of_recompute(plan.recompute)) else []
+    return ", ".join(words)
+
+
+def idle(simulation: Simulation | None) -> str:
+    """Words such as `bubble 11.1 %`."""
+    assert simulation is not None, "a plan with stages is simulated"
+    return f"bubble {100 * simulation.bubble_fraction:.1f} %"
+
+
+def slower(seconds: float, best_seconds: float) -> str:
+    change = seconds / best_seconds - 1
+    if abs(change) < 5e-5:
+        return "as fast"
+    return f"{100 * abs(change):.1f} % {'slower' if change > 0 else 'faster'}"
+
+
+def row_of(found: Advice, name: str, binds: str, why_not: str) -> Candidate:
+    return Candidate(
+        name, found.step_seconds, found.memory_bytes, found.traffic.value,
+        binds or largest_cause(found.step), found.fits, True, why_not,
+    )  # fmt: skip
+
+
+def largest_cause(step: Step) -> str:
+    causes = where_time_goes(step)
+    return max(causes, key=lambda name: causes[name])

@@ -1,0 +1,30 @@
+"""The outcome of a mixed-integer program: an assignment of choices and layouts, with its cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.search.problem import Assignment
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An assignment, which has a choice for every op class and a layout for every parameter and input, and its cost.
+
+    Attributes:
+        assignment: the choices and layouts.
+        seconds: duration of a step.
+        bytes: peak memory of a rank, in bytes.
+        weighed_seconds: duration of a step plus the price of its bytes (`Problem.byte_seconds`).
+        gap: relative optimality gap at which the solver stopped.
+        shape: numbers of rows, columns and binary variables of the program.
+        saves_memory: whether the program had slower strategies that save memory.
+    """
+
+    assignment: Assignment
+    seconds: float
+    bytes: float
+    weighed_seconds: float
+    gap: float
+    shape: tuple[int, int, int]
+    saves_memory: bool
