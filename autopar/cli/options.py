@@ -19,7 +19,7 @@ from autopar.explanation.answers import Progress
 from autopar.ir import PIPELINE_AXIS, PLACEMENTS, Mesh, MixedPrecision
 from autopar.ir.recompute import RecomputeWish, parse_wish
 from autopar.search.intents import is_intent
-from autopar.search.recipes import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
+from autopar.search.recipe_rows import MEETING_RECIPES, PIPELINE_RECIPES, RECIPES
 from autopar.search.request import AXES, HEADROOM, REFUSALS, Request, named_axes
 from autopar.search.several_axes import SEVERAL_AXES
 

@@ -7,16 +7,8 @@ and schedule. `outer.search_plan` calls both and chooses the mesh, the number of
 
 from autopar.search.fold import Fold, fold
 from autopar.search.pins import Pins, resolve_pins
-from autopar.search.recipes import (
-    ALIASES,
-    PIPELINE_RECIPES,
-    RECIPES,
-    Recipe,
-    RecipeLike,
-    format_recipe,
-    resolve,
-    split_recipe,
-)
+from autopar.search.recipe_rows import ALIASES, PIPELINE_RECIPES, RECIPES, Recipe, RecipeLike
+from autopar.search.recipes import format_recipe, resolve, split_recipe
 from autopar.search.search import Found, search, search_with_cost
 
 __all__ = [

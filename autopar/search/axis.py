@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.errors import SearchError
+from autopar.search.decisions import Assignment
 from autopar.search.milp import AxisProgram
 from autopar.search.outcome import Outcome
-from autopar.search.problem import Assignment, Problem
+from autopar.search.problem import Problem
 
 
 @dataclass

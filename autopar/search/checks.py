@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from autopar.errors import MeshError, SearchError
 from autopar.ir import EXCHANGED, Choice, Graph, Mesh, Plan
-from autopar.search.recipes import ChoiceFilter, Recipe, Which, is_batch, is_seq
+from autopar.search.choice_filter import ChoiceFilter
+from autopar.search.recipe_rows import Recipe, Which, is_batch, is_seq
 
 
 def check_axes(graph: Graph, mesh: Mesh) -> None:

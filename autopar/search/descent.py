@@ -26,11 +26,13 @@ from functools import partial
 
 from autopar.errors import RecipeError, SearchError
 from autopar.ir import UNSPLIT, Mesh
+from autopar.search.assignment_parts import composed
 from autopar.search.axis import AxisSolutions, excess, seconds_refused
+from autopar.search.decisions import Assignment
 from autopar.search.outcome import Outcome
 from autopar.search.prices import Exposure
-from autopar.search.problem import Assignment, Problem
-from autopar.search.recipes import RECIPES, Recipe
+from autopar.search.problem import Problem
+from autopar.search.recipe_rows import RECIPES, Recipe
 
 _MAX_ROUNDS = 8  # rounds over all axes; all descents seen so far ended after two or three
 _FOLLOWED = 3  # descents without recipes start at the plans of so many of the best combinations
@@ -79,7 +81,7 @@ def descents(problem: Problem, bound: int | None) -> list[Descent]:
         found.append(_from_tighter_bound(problem, best, bound))
     for _ in range(_MAX_EXPOSURES):
         best = best_of(found, bound)
-        exposure = Exposure.of(problem.composed(best.assignment))
+        exposure = Exposure.of(composed(problem, best.assignment))
         if exposure == problem.exposure:
             break
         problem = problem.exposed(exposure)

@@ -11,7 +11,8 @@ from autopar.errors import MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, Graph
 from autopar.ir.recompute import Recompute, is_saved_wish
 from autopar.search import search
-from autopar.search.recipes import ALIASES, asks_for_replicas, format_recipe
+from autopar.search.recipe_rows import ALIASES
+from autopar.search.recipes import asks_for_replicas, format_recipe
 from autopar.search.request import AXES, Request
 from autopar.search.settings import DATA, TENSOR, ClusterSetting
 

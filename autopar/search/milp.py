@@ -32,9 +32,11 @@ import math
 from collections.abc import Iterable
 
 from autopar.ir import Labels, Layout, ParameterPlan, R, State, TieredLayout
+from autopar.search.assignment_parts import composed
+from autopar.search.decisions import Assignment
 from autopar.search.outcome import Outcome
 from autopar.search.parameters import Strategy, fastest, pareto
-from autopar.search.problem import Assignment, Problem
+from autopar.search.problem import Problem
 from autopar.search.solver import MixedIntegerProgram, Objective, columns_of, picked
 
 _ByLayout = dict[Layout, list[int]]  # layout -> the columns that need a tensor in this layout
@@ -92,7 +94,7 @@ class AxisProgram:
             parameters={e: picked(options, chosen) for e, options in self._parameters.items()},
             inputs={e: picked(options, chosen) for e, options in self._inputs.items()},
         )
-        step = self.problem.composed(assignment)
+        step = composed(self.problem, assignment)
         seconds, bytes = float(step.seconds()), float(step.peak_bytes())
         return Outcome(
             assignment, seconds, bytes, seconds + price * bytes, solution.gap, self.program.shape,

@@ -14,7 +14,8 @@ from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, State
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.pipeline.composed import StepCost
-from autopar.search.recipes import is_model, resolve, split_recipe
+from autopar.search.recipe_rows import is_model
+from autopar.search.recipes import resolve, split_recipe
 from autopar.units import counted, format_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.search.problem import Assignment
+from autopar.search.decisions import Assignment
 
 
 @dataclass(frozen=True)

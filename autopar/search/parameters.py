@@ -43,7 +43,7 @@ from autopar.ir import (
 )
 from autopar.ir.parameter_plan import Reduction
 from autopar.search.pins import AxisStates
-from autopar.search.recipes import ON_DEVICE, Recipe, Tiering
+from autopar.search.recipe_rows import ON_DEVICE, Recipe, Tiering
 
 
 class Strategy(NamedTuple):

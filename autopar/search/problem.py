@@ -2,28 +2,19 @@
 
 In a folded graph (`autopar.search.fold`) the equal ops of repeated layers form one *class*, which has one decision, and
 the equal tensors of repeated layers form one *entry*, which has one layout.
-
-[Note: collapse] A view copies no data, and converting its operand costs as much as converting its result. Suppose that
-the view is the only consumer of its operand, and that every state in which the operand may be produced leads to exactly
-one state of the result. Then the view needs no decision of its own: it takes the operand in the state in which it is
-produced. The search removes its decision ("collapses" the view), and treats its result as a result of the op before
-it. All other ops keep their decisions, so that the best plan stays the same.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
-from autopar.cost_model.items import FULL, Holding, Item, TrainingState
+from autopar.cost_model.items import FULL, Item, TrainingState
 from autopar.cost_model.nodes import regions_of
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Step
 from autopar.errors import RecipeError
 from autopar.ir import (
     Choice,
@@ -42,61 +33,14 @@ from autopar.ir import (
     operand_layouts,
     result_layouts,
 )
+from autopar.search.choice_filter import ChoiceFilter
+from autopar.search.collapse import CollapsedViews
+from autopar.search.decisions import Layouts
 from autopar.search.fold import Fold, fold
 from autopar.search.parameters import Strategy, strategies
 from autopar.search.pins import Pins
 from autopar.search.prices import Exposure, Prices, seconds_of
-from autopar.search.recipes import ON_DEVICE, ChoiceFilter, Recipe, Tiering
-
-_States = Mapping[State, State]
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """All decisions of a plan, for the classes and entries of the folded graph.
-
-    Attributes:
-        labels: for every class, the label of its choice on every axis.
-        parameters: index of a parameter's entry -> layouts of the parameter.
-        inputs: index of an input's entry -> layout of the input.
-    """
-
-    labels: tuple[Labels, ...]
-    parameters: Mapping[int, ParameterPlan]
-    inputs: Mapping[int, Layout]
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """The layouts of the operands and results of an op, given its labels."""
-
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
-
-
-@dataclass(frozen=True)
-class Made:
-    """The class that computes a tensor, and the collapsed views between the class and the tensor.
-
-    Attributes:
-        index: index of the class; it is not collapsed.
-        position: position among the results of the class.
-        views: for each collapsed view in order, state of its operand -> state of its result.
-    """
-
-    index: int
-    position: int
-    views: tuple[_States, ...] = ()
-
-    def state(self, state: State) -> State:
-        """The state of the tensor after the views, given the state in which the class leaves its result."""
-        for view in self.views:
-            state = view[state]
-        return state
-
-    def layout(self, results: Sequence[Layout]) -> Layout:
-        """The layout of the tensor after the views, given the layouts of the results of the class."""
-        return tuple(self.state(state) for state in results[self.position])
+from autopar.search.recipe_rows import ON_DEVICE, Recipe, Tiering
 
 
 class Problem:
@@ -148,7 +92,6 @@ class Problem:
         self.constant_bytes = hardware.reserved_bytes + sum(h.bytes for h in self.prices.buffers())
         self.entries = self.fold.entries
         self.ops = [each.op for each in self.fold.classes]
-        self._entries_of = self._find_entries()
         self._dividing = [self._dividing_choices(op) for op in self.ops]
         self._layouts: dict[tuple[int, Labels], Layouts] = {}
         self._legal: dict[tuple[int, Labels], bool] = {}
@@ -191,7 +134,10 @@ class Problem:
     def _constrain(self, recipes: Sequence[Recipe]) -> None:
         self.recipes = tuple(recipes)
         self._filters = [ChoiceFilter(self.graph, recipe) for recipe in recipes]
-        self.collapsed, self.made = self._collapse()
+        views = CollapsedViews(
+            self.graph, self.fold, self.saved, self.pins, self._filters, self._dividing
+        )
+        self.collapsed, self.made = views.collapsed, views.made
         self.free = [c for c in range(len(self.ops)) if c not in self.collapsed]
         self.priced_entries = [e for e in range(len(self.entries)) if not self._is_inside(e)]
         self.fixed: set[int] = set()
@@ -319,12 +265,6 @@ class Problem:
         """Bytes of a tensor in a layout on one rank."""
         return self.sizes.bytes(self.graph.tensors[name], layout)
 
-    def composed(self, assignment: Assignment) -> Step:
-        """Time and memory of the step of an assignment; they equal those of the plan for all layers."""
-        parts = Parts(self, assignment)
-        step = self.prices.step
-        return replace(step, items=tuple(parts.items()), holdings=tuple(parts.holdings()), _sums={})
-
     @property
     def least_state_bytes(self) -> float:
         """A lower bound on parameters, gradients, optimizer states and buffers of a rank, under any plan."""
@@ -341,14 +281,6 @@ class Problem:
             entry.count * self.bytes(entry.tensor.name, self.whole) for entry in self.fold.saved
         )
         return self.least_state_bytes + whole / math.prod(self.mesh.sizes)
-
-    def _find_entries(self) -> dict[int, list[int]]:
-        """Index of a class -> indices of the entries of its results."""
-        found: dict[int, list[int]] = {}
-        for index, entry in enumerate(self.entries):
-            if entry.producer is not None:
-                found.setdefault(entry.producer[0], []).append(index)
-        return found
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
         """For every axis, the choices whose factor the axis size divides; on an axis of one rank only `-`."""
@@ -428,148 +360,6 @@ class Problem:
             self._kept[key] = Strategy(how, seconds, float(near))
         return self._kept[key]
 
-    def _collapse(self) -> tuple[dict[int, Made], dict[int, Made]]:
-        """Computes `collapsed` and `made`, see [Note: collapse]."""
-        collapsed: dict[int, Made] = {}
-        made: dict[int, Made] = {}
-        for index in range(len(self.ops)):
-            operand = self._only_operand(index)
-            passed = self._passes(index, made[operand]) if operand is not None else None
-            if operand is not None and passed is not None:
-                collapsed[index] = made[operand]
-            for entry in self._entries_of.get(index, ()):
-                producer = self.entries[entry].producer
-                assert producer is not None
-                made[entry] = passed or Made(*producer)
-        return collapsed, made
-
     def _is_inside(self, index: int) -> bool:
         """Whether an entry is the operand of a collapsed view, so that it is never converted."""
         return any(consumer in self.collapsed for consumer, _ in self.entries[index].consumers)
-
-    def _only_operand(self, index: int) -> int | None:
-        """The entry of a view's operand, if an op computes it and only this view uses it; else None."""
-        op = self.ops[index]
-        uses = [e for e, entry in enumerate(self.entries) if (index, 0) in entry.consumers]
-        if not op.is_view or len(op.operands) != 1 or len(uses) != 1:
-            return None
-        entry = self.entries[uses[0]]
-        if entry.producer is None or entry.is_output or len(entry.consumers) > 1:
-            return None
-        siblings = [
-            other
-            for other in self._entries_of[entry.producer[0]]
-            if self.entries[other].producer == entry.producer
-        ]
-        return uses[0] if len(siblings) == 1 else None
-
-    def _passes(self, index: int, producer: Made) -> Made | None:
-        """The class that computes the result of a view if the view is collapsed; None if it cannot be collapsed."""
-        op, source = self.ops[index], self.ops[producer.index]
-        view = self.saved.view(op.results[0])
-        if (
-            view is None
-            or not view.is_whole
-            or op.name in self.pins.labels
-            or not self._same_factors(op)
-        ):
-            return None
-        onward = {before: after for after, before in view.states.items()}
-        for axis, choices in enumerate(self._filters):
-            given = choices.allowed(source, self._dividing[producer.index][axis])
-            taken = choices.allowed(op, self._dividing[index][axis])
-            accepted = {choice.operands[0] for choice in taken}
-            unsplit = [choice for choice in source.choices if not choice.splits]
-            reached = {producer.state(choice.results[producer.position]) for choice in given}
-            fallback = {producer.state(choice.results[producer.position]) for choice in unsplit}
-            if not reached <= accepted or not reached | fallback <= onward.keys():
-                return None
-        return Made(producer.index, producer.position, (*producer.views, onward))
-
-    def _same_factors(self, op: Op) -> bool:
-        """Whether a view's choices split factors of the same size in its operand and result."""
-        before, after = (self.graph.tensors[name].dims for name in (op.operands[0], op.results[0]))
-        pairs = [(c.operands[0], c.results[0]) for c in op.choices if c.splits]
-        return all(
-            a.kind == b.kind == "S" and before[a.dim][a.factor] == after[b.dim][b.factor]
-            for a, b in pairs
-        )
-
-
-class Parts:
-    """Work (items) and memory (holdings) of an assignment, for each class and entry once with its count."""
-
-    def __init__(self, problem: Problem, assignment: Assignment) -> None:
-        self.problem, self.assignment = problem, assignment
-        self.layouts = [problem.layouts(i, labels) for i, labels in enumerate(assignment.labels)]
-        self.targets = [self._targets(index) for index in range(len(problem.entries))]
-
-    def items(self) -> Iterator[Item]:
-        """Work of ops, conversions and parameters."""
-        prices = self.problem.prices
-        for index, labels in enumerate(self.assignment.labels):
-            yield from prices.op(index, labels)
-        for index in range(len(self.problem.entries)):
-            source = self._source(index)
-            for target in self.targets[index]:
-                yield from prices.conversions(index, source, target)
-        for index, how in self.assignment.parameters.items():
-            yield from prices.parameters(index, how)[0]
-
-    def holdings(self) -> Iterator[Holding]:
-        """Memory of parameters, buffers, saved tensors, and of what exists only while a block runs."""
-        problem = self.problem
-        for index, how in self.assignment.parameters.items():
-            yield from problem.prices.parameters(index, how)[1]
-        yield from problem.prices.buffers()
-        yield Holding("saved", "saved activations", "layers", self._saved_bytes())
-        gathered = self._gathered_bytes()
-        for block, counts in enumerate(problem.prices.blocks):
-            yield Holding("gathered", "gathered", "layers", gathered[block], "", block)
-            working = sum(
-                count * problem.prices.working_bytes(index, self.assignment.labels[index])
-                for index, count in counts.items()
-            )
-            yield Holding("working", "working", "layers", working, "", block)
-
-    def _source(self, index: int) -> TieredLayout:
-        """Layout and tier of a tensor before any conversion."""
-        entry, assignment = self.problem.entries[index], self.assignment
-        if entry.producer is not None:
-            made, position = entry.producer
-            return TieredLayout(self.layouts[made].results[position])
-        if entry.leaf == "parameter":
-            return assignment.parameters[index].in_use
-        return TieredLayout(assignment.inputs.get(index, self.problem.whole))
-
-    def _targets(self, index: int) -> dict[Layout, None]:
-        """The distinct layouts in which a tensor is needed."""
-        entry = self.problem.entries[index]
-        found = dict.fromkeys(self.layouts[i].operands[at] for i, at in entry.consumers)
-        if entry.is_output:
-            found[self.problem.graph.delivered(self._source(index).layout)] = None
-        return found
-
-    def _saved_bytes(self) -> float:
-        problem, size = self.problem, 0.0
-        for entry in problem.fold.saved:
-            kept = set()
-            for index, position, name in entry.savers:
-                at = self.layouts[index]
-                layout = (*at.operands, *at.results)[position]
-                kept.add(problem.saved.memory(name, layout))
-            size += entry.count * sum(problem.bytes(*memory) for memory in kept)
-        return size
-
-    def _gathered_bytes(self) -> Mapping[int | None, float]:
-        """Index of a kind of block -> bytes of the parameters that it is the first to gather in some layout."""
-        prices, found = self.problem.prices, defaultdict[int | None, float](float)
-        for index in self.assignment.parameters:
-            source = self._source(index)
-            for uses, count in prices.uses(index).items():
-                first: dict[Layout, int | None] = {}
-                for use in uses:
-                    first.setdefault(self.layouts[use.kind].operands[use.position], use.block)
-                for target, block in first.items():
-                    found[block] += count * prices.gathered_bytes(index, source, target)
-        return found

@@ -17,7 +17,8 @@ from autopar.ir.meeting import SERVER
 from autopar.ir.note import Note
 from autopar.pipeline.composed import composed, step_of
 from autopar.search.given import Planned
-from autopar.search.recipes import RecipeLike, format_recipe
+from autopar.search.recipe_rows import RecipeLike
+from autopar.search.recipes import format_recipe
 from autopar.search.request import Request
 from autopar.units import counted, format_bytes, format_seconds
 

@@ -33,7 +33,7 @@ from autopar.ir import (
 )
 from autopar.ir.recompute import RecomputeWish, check_wish
 from autopar.search.lone_ops import is_lone_pin
-from autopar.search.recipes import (
+from autopar.search.recipe_rows import (
     ALIASES,
     NAIVE,
     ON_DEVICE,
@@ -42,6 +42,8 @@ from autopar.search.recipes import (
     USED_FROM_HOST,
     RecipeLike,
     Tiering,
+)
+from autopar.search.recipes import (
     check_recipe_axes,
     check_versions,
     format_recipe,

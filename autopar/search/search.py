@@ -21,6 +21,7 @@ from autopar.errors import MeshError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, ParameterPlan, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
+from autopar.search.decisions import Assignment
 from autopar.search.descent import Descent, best_of, descents, fits, named_recipes
 from autopar.search.lone_ops import (
     LonePins,
@@ -32,8 +33,9 @@ from autopar.search.lone_ops import (
 from autopar.search.notes import explain
 from autopar.search.owners import owner_notes, with_owners
 from autopar.search.pins import resolve_pins
-from autopar.search.problem import Assignment, Problem
-from autopar.search.recipes import ON_DEVICE, RecipeLike, Tiering, format_recipe, resolve
+from autopar.search.problem import Problem
+from autopar.search.recipe_rows import ON_DEVICE, RecipeLike, Tiering
+from autopar.search.recipes import format_recipe, resolve
 from autopar.units import format_bytes
 
 _TOLERANCE = 1e-6  # relative, between the cost of the folded graph and that of the plan

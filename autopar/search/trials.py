@@ -16,7 +16,8 @@ from autopar.search.candidates import Space
 from autopar.search.given import Planned
 from autopar.search.intents import allows, has_closed_form, recomputations
 from autopar.search.pipeline_settings import divisors, searched_chunks
-from autopar.search.recipes import RecipeLike, is_open, recipe_axes
+from autopar.search.recipe_rows import RecipeLike
+from autopar.search.recipes import is_open, recipe_axes
 from autopar.search.request import Request
 from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate

@@ -15,7 +15,8 @@ from autopar.pipeline.simulation import simulate
 from autopar.pipeline.stage_costs import costs_of_stages
 from autopar.search.pipeline import search_pipeline
 from autopar.search.pipeline_settings import PipelineFound
-from autopar.search.recipes import PIPELINE_RECIPES, format_recipe, resolve, split_recipe
+from autopar.search.recipe_rows import PIPELINE_RECIPES
+from autopar.search.recipes import format_recipe, resolve, split_recipe
 from autopar.search.request import Request
 from tests.search.stacked import Sizes, residual
 from tests.search.toy import TOY

@@ -7,8 +7,8 @@ import pytest
 from autopar.ir import UNSPLIT, Mesh
 from autopar.search import search
 from autopar.search.axis import AxisSolutions
+from autopar.search.decisions import Assignment
 from autopar.search.milp import AxisProgram
-from autopar.search.problem import Assignment
 from autopar.search.search import MeshSearch
 from autopar.search.searches import Searches
 from tests.search.graphs import LlamaSizes, llama
