@@ -59,7 +59,8 @@ class Towers(nn.Module):
     def forward(self, x):
         return self.head(torch.cat([self.a(x), self.b(x)], 1))
 
-torch.manual_seed(0)
+torch.manual_seed(0)  # every rank has the same batch
+inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
 model = Towers()
 """
 LOADED = f"""{SMALL}
