@@ -1,7 +1,10 @@
 """Pins that leave ops to one rank of an axis, such as `{"towers.left.*": "@0"}`: read, and put into a plan.
 
 The pattern names a submodule, with all that it contains, or ops. The text is the choice `@i`, with an axis behind it
-(`@0@tp`) where the mesh has several. The search of layouts knows nothing of these ops. They are put into the plan that
+(`@0@tp`) where the mesh has several. `@*` leaves the choice of ranks to autopar: the matched ops fall into branches
+that do not depend on each other, and each branch goes to the rank with the least work so far, the longest branch first.
+The busiest rank then has at most 4/3 of the least possible work (Graham, Bounds on multiprocessing timing anomalies,
+1969). The search of layouts knows nothing of these ops. They are put into the plan that
 it found:
 
     op              the label `@i` along the axis; on all ranks if the op draws random numbers
@@ -17,8 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import networkx
+
 from autopar.errors import MeshError, RecipeError
 from autopar.ir import (
+    ANY,
     OWNED,
     UNSPLIT,
     Graph,
@@ -36,7 +42,7 @@ from autopar.ir import (
 )
 from autopar.ir.note import Note
 
-_PIN = re.compile(rf"{OWNED}\d+(@.+)?")
+_PIN = re.compile(rf"{OWNED}(\d+|\*)(@.+)?")
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,16 @@ def without_lone_pins(pins: Mapping[str, str] | None) -> dict[str, str]:
     return {pattern: text for pattern, text in (pins or {}).items() if not is_lone_pin(text)}
 
 
-def resolve_lone_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) -> LonePins:
-    """Matches pins such as `{"towers.left.*": "@0"}` with the ops of a graph.
+def resolve_lone_pins(
+    pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh, seconds: Callable[[Op], float]
+) -> LonePins:
+    """Matches pins such as `{"towers.left.*": "@0"}` with the ops of a graph, and chooses the ranks of `@*`.
+
+    Args:
+        pins: pattern -> text; pins of layouts are left out.
+        graph: the captured model.
+        mesh: mesh of the ranks.
+        seconds: duration of an op on one rank, forward and backward.
 
     Raises RecipeError for a pin without an axis, with an owner out of range, or that matches no op, and for two pins
     that give an op to different ranks.
@@ -86,11 +100,53 @@ def resolve_lone_pins(pins: Mapping[str, str] | None, graph: Graph, mesh: Mesh) 
                 first = by.setdefault((op.name, axis), pattern)
                 if known != owner:
                     raise RecipeError(
-                        f"The pins {first!r} (@{known}@{mesh.names[axis]}) and {pattern!r} "
-                        f"(@{owner}@{mesh.names[axis]}) both hold for {op.name}, and differ; leave one out, or make "
-                        "its pattern narrower."
+                        f"The pins {first!r} (@{_digits(known)}@{mesh.names[axis]}) and {pattern!r} "
+                        f"(@{_digits(owner)}@{mesh.names[axis]}) both hold for {op.name}, and differ; leave one out, "
+                        "or make its pattern narrower."
                     )
+    for axis, size in enumerate(mesh.sizes):
+        _balance(owners, graph, axis, size, seconds)
     return LonePins(owners, len(drawing))
+
+
+def _balance(
+    owners: Mapping[str, dict[int, int]], graph: Graph, axis: int, size: int, seconds: Callable[[Op], float]
+) -> None:  # fmt: skip
+    """Chooses the ranks of an axis that run the ops with `@*`."""
+    open_ops = [op for op in graph.ops if owners.get(op.name, {}).get(axis) == ANY]
+    busy_seconds = [0.0] * size
+    for op in graph.ops:
+        if (owner := owners.get(op.name, {}).get(axis, ANY)) != ANY:
+            busy_seconds[owner] += seconds(op)
+    branches = [(sum(map(seconds, ops)), ops) for ops in _branches(open_ops, graph)]
+    for duration, ops in sorted(branches, key=lambda branch: -branch[0]):
+        owner = busy_seconds.index(min(busy_seconds))
+        busy_seconds[owner] += duration
+        for op in ops:
+            owners[op.name][axis] = owner
+
+
+def _branches(ops: Sequence[Op], graph: Graph) -> list[list[Op]]:
+    """The ops in groups that do not use each other's results, in the order of their first ops."""
+    names = {op.name for op in ops}
+    edges = networkx.Graph()
+    edges.add_nodes_from(op.name for op in ops)
+    for op in ops:
+        makers = (graph.producer.get(name) for name in op.operands)
+        edges.add_edges_from((made.name, op.name) for made in makers if made and made.name in names)
+    group_of = {
+        name: number
+        for number, group in enumerate(networkx.connected_components(edges))
+        for name in group
+    }
+    found: dict[int, list[Op]] = {}
+    for op in ops:
+        found.setdefault(group_of[op.name], []).append(op)
+    return list(found.values())
+
+
+def _digits(owner: int) -> str:
+    return "*" if owner == ANY else str(owner)
 
 
 def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, int]:
@@ -110,6 +166,8 @@ def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, int]:
     except MeshError as error:
         raise RecipeError(f"The pin {pattern!r}: {text!r} cannot hold: {error}") from None
     name, size = mesh.axes[axis]
+    if number == "*":
+        return axis, ANY
     if int(number) >= size:
         raise RecipeError(
             f"The pin {pattern!r} asks for rank {number} of the axis {name}, and it has {size} ranks, counted from 0; "

@@ -10,15 +10,17 @@ be improved while the others stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 from autopar.cost_model import Hardware
+from autopar.cost_model.compute import op_seconds
 from autopar.cost_model.items import FULL, TrainingState
+from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import MeshError, SearchError, StateError
-from autopar.ir import PIPELINE_AXIS, Graph, Layout, Mesh, ParameterPlan, Plan
+from autopar.ir import PIPELINE_AXIS, UNSPLIT, Graph, Layout, Mesh, Op, ParameterPlan, Plan
 from autopar.pipeline.composed import StepCost, cost_of
 from autopar.search.checks import check_axes, check_used
 from autopar.search.decisions import Assignment
@@ -171,7 +173,7 @@ class MeshSearch:
             raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
         rows = resolve(recipe, mesh)
         check_axes(graph, mesh)
-        lone = resolve_lone_pins(pins, graph, mesh)
+        lone = resolve_lone_pins(pins, graph, mesh, _durations(graph, mesh, software.on(hardware)))
         layouts = resolve_pins(without_lone_pins(pins), graph, mesh)
         problem = Problem(
             graph, mesh, rows, hardware=hardware, pins=layouts,
@@ -256,6 +258,17 @@ class MeshSearch:
         """
         for seconds, problem in named_recipes(self.problem):
             yield seconds, replace(self, problem=problem)
+
+
+def _durations(graph: Graph, mesh: Mesh, hardware: Hardware) -> Callable[[Op], float]:
+    """The function that gives the seconds of an op on one rank, forward and backward, in all layers it stands for."""
+    sizes, whole = Sizes(mesh), (UNSPLIT,) * len(mesh.axes)
+
+    def seconds(op: Op) -> float:
+        one = op_seconds(op, whole, graph.tensors, sizes=sizes, hardware=hardware)
+        return graph.stands_for.get(op.name, 1) * float(one.total)
+
+    return seconds
 
 
 def meshes_of(world_size: int, named: Sequence[str] = ()) -> Iterator[Mesh]:

@@ -5,12 +5,20 @@
 Two Gloo ranks train a model with two towers of different width. Under the first plan rank 0 runs the narrow tower and
 rank 1 the wide one, at the same time; under the second both ranks run both. The third contender is the wide tower in
 plain PyTorch on rank 1, while rank 0 waits: owners side by side can do no better. Pairs take turns, a step each.
+
+The price stands beside the measurement: the makespan of the owners' plan and the time of the replicated plan on a
+machine with the FLOP/s that the wide tower alone reaches, and Gloo's usual link. It has no optimizer, as the steps have
+none.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,14 +30,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
+from autopar.cost_model import Hardware, find_hardware
 from autopar.ir import Graph, Mesh, O, ParameterPlan, Plan, R
+from autopar.pipeline.composed import step_of
 from autopar.planning.planning import prepare_step
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.speed.bench_step_time import COLUMNS, Sizes, Step, cells, take_turns
+from benchmarks.speed.bench_step_time import COLUMNS, Sizes, Step, Turns, cells, take_turns
 
 FEATURES, CLASSES, RANKS = 256, 16, 2
 OWNERS = {"narrow": 0, "wide": 1}
@@ -83,31 +94,51 @@ def data(rows: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, CLASSES, (rows,), generator=generator)
 
 
-def planned(sizes: Sizes, owners: dict[str, int]) -> Step:
-    """Forward and backward under a plan."""
+def planned(sizes: Sizes, owners: dict[str, int]) -> tuple[Step, Callable[[Hardware], float]]:
+    """Forward and backward under a plan, and the seconds at which a machine's figures price them."""
     torch.manual_seed(0)
     model, batch = Towers(sizes.width, sizes.layers), data(sizes.batch)
     prepared = prepare_step(model, batch, {}, loss_fn=loss_fn)
-    plan = plan_of(prepared.analysis.graph, prepared.captured.fingerprint, owners)
+    graph = prepared.analysis.graph
+    plan = plan_of(graph, prepared.captured.fingerprint, owners)
     compiled = autopar.compile(model, loss_fn=loss_fn, plan=plan)
 
     def step() -> None:
         compiled.step(*batch)
         compiled.zero_grad()
 
-    return step
+    def priced(hardware: Hardware) -> float:
+        terms = step_of(graph, plan, hardware).time()
+        return sum(float(term.value) for term in terms if term.name != "optimizer")
+
+    return step, priced
 
 
-def alone(sizes: Sizes) -> Step:
-    """Forward and backward of the wide tower in plain PyTorch, on the last rank."""
+def alone(sizes: Sizes) -> tuple[Step, int]:
+    """Forward and backward of the wide tower in plain PyTorch, on the last rank, and their FLOPs."""
     model, (x, _) = Towers(sizes.width, sizes.layers).wide, data(sizes.batch)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
 
     def step() -> None:
         if dist.get_rank() == RANKS - 1:
             model(x).sum().backward()
             model.zero_grad()
 
-    return step
+    return step, counter.get_total_flops()
+
+
+def machine(flops_per_second: float) -> Hardware:
+    """A processor whose products have this rate, element-wise ops included, and Gloo's usual link."""
+    return replace(
+        find_hardware("cpu-gloo"), peak_flops=((4, flops_per_second),), matmul_efficiency=1.0,
+        matmul_half_size=0.0, memory_bytes_per_second=math.inf, launch_seconds=0.0, host_seconds=0.0,
+    )  # fmt: skip
+
+
+def median_seconds(turns: Turns) -> list[float]:
+    """Median seconds of a step of both contenders."""
+    return [statistics.median(turn.step_seconds for turn in each) for each in turns]
 
 
 def work(rank: int, port: int, sizes: Sizes) -> None:
@@ -117,11 +148,28 @@ def work(rank: int, port: int, sizes: Sizes) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     title = f"Towers on two owners, {RANKS} Gloo ranks, median of {sizes.rounds} turns"
     table = Table("against", *COLUMNS, title=title)
-    on_owners = planned(sizes, OWNERS)
-    for name, other in (("replicated", planned(sizes, {})), ("wide tower alone", alone(sizes))):
-        table.add_row(name, *cells(take_turns((on_owners, other), sizes)))
+    (on_owners, price), (replicated, other_price) = (
+        planned(sizes, owners) for owners in (OWNERS, {})
+    )
+    wide, flops = alone(sizes)
+    against_replicated = take_turns((on_owners, replicated), sizes)
+    against_wide = take_turns((on_owners, wide), sizes)
+    table.add_row("replicated", *cells(against_replicated))
+    table.add_row("wide tower alone", *cells(against_wide))
+    rate = flops / median_seconds(against_wide)[1]
+    measured = median_seconds(against_replicated)
+    prices = Table(
+        "plan", "step ms", "priced ms", "priced / measured", title=f"at {rate / 1e9:.1f} GFLOP/s"
+    )
+    for name, seconds, of in zip(
+        ("owners", "replicated"), measured, (price, other_price), strict=True
+    ):
+        priced = of(machine(rate))
+        prices.add_row(
+            name, f"{seconds * 1e3:.1f}", f"{priced * 1e3:.1f}", f"{priced / seconds:.3f}"
+        )
     if rank == 0:
-        Console(width=150).print(table)
+        Console(width=150).print(table, prices)
     dist.destroy_process_group()
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.cost_model import find_cluster
 from autopar.errors import RecipeError
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, O, Plan, R
+from autopar.planning.planning import prepare_step
 from autopar.proof.subject import Subject
 from autopar.search.lone_ops import LonePins, resolve_lone_pins
 from autopar.search.request import Request
@@ -59,7 +60,7 @@ def test_submodules_run_on_the_ranks_that_pins_name() -> None:
 @pytest.mark.parametrize("pattern", ["a", "a.*", "a.?", "*a*"])
 def test_a_pattern_names_a_submodule(pattern: str) -> None:
     graph = explained({}).graph
-    found = resolve_lone_pins({pattern: "@1"}, graph, Mesh.parse("dp=2"))
+    found = resolve_lone_pins({pattern: "@1"}, graph, Mesh.parse("dp=2"), lambda op: 1.0)
     assert {"linear", "linear_1"} <= found.owners.keys()
     assert found.owners["linear"] == {0: 1}
 
@@ -95,6 +96,37 @@ def test_ops_that_draw_stay_on_all_ranks() -> None:
     assert not any("@" in labels[0] for name, labels in found.plan.ops.items() if "dropout" in name)
 
 
+class Branches(nn.Module):
+    """Branches of these widths, of which each is a submodule."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(8, width, bias=False) for width in widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(branch(x).sum() for branch in self.branches)  # type: ignore[return-value]
+
+
+def test_branches_are_shared_out_by_their_work() -> None:
+    """The longest first, each to the rank with the least so far: 7, then | 6, | 6 + 5, 7 + 4 |, 7 + 4 + 3 |."""
+    widths = {"1": 7, "0": 3, "3": 6, "2": 5, "4": 4}
+    model = Branches(*(64 * widths[name] for name in sorted(widths)))
+    graph = prepare_step(model, (torch.randn(4, 8),)).analysis.graph
+    work = {op.name: widths[op.module.rpartition(".")[2]] for op in graph.ops if op.module}
+    found = resolve_lone_pins(
+        {"branches.*": "@*"}, graph, Mesh.parse("dp=2"), lambda op: float(work[op.name])
+    )
+    owners = {work[name]: axes[0] for name, axes in found.owners.items()}
+    assert owners == {7: 0, 6: 1, 5: 1, 4: 0, 3: 0}
+
+
+def test_what_pins_name_counts_for_the_balance() -> None:
+    """The branch that a user puts on a rank is work of this rank; a branch goes as a whole."""
+    found = explained({"b": "@0", "a": "@*", "head": "@*"}).plan
+    assert labels(found, ["linear", "tanh", "linear_1"]) == ["@1"] * 3
+    assert labels(found, ["linear_4"]) in (["@0"], ["@1"])
+
+
 @pytest.mark.parametrize(
     ("pins", "options", "message"),
     [
@@ -119,6 +151,7 @@ def test_a_mesh_is_given() -> None:
 
 
 def test_no_pins_leave_a_plan_as_it_is() -> None:
-    assert resolve_lone_pins({"x": "S(0)@dp"}, explained({}).graph, Mesh.parse("dp=2")) == LonePins(
-        {}
+    found = resolve_lone_pins(
+        {"x": "S(0)@dp"}, explained({}).graph, Mesh.parse("dp=2"), lambda op: 1.0
     )
+    assert found == LonePins({})
