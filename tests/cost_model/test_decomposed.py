@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost_model import find_cluster
+from autopar.cost_model import find_cluster, find_hardware
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.errors import AutoparError
 from autopar.ir import Graph, Mesh, Plan
@@ -83,6 +83,17 @@ def test_a_plan_says_where_there_is_nothing_to_decompose() -> None:
     assert note.startswith("Along x nothing is decomposed: no all-gather is read by linear layers")
     (other,) = (n for n in explained("x").plan.notes if n.startswith("Along x "))
     assert other.startswith("Along x products are computed in pieces")
+
+
+def test_auto_leaves_stages_alone_where_nothing_hides() -> None:
+    """On a machine without a time to launch kernels, which the search of stages adds to its own price."""
+    layers = [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2)]
+    prepared = prepare_step(nn.Sequential(*layers), (torch.ones(2, 4, 16),), {}, loss_fn=torch.mean)
+    request = Request(
+        find_hardware("cpu-gloo"), mesh=Mesh.parse("pp=2,x=2"), recipe="x:tp", micro_batches=2,
+        decompose=("auto",),
+    )  # fmt: skip
+    assert search_step(prepared, request).best.plan.decomposed == ()
 
 
 def test_auto_decomposes_where_that_is_faster() -> None:
