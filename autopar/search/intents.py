@@ -11,6 +11,7 @@ from autopar.errors import MeshError, RecipeError
 from autopar.ir import PIPELINE_AXIS, Graph
 from autopar.ir.recompute import Recompute, is_saved_wish
 from autopar.search import search
+from autopar.search.lone_ops import is_lone_pin
 from autopar.search.recipe_rows import ALIASES
 from autopar.search.recipes import asks_for_replicas, format_recipe
 from autopar.search.request import AXES, Request
@@ -49,6 +50,12 @@ def check_closed_form(request: Request) -> None:
         raise RecipeError(
             f"`autopar fit` and `autopar compare` price steps that give the result of a single device, and {asked}. "
             "`autopar explain` prices that on a given --mesh."
+        )
+    if request.has_lone_pins:
+        pin = next(f"{name}={text}" for name, text in request.pins.items() if is_lone_pin(text))
+        raise RecipeError(
+            f"`autopar fit` and `autopar compare` price plans whose ranks all run every op, and the pin {pin} leaves "
+            "ops to one rank. `autopar explain` prices that on a given --mesh."
         )
     if not has_closed_form(request):
         raise RecipeError(

@@ -15,6 +15,7 @@ from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh, O, Plan, R
 from autopar.planning.planning import prepare_step
 from autopar.proof.subject import Subject
+from autopar.search.intents import check_closed_form
 from autopar.search.lone_ops import LonePins, resolve_lone_pins
 from autopar.search.request import Request
 from autopar.search.search import search
@@ -148,6 +149,12 @@ def test_what_cannot_hold(pins: dict[str, str], options: dict[str, Any], message
 def test_a_mesh_is_given() -> None:
     with pytest.raises(RecipeError, match="give mesh="):
         Request.on(CLUSTER, pins={"a": "@0"})
+
+
+def test_closed_forms_are_refused() -> None:
+    request = Request.on(CLUSTER, mesh={"dp": 2}, pins={"a": "@0"})
+    with pytest.raises(RecipeError, match="the pin a=@0 leaves ops to one rank"):
+        check_closed_form(request)
 
 
 def test_no_pins_leave_a_plan_as_it_is() -> None:
