@@ -22,7 +22,8 @@ from autopar.cost_model.items import (
     runs_every_time,
 )
 from autopar.cost_model.memory import KeptSlice, Selected, keeps, layers_of_ops, recomputed_ops
-from autopar.cost_model.nodes import NodePricer, numbers_out, regions_of, words_of
+from autopar.cost_model.node_items import numbers_out, regions_of, words_of
+from autopar.cost_model.nodes import NodePricer
 from autopar.cost_model.owners import Position, busiest_owner, owned_share
 from autopar.cost_model.sizes import Sizes
 from autopar.ir import Graph, Layout, Op, Plan, Tier, has_owner

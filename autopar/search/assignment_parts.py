@@ -8,10 +8,7 @@ from dataclasses import replace
 
 from autopar.cost_model.items import Holding, Item
 from autopar.cost_model.step import Step
-from autopar.ir import (
-    Layout,
-    TieredLayout,
-)
+from autopar.ir import Layout, TieredLayout
 from autopar.search.decisions import Assignment
 from autopar.search.problem import Problem
 

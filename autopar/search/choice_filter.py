@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from autopar.ir import (
-    EXCHANGED,
-    Choice,
-    Graph,
-    Op,
-)
-from autopar.search.recipe_rows import (
-    Recipe,
-    Roles,
-    Which,
-    is_batch,
-)
+from autopar.ir import EXCHANGED, Choice, Graph, Op
+from autopar.search.recipe_rows import Recipe, Roles, Which, is_batch
 
 
 class ChoiceFilter:

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir import (
-    Labels,
-    Layout,
-    ParameterPlan,
-    State,
-)
+from autopar.ir import Labels, Layout, ParameterPlan, State
 
 States = Mapping[State, State]
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from autopar.cost_model import Hardware, SavedTensors, Sizes
 from autopar.cost_model.items import FULL, Item, TrainingState
-from autopar.cost_model.nodes import regions_of
+from autopar.cost_model.node_items import regions_of
 from autopar.cost_model.software import AUTOPAR, Software
 from autopar.errors import RecipeError
 from autopar.ir import (

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from autopar.ir import (
-    ANY,
-    PLACEMENTS,
-    Tier,
-)
+from autopar.ir import ANY, PLACEMENTS, Tier
 
 Roles = frozenset[str]
 

@@ -1,0 +1,194 @@
+"""Items of nodes: where a node stands in the model, what to call it, and the item of one collective."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from autopar.cost_model.arith import Quantity
+from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
+from autopar.cost_model.compute import inner_tensors
+from autopar.cost_model.hardware import Hardware, Link
+from autopar.cost_model.items import (
+    COMPUTE,
+    FULL,
+    Item,
+    Phase,
+    Places,
+    Region,
+    TrainingState,
+)
+from autopar.cost_model.owners import Position
+from autopar.cost_model.sizes import Sizes
+from autopar.cost_model.traffic import sends, traffic_bytes
+from autopar.ir import (
+    ANY,
+    Graph,
+    Labels,
+    Layout,
+    LayoutStep,
+    Op,
+    State,
+    Tensor,
+    owner_of,
+    steps,
+)
+
+
+class NodeItems:
+    """What the prices of all nodes of a graph need.
+
+    Args:
+        graph: the captured model.
+        sizes: local sizes of tensors on a rank.
+        hardware: figures or symbols of the machine.
+        links: link of every mesh axis, figures or symbols.
+        layers: path of a list of repeated layers -> its number of layers, where it differs from the graph's number.
+        training_state: gradients and optimizer states that training keeps for each parameter.
+        fused: whether chains of element-wise ops run as one kernel, as `torch.compile` makes them.
+        bucket_bytes: bytes of a bucket: parameters and gradients share collectives of this size.
+        recomputed: names of the ops that run again when their block is recomputed.
+        position: mesh coordinates of the rank whose memory is priced; it matters for parameters that one rank owns, see
+            `autopar.cost_model.owners`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        sizes: Sizes,
+        hardware: Hardware,
+        links: Sequence[Link],
+        layers: Mapping[str, Quantity] | None = None,
+        training_state: TrainingState = FULL,
+        fused: bool = False,
+        bucket_bytes: float = BUCKET_BYTES,
+        recomputed: Collection[str] = (),
+        position: Position | None = None,
+    ) -> None:
+        self.position = position or [0] * len(sizes.mesh.axes)
+        self.graph, self.sizes, self.bucket_bytes = graph, sizes, bucket_bytes
+        self.hardware, self.links, self.training_state = hardware, tuple(links), training_state
+        self.layers = {stack.path: stack.layers for stack in graph.stacks} | dict(layers or {})
+        self.recomputed = frozenset(recomputed)
+        self.inner = inner_tensors(graph) if fused else frozenset()
+        self.modules = {name: op.module for op in graph.ops for name in op.results}
+        self.modules |= {tensor: name for name, tensor in graph.parameters.items()}
+        self._regions = regions_of(graph)
+        self._parameters = frozenset(graph.parameters.values())
+
+    def place(self, name: str, module: str) -> tuple[Region, Quantity]:
+        """The region of an op or tensor, and the number of layers of the whole model for which it stands."""
+        place = self.graph.stack_of(module)
+        if place is None:
+            return self._regions.get(name, "before"), 1
+        stack, index = place
+        stands_for = self.layers[stack.path] - stack.captured + 1 if index == stack.middle else 1
+        return "layers", stands_for
+
+    def _recomputed(self, op: str, phase: Phase) -> int:
+        """See `Item.recomputed`."""
+        return int(phase == "forward" and op in self.recomputed)
+
+    def _steps(
+        self, tensor: Tensor, source: Layout, target: Layout
+    ) -> Iterator[tuple[int, str, str, Quantity, Quantity, Places]]:
+        """Yields axis, both collectives, bytes before and after, and the ranks that take part in each step."""
+        layout = list(source)
+        before = self.sizes.bytes(tensor, source)
+        for step in steps(source, target):
+            places = _places_of_step(layout, step)
+            layout[step.axis] = step.target
+            after = self.sizes.bytes(tensor, tuple(layout))
+            forward, backward = step.transition.forward, step.transition.backward
+            yield step.axis, forward, backward, before, after, places
+            before = after
+
+    def _item(
+        self, title: str, name: str, axis: int, phase: Phase, region: Region, count: Quantity,
+        before: Quantity, after: Quantity, carries: str, *, of: str, every_micro_batch: bool = True,
+        recomputed: int | None = None,
+        moves: str = "", places: Places = (),
+    ) -> Item:  # fmt: skip
+        ranks = self.sizes.axis(axis)
+        seconds = collective_seconds(
+            name, before_bytes=before, after_bytes=after, ranks=ranks, link=self.links[axis],
+            hardware=self.hardware, bucketed=carries != "activation",
+            bucket_bytes=self.bucket_bytes,
+        )  # fmt: skip
+        sent = traffic_bytes(name, before_bytes=before, after_bytes=after, ranks=ranks)
+        local = not sends(name)
+        return Item(
+            f"{name} {title}", name, COMPUTE if local else self.sizes.mesh.names[axis], phase, region,
+            count, seconds, sent, kernels=int(carries == "activation"),
+            carries="" if local else carries,
+            every_micro_batch=every_micro_batch, ranks=1 if local else ranks, of=of, moves=moves,
+            recomputed=self._recomputed(of, phase) if recomputed is None else recomputed, places=places,
+        )  # fmt: skip
+
+    def _title(self, name: str) -> str:
+        """Words for a tensor in reports: the parameter's name, or the op that produces it."""
+        if name in self.graph.producer:
+            return f"of {words_of(self.graph.producer[name])}"
+        return numbers_out(self.modules.get(name, name))
+
+    def _gradient_scale(self, tensor: Tensor) -> float:
+        """Bytes of a parameter's gradient for each byte of the parameter."""
+        given = self.training_state.gradient_bytes
+        return tensor.gradient_scale if given is None else given / tensor.itemsize_bytes
+
+
+def places_of(labels: Labels) -> Places:
+    """The ranks that run an op: for each axis with a label such as `@1`, the axis and the position of this rank."""
+    owners = ((axis, owner_of(label)) for axis, label in enumerate(labels))
+    return tuple((axis, (owner,)) for axis, owner in owners if owner is not None)
+
+
+def places_in(layout: Sequence[State]) -> Places:
+    """The ranks that have a tensor in this layout: for each axis with an owner, the axis and the owner's position."""
+    owned = ((axis, s.owner) for axis, s in enumerate(layout) if s.kind == "O" and s.owner != ANY)
+    return tuple((axis, (owner,)) for axis, owner in owned)
+
+
+def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
+    """The ranks that take part in a step of a conversion: along its own axis all, or both ends of a send."""
+    found = tuple(place for place in places_in(layout) if place[0] != step.axis)
+    if step.source.kind == step.target.kind == "O":
+        found += ((step.axis, (step.source.owner, step.target.owner)),)
+    return found
+
+
+def regions_of(graph: Graph) -> dict[str, Region]:
+    """Op, tensor or parameter name -> "before" or "after" the repeated layers; names inside them are meaningless."""
+    inside = [i for i, op in enumerate(graph.ops) if graph.stack_of(op.module)]
+    first_after = inside[-1] + 1 if inside else 0
+    regions: dict[str, Region] = {}
+    for position, op in enumerate(graph.ops):
+        region: Region = "before" if position < first_after else "after"
+        for name in (op.name, *op.results):
+            regions[name] = region
+        for name in op.operands:
+            regions.setdefault(name, region)
+    for name, tensor in graph.parameters.items():
+        regions[name] = regions.get(tensor, "before")
+    return regions
+
+
+def numbers_out(name: str) -> str:
+    """A path with `*` in place of the numbers of layers.
+
+    >>> numbers_out("layers.3.mlp.up.weight")
+    'layers.*.mlp.up.weight'
+    """
+    return re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)
+
+
+def words_of(op: Op) -> str:
+    """Words for an op in reports: `mlp linear`, or `sum` for an op outside every submodule."""
+    return f"{_leaf(op.module)} {op.kind.removeprefix('aten.')}".strip()
+
+
+def _leaf(module: str) -> str:
+    """The last two names of a module's path without numbers, such as `mlp.up`."""
+    names = [part for part in module.split(".") if not part.isdigit()]
+    return ".".join(names[-2:])

@@ -1,0 +1,247 @@
+"""Prices of parameters: what happens to them between steps, the memory that they hold, and meetings of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from autopar.cost_model.arith import Quantity, larger, smaller
+from autopar.cost_model.collectives import collective_seconds
+from autopar.cost_model.compute import memory_seconds
+from autopar.cost_model.hardware import Link
+from autopar.cost_model.items import (
+    COMPUTE,
+    Holding,
+    Item,
+    Region,
+)
+from autopar.cost_model.node_items import NodeItems, numbers_out, places_in
+from autopar.cost_model.owners import is_own_copy, owned_share
+from autopar.cost_model.traffic import traffic_bytes
+from autopar.cost_model.ways import move_item, way_back, way_to_resident
+from autopar.ir import (
+    Layout,
+    Meeting,
+    ParameterPlan,
+    Tensor,
+    Tier,
+    has_owner,
+)
+from autopar.ir.meeting import SERVER
+
+
+class ParameterItems(NodeItems):
+    """Prices parameters of a graph one by one."""
+
+    def between_steps(self, name: str, how: ParameterPlan) -> Iterator[Item]:
+        """Items of a parameter between steps: from storage to resident layout, and its gradient back."""
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        region, count = self.place(name, name)
+        title = numbers_out(name)
+        if tensor.needs_grad:
+            yield self._accumulation(name, tensor, how, region, count)
+        if tensor.is_cast:
+            yield self._cast(name, tensor, how, region, count)
+        yield from self._moves(name, tensor, how, region, count)
+        for axis, forward, backward, before, after, places in self._steps(
+            tensor, how.storage, how.resident
+        ):
+            yield self._item(
+                title, forward, axis, "gather", region, count, before, after, "parameter",
+                of=name, every_micro_batch=False, places=places,
+            )  # fmt: skip
+            if tensor.needs_grad:
+                scale = self._gradient_scale(tensor)
+                yield self._item(
+                    title, backward, axis, "reduce", region, count, after * scale, before * scale,
+                    "gradient", of=name, every_micro_batch=how.reduce == "micro_batch", places=places,
+                )  # fmt: skip
+
+    def parameter(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
+        """Memory of a parameter, its gradient and its optimizer states."""
+        if has_owner(how.storage):
+            yield from self._owned(name, how)
+            return
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        region, count = self.place(name, name)
+        stored = count * self.sizes.bytes(tensor.at_rest, how.storage)
+        resident = count * self.sizes.bytes(tensor, how.resident)
+        title, tier, used = numbers_out(name), how.tier, how.resident_tier
+        held = resident if _grows(how.storage, how.resident) else stored
+        held = stored + resident if tensor.is_cast else held
+        if tier == "device":
+            yield Holding(title, "parameters", region, held, name)
+        else:
+            yield Holding(title, "parameters", region, stored, name, tier=tier)
+            if used != tier or tensor.is_cast or self._converts(how):
+                yield Holding(
+                    title, "parameters", region, resident, name, tier=used, is_stored=False
+                )
+        if not tensor.needs_grad:
+            return
+        for at, size in self._gradient_bytes(tensor, how):
+            yield Holding(
+                title, "gradients", region, count * size, name, tier=at, is_stored=at == tier
+            )
+        state = self.training_state
+        updated = state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes, count)
+        yield Holding(title, "optimizer", region, updated, name, tier=tier)
+        if state.meeting_copies:
+            kept = state.meeting_copies * stored
+            yield Holding(
+                f"{title}, kept for meetings", "optimizer", region, kept, name, is_stored=False
+            )
+
+    def _owned(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
+        """Memory of a parameter that one rank owns, on the rank that owns most; see `autopar.cost_model.owners`."""
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        region, count = self.place(name, name)
+        for kind, size, is_stored in self._owned_bytes(tensor, how, count):
+            if not (isinstance(size, int | float) and size == 0):
+                yield Holding(numbers_out(name), kind, region, size, name, is_stored=is_stored)
+
+    def _owned_bytes(
+        self, tensor: Tensor, how: ParameterPlan, count: Quantity
+    ) -> Iterator[tuple[str, Quantity, bool]]:
+        """Yields kind of memory, its bytes for `count` parameters, and whether the optimizer reads or updates it."""
+        share = count * owned_share(how.storage, self.position, self.sizes)
+        stored = share * self.sizes.bytes(tensor.at_rest, how.storage)
+        if has_owner(how.resident):  # the other ranks have neither a copy nor a gradient
+            count = count * owned_share(how.resident, self.position, self.sizes)
+        copied = count * self.sizes.bytes(tensor, how.resident)
+        if is_own_copy(how.storage, how.resident) and not tensor.is_cast:
+            copied = copied - stored
+        yield "parameters", stored, True
+        yield "parameters", copied, False
+        if not tensor.needs_grad:
+            return
+        ((_, summed),) = self._gradient_bytes(tensor, how)
+        if how.reduce == "micro_batch":
+            yield "gradients", share * summed, True
+        else:  # on the owner `.grad` takes the place of the sum
+            arrived = smaller(stored, count * summed)
+            yield "gradients", arrived, True
+            yield "gradients", count * summed - arrived, False
+        state = self.training_state
+        yield (
+            "optimizer",
+            share * state.optimizer_bytes(tensor.at_rest, how.storage, self.sizes),
+            True,
+        )
+
+    def _gradient_bytes(
+        self, tensor: Tensor, how: ParameterPlan
+    ) -> Iterator[tuple[Tier, Quantity]]:
+        """Bytes of a parameter's gradient, by tier.
+
+        First the gradient is the sum over micro-batches; then `.grad` replaces it. `.grad` lies in the tier of the
+        storage and has the parameter's stored dtype. Where gradients are reduced after every micro-batch, they are
+        summed in `.grad`. Where a use gathers the parameter, the reduced shard stays on the device, or in the resident
+        tier, until backward ends.
+        """
+        state, per_step = self.training_state, how.reduce == "step"
+        scale = self._gradient_scale(tensor) + state.fresh_gradient_bytes / tensor.itemsize_bytes
+        summed = scale * self.sizes.bytes(tensor, how.resident if per_step else how.storage)
+        own_bytes = tensor.gradient_scale * tensor.itemsize_bytes
+        widens = state.gradient_bytes is None and own_bytes < tensor.at_rest.itemsize_bytes
+        arrived = self.sizes.bytes(tensor.at_rest, how.storage)
+        used = how.resident_tier
+        if how.tier == "device" or (how.tier == used and per_step and not self._converts(how)):
+            yield how.tier, larger(summed, arrived) if widens else summed
+            return
+        yield how.tier, arrived if widens else scale * self.sizes.bytes(tensor, how.storage)
+        if per_step or used != "device" or any(state.kind == "S" for state in how.resident):
+            yield used, summed
+
+    def _cast(
+        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
+    ) -> Item:
+        """The item of the cast of a stored shard to the dtype of its use, once per step."""
+        moved = self.sizes.bytes(tensor.at_rest, how.storage)
+        moved = moved + self.sizes.bytes(tensor, how.storage)
+        return Item(
+            "casting parameters", "cast", COMPUTE, "gather", region, count,
+            moved / self.hardware.updates_per_second(how.tier), moved, every_micro_batch=False, of=name,
+            places=places_in(how.storage),
+        )  # fmt: skip
+
+    def _moves(
+        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
+    ) -> Iterator[Item]:
+        """Items of the moves of a stored shard to its resident tier, and of its gradient back."""
+        item = partial(
+            move_item, numbers_out(name), hardware=self.hardware, region=region, count=count, of=name,
+        )  # fmt: skip
+        sizes = {
+            "stored": self.sizes.bytes(tensor.at_rest, how.storage),
+            "cast": self.sizes.bytes(tensor, how.storage),
+            "resident": self.sizes.bytes(tensor, how.resident),
+        }
+        often = how.reduce == "micro_batch"
+        for move, form in way_to_resident(how, casts=tensor.is_cast, converts=self._converts(how)):
+            size = sizes[form]
+            yield item(move, size, phase="gather", carries="parameter", every_micro_batch=False)
+            if tensor.needs_grad:
+                is_wide = tensor.is_cast and form == "stored"
+                (back,), scale = way_back([move]), 1 if is_wide else self._gradient_scale(tensor)
+                yield item(
+                    back, scale * size, phase="reduce", carries="gradient", every_micro_batch=often
+                )
+
+    def _converts(self, how: ParameterPlan) -> bool:
+        """Whether a parameter's resident layout differs from its storage along an axis of several ranks.
+
+        An axis whose size is a symbol or an array counts as an axis of several ranks.
+        """
+        sizes = (self.sizes.axis(axis) for axis in range(len(how.storage)))
+        is_single = [isinstance(size, int) and size == 1 for size in sizes]
+        states = zip(how.storage, how.resident, is_single, strict=True)
+        return any(a != b and not single for a, b, single in states)
+
+    def _accumulation(
+        self, name: str, tensor: Tensor, how: ParameterPlan, region: Region, count: Quantity
+    ) -> Item:
+        """The item that adds a micro-batch's gradient to the accumulated one: it reads both and writes the sum."""
+        held = self.sizes.bytes(tensor, how.resident)
+        moved = held * (1 + 2 * self._gradient_scale(tensor))
+        seconds = memory_seconds(moved, self.hardware)
+        if how.resident_tier != "device":
+            seconds = moved / self.hardware.updates_per_second(how.resident_tier)
+        return Item(
+            "accumulating gradients", "accumulate", COMPUTE, "backward", region, count, seconds, moved, of=name,
+            places=places_in(how.resident),
+        )  # fmt: skip
+
+    def meeting(
+        self, name: str, how: ParameterPlan, meeting: Meeting, link: Link
+    ) -> Iterator[Item]:
+        """Items of one parameter in a meeting of replicas: the messages, and the update from what they bring.
+
+        Replicas take their mean by an all-reduce, or exchange messages with an asynchronous server. The update makes
+        and takes messages (`Meeting.moves`).
+        """
+        tensor = self.graph.tensors[self.graph.parameters[name]]
+        if not tensor.needs_grad:
+            return
+        region, count = self.place(name, name)
+        stored = self.sizes.bytes(tensor.at_rest, how.storage)
+        count = count / meeting.steps
+        kind = "serve" if meeting.rule == SERVER else "all_reduce"
+        seconds = collective_seconds(
+            kind, before_bytes=stored, after_bytes=stored, ranks=meeting.replicas,
+            link=link, hardware=self.hardware, bucketed=True, bucket_bytes=self.bucket_bytes,
+        )  # fmt: skip
+        sent = traffic_bytes(kind, before_bytes=stored, after_bytes=stored, ranks=meeting.replicas)
+        yield Item(
+            f"{kind} {numbers_out(name)}", kind, meeting.axis, "meet", region, count, seconds,
+            sent, kernels=0, carries="parameter", every_micro_batch=False, ranks=meeting.replicas, of=name,
+        )  # fmt: skip
+        moved = meeting.moves * stored
+        yield Item(
+            "parameters of a meeting", "update", COMPUTE, "meet", region, count,
+            memory_seconds(moved, self.hardware), moved, every_micro_batch=False, of=name,
+        )  # fmt: skip
+
+
+def _grows(storage: Layout, resident: Layout) -> bool:
+    return any(a.kind == "S" and b.kind != "S" for a, b in zip(storage, resident, strict=True))
