@@ -9,30 +9,11 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.collectives import BUCKET_BYTES, collective_seconds
 from autopar.cost_model.compute import inner_tensors
 from autopar.cost_model.hardware import Hardware, Link
-from autopar.cost_model.items import (
-    COMPUTE,
-    FULL,
-    Item,
-    Phase,
-    Places,
-    Region,
-    TrainingState,
-)
+from autopar.cost_model.items import COMPUTE, FULL, Item, Phase, Places, Region, TrainingState
 from autopar.cost_model.owners import Position
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
-from autopar.ir import (
-    ANY,
-    Graph,
-    Labels,
-    Layout,
-    LayoutStep,
-    Op,
-    State,
-    Tensor,
-    owner_of,
-    steps,
-)
+from autopar.ir import ANY, Graph, Labels, Layout, LayoutStep, Op, State, Tensor, owner_of, steps
 
 
 class NodeItems:

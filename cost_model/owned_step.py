@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from autopar.cost_model.items import COMPUTE, Holding, Item
-from autopar.cost_model.step import REGIONS, Step, Term
+from autopar.cost_model.run import REGIONS, Term
+from autopar.cost_model.step import Step
 
 Position = tuple[int, ...]
 

@@ -9,24 +9,12 @@ from autopar.cost_model.arith import Quantity, larger, smaller
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.hardware import Link
-from autopar.cost_model.items import (
-    COMPUTE,
-    Holding,
-    Item,
-    Region,
-)
+from autopar.cost_model.items import COMPUTE, Holding, Item, Region
 from autopar.cost_model.node_items import NodeItems, numbers_out, places_in
 from autopar.cost_model.owners import is_own_copy, owned_share
 from autopar.cost_model.traffic import traffic_bytes
 from autopar.cost_model.ways import move_item, way_back, way_to_resident
-from autopar.ir import (
-    Layout,
-    Meeting,
-    ParameterPlan,
-    Tensor,
-    Tier,
-    has_owner,
-)
+from autopar.ir import Layout, Meeting, ParameterPlan, Tensor, Tier, has_owner
 from autopar.ir.meeting import SERVER
 
 

@@ -11,7 +11,7 @@ import torch
 from autopar.cost_model.breakdown import Candidate
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
-from autopar.cost_model.step import total
+from autopar.cost_model.run import total
 from autopar.errors import AutoparError, SearchError
 from autopar.explanation.answers import Advice, Progress, silent, words_of_factors
 from autopar.explanation.candidate_rows import (

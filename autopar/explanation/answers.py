@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from autopar.cost_model.breakdown import Breakdown, Unit
-from autopar.cost_model.step import Step, Term
+from autopar.cost_model.run import Term
+from autopar.cost_model.step import Step
 from autopar.cost_model.symbols import factor_symbols
 from autopar.explanation.elsewhere import Change
 from autopar.explanation.explanation import Explanation

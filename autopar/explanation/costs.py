@@ -18,8 +18,9 @@ from autopar.cost_model.hardware import Link
 from autopar.cost_model.items import FULL, TrainingState
 from autopar.cost_model.owned_step import OwnedStep
 from autopar.cost_model.owners import has_lone_ops
+from autopar.cost_model.run import ONE_BATCH, Run, Term, total
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import ONE_BATCH, Run, Step, Term, total
+from autopar.cost_model.step import Step
 from autopar.cost_model.symbols import Expressions, link_of, link_symbols, link_values, symbol
 from autopar.explanation.simulated import SimulatedStep
 from autopar.ir import TIERS, Graph, Mesh, Plan, Tier

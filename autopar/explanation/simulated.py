@@ -18,7 +18,8 @@ import sympy
 from autopar.cost_model.breakdown import Breakdown, Unit
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.memory import Selected
-from autopar.cost_model.step import Run, Step, total
+from autopar.cost_model.run import Run, total
+from autopar.cost_model.step import Step
 from autopar.ir.recompute import Selection, words_of_recompute
 from autopar.pipeline.executed import ExecutedStep
 from autopar.pipeline.parts import repeating_parts

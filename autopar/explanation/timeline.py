@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from autopar.cost_model.breakdown import Event
 from autopar.cost_model.items import COMPUTE, Item, Phase, Region
-from autopar.cost_model.step import REGIONS, Step
+from autopar.cost_model.run import REGIONS
+from autopar.cost_model.step import Step
 
 SHOWN_MICRO_BATCHES = 2  # one by one; the rest is one event
 

@@ -16,9 +16,10 @@ from autopar.cost_model.memory import KeptSlice, Selected
 from autopar.cost_model.owned_step import OwnedStep
 from autopar.cost_model.owners import has_lone_ops, owners_of_ops
 from autopar.cost_model.pricer import Pricer
+from autopar.cost_model.run import Run, total
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Run, Step, total
+from autopar.cost_model.step import Step
 from autopar.ir import Graph, Plan, Tier
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.blocks import has_blocks

@@ -11,7 +11,7 @@ import numpy as np
 from autopar.cost_model.compute import is_product
 from autopar.cost_model.items import COMPUTE, Item
 from autopar.cost_model.memory import Selected
-from autopar.cost_model.step import REGIONS
+from autopar.cost_model.run import REGIONS
 from autopar.pipeline.priced_blocks import PricedBlocks
 from autopar.pipeline.stretches import Turn, ratio
 

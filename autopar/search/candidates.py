@@ -20,9 +20,10 @@ from autopar.cost_model.arith import Quantity
 from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.items import TrainingState
 from autopar.cost_model.pricer import Pricer
+from autopar.cost_model.run import Run, Stage, total
 from autopar.cost_model.sizes import SymbolicSizes
 from autopar.cost_model.software import AUTOPAR, Software
-from autopar.cost_model.step import Run, Stage, Step, total
+from autopar.cost_model.step import Step
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import Graph, Layout, Plan, Tensor
 from autopar.ir.batches import batch_factors, captured_batch

@@ -9,7 +9,8 @@ import numpy as np
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.compute import memory_seconds
 from autopar.cost_model.items import COMPUTE
-from autopar.cost_model.step import Step, Term
+from autopar.cost_model.run import Term
+from autopar.cost_model.step import Step
 
 # Term of a step's time -> its cause, for terms with a single cause.
 _CAUSES = {

@@ -23,8 +23,9 @@ from autopar.cost_model.memory import layers_of_ops
 from autopar.cost_model.nodes import NodePricer
 from autopar.cost_model.owners import busiest_owner
 from autopar.cost_model.pricer import block_labels
+from autopar.cost_model.run import REGIONS, Run
 from autopar.cost_model.software import Software
-from autopar.cost_model.step import REGIONS, Run, Step
+from autopar.cost_model.step import Step
 from autopar.ir import Graph, Labels, Layout, Mesh, ParameterPlan, R, Tier, TieredLayout
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import blocks_of_ops, is_whole

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 from autopar.cost_model.cluster import find_cluster
-from autopar.cost_model.step import Run, total
+from autopar.cost_model.run import Run, total
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.few_layers import training_state_of

@@ -15,9 +15,10 @@ from autopar.cost_model.cluster import Cluster
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.pricer import Pricer
+from autopar.cost_model.run import Run, total
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.software import AUTOPAR
-from autopar.cost_model.step import Run, Step, total
+from autopar.cost_model.step import Step
 from autopar.cost_model.symbols import symbol
 from autopar.cost_model.traffic import traffic_bytes
 from autopar.explanation.explanation import Explanation

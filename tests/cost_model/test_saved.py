@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.cost_model import SavedTensors, Sizes, find_hardware, price
 from autopar.cost_model.pricer import Pricer
+from autopar.cost_model.run import Run
 from autopar.cost_model.software import AUTOPAR
-from autopar.cost_model.step import Run, Step
+from autopar.cost_model.step import Step
 from autopar.ir import Mesh, ParameterPlan, Plan, R, S
 from autopar.ops.sharding import shard
 from autopar.planning.planning import Prepared, make_plan, prepare_step

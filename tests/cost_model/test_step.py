@@ -10,8 +10,9 @@ from autopar.cost_model import H100
 from autopar.cost_model.collectives import collective_seconds
 from autopar.cost_model.cuts import Cuts, cuts_of_equal_ends
 from autopar.cost_model.items import Holding
+from autopar.cost_model.run import STAGES, Run, Stage, total
 from autopar.cost_model.software import AUTOPAR
-from autopar.cost_model.step import STAGES, Run, Stage, Step, total
+from autopar.cost_model.step import Step
 from autopar.ir.pipeline import Pipeline
 from autopar.pipeline.schedules import actions
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.cost_model.cluster import find_cluster
-from autopar.cost_model.step import Run
+from autopar.cost_model.run import Run
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh
