@@ -54,17 +54,9 @@ class ParameterItems(NodeItems):
         region, count = self.place(name, name)
         stored = count * self.sizes.bytes(tensor.at_rest, how.storage)
         resident = count * self.sizes.bytes(tensor, how.resident)
-        title, tier, used = numbers_out(name), how.tier, how.resident_tier
-        held = resident if _grows(how.storage, how.resident) else stored
-        held = stored + resident if tensor.is_cast else held
-        if tier == "device":
-            yield Holding(title, "parameters", region, held, name)
-        else:
-            yield Holding(title, "parameters", region, stored, name, tier=tier)
-            if used != tier or tensor.is_cast or self._converts(how):
-                yield Holding(
-                    title, "parameters", region, resident, name, tier=used, is_stored=False
-                )
+        title, tier = numbers_out(name), how.tier
+        for at, size, is_stored in self._value_bytes(tensor, how, stored, resident):
+            yield Holding(title, "parameters", region, size, name, tier=at, is_stored=is_stored)
         if not tensor.needs_grad:
             return
         for at, size in self._gradient_bytes(tensor, how):
@@ -79,6 +71,25 @@ class ParameterItems(NodeItems):
             yield Holding(
                 f"{title}, kept for meetings", "optimizer", region, kept, name, is_stored=False
             )
+
+    def _value_bytes(
+        self, tensor: Tensor, how: ParameterPlan, stored: Quantity, resident: Quantity
+    ) -> Iterator[tuple[Tier, Quantity, bool]]:
+        """Yields tier, bytes, and whether they are the stored values, for the values of a parameter.
+
+        Args:
+            tensor: the parameter.
+            how: layouts and tiers of the parameter.
+            stored: bytes of the parameter in its storage layout.
+            resident: bytes of the parameter in its resident layout.
+        """
+        if how.tier == "device":
+            held = resident if _grows(how.storage, how.resident) else stored
+            yield "device", stored + resident if tensor.is_cast else held, True
+            return
+        yield how.tier, stored, True
+        if how.resident_tier != how.tier or tensor.is_cast or self._converts(how):
+            yield how.resident_tier, resident, False
 
     def _owned(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
         """Memory of a parameter that one rank owns, on the rank that owns most; see `autopar.cost_model.owners`."""

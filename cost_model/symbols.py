@@ -78,6 +78,16 @@ def link_values(link: Link, axis: str) -> dict[str, Quantity]:
     return {f"{short}_{axis}": getattr(link, field) for field, short in _LINK.items()}
 
 
+def _values_of_links(plan: Plan, hardware: Hardware) -> dict[str, Quantity]:
+    """`link_values` of every axis of a plan, and of the axis of its replicas."""
+    values: dict[str, Quantity] = {}
+    if plan.meeting is not None:
+        values |= link_values(hardware.link(plan.world_mesh, 0), plan.meeting.axis)
+    for position, axis in enumerate(plan.mesh.names):
+        values |= link_values(hardware.link(plan.mesh, position), axis)
+    return values
+
+
 def link_of(values: Mapping[str, Quantity], axis: str) -> Link:
     """The link along a mesh axis, from the values of its symbols; the inverse of `link_values`."""
     return Link(**{field: values[f"{short}_{axis}"] for field, short in _LINK.items()})
@@ -173,10 +183,7 @@ class Expressions:
             selected=selected, slices=slices,
             meeting_link=link_symbols([plan.meeting.axis])[0] if plan.meeting else None,
         )  # fmt: skip
-        if plan.meeting is not None:
-            values |= link_values(hardware.link(plan.world_mesh, 0), plan.meeting.axis)
-        for position, axis in enumerate(plan.mesh.names):
-            values |= link_values(hardware.link(plan.mesh, position), axis)
+        values |= _values_of_links(plan, hardware)
         values |= dict(zip(map(str, axes), map(float, plan.mesh.sizes), strict=True))
         values |= {str(names[n]): float(f.size) for n, f in graph.factors.items() if n in names}
         values |= {str(layers[stack.path]): float(stack.layers) for stack in graph.stacks}

@@ -209,20 +209,10 @@ class _Unroller:
             if node.op == "call_function"
         }
         copies |= {name: self._names(name) for name in self.named.values()}
-        of = {node.name: tuple(final[copy] for copy in made) for node, made in self.made.items()}
         c = self.captured
-
-        def placeholders(named: Mapping[str, str]) -> dict[str, str]:
-            found = {
-                new: title
-                for old, name in named.items()
-                for new, title in zip(of[old], self._names(name), strict=True)
-            }
-            return {name: found[name] for name in final.values() if name in found}
-
         return dataclasses.replace(
             c, module=long,
-            parameters=placeholders(c.parameters), buffers=placeholders(c.buffers),
+            parameters=self._placeholders(c.parameters, final), buffers=self._placeholders(c.buffers, final),
             tied={
                 new: first
                 for name, owner in c.tied.items()
@@ -232,6 +222,23 @@ class _Unroller:
             stored={new: dtype for name, dtype in c.stored.items() for new in self._names(name)},
             mutated={position: self._names(name)[0] for position, name in c.mutated.items()},
         ), copies  # fmt: skip
+
+    def _placeholders(
+        self, named: Mapping[str, str], final: Mapping[fx.Node, str]
+    ) -> dict[str, str]:
+        """Name of a placeholder in the long graph -> name of its parameter or buffer, in the order of the graph.
+
+        Args:
+            named: name of a placeholder of the short graph -> name of its parameter or buffer.
+            final: node of the long graph -> its final name.
+        """
+        found = {
+            final[copy]: title
+            for node, made in self.made.items()
+            if node.name in named
+            for copy, title in zip(made, self._names(named[node.name]), strict=True)
+        }
+        return {name: found[name] for name in final.values() if name in found}
 
     def _names(self, name: str) -> tuple[str, ...]:
         """The names in the whole model of a parameter or buffer; several for one of the middle layer."""

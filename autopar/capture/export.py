@@ -299,13 +299,7 @@ def _describe(
     users = [s for s in specs if s.kind == kinds.USER_INPUT]
     tensors = {i: s.arg.name for i, s in enumerate(users) if isinstance(leaves[i], Tensor)}
     mutated = [s for s in signature.output_specs if "MUTATION" in s.kind.name]
-    if any("USER_INPUT" in s.kind.name for s in mutated):
-        raise CaptureError(
-            f"The model changes one of its inputs in place; clone it first. {BACKEND_RUNS_IT}"
-        )
-    refuse_changed_parameters(mutated, set(named.values()))
-    refuse_numbers_from_tensors(module)
-    refuse_bodies(module)
+    _refuse_unplannable(module, mutated, set(named.values()))
     paths = _leaf_names(wrapper, args, kwargs)
     return Captured(
         module=module,
@@ -332,6 +326,25 @@ def _describe(
         precision=policy,
         stored=stored,
     )
+
+
+def _refuse_unplannable(
+    module: fx.GraphModule, mutated: Sequence[Any], parameters: set[str]
+) -> None:
+    """Raises CaptureError for ops of an exported graph that no plan can repeat, and for changed inputs or parameters.
+
+    Args:
+        module: exported graph.
+        mutated: output specs of export for tensors that the graph changes in place.
+        parameters: names of the model's parameters.
+    """
+    if any("USER_INPUT" in s.kind.name for s in mutated):
+        raise CaptureError(
+            f"The model changes one of its inputs in place; clone it first. {BACKEND_RUNS_IT}"
+        )
+    refuse_changed_parameters(mutated, parameters)
+    refuse_numbers_from_tensors(module)
+    refuse_bodies(module)
 
 
 def _merge_tied(

@@ -159,33 +159,19 @@ def build_program(
     check_plan(captured, analysis, plan)
     module, layouts = partition(captured, analysis, plan)
     verify_graph(module, after="partition")
-    placeholders = {
-        n.name: n.meta.get("val") for n in captured.module.graph.find_nodes(op="placeholder")
-    }
-
-    def spec(node: str, name: str, layout: Layout) -> TensorSpec:
-        value, tensor = placeholders[node], analysis.graph.tensors[node]
-        return TensorSpec(name, tensor.dims, tuple(value.shape), value.dtype, layout)
-
-    def parameter(node: str, name: str) -> TensorSpec:
-        found, how = spec(node, name, plan.parameters[name].resident), plan.parameters[name]
-        reduced = captured.gradient_dtype(name, found.dtype)
-        return replace(found, reduced=reduced, tier=how.resident_tier)
-
+    specs = _ArgumentSpecs(captured, analysis, plan)
     batch = batch or BatchCapture(captured, analysis.graph)
     extras = extras_of(captured, analysis.graph, batch)
     refuse_split_extras(extras, plan.micro_batches)
-    replicated = (R,) * len(plan.mesh.axes)
-    parameters = captured.parameters.items()
     outputs = _outputs(captured, analysis, layouts)
     recomputed = mark_blocks(module, analysis.graph, plan)
     return Program(
         module=module,
         plan=plan,
-        parameters=tuple(parameter(k, v) for k, v in parameters),
-        buffers=tuple(spec(k, v, replicated) for k, v in captured.buffers.items()),
+        parameters=specs.parameters(),
+        buffers=specs.buffers(),
         constants=tuple(captured.constants.values()),
-        inputs=tuple(spec(k, v, plan.inputs[v]) for k, v in captured.inputs.items()),
+        inputs=specs.inputs(),
         in_spec=captured.in_spec,
         literals=captured.literals,
         outputs=outputs,
@@ -201,6 +187,36 @@ def build_program(
         objective=objective_of(captured, batch) if plan.micro_batches > 1 else _MEAN,
         extras=extras,
     )
+
+
+class _ArgumentSpecs:
+    """The specs of the arguments of a program, under a plan of the captured model."""
+
+    def __init__(self, captured: Captured, analysis: Analysis, plan: Plan) -> None:
+        self._captured, self._tensors, self._plan = captured, analysis.graph.tensors, plan
+        nodes = captured.module.graph.find_nodes(op="placeholder")
+        self._values = {node.name: node.meta.get("val") for node in nodes}
+
+    def parameters(self) -> tuple[TensorSpec, ...]:
+        return tuple(self._parameter(k, v) for k, v in self._captured.parameters.items())
+
+    def buffers(self) -> tuple[TensorSpec, ...]:
+        replicated = (R,) * len(self._plan.mesh.axes)
+        return tuple(self._spec(k, v, replicated) for k, v in self._captured.buffers.items())
+
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        layouts = self._plan.inputs
+        return tuple(self._spec(k, v, layouts[v]) for k, v in self._captured.inputs.items())
+
+    def _spec(self, node: str, name: str, layout: Layout) -> TensorSpec:
+        value, tensor = self._values[node], self._tensors[node]
+        return TensorSpec(name, tensor.dims, tuple(value.shape), value.dtype, layout)
+
+    def _parameter(self, node: str, name: str) -> TensorSpec:
+        how = self._plan.parameters[name]
+        found = self._spec(node, name, how.resident)
+        reduced = self._captured.gradient_dtype(name, found.dtype)
+        return replace(found, reduced=reduced, tier=how.resident_tier)
 
 
 def _outputs(

@@ -71,36 +71,18 @@ class Runner:
             program.recomputed or program.slices or program.plan.decomposed
         )
         self._seeds = seeds
-        parameters = len(program.parameters)
         # Those without dims may be numbers that Python changes: they are moved before every run.
         self._constants = [x.to(self.world.device) if x.ndim else x for x in program.constants]
         self._residents = Residents(program, store, bucket_bytes=bucket_bytes)
         self._gathers = Gathers(self._residents, self.world)
-        self._graph = _copy(program.module)
-        order = completion_order(self._graph, parameters)
-        retarget_device(self._graph, self.world.device)
-        self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
-        has_lone_calls = leave_to_owners(self._graph, self.world, compiles=executor.compiles)
-        self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
         mesh, groups = self.world.mesh, self.world.group_names
         self._saves = SlicedSaves(program.slices, mesh, converter(mesh, groups), self.world.tiers)
-        install_notes(self._graph, self._saves)
-        bind_groups(self._graph, groups)
-        if program.plan.decomposed:
-            decomposed = [groups[axis] for axis in program.plan.decomposed]
-            decompose_products(self._graph, gather_products, product_scatter, groups=decomposed)
-        self._graph = fold_blocks(
-            self._graph, program.recomputed,
-            lambda block: Recomputed(executor.ready(block)),
-            parameters=parameters, received=len(program.received),
-        )  # fmt: skip
-        hoist_input_sums(
-            self._graph,
-            start_sum,
-            finish_sum,
-            parameters=parameters,
-            received=len(program.received),
-        )
+        self._graph = _copy(program.module)
+        order = completion_order(self._graph, len(program.parameters))
+        retarget_device(self._graph, self.world.device)
+        self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
+        has_lone_calls = self._bind(bucket_bytes, executor)
+        self._fold(executor)
         # Which collectives start early depends on the calls around them, which differ between owners and other ranks.
         if program.plan.pipeline is None and not executor.compiles and not has_lone_calls:
             axes = {group: axis for axis, group in groups.items()}
@@ -117,6 +99,33 @@ class Runner:
             late=self._gathers.late,
             order=order,
             bucket_bytes=bucket_bytes,
+        )
+
+    def _bind(self, bucket_bytes: int, executor: Executor) -> bool:
+        """Binds the graph to this rank and its process groups; returns whether some ranks alone run a call."""
+        groups, decomposed = self.world.group_names, self.program.plan.decomposed
+        has_lone_calls = leave_to_owners(self._graph, self.world, compiles=executor.compiles)
+        self._gathers.install(self._graph, self.world.mesh, bucket_bytes)
+        install_notes(self._graph, self._saves)
+        bind_groups(self._graph, groups)
+        if decomposed:
+            decompose_products(
+                self._graph,
+                gather_products,
+                product_scatter,
+                groups=[groups[axis] for axis in decomposed],
+            )
+        return has_lone_calls
+
+    def _fold(self, executor: Executor) -> None:
+        """Makes one call of every recomputed block, and starts sums for inputs of the graph early."""
+        parameters, received = len(self.program.parameters), len(self.program.received)
+        self._graph = fold_blocks(
+            self._graph, self.program.recomputed, lambda block: Recomputed(executor.ready(block)),
+            parameters=parameters, received=received,
+        )  # fmt: skip
+        hoist_input_sums(
+            self._graph, start_sum, finish_sum, parameters=parameters, received=received
         )
 
     @property

@@ -16,6 +16,7 @@ from autopar.capture.rows import rows_of_replica
 from autopar.capture.structure import Structure
 from autopar.errors import AutoparError, CaptureError, StepError
 from autopar.ir import Plan
+from autopar.program.captures import Captures
 from autopar.runtime.batch_shapes import BatchShapes, micro_batches_near
 from autopar.runtime.comparison import Comparison
 from autopar.runtime.executor import BoundProgram
@@ -102,25 +103,11 @@ class ModulePrograms:
         start = time.perf_counter()
         model = self._model
         refuse_hooks(self._hooked or backward_hooks(model))
-        replaced = self.placement.forget_replaced()
-        if replaced and self.meetings is not None:
-            raise StepError(
-                f"The parameter {replaced[0]} was replaced by another, which replicas that meet every so many steps do "
-                "not follow. Copy the values into it (with torch.no_grad(): parameter.copy_(...)), or compile again."
-            )
-        if replaced:
-            self.kept.clear()
+        replaced = self._forget_replaced()
         with lasting(), _torch.code_when_called():  # of a graph that several passes change
             captures = self.kept.captures(arguments, self._state(), is_step=is_step)
             runs = captures.count
-            asked = ProgramRequest(
-                is_step=is_step,
-                micro_batches=self._count(arguments) if is_step else 1,
-                fixed=self.placement.fixed,
-                shapes=lambda count: shapes_of(first_micro_batch(arguments, count)),
-                captures=captures,
-                numbers=self._recaptures.numbers,
-            )
+            asked = self._request(arguments, captures, is_step=is_step)
             programs = self._planner.program(model, partial(self._stand_ins, arguments), asked)
             self._recaptures.settle(programs.guards)
             count = 1
@@ -139,6 +126,30 @@ class ModulePrograms:
         seconds, was_captured = time.perf_counter() - start, captures.count > runs
         self.kept.add(ready, arguments, seconds, was_captured=was_captured)
         return ready
+
+    def _forget_replaced(self) -> list[str]:
+        """Names of the parameters that the user has replaced; drops all programs, which hold the old ones."""
+        replaced = self.placement.forget_replaced()
+        if replaced and self.meetings is not None:
+            raise StepError(
+                f"The parameter {replaced[0]} was replaced by another, which replicas that meet every so many steps do "
+                "not follow. Copy the values into it (with torch.no_grad(): parameter.copy_(...)), or compile again."
+            )
+        if replaced:
+            self.kept.clear()
+        return replaced
+
+    def _request(
+        self, arguments: Arguments, captures: Captures, *, is_step: bool
+    ) -> ProgramRequest:
+        return ProgramRequest(
+            is_step=is_step,
+            micro_batches=self._count(arguments) if is_step else 1,
+            fixed=self.placement.fixed,
+            shapes=lambda count: shapes_of(first_micro_batch(arguments, count)),
+            captures=captures,
+            numbers=self._recaptures.numbers,
+        )
 
     def prepare(self, arguments: Arguments) -> None:
         """Makes the program of a step for arguments of these shapes if there is none; values do not matter."""
