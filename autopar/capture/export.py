@@ -328,9 +328,7 @@ def _describe(
     )
 
 
-def _refuse_unplannable(
-    module: fx.GraphModule, mutated: Sequence[Any], parameters: set[str]
-) -> None:
+def _refuse_unplannable(module: fx.GraphModule, mutated: list[Any], parameters: set[str]) -> None:
     """Raises CaptureError for ops of an exported graph that no plan can repeat, and for changed inputs or parameters.
 
     Args:
