@@ -202,19 +202,19 @@ class _ArgumentSpecs:
 
     def buffers(self) -> tuple[TensorSpec, ...]:
         replicated = (R,) * len(self._plan.mesh.axes)
-        return tuple(self._spec(k, v, replicated) for k, v in self._captured.buffers.items())
+        return tuple(self._described(k, v, replicated) for k, v in self._captured.buffers.items())
 
     def inputs(self) -> tuple[TensorSpec, ...]:
         layouts = self._plan.inputs
-        return tuple(self._spec(k, v, layouts[v]) for k, v in self._captured.inputs.items())
+        return tuple(self._described(k, v, layouts[v]) for k, v in self._captured.inputs.items())
 
-    def _spec(self, node: str, name: str, layout: Layout) -> TensorSpec:
+    def _described(self, node: str, name: str, layout: Layout) -> TensorSpec:
         value, tensor = self._values[node], self._tensors[node]
         return TensorSpec(name, tensor.dims, tuple(value.shape), value.dtype, layout)
 
     def _parameter(self, node: str, name: str) -> TensorSpec:
         how = self._plan.parameters[name]
-        found = self._spec(node, name, how.resident)
+        found = self._described(node, name, how.resident)
         reduced = self._captured.gradient_dtype(name, found.dtype)
         return replace(found, reduced=reduced, tier=how.resident_tier)
 
