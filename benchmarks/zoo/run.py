@@ -12,6 +12,8 @@ are a fair sample of all.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import random
@@ -30,7 +32,13 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
+
+from autopar.cost_model import find_hardware
+from autopar.planning.planning import make_plan
+from autopar.proof.subject import Subject
+from autopar.search.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.zoo import backend as zoo_backend
@@ -58,6 +66,36 @@ def architectures() -> list[str]:
     names = sorted(modeling_auto.MODEL_MAPPING_NAMES)
     random.Random(ORDER_SEED).shuffle(names)
     return [*names, *(zoo_diffusers.NAMES if zoo_diffusers.installed() else ())]
+
+
+class _Smallest(nn.Module):
+    """A model of one layer, with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.linear(x).square().mean()
+        return loss
+
+
+@functools.cache
+def warm_up() -> None:
+    """Imports, once, what every examination does, so that the processes forked from this one need not.
+
+    A capture and a search of a model of one layer import the exporter, the solver and what belongs to them. There is no
+    backward: torch refuses one in a fork of a process that has had one.
+    """
+    importlib.import_module("transformers.modeling_utils")
+    importlib.import_module("transformers.modeling_layers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subject = Subject.of(_Smallest(), (torch.ones(4, 4),))
+        make_plan(
+            subject.prepared,
+            Request(find_hardware("cpu-gloo"), mesh={"dp": 2}, recipe="ddp", must_fit=False),
+        )
 
 
 @dataclass(frozen=True)
@@ -155,6 +193,7 @@ def examined(
     plans: Sequence[str] = PLANS,
 ) -> Iterator[Row]:
     """The rows of architectures, `jobs` at a time, in the order in which they are done."""
+    warm_up()
     waiting, running = list(reversed(names)), list[Examination]()
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
     try:

@@ -1,18 +1,21 @@
 """The verdict of `verify` on right plans, over the architectures of the zoo in float32 and bfloat16.
 
-    OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results verdicts.jsonl --markdown docs/zoo_verdicts.md
+    OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results benchmarks/zoo/verdicts.jsonl \\
+        --order small --minutes 60 --markdown docs/zoo_verdicts.md
 
 Each architecture is built small and cast to each of the two formats, and three of its plans are compared with the
 single device: a searched one on two axes, one with two stages and four micro-batches, and one drawn at random. All
-three are right, so that a verdict other than "passed" is a false alarm or a fault. The order of the architectures is
-drawn at random with a seed, so that the first so many are a fair sample of all. An interrupted run goes on where it
-ended; each result names the version of the code that gave it.
+three are right, so that a verdict other than "passed" is a false alarm or a fault. The order `drawn` is drawn at random
+with a seed, so that the first so many are a fair sample of all; the order `small` takes what the zoo's page captures,
+few parameters first. A run goes on where the last one ended, so that the zoo can be examined in slices (`--minutes`);
+each result names the version of the code that gave it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from benchmarks.zoo.run import Bounds, architectures, examined
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OVER_TIME = "took over"  # the beginning of what is said of a process that was ended
 PLANS = ("dp=2 tp=2", "pp=2", RANDOM)
+ZOO_PAGE = Path(__file__).parents[2] / "docs/zoo.md"
 COLUMNS = ("architecture", "format", "verdict", "largest error / bound", "of the tensor")
 
 
@@ -82,6 +86,23 @@ class Result:
 def named(architecture: str, dtype: str) -> str:
     """The name of the result of an architecture in a format."""
     return f"{architecture} in {dtype}"
+
+
+def smallest_first(page: str) -> list[str]:
+    """The architectures that the zoo's page captures, those with few parameters first.
+
+    >>> smallest_first(
+    ...     "## Captured\\n| a | A(x) | text | float32 | 2,000 | yes |\\n| b | B(x) | text | float32 | 900 | yes |"
+    ... )
+    ['b', 'a']
+    """
+    rows = [line.split(" | ") for line in page.partition("## Captured")[2].splitlines()]
+    sizes = {
+        row[0].removeprefix("| "): int(row[4].replace(",", ""))
+        for row in rows
+        if len(row) > 5 and row[4].replace(",", "").isdigit()
+    }
+    return sorted(sizes, key=lambda name: sizes[name])
 
 
 def result_of(row: Row, dtype: str, version: str) -> Result:
@@ -147,35 +168,50 @@ def _counted(results: Sequence[Result], dtype: str) -> str:
 @click.command(context_settings={"show_default": True})
 @click.option("--results", type=click.Path(path_type=Path), required=True, help="Lines of JSON.")
 @click.option("--only", default="", help="Architectures, separated by commas; all by default.")
+@click.option(
+    "--order",
+    type=click.Choice(["drawn", "small"]),
+    default="drawn",
+    help="All in an order drawn at random, or what the zoo's page captures, small ones first.",
+)
 @click.option("--count", default=0, help="The first so many of the order; 0 for all.")
+@click.option("--minutes", default=0.0, help="Begin no result after so many; 0 for no end.")
 @click.option("--again", is_flag=True, help="Examine those that have a result too.")
 @click.option("--seconds", default=120.0, help="Bound on the processor time of one result.")
 @click.option("--memory-gb", default=8.0, help="Bound on the memory of one process.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the page there.")
 @click.option("--note", default="", help="What the page says of this run.")
 def main(
-    results: Path, only: str, count: int, again: bool, seconds: float, memory_gb: float, path: Path | None,
-    note: str,
+    results: Path, only: str, order: str, count: int, minutes: float, again: bool, seconds: float, memory_gb: float,
+    path: Path | None, note: str,
 ) -> None:  # fmt: skip
     """Print a line per architecture and format; exit 1 if a plan of any does not pass."""
-    console, known, version = Console(), architectures(), code_version()
-    names = only.split(",") if only else known[: count or None]
-    done = stored(results, Result)
-    for name in names:
-        for dtype in DTYPES:
-            if named(name, dtype) in done and not again:
-                continue
-            bounds = Bounds(seconds, int(memory_gb * 1e9))
-            (row,) = examined(
-                [name], bounds, jobs=1, backend="none", dtype=DTYPES[dtype], plans=PLANS
-            )
-            result = result_of(row, dtype, version)
-            store(results, result)
-            console.print(_line(result), highlight=False, markup=False, soft_wrap=True)
+    console, known, start_seconds = Console(), architectures(), time.monotonic()
+    ordered = known if order == "drawn" else _known_of_page(known)
+    names = only.split(",") if only else ordered[: count or None]
+    done = {} if again else stored(results, Result)
+    left = [(name, dtype) for name in names for dtype in DTYPES if named(name, dtype) not in done]
+    for result in _examined(left, Bounds(seconds, int(memory_gb * 1e9))):
+        store(results, result)
+        console.print(_line(result), highlight=False, markup=False, soft_wrap=True)
+        if minutes and time.monotonic() - start_seconds > 60 * minutes:
+            break
     found = list(stored(results, Result).values())
     if path is not None:
         path.write_text(markdown(found, len(known), note))
     sys.exit(1 if any(result.failed for result in found) else 0)
+
+
+def _known_of_page(known: Sequence[str]) -> list[str]:
+    return [name for name in smallest_first(ZOO_PAGE.read_text()) if name in known]
+
+
+def _examined(left: Sequence[tuple[str, str]], bounds: Bounds) -> Iterator[Result]:
+    """The results of architectures in formats, one after another."""
+    version = code_version()
+    for name, dtype in left:
+        (row,) = examined([name], bounds, jobs=1, backend="none", dtype=DTYPES[dtype], plans=PLANS)
+        yield result_of(row, dtype, version)
 
 
 def _line(result: Result) -> str:
