@@ -15,6 +15,7 @@ from autopar._torch.attention import (
 )
 from autopar._torch.autograd import (
     Apply,
+    GradientFlags,
     applying_functions_by,
     backward_hooks_of,
     below_autograd,
@@ -121,7 +122,8 @@ from autopar._torch.tensors import has_storage, storage_key, storage_reference, 
 
 __all__ = [
     "CPU", "SYMBOLIC", "VALUES_READ", "Apply", "BatchNormBase", "DependsOnValues", "DictVersions", "DropoutBase",
-    "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "OpOverload", "OtherSizes", "Owned", "RandomLastBits",
+    "FakeTensor", "FakeTensorMode", "Float64Arithmetic", "GradientFlags", "OpOverload", "OtherSizes", "Owned",
+    "RandomLastBits",
     "SizeDependsOnValues", "SizeValues", "TorchDispatchMode", "accelerator_kind", "accumulate_gradient",
     "all_gather", "all_reduce", "all_to_all", "applying_functions_by", "as_if_compiling", "autocast_dtype",
     "autocast_kinds", "autopar_op", "backend_of", "backward_hooks_of", "below_autograd", "broke_in_communication",

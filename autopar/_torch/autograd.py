@@ -102,6 +102,59 @@ def gradient_flags(tensors: Iterable[Tensor]) -> list[bool]:
         return list(map(_flag, tensors))
 
 
+class GradientFlags:
+    """A snapshot of `requires_grad` of many tensors, from which one can tell later whether any is another by now.
+
+    The flags are read in C++, by Dynamo's guards of tensors. Those compare dtypes, devices, numbers of dims and modes
+    of torch as well, so that a check of theirs that fails says nothing: the flags are then read one by one. Without
+    grad mode they take every tensor for frozen, so that they are not asked.
+
+    Args:
+        tensors: the tensors, which are kept alive.
+    """
+
+    _MOST_RENEWALS = (
+        3  # a check that keeps failing, say in changing modes, is not made anew for ever
+    )
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._flags = gradient_flags(self._tensors)
+        self._renewals = 0
+        self._check: Callable[..., bool] = _fails
+
+    def hold(self) -> bool:
+        """Whether every tensor has the flag that it had."""
+        if torch.is_grad_enabled() and self._check(*self._tensors):
+            return True
+        if gradient_flags(self._tensors) != self._flags:
+            return False
+        if torch.is_grad_enabled() and self._renewals < self._MOST_RENEWALS:
+            self._renewals += 1
+            self._check = self._as_now()
+        return True
+
+    def changed(self) -> list[Tensor]:
+        """The tensors whose flag is another by now."""
+        return [
+            x for x, flag in zip(self._tensors, self._flags, strict=True) if x.requires_grad != flag
+        ]
+
+    def _as_now(self) -> Callable[..., bool]:
+        from torch._C._dynamo import guards
+
+        if not self._tensors:
+            return _fails
+        open_dims = [[None] * x.ndim for x in self._tensors]
+        return guards.TensorGuards(
+            *self._tensors, dynamic_dims_sizes=open_dims, dynamic_dims_strides=open_dims
+        ).check
+
+
+def _fails(*tensors: Tensor) -> bool:
+    return False
+
+
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """The innermost pair of saved-tensor hooks that is active, or a pair that changes nothing."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autopar._torch import gradient_flags, has_backward_hooks
+from autopar._torch import GradientFlags, has_backward_hooks
 from autopar.capture.guards import ChangedValue
 from autopar.capture.unwritten import Check, Unwritten
 from autopar.capture.user_code import is_users_type
@@ -78,7 +78,7 @@ class Structure:
         self._present = [
             p for m in modules.values() for p in m._parameters.values() if p is not None
         ]
-        self._flags = gradient_flags(self._present)
+        self._flags = GradientFlags(self._present)
         self._hooks = [getattr(m, name) for m in modules.values() for name in _HOOKS]
         self._hooked = [hooks for hooks in self._hooks if hooks]
         self._known = [dict(hooks) for hooks in self._hooked]
@@ -100,7 +100,7 @@ class Structure:
 
     def has_flags(self) -> bool:
         """Whether the same parameters are frozen."""
-        return gradient_flags(self._present) == self._flags
+        return self._flags.hold()
 
     def broken(self) -> ChangedValue | None:
         """The first difference in words, None where there is none."""
@@ -124,11 +124,9 @@ class Structure:
         for table in self._tables:
             for name in {**table.before, **table.now}:
                 yield from self._other(table, name)
-        for parameter, flag in zip(self._present, self._flags, strict=True):
-            if parameter.requires_grad != flag:
-                shape = list(parameter.shape)
-                words = f"requires_grad of a parameter of shape {shape}"
-                yield _changed(words, flag, not flag)
+        for parameter in self._flags.changed():
+            words = f"requires_grad of a parameter of shape {list(parameter.shape)}"
+            yield _changed(words, not parameter.requires_grad, parameter.requires_grad)
         if not self._has_hooks():
             yield _changed("the hooks of the model", "as captured", "others")
         if not all(plain.holds() for plain in self._plain):

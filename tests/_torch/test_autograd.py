@@ -1,5 +1,8 @@
 """Autograd, node by node and below."""
 
+import contextlib
+
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -63,6 +66,50 @@ def test_flags_of_plain_tensors_and_of_dtensors_are_read(parameter):
     assert _torch.gradient_flags(given) == [x.requires_grad for x in given]
     parameter.requires_grad_(False)
     assert _torch.gradient_flags([parameter]) == [False]
+
+
+# Modes of torch in which a snapshot of flags is asked, some of them others than it was last asked in.
+MODES = {
+    "as before": contextlib.nullcontext,
+    "no grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("made_in", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("index", range(3))
+def test_a_flag_that_changes_is_noticed_in_every_mode(parameter, index, made_in, mode) -> None:
+    given = [parameter, nn.Parameter(X.clone()), nn.Parameter(X.clone(), requires_grad=False)]
+    with made_in():
+        flags = _torch.GradientFlags(given)
+        assert flags.hold() and flags.hold()
+    with mode():
+        assert flags.hold() and flags.changed() == []
+        given[index].requires_grad_(not given[index].requires_grad)
+        assert not flags.hold()
+    assert not flags.hold()
+    (changed,) = flags.changed()
+    assert changed is given[index]
+    changed.requires_grad_(not changed.requires_grad)
+    assert flags.hold() and flags.hold()
+
+
+def test_flags_hold_where_a_parameter_has_other_values_sizes_or_dtype() -> None:
+    given = [nn.Parameter(X.clone()), nn.Parameter(X.clone())]
+    flags = _torch.GradientFlags(given)
+    assert flags.hold()
+    for data in (torch.ones(5), torch.ones(2, 2), torch.ones(5, dtype=torch.float64)):
+        given[0].data = data
+        assert flags.hold()
+        given[1].requires_grad_(False)
+        assert not flags.hold()
+        given[1].requires_grad_(True)
+
+
+def test_the_flags_of_no_tensors_hold() -> None:
+    assert _torch.GradientFlags([]).hold()
 
 
 def test_the_innermost_saved_tensor_hooks_are_found() -> None:
