@@ -105,6 +105,29 @@ def dynamo_source(node: fx.Node) -> str:
     return "" if source is None else source.name
 
 
+def own_generators() -> list[str]:
+    """The sources of generators `random.Random` that the frame being compiled has used, such as `L['self'].own`.
+
+    Dynamo compiles the generator's state in: each call of the frame begins with the state of the first call. Python's
+    own generator, and one that the frame makes itself, are not among them. Meant for a backend, which Dynamo calls at
+    the end of a frame; empty elsewhere.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.misc import RandomVariable
+    from torch._guards import TracingContext
+
+    if TracingContext.try_get() is None:
+        return []
+    effects = InstructionTranslator.current_tx().output.side_effects
+    return [
+        found.source.name
+        for found in effects.id_to_variable.values()
+        if isinstance(found, RandomVariable)
+        and found.source is not None
+        and effects.is_modified(found)
+    ]
+
+
 def trace_recurrent_layers() -> None:
     """Lets Dynamo trace frames with nn.RNN, nn.LSTM and nn.GRU, which else it runs as they are, and says nothing."""
     torch._dynamo.config.allow_rnn = True

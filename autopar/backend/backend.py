@@ -37,6 +37,8 @@ from autopar.backend.sharding import (
     whole_parameter,
     world_of,
 )
+from autopar.capture.refusals import draws_from_own
+from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError, MeshError, RecipeError
 from autopar.ir import Mesh
 from autopar.runtime.compiled import Executor
@@ -106,6 +108,7 @@ def _opened(
     if mode is not None:
         raise AutoparError(f"The backend autopar has no mode {mode!r}; leave mode out.")
     given = _known(options)
+    _refuse_own_generators(module)
     names = argument_names(module)
     _refuse_distributed(module, names, example_inputs)
     device = device_of(example_inputs)
@@ -162,6 +165,15 @@ def _request(options: Mapping[str, Any], stored: Mesh | None, device: torch.devi
     check_world(mesh)
     hardware = hardware_of(options.get("hardware"), device)
     return Request(hardware, mesh=mesh, recipe=recipe, offload=False)
+
+
+def _refuse_own_generators(module: fx.GraphModule) -> None:
+    """Raises CaptureError where the frame draws from a generator of the user's own, whose first draw Dynamo repeats."""
+    found = _torch.own_generators()
+    if found:
+        drawn = (n for n in module.graph.find_nodes(op="placeholder") if "random" in n.name)
+        users = [user for node in drawn for user in node.users]
+        raise draws_from_own(found[0], traced_line(users[0]) if users else "")
 
 
 def _refuse_distributed(

@@ -49,12 +49,33 @@ def changes(place: Place) -> CaptureError:
     )
 
 
-def draws_in_python(line: str) -> CaptureError:
-    """The error for random numbers drawn from the generators of Python or numpy."""
+def draws_in_python(line: str, *, is_own: bool) -> CaptureError:
+    """The error for random numbers drawn from the generators of Python or numpy.
+
+    Args:
+        line: the line that draws.
+        is_own: whether it draws from a `random.Random` of the user's own, which torch.compile gets wrong.
+    """
+    backend = "" if is_own else f" {BACKEND_RUNS_IT}"
     return CaptureError(
         f"The forward or the loss draws from Python's or numpy's random numbers in {line}; a captured program would "
         "repeat the first draw for ever. Draw with torch (torch.rand, torch.bernoulli) and choose with torch.where, "
-        f"or draw outside and give the result as an input. {BACKEND_RUNS_IT}"
+        f"or draw outside and give the result as an input.{backend}"
+    )
+
+
+def draws_from_own(generator: str, line: str) -> CaptureError:
+    """For draws from a `random.Random` of the user's own under torch.compile, which repeats the first one.
+
+    Args:
+        generator: where it stands, as Dynamo names it.
+        line: the line that uses the number; "" if none does.
+    """
+    where = f" in {line}" if line else ""
+    return CaptureError(
+        f"The forward or the loss draws from the random.Random {generator}{where}, and torch.compile repeats the first "
+        "draw in each step, with any backend. Draw with torch (torch.rand) or with Python's own random.random(), or "
+        "outside, and give the result as an input."
     )
 
 

@@ -121,6 +121,12 @@ def draws(function: Any) -> bool:
     return isinstance(source, GENERATORS) and "state" not in function.__name__
 
 
+def draws_from_own(function: Any) -> bool:
+    """Whether a built-in function draws from a `random.Random` that is not Python's own, which Dynamo gets wrong."""
+    source = getattr(function, "__self__", None)
+    return isinstance(source, random.Random) and source is not random.random.__self__
+
+
 def reads_clock(function: Any) -> bool:
     """Whether a built-in function returns the time or noise of the machine."""
     name = getattr(function, "__name__", "")

@@ -30,6 +30,7 @@ from autopar.capture.reads import Reads
 from autopar.capture.user_code import (
     calling,
     draws,
+    draws_from_own,
     is_installed,
     is_state_of_numpy,
     is_users,
@@ -77,7 +78,9 @@ class Watch:
                 id(m): f"loss_fn.{path}".rstrip(".") for path, m in loss_fn.named_modules()
             }
         self._reads, self._writes = Reads(self._paths), Writes(self._paths, self._modules)
-        self._drawn: list[str] = []
+        self._drawn: list[
+            tuple[str, bool]
+        ] = []  # lines, and whether the generator is the user's own
         self._timed: list[str] = []
         self._noting = False
         self.writes: tuple[Write, ...] = ()
@@ -112,7 +115,7 @@ class Watch:
             written, others = self._put_back(before)
         if not is_state_of_numpy(np.random.get_state(legacy=False), drawn):
             np.random.set_state(drawn)
-            self._drawn.append(self._reads.numpy_line())
+            self._drawn.append((self._reads.numpy_line(), False))
         self._refuse(of_users(others))
         effects = [w for w in written if not self._writes.is_internal(*w[:2])]
         self.writes = tuple(filter(None, (self._effect(*write) for write in effects)))
@@ -187,7 +190,7 @@ class Watch:
     def _called(self, function: Any, caller: types.FrameType) -> None:
         """Notes a random draw or a reading of the clock; libraries may read the clock."""
         if draws(function):
-            self._drawn.append(place_of(caller))
+            self._drawn.append((place_of(caller), draws_from_own(function)))
         elif not is_installed(caller.f_code.co_filename):
             self._timed.append(place_of(caller))
 
@@ -195,6 +198,7 @@ class Watch:
         if self._timed:
             raise refusals.reads_clock(self._timed[0])
         if self._drawn:
-            raise refusals.draws_in_python(self._drawn[0])
+            line, is_own = self._drawn[0]
+            raise refusals.draws_in_python(line, is_own=is_own)
         if changed:
             raise refusals.changes(changed[0])

@@ -1,6 +1,7 @@
 """torch.compile: its backends, what AOTAutograd traces, and what Dynamo says of a graph."""
 
 import logging
+import random
 
 import pytest
 import torch
@@ -89,6 +90,27 @@ def test_dynamo_says_where_the_arguments_of_a_graph_come_from():
     torch.compile(nn.Sequential(nn.BatchNorm1d(3)).eval(), backend=backend)(X)
     assert any(s.endswith("._modules['0']._parameters['weight']") for s in sources)
     assert any(s.endswith("._modules['0']._buffers['running_mean']") for s in sources)
+
+
+def test_generators_that_a_frame_draws_from_are_named():
+    own, found = random.Random(0), []
+
+    def backend(graph, _):
+        found.extend(_torch.own_generators())
+        return graph
+
+    def drawn(x):
+        return x * own.random()
+
+    def made_inside(x):
+        return x * random.Random(0).random()
+
+    torch.compile(made_inside, backend=backend)(X)
+    torch.compile(lambda x: 2 * x, backend=backend)(X)
+    assert found == []
+    torch.compile(drawn, backend=backend)(X)
+    assert len(found) == 1 and "own" in found[0]
+    assert _torch.own_generators() == []
 
 
 def test_recurrent_layers_are_traced_by_dynamo():

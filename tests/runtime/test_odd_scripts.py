@@ -21,3 +21,9 @@ from tests.support.odd_scripts import verdict
 )
 def test_a_script_trains_as_it_does_plainly(two_ranks: Ranks, name: str, door: str) -> None:
     assert [found.word for found in two_ranks.run(verdict, name, door)] == ["equal", "equal"]
+
+
+@pytest.mark.multiprocess
+def test_a_draw_that_dynamo_would_repeat_is_refused_with_its_line(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(verdict, "own random.Random", "backend"):
+        assert found.word == "refused" and "self.own.random()" in found.text
