@@ -78,9 +78,8 @@ class Watch:
                 id(m): f"loss_fn.{path}".rstrip(".") for path, m in loss_fn.named_modules()
             }
         self._reads, self._writes = Reads(self._paths), Writes(self._paths, self._modules)
-        self._drawn: list[
-            tuple[str, bool]
-        ] = []  # lines, and whether the generator is the user's own
+        # Lines, and whether the generator is a `random.Random` of the user's own.
+        self._drawn: list[tuple[str, bool]] = []
         self._timed: list[str] = []
         self._noting = False
         self.writes: tuple[Write, ...] = ()

@@ -8,17 +8,20 @@ the store those who wait can say whom they wait for.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from autopar import _torch
-from autopar.errors import StepError
+from autopar.errors import PeerError, StepError
+from autopar.runtime.failures import told_to_end
 
 log = logging.getLogger("autopar")
 
 _PATIENCE_SECONDS = 30.0  # before those who wait say so
+# Pauses between two looks into the store: short at first, as ranks come within milliseconds of each other.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0002, 0.05
 _WHY = "/why"  # ends the key of the reason for which a rank compares
 SAME_SHAPES = (
     "Give all ranks batches of the same shapes, and as many (DistributedSampler(..., drop_last=True) and "
@@ -107,10 +110,17 @@ class Comparison:
     def _wait(self, store: dist.Store, keys: Mapping[int, str], why: str, remedy: str) -> None:
         limit = self._timeout_seconds or _torch.store_seconds(_torch.default_store())
         patience = min(_PATIENCE_SECONDS, limit)
-        missing = _missing(store, keys, patience)
-        if missing and patience < limit:
-            log.warning("%s Waiting for ranks %s since %g s.", why, missing, patience)
-            missing = _missing(store, keys, limit - patience)
+        with told_to_end() as signals:
+            missing = _missing(store, keys, patience, signals)
+            if missing and patience < limit and not signals:
+                log.warning("%s Waiting for ranks %s since %g s.", why, missing, patience)
+                missing = _missing(store, keys, limit - patience, signals)
+        if missing and signals:
+            raise PeerError(
+                f"{why} This rank was told to end while it waited for ranks {missing}: another rank has died or was "
+                "ended.",
+                collective="comparison", group=self._name, reason="SIGTERM",
+            )  # fmt: skip
         if missing:
             raise StepError(
                 f"{why} Ranks {missing} did not come within {limit:g} s: this is not new to them, or they have no "
@@ -132,10 +142,18 @@ def _new_name() -> str:
     return name[0]
 
 
-def _missing(store: dist.Store, keys: Mapping[int, str], seconds: float) -> list[int]:
-    """The ranks whose keys are missing from the store after a timeout."""
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except RuntimeError:  # what a store raises for a wait that took too long
-        return [rank for rank, key in keys.items() if not store.check([key])]
+def _missing(
+    store: dist.Store, keys: Mapping[int, str], seconds: float, signals: Sequence[int]
+) -> list[int]:
+    """The ranks whose keys are missing from the store after a timeout, or after a signal has come.
+
+    The store is asked again and again. A wait inside of it would let Python handle no signal, and prints a warning when
+    it ends in vain.
+    """
+    deadline, pause_seconds = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+    while not store.check(list(keys.values())):
+        if signals or time.monotonic() >= deadline:
+            return [rank for rank, key in keys.items() if not store.check([key])]
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
     return []

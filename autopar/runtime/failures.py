@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from autopar import _torch
 from autopar.capture.remedies import remedy_of_operands
 from autopar.errors import AutoparError, PeerError
 
+_MAIN = threading.main_thread()
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for a rank's error
 _INTERNAL = (Path(__file__).resolve().parents[1], Path(torch.__file__).parent)
 _STANDARD_LIBRARY = Path(contextlib.__file__).parent
@@ -250,6 +252,26 @@ def _finishing() -> Iterator[list[int]]:
             signal.signal(each, handler)
         if received:
             os.kill(os.getpid(), received[0])
+
+
+@contextlib.contextmanager
+def told_to_end() -> Iterator[list[int]]:
+    """Context in which torchrun's SIGTERM is noted and does not end the process; yields the signals so far.
+
+    For a wait that another rank's death makes vain: torchrun ends those who wait before they know of it, and without
+    this they would end without a word. Whoever waits has to raise an error once a signal has come. Nothing is changed
+    without torchrun, in other threads than the main one, and where somebody else handles the signal.
+    """
+    received: list[int] = []
+    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if _FILE not in os.environ or not is_free or threading.current_thread() is not _MAIN:
+        yield received
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _record(path: Path, text: str, *, follows: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -227,3 +228,32 @@ def test_a_signal_waits_for_the_report() -> None:
         assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+WAITS = """
+import datetime, os, signal, sys, threading
+import torch.distributed as dist
+from autopar.runtime.comparison import Comparison
+
+os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/null"
+store = dist.HashStore()
+store.set("1/0", "here")
+found = Comparison(timeout_seconds=60.0)
+timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+timer.start()
+try:
+    found._wait(store, {0: "1/0", 1: "1/1"}, "The batch is new.", "Give all the same.")
+except Exception as error:
+    print(type(error).__name__, error)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+
+
+def test_a_rank_that_waits_says_so_when_torchrun_ends_it() -> None:
+    """Another rank was killed before it came; torchrun then ends those who wait for it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("PeerError The batch is new. This rank was told to end")
+    assert "waited for ranks [1]: another rank has died" in ended.stdout

@@ -27,10 +27,17 @@ WAYS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
     "2 stages": (2, NAMES[::2], {"mesh": {"pp": 2}, "micro_batches": 4}),
     "4 ranks, 2 stages": (4, [*NAMES[1::4], _COUNTED], STAGES),
     "4 ranks": (4, NAMES[::4], TWO_AXES),
-    "4 ranks, 2 stages, other losses": (4, NAMES[3::4], STAGES),
-    "4 ranks, other losses": (4, NAMES[2::4], TWO_AXES),
+    "2 ranks, every loss": (2, NAMES, {"mesh": {"dp": 2}, "micro_batches": 1}),
+    "2 stages, other losses": (2, NAMES[1::2], {"mesh": {"pp": 2}, "micro_batches": 4}),
+    "4 ranks, 2 stages, every loss": (4, NAMES, STAGES),
+    "4 ranks, every loss": (4, NAMES, TWO_AXES),
+    "4 ranks, accumulation, every loss": (
+        4,
+        NAMES,
+        {"mesh": {"dp": 2, "tp": 2}, "micro_batches": 2},
+    ),
 }
-ALWAYS = [way for way in WAYS if "other losses" not in way]
+ALWAYS = [way for way in WAYS if "loss" not in way]
 
 
 def words() -> Words:
