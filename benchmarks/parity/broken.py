@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/parity/broken.py --plans 100 --markdown docs/broken_plans.md
 
 A plan is drawn at random and its program rewritten at one place, which is drawn too. The right program of the same plan
-is compared first and must pass. A rewrite is left out if every error is bit for bit that of the right program, which
-then still computes the same, or if the program does not run. The bias of attention's keys is left alone: it has no
-effect.
+is compared first and must pass. A rewrite is left out if the program does not run, and if it still computes the same:
+where every error is bit for bit that of the right program, or where all errors in float64 arithmetic are below 1e-12, a
+thousandth of the bound (parts of the squares of a norm, say, that are only added up, in another order). The bias of
+attention's keys is left alone: it has no effect.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MESHES = ("a=2", "a=2,b=2")
 NAMES = ("llama", "gpt2", "bert", "t5", "mixtral")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STALE = 1e-3  # relative size of an update that a rank missed
+ROUNDING = 1e-3  # share of verify's bound of 1e-9; right plans have errors of 1e-15 to 4e-13
 Site = tuple[fx.Node, Callable[[fx.Node], None]]
 
 
@@ -247,12 +249,17 @@ def judged(subject: Subject, draw: random.Random) -> Iterator[tuple[str, VerifyR
                 report = subject.compare_program(wrong)
             except (IndexError, RuntimeError):
                 continue  # it does not run, which nobody overlooks
-            if _errors(report) != _errors(right):
+            if _errors(report) != _errors(right) and not _is_rounding(report):
                 yield fault, report
 
 
 def _errors(report: VerifyReport) -> list[float]:
     return [verdict.error for verdict in report.verdicts]
+
+
+def _is_rounding(report: VerifyReport) -> bool:
+    """Whether the errors in float64 arithmetic are those of another order of additions."""
+    return all(v.share <= ROUNDING for v in report.verdicts if v.arithmetic == "float64")
 
 
 def markdown(table: Mapping[tuple[str, str], Counter[str]], plans: int) -> str:
