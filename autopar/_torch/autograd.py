@@ -145,7 +145,7 @@ class GradientFlags:
 
         if not self._tensors:
             return _fails
-        open_dims = [[None] * x.ndim for x in self._tensors]
+        open_dims: Any = [[None] * x.ndim for x in self._tensors]  # torch declares one list
         return guards.TensorGuards(
             *self._tensors, dynamic_dims_sizes=open_dims, dynamic_dims_strides=open_dims
         ).check

@@ -124,7 +124,8 @@ def draws(function: Any) -> bool:
 def draws_from_own(function: Any) -> bool:
     """Whether a built-in function draws from a `random.Random` that is not Python's own, which Dynamo gets wrong."""
     source = getattr(function, "__self__", None)
-    return isinstance(source, random.Random) and source is not random.random.__self__
+    pythons = getattr(random.random, "__self__", None)
+    return isinstance(source, random.Random) and source is not pythons
 
 
 def reads_clock(function: Any) -> bool:

@@ -132,11 +132,12 @@ def markdown(results: Sequence[Result], known: int, note: str = "") -> str:
         "[`verify`](verify.md) on right plans of [the zoo](zoo.md)'s architectures, in float32 and in bfloat16: three",
         f"plans of each ({'; '.join(PLANS)}), all ranks simulated, against the single device in float64. A verdict",
         "other than `passed` is a false alarm of the bound or a fault. Made by",
-        "`OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results verdicts.jsonl --markdown PAGE`,",
+        "`OMP_NUM_THREADS=1 python benchmarks/zoo/verdicts.py --results benchmarks/zoo/verdicts.jsonl --order small",
+        "--markdown docs/zoo_verdicts.md`, few parameters first, in slices (`--minutes 60`),",
         f"with {packages}. The versions of the code: {', '.join(sorted({r.version for r in results}))}.",
         *([note] if note else []),
         "",
-        f"- examined: {len({r.architecture for r in results})} of {known} architectures, in an order drawn at random; "
+        f"- examined: {len({r.architecture for r in results})} of {known} architectures; "
         f"{len({r.architecture for r in results if not r.stopped})} run",
         *(f"- {_counted(results, dtype)}" for dtype in DTYPES),
         "",
