@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from autopar.errors import PlanError, SearchError, StateError
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
 from autopar.ir import Graph, ParameterPlan, Plan, Tier, with_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.ir.recompute import SAVED_TIERS, Recompute, RecomputeWish, is_saved_wish
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
 from autopar.pipeline.parts import is_whole
+from autopar.search.dims import starts, words_of_dims
 from autopar.search.partitioned import in_slices
 from autopar.search.pipeline import search_pipeline
 from autopar.search.pipeline_settings import Priced
@@ -77,8 +78,13 @@ class GivenMesh:
 
     def search(self) -> Planned:
         """The fastest plan that fits. Raises MeshError, RecipeError, PlanError or SearchError for none."""
-        found = self._search()
-        if is_saved_wish(self.request.recompute) or not self._saves_slices(found.plan):
+        try:
+            found = self._search()
+        except SearchError:
+            if not self._is_sliced or not (sliced := self._that_fit_in_slices()):
+                raise
+            return min(sliced, key=lambda each: each.key)
+        if is_saved_wish(self.request.recompute) or not self._is_sliced or found.plan.saved:
             return found
         return self._sliced(found)
 
@@ -87,12 +93,14 @@ class GivenMesh:
         """Seconds of the fastest step without pipeline stages, recomputation and a bound on memory."""
         return self._but(must_fit=False)._flat().cost.seconds
 
-    def _saves_slices(self, plan: Plan) -> bool:
+    @property
+    def _is_sliced(self) -> bool:
         """Whether a recipe asks for slices of a plan's saved activations, and the plan can have them."""
-        whole = plan.pipeline is None and is_whole(self.graph)
-        if plan.saved or not whole or self.request.has_lone_pins:
+        request = self.request
+        whole = not request.has_stages and is_whole(self.graph)
+        if request.mesh is None or not whole or request.has_lone_pins:
             return False
-        return any(row.saves_slices for row in resolve(self.request.inside, plan.mesh))
+        return any(row.saves_slices for row in resolve(request.inside, request.mesh))
 
     def _search(self) -> Planned:
         request = self.request
@@ -102,10 +110,11 @@ class GivenMesh:
             return self._staged(self._issuing())
         if self.fixed_storage is None:
             _refuse_no_blocks(self.graph, request.recompute)
-        if request.recompute == "none" or self.fixed_storage is not None or request.has_lone_pins:
+        is_fixed = self.fixed_storage is not None or request.has_lone_pins
+        if is_fixed or not has_blocks(self.graph):
             return self._priced(self._flat().plan)
-        if not has_blocks(self.graph):
-            return self._priced(self._flat().plan)
+        if request.recompute == "none":
+            return self._that_keeps()
         return self._that_fits() if request.recompute is None else self._recomputing()
 
     def _issuing(self) -> Request:
@@ -199,6 +208,8 @@ class GivenMesh:
             return []
         plan = self._but(must_fit=False)._flat().plan
         words: tuple[Recompute, ...] = ("none", "full")
+        if self.request.recompute == "none":
+            words = ("none",)
         plans = [self._priced(replace(plan, recompute=word)) for word in words]
         tiers: tuple[Tier, ...] = ("device", "host") if self.request.offload else ("device",)
         found = [self._sliced(each, tier) for each in plans for tier in tiers]
@@ -233,6 +244,49 @@ class GivenMesh:
             room, has_shrunk = room - missing, True
         return []
 
+    def _that_keeps(self) -> Planned:
+        """The fastest plan that fits without recomputation."""
+        try:
+            flat = self._flat()
+        except SearchError as error:
+            found = [] if isinstance(error, StateError) else self._in_dims(None)
+            if not found:
+                raise
+        else:
+            found = [self._priced(flat.plan)]
+            found += self._in_dims(found[0].price.step_seconds) if flat.is_tight else []
+        return min(found, key=lambda each: each.key)
+
+    def _in_dims(self, best_seconds: float | None) -> list[Planned]:
+        """Plans in two or three dims (`autopar.search.dims`) that fit and promise less than a known plan.
+
+        Args:
+            best_seconds: seconds of the fastest plan that fits so far; None without one.
+        """
+        mesh, request = self.request.mesh, self.request
+        if mesh is None or not request.must_fit or not is_whole(self.graph):
+            return []
+        named = dict(
+            zip(mesh.names, (row.name for row in resolve(request.inside, mesh)), strict=True)
+        )
+        found = list[Planned]()
+        for recipe in starts(named, mesh):
+            best = min(
+                [
+                    math.inf if best_seconds is None else best_seconds,
+                    *(e.price.step_seconds for e in found),
+                ]
+            )
+            under = self._but(recipe=recipe)
+            try:
+                if under.flat_seconds < best:
+                    made = under.search()
+                    note = words_of_dims(made.plan, best_seconds, made.price.step_seconds)
+                    found.append(made.noted(note))
+            except (MeshError, PlanError, RecipeError, SearchError):
+                continue  # the recipe splits nothing along an axis, or contradicts a pin
+        return found
+
     def _that_fits(self) -> Planned:
         """The fastest plan that fits: without recomputation, with recomputed blocks, or with activations saved in
         slices or on the host.
@@ -253,6 +307,7 @@ class GivenMesh:
             errors.append(error)
         if not any(isinstance(error, StateError) for error in errors):
             found += self._that_fit_in_slices()
+            found += self._in_dims(min((each.price.step_seconds for each in found), default=None))
         if not found and self.request.offload and is_whole(self.graph):
             found += self._that_fit_beside_activations()
         if not found:

@@ -22,11 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError, StateError
-from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan
+from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, without_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.pipeline.composed import state_bytes
+from autopar.pipeline.parts import is_whole
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
+from autopar.search.dims import FULL, settings_in_dims, words_of_dims
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
@@ -141,12 +143,14 @@ class _Outer:
         if not tried.found:
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
+        self._try_in_dims(tried)
         if not tried.found:
             lines = (str(error) for error in tried.reasons)
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
         self._try(self._recounted(tried, explored), tried)
         trial, best = tried.ranked[0]
-        if is_open(self.request.inside) and not is_open(trial.recipe):
+        has_two_axes = len(without_pipeline(trial.mesh).axes) < 3  # of three, too many combinations
+        if is_open(self.request.inside) and not is_open(trial.recipe) and has_two_axes:
             again = trial._replace(recipe=self.request.inside, promise_seconds=0.0, known=best)
             self._try([again], tried)
         (trial, best), *rest = tried.ranked
@@ -217,6 +221,28 @@ class _Outer:
         far = [each for each in others if each not in near]
         bound, blocks = self.request.bound_bytes, blocks_of(self.graph)
         return [*promising(near, bound, blocks), *promising(far, bound, blocks)]
+
+    def _try_in_dims(self, tried: _Tried) -> None:
+        """Searches tensor parallelism in two and three dims (`autopar.search.dims`) where memory is tight.
+
+        A setting's promise is its step without a bound on memory.
+        """
+        known, request = tried.ranked[0] if tried.found else None, self.request
+        if not (request.may_have_dims and is_whole(self.graph) and _is_tight(known, request)):
+            return
+        count = (known[1].plan.micro_batches if known else None) or request.micro_batches or 1
+        trials = []
+        for mesh, recipe in settings_in_dims(request.ranks or 1):
+            asked = request.but(mesh=mesh, recipe=recipe, micro_batches=count, stages=None)
+            trials.append(Trial(mesh, count, recipe, self._promise(asked)))
+        before = len(tried.found)
+        best_seconds = tried.best_seconds
+        self._try(sorted(trials, key=lambda each: each.promise_seconds), tried)
+        other = best_seconds if known else None
+        tried.found[before:] = [
+            (trial, each.noted(words_of_dims(each.plan, other, each.price.step_seconds)))
+            for trial, each in tried.found[before:]
+        ]
 
     def _try(self, trials: Iterable[Trial], tried: _Tried) -> None:
         """Searches the plans of settings in order, skipping those that promise no faster step than the best plan."""
@@ -377,3 +403,12 @@ class _Outer:
             schedule=request.chosen_schedule if staged else None,
             chunks=request.chunks if staged else None,
         )  # fmt: skip
+
+
+def _is_tight(known: tuple[Trial, Planned] | None, request: Request) -> bool:
+    """Whether the bound on memory is likely to have ruled out a faster plan than the best known one."""
+    if known is None:
+        return True
+    plan, bytes_ = known[1].plan, known[1].price.peak_bytes
+    gives_way = plan.recompute != "none" or bool(plan.saved) or plan.pipeline is not None
+    return gives_way or bytes_ > FULL * request.bound_bytes

@@ -242,6 +242,14 @@ class Request:
         return 1 if split_recipe(self.recipe)[0] == NAIVE else self.micro_batches
 
     @property
+    def may_have_dims(self) -> bool:
+        """Whether nothing that a user asks for rules out tensor parallelism in two or three dims on a searched mesh."""
+        says = self.recipe != "auto" or self.pins or self.without - {"offload", "recompute"}
+        asks = self.inside_node or self.decompose or self.schedule or self.chunks
+        is_open = self.mesh is None and 1 in (self.depths or (1,))
+        return self.must_fit and is_open and not says and not asks
+
+    @property
     def has_stages(self) -> bool:
         """Whether the mesh has an axis of pipeline stages."""
         return self.mesh is not None and PIPELINE_AXIS in self.mesh.names
