@@ -26,7 +26,6 @@ from autopar.units import format_seconds
 STARTS: tuple[tuple[str, ...], ...] = (*SEVERAL_AXES.values(), SEVERAL_AXES["3d"][:2])
 _NAMES = {rows: name for name, rows in SEVERAL_AXES.items()} | {STARTS[-1]: "3d"}
 OUTER, INNER_AXIS, DATA_AXIS = "tp", "tq", "dp"  # axes of a searched mesh
-FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
 
 
 def starts(named: Mapping[str, str], mesh: Mesh) -> Iterator[dict[str, str]]:

@@ -21,14 +21,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import AutoparError, MeshError, PlanError, RecipeError, SearchError, StateError
+from autopar.errors import MeshError, PlanError, RecipeError, SearchError, StateError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, ParameterPlan, without_pipeline
 from autopar.ir.batches import captured_batch, with_batch
 from autopar.pipeline.composed import state_bytes
 from autopar.pipeline.parts import is_whole
 from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
-from autopar.search.dims import FULL, settings_in_dims, words_of_dims
+from autopar.search.dims import settings_in_dims, words_of_dims
 from autopar.search.given import GivenMesh, Planned
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
@@ -43,39 +43,16 @@ from autopar.search.trials import (
     Explored,
     Searched,
     Trial,
+    Tried,
     blocks_of,
     explore,
+    is_tight,
     promising,
     refined_trials_of,
     trials_of,
 )
 
 Promised = tuple[Mesh, str, int]  # mesh, recipe and micro-batches of a promise
-
-
-@dataclass
-class _Tried:
-    """The settings that were searched so far.
-
-    Attributes:
-        found: settings with their plans.
-        reasons: errors of the settings without a plan.
-        searched: mesh and number of micro-batches of every setting.
-    """
-
-    found: list[tuple[Trial, Planned]] = field(default_factory=list)
-    reasons: list[AutoparError] = field(default_factory=list)
-    searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
-
-    @property
-    def ranked(self) -> list[tuple[Trial, Planned]]:
-        """All plans, best first."""
-        return sorted(self.found, key=lambda each: each[1].key)
-
-    @property
-    def best_seconds(self) -> float:
-        """Seconds of a step of the fastest plan; infinite without a plan."""
-        return min((each.price.step_seconds for _, each in self.found), default=math.inf)
 
 
 def search_plan(
@@ -116,17 +93,19 @@ def search_plan(
 
 @dataclass(frozen=True)
 class _Outer:
+    """The search of a request. Stages of a given mesh must be faster than `faster_than_seconds`.
+
+    Attributes:
+        promises: seconds without a bound on memory.
+    """
+
     graph: Graph
     request: Request
     captured: int
     fingerprint: str
     fixed_storage: Mapping[str, ParameterPlan] | None
-    faster_than_seconds: float = (
-        math.inf
-    )  # stages of a given mesh are searched only for a shorter step
-    promises: dict[Promised, float] = field(
-        default_factory=dict
-    )  # seconds without a bound on memory
+    faster_than_seconds: float = math.inf
+    promises: dict[Promised, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -138,7 +117,7 @@ class _Outer:
             return self._refined(self.request.mesh)
         explored = explore(self.graph, self.request, self.rows)
         first, if_none_fits = trials_of(self.graph, self.request, explored)
-        tried = _Tried()
+        tried = Tried()
         self._try(first, tried)
         if not tried.found:
             self._try(if_none_fits, tried)
@@ -202,7 +181,7 @@ class _Outer:
         trial = found.trial._replace(known=None)
         return found._replace(best=self._exact(trial, faster_than_seconds), trial=trial)
 
-    def _recounted(self, tried: _Tried, explored: Explored | None) -> list[Trial]:
+    def _recounted(self, tried: Tried, explored: Explored | None) -> list[Trial]:
         """Settings of the best mesh with numbers of micro-batches that were not tried on it.
 
         Half and twice the best number come first, because the promises on one mesh hardly differ. Then come the others
@@ -222,13 +201,13 @@ class _Outer:
         bound, blocks = self.request.bound_bytes, blocks_of(self.graph)
         return [*promising(near, bound, blocks), *promising(far, bound, blocks)]
 
-    def _try_in_dims(self, tried: _Tried) -> None:
+    def _try_in_dims(self, tried: Tried) -> None:
         """Searches tensor parallelism in two and three dims (`autopar.search.dims`) where memory is tight.
 
         A setting's promise is its step without a bound on memory.
         """
         known, request = tried.ranked[0] if tried.found else None, self.request
-        if not (request.may_have_dims and is_whole(self.graph) and _is_tight(known, request)):
+        if not (request.may_have_dims and is_whole(self.graph) and is_tight(known, request)):
             return
         count = (known[1].plan.micro_batches if known else None) or request.micro_batches or 1
         trials = []
@@ -244,7 +223,7 @@ class _Outer:
             for trial, each in tried.found[before:]
         ]
 
-    def _try(self, trials: Iterable[Trial], tried: _Tried) -> None:
+    def _try(self, trials: Iterable[Trial], tried: Tried) -> None:
         """Searches the plans of settings in order, skipping those that promise no faster step than the best plan."""
         count = 0
         for trial in trials:
@@ -403,12 +382,3 @@ class _Outer:
             schedule=request.chosen_schedule if staged else None,
             chunks=request.chunks if staged else None,
         )  # fmt: skip
-
-
-def _is_tight(known: tuple[Trial, Planned] | None, request: Request) -> bool:
-    """Whether the bound on memory is likely to have ruled out a faster plan than the best known one."""
-    if known is None:
-        return True
-    plan, bytes_ = known[1].plan, known[1].price.peak_bytes
-    gives_way = plan.recompute != "none" or bool(plan.saved) or plan.pipeline is not None
-    return gives_way or bytes_ > FULL * request.bound_bytes

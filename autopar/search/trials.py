@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from autopar.cost_model.cluster import Cluster
-from autopar.errors import SearchError
+from autopar.errors import AutoparError, SearchError
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, with_pipeline
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.parts import block_starts
@@ -25,6 +25,7 @@ from autopar.search.settings import PricedCandidate
 MOST_EXACT = 4  # number of settings whose plans are searched
 WORTH_MOVING = 0.25  # smallest state of training that is worth moving to the host, as a part of the memory bound
 _SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
+_FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
 # Plans of other settings are kept for display if their steps are at most this many times as long as the best one.
 MOST_SHOWN = 1.1
 
@@ -75,6 +76,31 @@ class Searched(NamedTuple):
     trial: Trial
     others: tuple[Planned, ...] = ()
     explored: Explored | None = None
+
+
+@dataclass
+class Tried:
+    """The settings that were searched so far.
+
+    Attributes:
+        found: settings with their plans.
+        reasons: errors of the settings without a plan.
+        searched: mesh and number of micro-batches of every setting.
+    """
+
+    found: list[tuple[Trial, Planned]] = field(default_factory=list)
+    reasons: list[AutoparError] = field(default_factory=list)
+    searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
+
+    @property
+    def ranked(self) -> list[tuple[Trial, Planned]]:
+        """All plans, best first."""
+        return sorted(self.found, key=lambda each: each[1].key)
+
+    @property
+    def best_seconds(self) -> float:
+        """Seconds of a step of the fastest plan; infinite without a plan."""
+        return min((each.price.step_seconds for _, each in self.found), default=math.inf)
 
 
 def explore(graph: Graph, request: Request, rows: int) -> Explored | None:
@@ -201,6 +227,15 @@ def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
         for mesh in meshes_of(request.ranks // depth, named):
             world = with_pipeline(mesh, depth, 0) if depth > 1 or is_staged else mesh
             yield Trial(world, request.chosen_micro_batches, request.inside)
+
+
+def is_tight(known: tuple[Trial, Planned] | None, request: Request) -> bool:
+    """Whether the bound on memory is likely to have ruled out a faster plan than the best known one."""
+    if known is None:
+        return True
+    plan, bytes_ = known[1].plan, known[1].price.peak_bytes
+    gives_way = plan.recompute != "none" or bool(plan.saved) or plan.pipeline is not None
+    return gives_way or bytes_ > _FULL * request.bound_bytes
 
 
 def _depth(mesh: Mesh) -> int:
