@@ -81,7 +81,13 @@ class GivenMesh:
         try:
             found = self._search()
         except SearchError:
-            if not self._is_sliced or not (sliced := self._that_fit_in_slices()):
+            is_open = self.fixed_storage is None and self.request.recompute in (
+                None,
+                "none",
+                "full",
+            )
+            sliced = self._that_fit_in_slices() if is_open and self._is_sliced else []
+            if not sliced:
                 raise
             return min(sliced, key=lambda each: each.key)
         if is_saved_wish(self.request.recompute) or not self._is_sliced or found.plan.saved:
@@ -207,9 +213,8 @@ class GivenMesh:
         if not is_whole(self.graph):
             return []
         plan = self._but(must_fit=False)._flat().plan
-        words: tuple[Recompute, ...] = ("none", "full")
-        if self.request.recompute == "none":
-            words = ("none",)
+        every: tuple[Recompute, ...] = ("none", "full")
+        words = [word for word in every if self.request.recompute in (None, word)]
         plans = [self._priced(replace(plan, recompute=word)) for word in words]
         tiers: tuple[Tier, ...] = ("device", "host") if self.request.offload else ("device",)
         found = [self._sliced(each, tier) for each in plans for tier in tiers]
