@@ -11,6 +11,10 @@ from __future__ import annotations
 import threading
 import time
 
+_LOOK_SECONDS = (
+    0.1  # between two looks whether the script has ended, which then waits for the thread
+)
+
 
 class Pace:
     """The pace of one thread; its work calls `rest` after every piece.
@@ -29,9 +33,11 @@ class Pace:
     def rest(self) -> None:
         """Sleeps as its share demands for what the thread has spent since the last rest; not when it has to hurry."""
         rest_seconds = self._rests * (time.thread_time() - self._spent_seconds)
-        left_seconds = self._end_seconds - time.monotonic()
-        if threading.main_thread().is_alive():
-            self._hurry.wait(max(0.0, min(rest_seconds, left_seconds)))
+        end_seconds = min(time.monotonic() + rest_seconds, self._end_seconds)
+        while threading.main_thread().is_alive():
+            left_seconds = min(end_seconds - time.monotonic(), _LOOK_SECONDS)
+            if left_seconds <= 0 or self._hurry.wait(left_seconds):
+                break
         self._spent_seconds = time.thread_time()
 
     def hurry(self) -> None:

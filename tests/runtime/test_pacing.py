@@ -53,6 +53,17 @@ def test_rests_end_by_themselves() -> None:
     assert len(rested) == 1
 
 
+def test_a_rest_ends_with_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    rested: list[object] = []
+    thread = _in_a_thread(rested, Pace(1e-9, 1e6))
+    thread.join(0.3)
+    assert not rested  # it rests
+    ended = threading.Thread()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    thread.join(30)
+    assert len(rested) == 1
+
+
 def test_finish_does_not_wait_for_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_save, "_SHARE", 1e-9)
     with Checkpoints(tmp_path, timeout_seconds=1e6) as checkpoints:
