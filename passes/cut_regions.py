@@ -33,7 +33,7 @@ def cut_regions(module: fx.GraphModule, make: Make) -> fx.GraphModule:
 
     Args:
         module: the graph; the submodules are added to it as well. A call may have the number of its block
-            in `meta["block"]`, and in `meta["again"]` whether backward recomputes it.
+            in `meta["block"]`, and in `meta["recomputed"]` whether backward recomputes it.
         make: function that takes the graph of a region (its inputs -> the tuple of its results) and returns
             the submodule. Equal regions have identical code.
     """
@@ -45,7 +45,7 @@ def cut_regions(module: fx.GraphModule, make: Make) -> fx.GraphModule:
             inputs, results = _edges(group)
             module.add_submodule(name, make(_extract(group, inputs, results)))
             call = graph.call_module(name, tuple(copies[n] for n in inputs))
-            call.meta["again"] = group[0].meta.get("again", False)
+            call.meta["recomputed"] = group[0].meta.get("recomputed", False)
             for i, node in enumerate(results):
                 copies[node] = graph.call_function(operator.getitem, (call, i))
                 copies[node].meta = dict(node.meta)
@@ -80,7 +80,7 @@ def _place(node: fx.Node, latest: Any) -> Any:
     A call without a block takes the values of the call before it.
     """
     is_marked = "block" in node.meta
-    return (node.meta["block"], node.meta.get("again", False)) if is_marked else latest
+    return (node.meta["block"], node.meta.get("recomputed", False)) if is_marked else latest
 
 
 def _is_plain(node: fx.Node) -> bool:

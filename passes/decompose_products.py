@@ -78,7 +78,7 @@ def _multiplies(user: fx.Node, gathered: fx.Node) -> bool:
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:
     """Whether backward recomputes both nodes or none."""
-    return bool(a.meta.get("again", False)) == bool(b.meta.get("again", False))
+    return bool(a.meta.get("recomputed", False)) == bool(b.meta.get("recomputed", False))
 
 
 def _has_rows(node: fx.Node) -> bool:

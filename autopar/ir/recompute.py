@@ -174,7 +174,7 @@ def parse_wish(text: str) -> RecomputeWish:
     return parse_recompute(text)
 
 
-def blocks_again(recompute: Recompute, blocks: int) -> int:
+def recomputed_blocks(recompute: Recompute, blocks: int) -> int:
     """Number of a stage's blocks that recompute something, given the number of its `blocks`."""
     if isinstance(recompute, int):
         return min(recompute, blocks)

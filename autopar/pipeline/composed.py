@@ -24,7 +24,7 @@ from autopar.ir import Graph, Plan, Tier
 from autopar.ir.recompute import Recompute, Selection
 from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.executed import ExecutedStep
-from autopar.pipeline.parts import is_whole, ops_again, parts_of_ops
+from autopar.pipeline.parts import is_whole, ops_recomputed_by, parts_of_ops
 from autopar.pipeline.recomputable import selected
 from autopar.pipeline.saved_values import SavedValues
 
@@ -234,5 +234,5 @@ class RecomputationPrice(NamedTuple):
         if isinstance(plan.recompute, Selection):
             chosen = selected(graph, plan, plan.recompute)
             return cls(parts_of_ops(graph, plan), frozenset(), "none", chosen, slices)
-        again = ops_again(graph, plan) if plan.recompute != "none" else frozenset()
+        again = ops_recomputed_by(graph, plan) if plan.recompute != "none" else frozenset()
         return cls(parts_of_ops(graph, plan), again, "none", slices=slices)

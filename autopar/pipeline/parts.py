@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.errors import SearchError
 from autopar.ir import Graph, Plan
-from autopar.ir.recompute import Recompute, blocks_again
+from autopar.ir.recompute import Recompute, recomputed_blocks
 from autopar.pipeline.repetition import Repetition
 
 
@@ -107,7 +107,7 @@ def ends_of_repeats(parts: Sequence[Part], recompute: Recompute) -> list[int]:
     The stage itself may end earlier. Parts without `may_repeat` are never recomputed. Two parts of one block count as
     one block.
     """
-    most = blocks_again(recompute, len(parts))
+    most = recomputed_blocks(recompute, len(parts))
     again = [number for number, part in enumerate(parts) if part.may_repeat]
     block = 0  # counts the blocks that may be recomputed, from 0 on
     blocks = [block]
@@ -155,7 +155,7 @@ def _numbers(graph: Graph, parts: Sequence[Part]) -> dict[str, int]:
     return found
 
 
-def ops_again(graph: Graph, plan: Plan) -> frozenset[str]:
+def ops_recomputed_by(graph: Graph, plan: Plan) -> frozenset[str]:
     """Names of the ops of the blocks that a plan recomputes in backward."""
     _, again = repeating_parts(graph, plan)
     return frozenset(name for name, number in parts_of_ops(graph, plan).items() if number in again)

@@ -22,7 +22,7 @@ from autopar.rules.random import is_key
 def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[int]:
     """Marks every call of a program with its block and with whether backward recomputes it.
 
-    Writes the number of the block into `meta["block"]`, and a bool into `meta["again"]`. Returns the blocks of
+    Writes the number of the block into `meta["block"]`, and a bool into `meta["recomputed"]`. Returns the blocks of
     which something is recomputed. Blocks are numbered as `repeating_parts` has them: one that is cut by the
     plan counts as two.
     """
@@ -35,7 +35,7 @@ def mark_blocks(module: fx.GraphModule, graph: Graph, plan: Plan) -> frozenset[i
     for node, number in stage_numbers(module, places, begins).items():
         producer = node.meta["origin"], node.meta.get("converts", "")
         node.meta["block"] = number
-        node.meta["again"] = (
+        node.meta["recomputed"] = (
             number in blocks
             and not is_key(node)
             and (chosen is None or chosen.get(producer, False))

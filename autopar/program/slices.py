@@ -81,7 +81,7 @@ def _note(graph: fx.Graph, node: fx.Node, slices: Mapping[int, KeptSlice]) -> No
             continue
         with graph.inserting_before(users[0]):
             note = graph.call_function(kept, (node, found.name if found else ""))
-        note.meta |= {"origin": users[0].meta["origin"], "block": block, "again": False}
+        note.meta |= {"origin": users[0].meta["origin"], "block": block, "recomputed": False}
         for user in users:
             user.replace_input_with(node, note)
 

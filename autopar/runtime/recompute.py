@@ -1,6 +1,6 @@
 """Selective recomputation: backward runs some calls of a block a second time, so that their results are not saved.
 
-Each call of a block is either recomputed or not (`meta["again"]`); see [Note: recomputing ops] in
+Each call of a block is either recomputed or not (`meta["recomputed"]`); see [Note: recomputing ops] in
 `autopar.pipeline.recomputable`. While a block runs forward, saved-tensor hooks see every tensor that autograd
 saves. A tensor in memory that a recomputed call made is replaced by a handle; any other is kept, and so is
 what the recomputed calls read. When backward asks for the first handle of a block, the calls that are needed
@@ -43,7 +43,7 @@ class Recomputed(nn.Module):
     """A block of a program as a module, which recomputes calls in backward.
 
     Args:
-        block: graph of the block; `meta["again"]` of a call says whether backward recomputes it.
+        block: graph of the block; `meta["recomputed"]` of a call says whether backward recomputes it.
     """
 
     def __init__(self, block: fx.GraphModule) -> None:
@@ -104,11 +104,11 @@ class _Calls:
     """
 
     def __init__(self, block: fx.GraphModule) -> None:
-        self._again: dict[fx.Node, bool] = {}
+        self._recomputed: dict[fx.Node, bool] = {}
         for node in block.graph.nodes:
             picks = node.target is operator.getitem
-            marked = node.op != "placeholder" and node.meta.get("again", False)
-            self._again[node] = self._again[node.args[0]] if picks else marked
+            marked = node.op != "placeholder" and node.meta.get("recomputed", False)
+            self._recomputed[node] = self._recomputed[node.args[0]] if picks else marked
         calls = [n for n in block.graph.nodes if n.op in ("call_function", "call_module")]
         self.recorded = [n for n in calls if n.target is not operator.getitem]
         self.order = {node: i for i, node in enumerate(block.graph.nodes)}
@@ -117,7 +117,13 @@ class _Calls:
         self.given = self._given(calls)
 
     def _given(self, calls: Sequence[fx.Node]) -> dict[str, list[tuple[int | None, str]]]:
-        read = {x for n in calls if self._again[n] for x in n.all_input_nodes if not self._again[x]}
+        read = {
+            x
+            for n in calls
+            if self._recomputed[n]
+            for x in n.all_input_nodes
+            if not self._recomputed[x]
+        }
         given: dict[str, list[tuple[int | None, str]]] = {}
         for node in sorted(read, key=self.order.__getitem__):
             if node.target is operator.getitem:
@@ -126,9 +132,9 @@ class _Calls:
                 given.setdefault(node.name, []).append((None, node.name))
         return given
 
-    def is_again(self, name: str) -> bool:
+    def is_recomputed(self, name: str) -> bool:
         """Whether backward recomputes a call."""
-        return self._again[self.names[name]]
+        return self._recomputed[self.names[name]]
 
     def needed(self, names: frozenset[str]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The recomputed calls that the named ones need, in order, and the other nodes that these read."""
@@ -138,7 +144,7 @@ class _Calls:
             node = waiting.pop()
             if node not in found:
                 found[node] = None
-                waiting += [x for x in node.all_input_nodes if self._again[x]]
+                waiting += [x for x in node.all_input_nodes if self._recomputed[x]]
         reads = {x for node in found for x in node.all_input_nodes if x not in found}
         return sorted(found, key=self.order.__getitem__), sorted(reads, key=self.order.__getitem__)
 
@@ -174,7 +180,7 @@ class _FirstRun(CallRecording):
 
     def begin(self, step: RecordedCall) -> None:
         super().begin(step)
-        if step.draws and self._calls.is_again(step.name):
+        if step.draws and self._calls.is_recomputed(step.name):
             self._states[step.name] = self._context.generators()
 
     def end(self, step: RecordedCall, result: Any) -> None:
@@ -185,7 +191,7 @@ class _FirstRun(CallRecording):
         """The object that autograd saves in place of a tensor."""
         is_known, place = self.home(x)
         name = self.at if not is_known else place[0] if place else ""
-        if not name or not self._calls.is_again(name):
+        if not name or not self._calls.is_recomputed(name):
             return _Kept.of(x, self._outer)
         handle = _Dropped(self, (*place, 1) if place else (*self.next_own(), 0), SavedView.of(x))
         self._handles.append(weakref.ref(handle))

@@ -134,5 +134,5 @@ def test_a_weight_that_depends_on_a_later_product_keeps_the_gather(graph):
 def test_recomputed_rows_of_a_kept_product_keep_the_gather(graph):
     x, w = graph.placeholder("x"), graph.placeholder("w")
     rows_of_all = gathered(graph, x)
-    rows_of_all.meta["again"] = True
+    rows_of_all.meta["recomputed"] = True
     assert unchanged(graph, linear(graph, rows_of_all, w))

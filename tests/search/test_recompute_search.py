@@ -13,7 +13,7 @@ from gpt import GPT, GPTConfig, loss_fn
 from autopar.cost_model import find_hardware
 from autopar.errors import PlanError, SearchError
 from autopar.ir import Graph, Pipeline, Plan
-from autopar.ir.recompute import Recompute, Selection, blocks_again
+from autopar.ir.recompute import Recompute, Selection, recomputed_blocks
 from autopar.pipeline.composed import composed
 from autopar.pipeline.parts import repeating_parts
 from autopar.pipeline.stage_costs import StageTables
@@ -42,7 +42,7 @@ def fullest(each: PipelineFound) -> float:
 
 
 def count(recompute: Recompute) -> int:
-    return blocks_again(recompute, LAYERS)
+    return recomputed_blocks(recompute, LAYERS)
 
 
 # --- memory
