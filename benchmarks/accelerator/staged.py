@@ -110,6 +110,13 @@ class StagedGroup(dist.ProcessGroup):
         work = self._gloo.gather(hosts, [_on_host(x) for x in inputs], opts)
         return StagedWork(work, _flat(outputs), _flat(hosts))
 
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> StagedWork:
+        hosts = [_on_host(x) for x in outputs]
+        work = self._gloo.scatter(hosts, [[_on_host(x) for x in each] for each in inputs], opts)
+        return StagedWork(work, outputs, hosts)
+
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> StagedWork:
         host = _on_host(output)
         work = self._gloo._allgather_base(

@@ -29,6 +29,9 @@ def collectives() -> dict[str, list[float]]:
     _torch.start_all_reduce(found["started"], group).wait()
     found["broadcast"] = x.clone()
     dist.broadcast(found["broadcast"], src=1)
+    part, parts = torch.empty(1), [x[:1].clone(), x[1:].clone()] if rank == 1 else None
+    dist.scatter(part, parts, src=1)
+    found["a part each"] = _torch.all_gather(part, 2, name)
     other = torch.empty(2)
     sends = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
     for work in dist.batch_isend_irecv(sends):
@@ -50,5 +53,6 @@ def test_collectives_are_those_worked_out_by_hand() -> None:
         "exchanged": [1, 10, 2, 20],
         "started": [11, 22],
         "broadcast": [10, 20],
+        "a part each": [10, 20],
         "passed on": [11, 22],
     }
