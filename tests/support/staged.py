@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +20,10 @@ from autopar.capture.export import capture_step
 from autopar.capture.open_sizes import OpenDims
 from autopar.cost_model import find_hardware
 from autopar.ir import PLACEMENTS, Graph, MixedPrecision, Pipeline, Plan
+from autopar.passes import clean_up
 from autopar.pipeline.parts import block_starts
-from autopar.planning.planning import Prepared, make_plan, prepare_step
+from autopar.planning.planning import Prepared, make_plan, prepare_step, prepared_of
+from autopar.program import captures
 from autopar.search import RecipeLike
 from autopar.search.request import Request
 
@@ -71,6 +74,20 @@ def _prepared(step: _Step) -> Prepared:
     return step.capture()
 
 
+# Copies of graphs that are cleaned already -> the steps of which they are copies, with their analysis.
+_COPIES: weakref.WeakKeyDictionary[fx.GraphModule, Prepared] = weakref.WeakKeyDictionary()
+
+
+def _clean_up(module: fx.GraphModule) -> None:
+    if module not in _COPIES:
+        clean_up(module)
+
+
+def _prepared_of(captured: Captured) -> Prepared:
+    known = _COPIES.get(captured.module)
+    return prepared_of(captured) if known is None else replace(known, captured=captured)
+
+
 def _key(model: nn.Module, batch: Sequence[Any], *others: Hashable) -> Hashable:
     """The model's text and mode, the kinds of its parameters, buffers and inputs, and `others`."""
     named = [*model.named_parameters(), *model.named_buffers(), *enumerate(batch)]
@@ -93,7 +110,7 @@ def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepa
 
 @contextlib.contextmanager
 def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
-    """Inside, `autopar.compile` takes the capture of an equal step that this process has captured before.
+    """Inside, `autopar.compile` takes the capture and analysis of an equal step that this process has captured before.
 
     So does another `caller` of `prepare_step`.
 
@@ -122,12 +139,19 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
         if any(open_dims):
             return capture_step(model, args, kwargs, loss_fn, precision, numbers, open_dims)
         options = {"loss_fn": loss_fn, "precision": precision, "numbers": numbers}
-        found = prepared(model, args, kwargs, **options).captured
-        module = fx.GraphModule(found.module, copy.deepcopy(found.module.graph))
-        return replace(found, module=module)
+        found = prepared(model, args, kwargs, **options)
+        module = fx.GraphModule(found.captured.module, copy.deepcopy(found.captured.module.graph))
+        _COPIES[module] = found
+        return replace(found.captured, module=module)
 
-    name, mine = ("capture_step", captured) if caller is planner else ("prepare_step", prepared)
-    with mock.patch.object(caller, name, mine):
+    with contextlib.ExitStack() as stack:
+        if caller is planner:
+            replaced = [(planner, "capture_step", captured), (planner, "prepared_of", _prepared_of)]
+            replaced.append((captures, "clean_up", _clean_up))
+        else:
+            replaced = [(caller, "prepare_step", prepared)]
+        for module, name, mine in replaced:
+            stack.enter_context(mock.patch.object(module, name, mine))
         yield
 
 
