@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compile_mlp
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,6 +31,7 @@ def test_a_step_of_adamw_writes_no_dtensor(two_ranks: Ranks, recipe: str) -> Non
     assert two_ranks.run(_writes, recipe) == [0, 0]
 
 
+@captured_once()
 def _writes(recipe: str) -> int:
     model, batch = compile_mlp(recipe)
     optimizer = torch.optim.AdamW(model.parameters())  # before the parameters are placed

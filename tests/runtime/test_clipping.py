@@ -16,6 +16,7 @@ from autopar.runtime.clipping import clip_grad_norm_
 from autopar.runtime.world import World
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -44,6 +45,7 @@ def a_model(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, batch
 
 
+@captured_once()
 def clipped(
     name: str, mesh: dict[str, int], recipe: str | dict[str, str], max_norm: float
 ) -> list[tuple[float, dict[str, Tensor]]]:

@@ -19,6 +19,7 @@ from autopar.ops.collectives import group_name
 from autopar.ops.exchange import EXCHANGES, combined, dispatched, table_of
 from tests.runtime.ranks import Ranks
 from tests.support.experts import Integers, Routed, routes
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -82,6 +83,7 @@ def subject(kind: str, dtype: torch.dtype = torch.float64) -> tuple[Routed, tupl
     return Routed().to(dtype), (torch.randn(ROWS, WIDTH, dtype=dtype), routes(kind, ROWS))
 
 
+@captured_once()
 def trained(kind: str, mesh: dict[str, int], recipe: Any, **options: Any) -> dict[str, Tensor]:
     """The loss, and every gradient whole."""
     model, batch = subject(kind)
@@ -129,6 +131,7 @@ def test_all_else_is_compiled(two_ranks: Ranks) -> None:
     assert all(first == second > 0 for _, (first, second) in found)
 
 
+@captured_once()
 def compiled_twice() -> tuple[dict[str, dict[str, Tensor]], tuple[int, int]]:
     """The results of two routings, and how many regions were compiled after each."""
     model, batch = subject("even")
@@ -169,6 +172,7 @@ def half_square(y: Tensor) -> Tensor:
     return y.square().sum() / 2
 
 
+@captured_once()
 def trained_exactly(kind: str, mesh: dict[str, int], recipe: Any) -> dict[str, Tensor]:
     model, batch = of_integers(kind)
     return gradients(autopar.compile(model, loss_fn=half_square, mesh=mesh, recipe=recipe), batch)
@@ -204,6 +208,7 @@ def stacked() -> tuple[Stacked, tuple[Tensor, Tensor]]:
     return Stacked().double(), subject("skewed")[1]
 
 
+@captured_once()
 def staged(schedule: str, recompute: str) -> dict[str, Tensor]:
     """The loss, and the gradients of this rank's stage."""
     model, batch = stacked()
@@ -247,6 +252,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@captured_once()
 def sent_and_priced(mesh: dict[str, int]) -> tuple[dict[str, int], dict[str, float]]:
     """What a step sends, as counted and as the price has it."""
     model, batch = subject("even")
@@ -301,6 +307,7 @@ def test_a_model_behind_torch_compile_drops_nothing(two_ranks: Ranks) -> None:
     assert "1 combine, 2 dispatch" in said[0]  # rows, and their weights
 
 
+@captured_once()
 def first_nan() -> tuple[str, str, str, int]:
     """The first NaN of a step in which what an expert of the last rank makes is too large."""
     model, batch = subject("skewed")

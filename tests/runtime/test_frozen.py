@@ -17,6 +17,7 @@ from autopar.planning.planning import prepare_step
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_extras import batch
 from tests.runtime.test_own_backward import Losing
+from tests.support.staged import captured_once
 
 FROZEN = ("table.weight", "first.weight", "first.bias")  # the first stage of two, and more of it
 
@@ -48,6 +49,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
+@captured_once()
 def on_a_rank(options: dict[str, Any], flags: tuple[bool, ...]) -> Any:
     """The same on this rank, and the names of the parameters that it holds."""
     model = Losing()

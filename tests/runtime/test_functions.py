@@ -12,6 +12,7 @@ import autopar
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import difference, train
 from tests.support.functions import made
+from tests.support.staged import captured_once
 
 NAMES = (
     "straight_round",
@@ -35,6 +36,7 @@ def _single(name: str) -> dict[str, Any]:
     return train(model, step, batch)
 
 
+@captured_once()
 def _compiled(name: str, mesh: dict[str, int], recipe: Any, **kwargs: Any) -> dict[str, Any]:
     model, batch = made(name)
     compiled = autopar.compile(model, mesh=mesh, recipe=recipe, **kwargs)

@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import PlanError, StepError
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_extras import Named, OwnLoss, batch, worst
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -55,6 +56,7 @@ def trained(model: nn.Module) -> Named:
     return found | {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in weights.items()}
 
 
+@captured_once()
 def on_a_rank(options: dict[str, Any], planned: bool = False) -> Named:
     if planned:  # by a plan of a step, before any step
         options = {"plan": autopar.compile(Losing(), example_inputs=batch(), **options).plan}
@@ -98,6 +100,7 @@ def test_training_by_backward_is_that_of_one_device(
         assert worst(found, {name: expected[name] for name in found}) < 1e-9
 
 
+@captured_once()
 def of_a_result(options: dict[str, Any]) -> tuple[float, str]:
     made = autopar.compile(LikeTransformers(), **options)
     tokens, labels = batch()
@@ -157,6 +160,7 @@ def test_what_follows_a_model_without_a_loss_is_differentiated_as_always() -> No
     assert max((p.grad - q.grad).abs().max().item() for p, q in pairs) < 1e-12
 
 
+@captured_once()
 def early_forward(mesh: dict[str, int], recipe: str) -> tuple[float, float, bool]:
     """A forward before the first step, under a plan of a step; then the loss of a step."""
     plain = OwnLoss()

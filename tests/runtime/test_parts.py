@@ -15,6 +15,7 @@ from tests.runtime.models import make
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.test_shapes import cross_entropy, distance, reader, tokens
 from tests.runtime.training import difference, single, train
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -27,6 +28,7 @@ PLANS: list[tuple[dict[str, int], str, int]] = [
 ]
 
 
+@captured_once()
 def trained(mesh: dict[str, int], recipe: str, micro_batches: int) -> dict[str, Any]:
     """What training gives where each rank has a part of the model's batch, in the order of the ranks."""
     model, batch, loss_fn = make("gpt")
@@ -52,6 +54,7 @@ def test_parts_on_a_mesh_of_two_axes(four_ranks: Ranks) -> None:
     assert max(difference(each, single("gpt")) for each in found) < 1e-9
 
 
+@captured_once()
 def sampled() -> tuple[list[float], list[float]]:
     """Losses of an epoch, the ranks' samplers giving each its rows, and of one process that has all of them."""
     data = TensorDataset(*tokens((16, 8)))
@@ -97,6 +100,7 @@ def test_parts_of_several_shapes(two_ranks: Ranks) -> None:
     assert "rank 0 [3, 8], [3, 8]; rank 1 [4, 8], [4, 8]" in refused
 
 
+@captured_once()
 def mixed() -> tuple[float, float, str]:
     """The loss of a whole batch, that of its parts, and what is said of whole tokens beside parts of targets."""
     made = autopar.compile(
@@ -118,6 +122,7 @@ def test_a_whole_input_beside_a_part_is_refused_over_micro_batches(two_ranks: Ra
         assert "is the whole batch and input" in said
 
 
+@captured_once()
 def different() -> str:
     """What is said where parts are given and the whole batch is expected."""
     made = autopar.compile(reader(), loss_fn=cross_entropy, mesh={"dp": 2}, recipe="ddp")

@@ -28,6 +28,7 @@ from autopar.planning.planning import prepare_step
 from autopar.proof.random_plan import random_plan
 from autopar.runtime.checkpoint import load_checkpoint, save_checkpoint
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 P, ROWS, WIDTH, LAYERS, MICRO_BATCHES, STEPS = 0.25, 32, 32, 3, 2, 3
@@ -95,6 +96,7 @@ def stepped(model: autopar.CompiledModule) -> Step:
     return loss, found
 
 
+@captured_once()
 def runs(kind: str, folder: str) -> dict[str, list[Step]]:
     """Steps by the same plan with other blocks that run again, and on from a checkpoint after the first."""
     plan, found = plan_of(kind), {}

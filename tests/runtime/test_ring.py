@@ -15,6 +15,7 @@ import autopar
 from autopar import _torch
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import compiled, difference, single
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -81,6 +82,7 @@ class Attending(nn.Module):
         ).square().mean()  # fmt: skip
 
 
+@captured_once()
 def sent_and_priced(mesh: dict[str, int], is_causal: bool) -> tuple[list[int], dict[str, float]]:
     """Bytes that this rank sends to others forward and in all, and the price's of every kind, in a phase."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -140,6 +141,7 @@ KINDS: dict[str, tuple[type[nn.Module], Any]] = {
 }
 
 
+@captured_once()
 def on_a_rank(kind: str, options: dict[str, Any]) -> Trained:
     make, loss_fn = KINDS[kind]
     made = autopar.compile(make(), loss_fn=loss_fn, **options)
@@ -200,6 +202,7 @@ def policy_alone(out: tuple[Tensor, Tensor], returns: Tensor, part: str) -> Tens
     return policy.square().mean() if part == "actor" else (value - returns).square().mean()
 
 
+@captured_once()
 def unused_first() -> tuple[list[str], float]:
     """The placements of the critic, which the first loss does not use; then the loss that does."""
     made = autopar.compile(ActorCritic(), loss_fn=policy_alone, mesh={"dp": 2}, recipe="zero3")

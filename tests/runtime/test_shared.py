@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.proof.verdict import nan_last
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -34,6 +35,7 @@ class Branching(nn.Module):
         return x.square().mean()
 
 
+@captured_once()
 def branching(micro_batches: int) -> list[float]:
     """Losses of steps in training and evaluation mode, all of which train."""
     torch.manual_seed(0)
@@ -88,6 +90,7 @@ class Living(TorchDispatchMode):
         return result
 
 
+@captured_once()
 def alive(schedule: str, micro_batches: int) -> tuple[int, int]:
     """Activations alive in a step at most, and after it."""
     torch.manual_seed(0)
@@ -111,6 +114,7 @@ def test_nothing_outlives_its_backward(two_ranks: Ranks, schedule: str) -> None:
         assert [most for most, _ in few] == [most for most, _ in many]
 
 
+@captured_once()
 def loaded(mesh: dict[str, int]) -> float:
     """The largest entry that differs from the single device's state dict after loading it."""
     torch.manual_seed(1)

@@ -17,6 +17,7 @@ from autopar.capture.export import run_with_loss
 from autopar.proof.verdict import nan_last
 from tests.runtime.models import Normed, Tied, mean_square
 from tests.runtime.ranks import Ranks
+from tests.support.staged import captured_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -190,6 +191,7 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+@captured_once()
 def compare(case: Case, recipe: str) -> float:
     """The largest difference of losses, gradients and buffers in two steps; 1 where a gradient is missing."""
     torch.manual_seed(0)

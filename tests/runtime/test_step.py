@@ -15,6 +15,7 @@ from autopar.proof.verdict import nan_last
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import DP, compile_mlp
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.multiprocess
 # --- inputs
 
 
+@captured_once()
 def local_inputs(micro_batches: int) -> tuple[float, float]:
     """The loss of a global batch, and of the same given as each rank's part."""
     made, (x, y) = compile_mlp("ddp", micro_batches=micro_batches)
@@ -110,6 +112,7 @@ def test_equal_numbers_of_other_types_are_other_programs(two_ranks: Ranks) -> No
         assert found == pytest.approx([1, 1.5, 0.5, 1])
 
 
+@captured_once()
 def inputs_with_gradients() -> tuple[list[str], bool]:
     """What is said of inputs that require gradients, and whether no_grad allows them."""
     made, (x, y) = compile_mlp("ddp")
@@ -134,6 +137,7 @@ def test_inputs_take_no_gradients(two_ranks: Ranks) -> None:
 # --- gradients and losses
 
 
+@captured_once()
 def accumulated() -> float:
     """Two steps without zero_grad in between add up."""
     made, batch = compile_mlp("zero2", micro_batches=2)
@@ -148,6 +152,7 @@ def test_gradients_accumulate_over_steps(two_ranks: Ranks) -> None:
     assert max(two_ranks.run(accumulated), key=nan_last) < 1e-12
 
 
+@captured_once()
 def evaluated(recipe: str) -> tuple[float, float, bool]:
     """A loss under no_grad, the loss of the step after it, and whether gradients were left between."""
     model, batch, loss_fn = make("gpt")
@@ -172,6 +177,7 @@ def test_a_step_without_grad_is_an_evaluation(two_ranks: Ranks, recipe: str) -> 
 # --- several programs
 
 
+@captured_once()
 def dropped(recipe: str) -> tuple[list[float], bool]:
     """Losses with dropout, and whether the gathered states of both ranks agree afterwards."""
     torch.manual_seed(3 + dist.get_rank())
@@ -188,6 +194,7 @@ def test_dropout_draws_anew_and_alike(two_ranks: Ranks, recipe: str) -> None:
     assert varies
 
 
+@captured_once()
 def other_shapes() -> list[tuple[int, ...]]:
     made, (x, y) = compile_mlp("zero3")
     made.step(x, y)

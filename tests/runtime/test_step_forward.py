@@ -16,6 +16,7 @@ from autopar.proof.verdict import nan_last
 from tests.runtime.models import Normed, make, mean_square
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import DP, difference, full_state, single, train
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.multiprocess
 # --- modes
 
 
+@captured_once()
 def normed_modes() -> tuple[dict[str, Any], float, float]:
     """Training with batch norm, then the result of the running statistics, here and in one process."""
     model, batch, loss_fn = make("normed")
@@ -52,6 +54,7 @@ def test_batch_norm_trains_and_evaluates(two_ranks: Ranks) -> None:
 # --- backward and results
 
 
+@captured_once()
 def forward_gradients(recipe: str) -> list[float]:
     """The difference of gradients when the user runs backward on the forward's result."""
     model, (x, y), _ = make("mlp")
@@ -85,6 +88,7 @@ class Cached(nn.Module):
         return rows.sum(1), rows
 
 
+@captured_once()
 def fed_back() -> tuple[list[float], str, str]:
     """Distances of two calls that take what the first gave, of whole batches and of parts; what is refused."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from autopar.errors import CaptureError
 from tests.runtime.models import make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import DP, compile_mlp, difference, full_state, train
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -40,6 +41,7 @@ class Partly(nn.Module):
         return self.frozen(torch.relu(self.used(self.frozen(x))))
 
 
+@captured_once()
 def partly(recipe: str) -> tuple[dict[str, Any], dict[str, bool]]:
     torch.manual_seed(0)
     model = Partly().double()
@@ -65,6 +67,7 @@ def test_frozen_and_unused_parameters_get_no_gradient(two_ranks: Ranks, recipe: 
         assert without == {name: not name.startswith("used") for name in without}
 
 
+@captured_once()
 def unfrozen(recipe: str, local: bool) -> list[list[bool]]:
     """Whether gradients are right with a weight frozen, then free, then frozen again."""
     (model, (x, y), _), (reference, _, _) = make("mlp"), make("mlp")
@@ -107,6 +110,7 @@ def test_parameters_freeze_and_unfreeze(two_ranks: Ranks, recipe: str, local: bo
 # --- the model itself
 
 
+@captured_once()
 def called_itself(recipe: str) -> tuple[str, bool]:
     """What is said where the original module is called, and whether what computes goes on computing."""
     made, batch = compile_mlp(recipe)

@@ -19,6 +19,7 @@ import autopar
 from tests.runtime.models import MLP, Normed, Tied, make, mean_square
 from tests.runtime.ranks import Ranks, equal_on_all
 from tests.runtime.training import DP, compile_mlp, difference, full_state
+from tests.support.staged import captured_once
 from tests.support.tables import often
 
 pytestmark = pytest.mark.multiprocess
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.multiprocess
 # --- optimizers
 
 
+@captured_once()
 def early_optimizers(recipe: str) -> list[float]:
     """Losses with an optimizer made before `compile`, and one made between it and the first step."""
     losses = []
@@ -63,6 +65,7 @@ def test_optimizers_made_before_the_first_step_are_right(two_ranks: Ranks, recip
 # --- state
 
 
+@captured_once()
 def names_and_kinds(recipe: str) -> tuple[list[str], list[str], set[str], bool]:
     made, batch = compile_mlp(recipe)
     made.step(*batch)
@@ -86,6 +89,7 @@ def test_names_are_the_models_own(two_ranks: Ranks, recipe: str) -> None:
         assert loads
 
 
+@captured_once()
 def first_rank_differs() -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     model = MLP().double()
@@ -118,6 +122,7 @@ def test_tied_parameters_stay_one(two_ranks: Ranks) -> None:
 # --- models without weights
 
 
+@captured_once()
 def meta_model(recipe: str, use_init: bool) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Normed()
@@ -158,6 +163,7 @@ def test_init_fn_takes_their_place(two_ranks: Ranks) -> None:
 # --- checkpoints
 
 
+@captured_once()
 def saved(folder: str, recipe: str, load: bool) -> dict[str, Any]:
     """Trains three steps, and saves; or loads what was saved."""
     made, batch = compile_mlp(recipe)

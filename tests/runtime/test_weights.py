@@ -20,6 +20,7 @@ from autopar.errors import AutoparError, PlanError
 from tests.runtime.models import MLP, Normed, Tied
 from tests.runtime.ranks import Ranks
 from tests.runtime.training import full_state
+from tests.support.staged import captured_once
 
 TOKENS = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(0))
 X, Y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -279,6 +280,7 @@ def llama(*, on_meta: bool) -> nn.Module:
         return transformers.LlamaForCausalLM(config)
 
 
+@captured_once()
 def read_train_write(
     folder: Path, out: Path, mesh: dict[str, int], recipe: Any
 ) -> tuple[float, dict[str, Tensor]]:

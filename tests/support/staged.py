@@ -16,13 +16,19 @@ from torch import Tensor, fx, nn
 
 from autopar.api import planner
 from autopar.capture.captured import Captured
-from autopar.capture.export import capture_step
+from autopar.capture.export import capture_forward, capture_step
 from autopar.capture.open_sizes import OpenDims
 from autopar.cost_model import find_hardware
 from autopar.ir import PLACEMENTS, Graph, MixedPrecision, Pipeline, Plan
 from autopar.passes import clean_up
 from autopar.pipeline.parts import block_starts
-from autopar.planning.planning import Prepared, make_plan, prepare_step, prepared_of
+from autopar.planning.planning import (
+    Prepared,
+    make_plan,
+    prepare_forward,
+    prepare_step,
+    prepared_of,
+)
 from autopar.program import captures
 from autopar.search import RecipeLike
 from autopar.search.request import Request
@@ -88,11 +94,39 @@ def _prepared_of(captured: Captured) -> Prepared:
     return prepared_of(captured) if known is None else replace(known, captured=captured)
 
 
-def _key(model: nn.Module, batch: Sequence[Any], *others: Hashable) -> Hashable:
-    """The model's text and mode, the kinds of its parameters, buffers and inputs, and `others`."""
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def _kind(x: Any) -> Hashable:
+    """What a capture sees of an entry of a batch; a value that is no tensor is itself a part of the graph."""
+    return (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else (type(x), repr(x))
+
+
+def _key(
+    model: nn.Module, batch: Sequence[Any], loss_fn: Any, precision: MixedPrecision | None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Hashable:  # fmt: skip
+    """The modules with their attributes, and the kinds of parameters, buffers and inputs."""
     named = [*model.named_parameters(), *model.named_buffers(), *enumerate(batch)]
-    kinds = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in named)
-    return (type(model), repr(model), model.training, kinds, *others)
+    kinds = tuple((name, _kind(x)) for name, x in [*named, *(kwargs or {}).items()])
+    attributes = tuple(
+        (name, key, _attribute(key, value))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    )
+    return (type(model), repr(model), attributes, kinds, loss_fn, precision)
+
+
+def _attribute(key: str, value: Any) -> Hashable:
+    """An attribute of a module, equal for two modules only if a capture sees the same in both."""
+    if key == "config" or not isinstance(value, Hashable):
+        return repr(value)
+    try:
+        hash(value)
+    except TypeError:  # a tuple of lists
+        return repr(value)
+    return type(value), value
 
 
 def prepared_once(model: nn.Module, batch: Sequence[Any], loss_fn: Any) -> Prepared:
@@ -128,9 +162,10 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
                 model, args, kwargs, loss_fn=loss_fn, precision=precision, numbers=numbers
             )
 
-        if kwargs or numbers or not all(isinstance(x, Tensor) for x in args):
+        inputs = (*args, *kwargs.values())
+        if numbers or not all(isinstance(x, (Tensor, *_PLAIN)) for x in inputs):
             return capture()
-        return _prepared(_Step(_key(model, args, loss_fn, precision), capture))
+        return _prepared(_Step(_key(model, args, loss_fn, precision, kwargs), capture))
 
     def captured(
         model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any,
@@ -139,15 +174,33 @@ def captured_once(caller: types.ModuleType = planner) -> Iterator[None]:
         if any(open_dims):
             return capture_step(model, args, kwargs, loss_fn, precision, numbers, open_dims)
         options = {"loss_fn": loss_fn, "precision": precision, "numbers": numbers}
-        found = prepared(model, args, kwargs, **options)
+        return copied(prepared(model, args, kwargs, **options))
+
+    def captured_forward(
+        model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+        precision: MixedPrecision | None, numbers: Sequence[Any] = (), open_dims: OpenDims = (),
+    ) -> Captured:  # fmt: skip
+        if any(open_dims) or numbers or not all(isinstance(x, Tensor) for x in args) or kwargs:
+            return capture_forward(model, args, kwargs, precision, numbers, open_dims)
+
+        def capture() -> Prepared:
+            return prepare_forward(model, args, precision=precision)
+
+        return copied(_prepared(_Step(_key(model, args, "forward", precision), capture)))
+
+    def copied(found: Prepared) -> Captured:
         module = fx.GraphModule(found.captured.module, copy.deepcopy(found.captured.module.graph))
         _COPIES[module] = found
         return replace(found.captured, module=module)
 
     with contextlib.ExitStack() as stack:
         if caller is planner:
-            replaced = [(planner, "capture_step", captured), (planner, "prepared_of", _prepared_of)]
-            replaced.append((captures, "clean_up", _clean_up))
+            replaced: list[tuple[types.ModuleType, str, Any]] = [
+                (planner, "capture_step", captured),
+                (planner, "capture_forward", captured_forward),
+                (planner, "prepared_of", _prepared_of),
+                (captures, "clean_up", _clean_up),
+            ]
         else:
             replaced = [(caller, "prepare_step", prepared)]
         for module, name, mine in replaced:
