@@ -47,7 +47,7 @@ class ParameterItems(NodeItems):
 
     def parameter(self, name: str, how: ParameterPlan) -> Iterator[Holding]:
         """Memory of a parameter, its gradient and its optimizer states."""
-        if has_owner(how.storage):
+        if has_owner(how.storage) or has_owner(how.resident):
             yield from self._owned(name, how)
             return
         tensor = self.graph.tensors[self.graph.parameters[name]]

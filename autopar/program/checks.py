@@ -139,23 +139,18 @@ def _refuse_with_lone_ops(plan: Plan) -> None:
 
 def _check_owners(name: str, parameter: ParameterPlan, dims: Dims, mesh: Mesh) -> None:
     """Raises PlanError for a storage on one rank of an axis that cannot be run."""
-    for used, state, axis in zip(parameter.resident, parameter.storage, mesh.names, strict=True):
-        if used.kind == "O" and used != state:
-            raise PlanError(
-                f"The plan uses parameter {name} as {used}@{axis}, and stores it as {state}@{axis}; a rank can use "
-                f"alone what it stores alone. Store it as {used}@{axis}."
-            )
-    if not has_owner(parameter.storage):
+    found = [layout for layout in (parameter.storage, parameter.resident) if has_owner(layout)]
+    if not found:
         return
-    for state, (axis, size) in zip(parameter.storage, mesh.axes, strict=True):
-        if state.kind == "O" and not 0 <= state.owner < size:
-            raise PlanError(
-                f"The plan gives parameter {name} to {state}@{axis}, and the axis {axis} has {size} ranks, counted "
-                f"from 0; write O(0) to O({size - 1})."
-            )
-    where = (
-        f"The plan stores parameter {name} on one rank ({format_layout(parameter.storage, mesh)})"
-    )
+    for layout in found:
+        for state, (axis, size) in zip(layout, mesh.axes, strict=True):
+            if state.kind == "O" and not 0 <= state.owner < size:
+                raise PlanError(
+                    f"The plan gives parameter {name} to {state}@{axis}, and the axis {axis} has {size} ranks, counted "
+                    f"from 0; write O(0) to O({size - 1})."
+                )
+    verb = "stores" if found[0] == parameter.storage else "uses"
+    where = f"The plan {verb} parameter {name} on one rank ({format_layout(found[0], mesh)})"
     if not dims:
         raise PlanError(f"{where}, and it is a single number, of shape []; store it in R.")
     if parameter.tier != "device":

@@ -106,6 +106,11 @@ def _with_lone_ops(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
         name: replace(how, tier="device", resident=_used_by_owners(how, draw))
         for name, how in plan.parameters.items()
     }
+    others = random.Random(f"others {plan.recipe} {plan.mesh}")
+    parameters = {
+        name: replace(how, resident=_used_by_others(graph.tensors[graph.parameters[name]], how, plan.mesh, others))
+        for name, how in parameters.items()
+    }
     return replace(plan, ops=ops, parameters=parameters)
 
 
@@ -114,6 +119,19 @@ def _used_by_owners(how: ParameterPlan, draw: random.Random) -> Layout:
     return tuple(
         at_rest if at_rest.kind == "O" and draw.random() < 1 / 2 else used
         for at_rest, used in zip(how.storage, how.resident, strict=True)
+    )
+
+
+def _used_by_others(
+    tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random
+) -> Layout:
+    """The resident layout of a parameter, which one in eight times a rank alone uses, wherever the parameter is stored."""
+    owners = [draw.randrange(size) if draw.random() < 1 / 8 else None for size in mesh.sizes]
+    if not tensor.dims:
+        return how.resident
+    return tuple(
+        used if owner is None else O(owner)
+        for used, owner in zip(how.resident, owners, strict=True)
     )
 
 

@@ -11,8 +11,12 @@ from autopar.search.choice_filter import ChoiceFilter
 from autopar.search.recipe_rows import Recipe, Which, is_batch, is_seq
 
 
-def check_axes(graph: Graph, mesh: Mesh) -> None:
-    """Raises MeshError if the size of some axis divides no factor and no dim of any parameter."""
+def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None:
+    """Raises MeshError if the size of some axis divides no factor and no dim of any parameter.
+
+    An axis whose recipe leaves all ops to one rank divides nothing.
+    """
+    serving = [axis for axis, row in zip(mesh.names, recipes, strict=False) if row.worker is not None]
     factors = {(c.factor or c.label, c.size) for op in graph.ops for c in op.choices if c.splits}
     stored = {
         (f"dim {dim} of {name}", math.prod(sizes))
@@ -20,7 +24,7 @@ def check_axes(graph: Graph, mesh: Mesh) -> None:
         for dim, sizes in enumerate(graph.tensors[tensor].dims)
     }
     for axis, size in mesh.axes:
-        if all(found % size for _, found in factors | stored):
+        if axis not in serving and all(found % size for _, found in factors | stored):
             closest = _closest(size, factors or stored)
             remedy = (
                 f"The closest sizes in it are {closest}; choose a size that divides one of them."
@@ -46,11 +50,11 @@ def check_used(graph: Graph, plan: Plan, recipes: Sequence[Recipe]) -> None:
 
     A recipe that shards parameters (ZeRO) is useful even if no op is split: with a batch of 1 every rank does all the
     work, but stores only a part of parameters, gradients and optimizer states. A recipe with owners of parameters must
-    split the batch.
+    split the batch, or leave all ops to one rank.
     """
     for position, (axis, size) in enumerate(plan.mesh.axes):
         recipe = recipes[position]
-        if recipe.may is None or size == 1:
+        if recipe.may is None or recipe.worker is not None or size == 1:
             continue
         split = (op.choice(plan.ops[op.name][position]) for op in graph.ops)
         if _shards_parameters(plan, recipe, position):

@@ -104,7 +104,7 @@ class GivenMesh:
         """Whether a recipe asks for slices of a plan's saved activations, and the plan can have them."""
         request = self.request
         whole = not request.has_stages and is_whole(self.graph)
-        if request.mesh is None or not whole or request.has_lone_pins:
+        if request.mesh is None or not whole or request.has_lone_ops:
             return False
         return any(row.saves_slices for row in resolve(request.inside, request.mesh))
 
@@ -116,7 +116,7 @@ class GivenMesh:
             return self._staged(self._issuing())
         if self.fixed_storage is None:
             _refuse_no_blocks(self.graph, request.recompute)
-        is_fixed = self.fixed_storage is not None or request.has_lone_pins
+        is_fixed = self.fixed_storage is not None or request.has_lone_ops
         if is_fixed or not has_blocks(self.graph):
             return self._priced(self._flat().plan)
         if request.recompute == "none":

@@ -8,7 +8,8 @@ The busiest rank then has at most 4/3 of the least possible work (Graham, Bounds
 it found:
 
     op              the label `@i` along the axis; on all ranks if the op draws random numbers
-    parameter       stored and used by rank i alone, if all its uses are ops of this rank
+    parameter       stored and used by rank i alone, if all its uses are ops of this rank; stored elsewhere under a
+                    recipe whose other ranks serve
     input           whole on every rank along the axis, because a rank takes its part of an input without communication
     everything else as the search found it, or, under the recipe `auto`, unsplit along the axis, whichever is faster
 """
@@ -16,7 +17,7 @@ it found:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -29,6 +30,7 @@ from autopar.ir import (
     UNSPLIT,
     Graph,
     Labels,
+    Layout,
     Mesh,
     O,
     Op,
@@ -41,6 +43,7 @@ from autopar.ir import (
     why_not_alone,
 )
 from autopar.ir.note import Note
+from autopar.search.recipe_rows import Recipe
 
 _PIN = re.compile(rf"{OWNED}(\d+|\*)(@.+)?")
 
@@ -52,10 +55,12 @@ class LonePins:
     Attributes:
         owners: op name -> index of an axis -> position along it of the rank that runs the op.
         drawing: number of matched ops that stay on all ranks, because they draw random numbers.
+        served: indices of the axes along which other ranks than the owner of the ops store the parameters.
     """
 
     owners: Mapping[str, Mapping[int, int]]
     drawing: int = 0
+    served: frozenset[int] = frozenset()
 
 
 def is_lone_pin(text: str) -> bool:
@@ -65,6 +70,29 @@ def is_lone_pin(text: str) -> bool:
     (True, True, False)
     """
     return any(_PIN.fullmatch(part) for part in text.split())
+
+
+def with_workers(pins: LonePins, graph: Graph, mesh: Mesh, recipes: Sequence[Recipe]) -> LonePins:
+    """The same with all ops on one rank of each axis whose recipe says so (`Recipe.worker`).
+
+    Raises RecipeError for a pin that gives an op to another rank of such an axis.
+    """
+    working = {
+        axis: row.worker
+        for axis, row in enumerate(recipes)
+        if row.worker is not None and mesh.sizes[axis] > 1
+    }
+    if not working:
+        return pins
+    for name, owners in pins.owners.items():
+        for axis in owners.keys() & working:
+            raise RecipeError(
+                f"A pin gives {name} to @{owners[axis]}@{mesh.names[axis]}, and the recipe {recipes[axis].name} runs "
+                f"all ops on rank {working[axis]} of this axis; leave out the pin, or take another recipe."
+            )
+    alone = {op.name: {**pins.owners.get(op.name, {}), **working} for op in graph.ops if not op.draws}
+    drawing = sum(op.draws for op in graph.ops)
+    return LonePins(alone, drawing, frozenset(working))
 
 
 def without_lone_pins(pins: Mapping[str, str] | None) -> dict[str, str]:
@@ -205,7 +233,8 @@ def lone_notes(pins: LonePins) -> tuple[Note, ...]:
     ops = "1 op" if pins.drawing == 1 else f"{pins.drawing} ops"
     return (
         Note(
-            f"{ops} that the pins leave to one rank run on all, in step: they draw random numbers",
+            f"{ops} that {'the recipe leaves' if pins.served else 'the pins leave'} to one rank run on all, in step: "
+            "they draw random numbers",
             "owners",
         ),
     )
@@ -264,7 +293,7 @@ def _put(
         for name, owners in _owned(graph, pins)
         if lies_in_chunks(
             graph.tensors[graph.parameters[name]].dims,
-            _stored(plan.parameters[name], owners, unsplit).storage,
+            _stored(plan.parameters[name], owners, unsplit, pins.served).storage,
             plan.mesh,
         )
     }
@@ -272,7 +301,7 @@ def _put(
     return replace(
         plan, ops=ops,
         parameters={
-            name: how if name in fixed else _stored(how, owned.get(name, {}), unsplit)
+            name: how if name in fixed else _stored(how, owned.get(name, {}), unsplit, pins.served)
             for name, how in plan.parameters.items()
         },
         inputs={
@@ -282,16 +311,22 @@ def _put(
     )  # fmt: skip
 
 
-def _stored(how: ParameterPlan, owners: Mapping[int, int], unsplit: Sequence[int]) -> ParameterPlan:
-    """The parameter with its owners, and whole on every rank along axes where nothing is split."""
+def _stored(
+    how: ParameterPlan, owners: Mapping[int, int], unsplit: Sequence[int], served: Container[int]
+) -> ParameterPlan:
+    """The parameter with its owners, and whole on every rank along axes where nothing is split.
 
-    def states(layout: Sequence[State]) -> tuple[State, ...]:
+    Along an axis in `served` the owner of the ops has it during a step alone.
+    """
+    used = {axis: O(owner) for axis, owner in owners.items()}
+    stored = {axis: state for axis, state in used.items() if axis not in served}
+
+    def states(layout: Layout, owned: Mapping[int, State]) -> Layout:
         return tuple(
-            O(owners[axis]) if axis in owners else R if axis in unsplit else state
-            for axis, state in enumerate(layout)
+            owned.get(axis, R if axis in unsplit else state) for axis, state in enumerate(layout)
         )
 
-    return replace(how, storage=states(how.storage), resident=states(how.resident))
+    return replace(how, storage=states(how.storage, stored), resident=states(how.resident, used))
 
 
 def _owned(graph: Graph, pins: LonePins) -> Iterator[tuple[str, dict[int, int]]]:

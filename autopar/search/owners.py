@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir import ANY, Graph, Mesh, O, ParameterPlan, local_elements
 from autopar.ir.note import Note
+from autopar.search.recipe_rows import Recipe
 from autopar.units import format_bytes
 
 
 def with_owners(
-    graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh
+    graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh, recipes: Sequence[Recipe]
 ) -> dict[str, ParameterPlan]:
     """The same parameters with an owner in place of each `O(*)`, so that all ranks own about as many bytes.
 
     In the order of their sizes, largest first, each parameter goes to the rank of the axis that owns least so far. The
     busiest rank then owns at most 4/3 of the least possible (Graham, Bounds on multiprocessing timing anomalies, 1969).
-    A parameter that stands for those of several layers keeps `O(*)`, because each of them may have another owner.
+    A rank that runs all ops, while the others serve, owns nothing. A parameter that stands for those of several layers
+    keeps `O(*)`, because each of them may have another owner; with a single server it is that one.
     """
     found = dict(parameters)
-    for axis in range(len(mesh.axes)):
-        found |= _along(axis, graph, found, mesh)
+    for axis, row in enumerate(recipes):
+        found |= _along(axis, graph, found, mesh, row.worker)
     return found
 
 
 def _along(
-    axis: int, graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh
+    axis: int, graph: Graph, parameters: Mapping[str, ParameterPlan], mesh: Mesh, worker: int | None
 ) -> dict[str, ParameterPlan]:
+    serving = [rank for rank in range(mesh.sizes[axis]) if rank != worker]
     open_bytes = {
         name: _bytes(graph, name, how, mesh)
         for name, how in parameters.items()
-        if how.storage[axis] == O(ANY) and graph.stands_for.get(name, 1) == 1
+        if how.storage[axis] == O(ANY) and (len(serving) == 1 or graph.stands_for.get(name, 1) == 1)
     }
-    owned_bytes = [0] * mesh.sizes[axis]
+    owned_bytes = dict.fromkeys(serving, 0)
     found = {}
     for name in sorted(open_bytes, key=lambda name: -open_bytes[name]):
-        owner = owned_bytes.index(min(owned_bytes))
+        owner = min(serving, key=owned_bytes.__getitem__)
         owned_bytes[owner] += open_bytes[name]
         how = parameters[name]
         storage = (*how.storage[:axis], O(owner), *how.storage[axis + 1 :])

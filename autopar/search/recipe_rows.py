@@ -76,6 +76,8 @@ class Recipe:
         saves_slices: whether blocks save a slice of the activations that an axis replicates, and gather it in backward.
         owner: rank of the axis on which all parameters are stored, `ANY` to spread them over the ranks; None where
             parameters have no owner.
+        worker: the rank of the axis that runs all ops, while the other ranks store and update the parameters; None
+            where all ranks run ops.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Recipe:
     only_columns: bool = False
     saves_slices: bool = False
     owner: int | None = None
+    worker: int | None = None
 
 
 ROWS = (
@@ -123,6 +126,10 @@ ROWS = (
     Recipe(
         "parameter-server", "batch split, every parameter stored and updated on one rank, each rank serving some",
         (), (is_batch,), stages=(1,), owner=ANY,
+    ),
+    Recipe(
+        "serve", "all ops on the first rank, parameters stored and updated on the other ranks",
+        (), stages=(1, 2), owner=ANY, worker=0,
     ),
     Recipe(
         "tp", "Megatron: columns, then rows, of the matrices",

@@ -148,7 +148,7 @@ def of_given_mesh(graph: Graph, request: Request) -> Finer | None:
 
 def _open_axes(request: Request, inside: Mesh) -> dict[str, list[dict[str, str]]]:
     """The axes that may be refined, with the recipes of all axes after that: those of its two parts are equal."""
-    if request.has_lone_pins:  # they number the ranks of an axis
+    if request.has_lone_ops:  # they number the ranks of an axis
         return {}
     schedule, recipe = split_recipe(request.recipe)
     rows = zip(inside.names, resolve(recipe, inside), strict=True)

@@ -40,6 +40,7 @@ from autopar.search.recipe_rows import (
     RECIPES,
     STORED_ON_HOST,
     USED_FROM_HOST,
+    Recipe,
     RecipeLike,
     Tiering,
 )
@@ -153,7 +154,7 @@ class Request:
         self._check_schedule()
         self._check_mesh()
         self._check_owners()
-        self._check_lone_pins()
+        self._check_lone_ops()
         self._check_versions()
         self._check_refusals()
 
@@ -445,7 +446,7 @@ class Request:
 
     def _check_owners(self) -> None:
         """Raises RecipeError for fields that parameters with an owner do not support yet."""
-        if not self._has_owners or self.has_lone_pins:  # which have errors of their own
+        if not self._has_owners or self.has_lone_ops:  # which have errors of their own
             return
         refused = {
             "pipeline stages": self.depths is not None and 1 not in self.depths,
@@ -458,9 +459,9 @@ class Request:
                 f"together with {what} yet; leave out one of both, or take zero1, which stores a part on every rank."
             )
 
-    def _check_lone_pins(self) -> None:
-        """Raises RecipeError for fields that pins such as `@0` do not support yet."""
-        if not self.has_lone_pins:
+    def _check_lone_ops(self) -> None:
+        """Raises RecipeError for fields that pins such as `@0`, and recipes that do the same, do not support yet."""
+        if not self.has_lone_ops:
             return
         recomputes = self.recompute not in (None, "none")
         refused = {
@@ -472,11 +473,11 @@ class Request:
             "a mesh that the search chooses; give mesh=, whose axis has the ranks": self.mesh
             is None,
         }
-        pin = next(f"{name!r}: {text!r}" for name, text in self.pins.items() if is_lone_pin(text))
+        pins = [f"{name!r}: {text!r}" for name, text in self.pins.items() if is_lone_pin(text)]
+        asked = f"The pin {{{pins[0]}}}" if pins else f"The recipe {format_recipe(self.recipe)!r}"
         for what in (what for what, is_asked in refused.items() if is_asked):
             raise RecipeError(
-                f"The pin {{{pin}}} leaves ops to one rank, which does not go together with {what} yet; leave out one "
-                "of both."
+                f"{asked} leaves ops to one rank, which does not go together with {what} yet; leave out one of both."
             )
 
     @property
@@ -485,11 +486,17 @@ class Request:
         return any(map(is_lone_pin, self.pins.values()))
 
     @property
+    def has_lone_ops(self) -> bool:
+        """Whether a pin or a recipe leaves ops to one rank of an axis."""
+        return self.has_lone_pins or any(row.worker is not None for row in self._named_rows())
+
+    @property
     def _has_owners(self) -> bool:
         """Whether a recipe stores each parameter on one rank of an axis, or a pin leaves ops to one rank."""
-        return self.has_lone_pins or any(
-            name in RECIPES and RECIPES[name].owner is not None for name in self._named_recipes()
-        )
+        return self.has_lone_pins or any(row.owner is not None for row in self._named_rows())
+
+    def _named_rows(self) -> list[Recipe]:
+        return [RECIPES[name] for name in self._named_recipes() if name in RECIPES]
 
     def _check_refusals(self) -> None:
         """Raises an error if `without` names something that another field asks for."""

@@ -30,6 +30,7 @@ from autopar.search.lone_ops import (
     lone_notes,
     resolve_lone_pins,
     with_lone_ops,
+    with_workers,
     without_lone_pins,
 )
 from autopar.search.notes import explain
@@ -136,7 +137,7 @@ class MeshSearch:
         recipe: constraints, which the plan records.
         fingerprint: hash of the captured model, which the plan records.
         hardware, software, training_state: figures that costs are computed from.
-        lone: ops that single ranks run.
+        lone: ops that pins leave to single ranks.
     """
 
     problem: Problem
@@ -172,7 +173,7 @@ class MeshSearch:
         if PIPELINE_AXIS in mesh.names:
             raise MeshError(f"The axis name {PIPELINE_AXIS!r} is reserved for pipeline stages.")
         rows = resolve(recipe, mesh)
-        check_axes(graph, mesh)
+        check_axes(graph, mesh, rows)
         lone = resolve_lone_pins(pins, graph, mesh, _durations(graph, mesh, software.on(hardware)))
         layouts = resolve_pins(without_lone_pins(pins), graph, mesh)
         problem = Problem(
@@ -229,7 +230,7 @@ class MeshSearch:
         )  # fmt: skip
         is_tight = any(min(d.seconds, d.refused_seconds) < best.seconds for d in found)
         notes += owner_notes(problem.graph, plan.parameters, plan.mesh)
-        notes += lone_notes(self.lone)
+        notes += lone_notes(self._alone)
         return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
 
     def _cost(self, plan: Plan) -> StepCost:
@@ -238,14 +239,21 @@ class MeshSearch:
             training_state=self.training_state,
         )  # fmt: skip
 
+    @property
+    def _alone(self) -> LonePins:
+        """The ops that single ranks run, by pins and by recipes."""
+        problem = self.problem
+        return with_workers(self.lone, problem.graph, problem.mesh, problem.recipes)
+
     def _with_owners(self, plan: Plan) -> Plan:
         """The plan with the owners of parameters and of ops that recipes and pins ask for."""
         problem = self.problem
-        plan = replace(plan, parameters=with_owners(problem.graph, plan.parameters, plan.mesh))
-        if not self.lone.owners:
+        owned = with_owners(problem.graph, plan.parameters, plan.mesh, problem.recipes)
+        plan, alone = replace(plan, parameters=owned), self._alone
+        if not alone.owners:
             return plan
         return with_lone_ops(
-            problem.graph, plan, self.lone, fixed=problem.fixed_storage,
+            problem.graph, plan, alone, fixed=problem.fixed_storage,
             opens=[row.name == "auto" for row in problem.recipes],
             seconds=lambda each: self._cost(each).seconds,
         )  # fmt: skip
