@@ -135,7 +135,7 @@ def _storable(state: State, tensor: Tensor, axis: int, mesh: Mesh, where: str) -
     if state.kind != "S" or state.factor > 0:
         raise RecipeError(
             f"The pin {where} asks to store it as {state}, and a pin stores a parameter as R or S(dim). (Owners O(i) "
-            "come from the recipes data-parallel and parameter-server, or stand in the text of a plan.)"
+            "come from the recipes data-parallel, parameter-server and serve, or stand in the text of a plan.)"
         )
     if state.dim >= len(tensor.dims):
         raise RecipeError(

@@ -28,7 +28,7 @@ from gpt import GPT, GPTConfig, loss_fn
 
 ONE_AXIS = (
     "ddp", "zero1", "zero2", "zero3", "zero-offload", "zero3-offload", "zero-infinity", "zero-infinity-nvme",
-    "data-parallel", "parameter-server", "tp", "tp+sp", "cp", "auto",
+    "data-parallel", "parameter-server", "serve", "tp", "tp+sp", "cp", "auto",
 )  # fmt: skip
 TWO_AXES = (
     "dp:ddp,tp:tp", "dp:zero1,tp:tp", "dp:zero2,tp:tp+sp", "dp:zero3,tp:tp+sp", "dp:zero3-offload,tp:tp",
@@ -36,6 +36,7 @@ TWO_AXES = (
 )  # fmt: skip
 WITH_CP = ({"dp": 2, "cp": 2}, "dp:zero3,cp:cp"), ({"cp": 2, "tp": 2}, "cp:cp,tp:tp")
 BLOCKS = ({"x": 2, "y": 2}, "x,y:2d")
+SERVERS = tuple(({"ps": 2, "dp": 2}, f"ps:serve,dp:{inside}") for inside in ("ddp", "zero1"))
 STEPS = 10
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 
@@ -45,7 +46,7 @@ def cases(ranks: int) -> list[tuple[dict[str, int], str]]:
     found = [({"x": ranks}, recipe) for recipe in ONE_AXIS]
     if ranks == 4:
         found += [({"dp": 2, "tp": 2}, recipe) for recipe in TWO_AXES]
-        found += (*WITH_CP, BLOCKS)
+        found += (*WITH_CP, BLOCKS, *SERVERS)
     return found
 
 

@@ -57,7 +57,7 @@ class Counted(TorchDispatchMode):
         "_allgather_base": "all_gather", "all_gather": "all_gather",
         "_reduce_scatter_base": "reduce_scatter", "reduce_scatter": "reduce_scatter",
         "all_to_all": "all_to_all", "alltoall_base": "all_to_all",
-        "broadcast": "broadcast", "reduce": "reduce",
+        "broadcast": "broadcast", "reduce": "reduce", "send": "send", "recv": "receive",
     }  # fmt: skip
 
     def __init__(self):
@@ -147,6 +147,14 @@ def test_a_parameter_server_sends_as_much_from_and_to_several_ranks():
     found = counted("parameter-server")
     assert found.bytes == {"broadcast": PARAMETERS, "reduce": PARAMETERS, "all_reduce": SCALAR}
     assert found.number == {"broadcast": RANKS, "reduce": RANKS, "all_reduce": 1}
+
+
+@pytest.mark.filterwarnings("ignore:The loss of step 1")  # what others would send is not there
+def test_servers_send_a_worker_its_parameters_and_take_its_gradients():
+    found = counted("serve")
+    # three servers; the worker's loss goes to all
+    assert found.bytes == {"receive": PARAMETERS, "send": PARAMETERS, "broadcast": SCALAR}
+    assert found.number == {"receive": RANKS - 1, "send": RANKS - 1, "broadcast": 1}
 
 
 def test_tensor_parallel_reduces_the_stream_twice_a_block():

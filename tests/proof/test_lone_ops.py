@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir import Mesh, Plan, R, V, runs_alone
+from autopar.ir import Mesh, O, Plan, R, S, State, V, runs_alone
 from autopar.planning.planning import prepare_step
 from autopar.program.program import build_program
 from autopar.proof.random_plan import random_plan
@@ -76,11 +76,24 @@ def test_a_rank_that_is_not_there_is_refused(subject: Subject) -> None:
         subject.compare(plan)
 
 
-def test_a_parameter_that_one_rank_uses_is_stored_there(subject: Subject) -> None:
+@pytest.mark.parametrize("stored", [R, S(0), O(1)], ids=str)
+def test_a_parameter_that_one_rank_uses_may_be_stored_elsewhere(
+    subject: Subject, stored: State
+) -> None:
     plan = plan_of(subject, {"a": 0})
-    used = {name: replace(how, storage=(R,)) for name, how in plan.parameters.items()}
-    with pytest.raises(PlanError, match=r"uses parameter a.0.weight as O\(0\)@dp, and stores it"):
-        subject.compare(replace(plan, parameters=used))
+    parameters = {
+        name: replace(how, storage=(stored,)) if name.startswith("a.") else how
+        for name, how in plan.parameters.items()
+    }
+    assert {how.resident for name, how in parameters.items() if name.startswith("a.")} == {(O(0),)}
+    assert subject.compare(replace(plan, parameters=parameters)).passed
+
+
+def test_a_rank_that_is_not_there_uses_no_parameter(subject: Subject) -> None:
+    plan = plan_of(subject, {})
+    parameters = {name: replace(how, resident=(O(2),)) for name, how in plan.parameters.items()}
+    with pytest.raises(PlanError, match=r"gives parameter a.0.weight to O\(2\)@dp.* has 2 ranks"):
+        subject.compare(replace(plan, parameters=parameters))
 
 
 def test_what_does_not_go_with_lone_ops_is_refused(subject: Subject) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar import _torch
@@ -67,6 +68,60 @@ def test_both_axes_have_owners(four_ranks: Ranks) -> None:
     recipe = {"x": "data-parallel", "y": "parameter-server"}
     results = four_ranks.run(compiled, "mlp", {"x": 2, "y": 2}, recipe)
     assert all(difference(found, single("mlp")) < 1e-9 for found in results)
+
+
+# --- ranks that only serve
+
+
+def test_a_server_keeps_what_a_worker_trains(two_ranks: Ranks) -> None:
+    assert distance_from_one_process(two_ranks, "serve", steps=10) < 1e-9
+
+
+@pytest.mark.parametrize("inside", ["ddp", "zero1", "parameter-server"])
+def test_two_servers_keep_what_two_workers_train(four_ranks: Ranks, inside: str) -> None:
+    recipe = {"ps": "serve", "dp": inside}
+    results = four_ranks.run(_trained_with_servers, recipe)
+    assert all(difference(found, single("gpt", steps=10)) < 1e-9 for found in results)
+
+
+def _trained_with_servers(recipe: dict[str, str]) -> dict[str, Any]:
+    return compiled("gpt", {"ps": 2, "dp": 2}, recipe, steps=10)
+
+
+def test_a_server_of_micro_batches_keeps_every_parameter_and_computes_nothing(
+    two_ranks: Ranks,
+) -> None:
+    """The products of a step and the parameters and states between steps, on the worker and on the server."""
+    worker, server = two_ranks.run(_work_and_memory)
+    count = sum(p.numel() for p in network().parameters())
+    assert worker["flops"] > 0 and worker["states"] == worker["parameters"] == 0
+    assert server == {"flops": 0, "parameters": 4 * count, "states": 8 * count}
+
+
+@captured_once()
+def _work_and_memory() -> dict[str, int]:
+    batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    made = autopar.compile(
+        network(), loss_fn=mean_square, mesh={"ps": 2}, recipe="serve", micro_batches=2,
+        example_inputs=batch,
+    )  # fmt: skip
+    optimizer = AdamW(made.parameters())
+    with FlopCounterMode(display=False) as counter:
+        made.step(*batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    states = [x for s in optimizer.state.values() for n, x in s.items() if n != "step"]
+    return {
+        "flops": counter.get_total_flops(),
+        "parameters": sum(_torch.local_tensor(p).nbytes for p in made.parameters()),
+        "states": sum(_torch.local_tensor(x).nbytes for x in states),
+    }
+
+
+def test_a_checkpoint_goes_on_without_servers(two_ranks: Ranks, tmp_path: Any) -> None:
+    ways = [("ddp", "ddp"), ("serve", "zero3"), ("parameter-server", "serve")]
+    found = [two_ranks.run(_resumed, str(tmp_path / "-".join(way)), *way)[0] for way in ways]
+    assert all(losses == pytest.approx(found[0], rel=1e-12) for losses in found)
 
 
 # --- conversions
@@ -374,10 +429,11 @@ def test_an_owner_that_the_axis_does_not_have_is_named_with_the_numbers_there_ar
 
 
 def test_what_an_owner_cannot_have_yet_is_refused(two_ranks: Ranks) -> None:
-    plans = [plan_of_mlp("O(1)@dp", tier=" host"), plan_of_mlp("R", "O(1)@dp")]
+    plans = [plan_of_mlp("O(1)@dp", tier=" host"), plan_of_mlp("R", "O(1)@dp", tier=" host")]
     for found in two_ranks.run(_refusals, plans):
+        assert "stores parameter up.weight on one rank" in found[0]
         assert "in the tier host; one of both" in found[0]
-        assert "as O(1)@dp, and stores it as R@dp" in found[1]
+        assert "uses parameter up.weight on one rank" in found[1]
 
 
 @captured_once()

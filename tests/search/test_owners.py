@@ -11,6 +11,7 @@ from autopar.ir import ANY, Mesh, O, ParameterPlan, Plan, R, V
 from autopar.ir.note import kind_of
 from autopar.search.outer import search_plan
 from autopar.search.owners import with_owners
+from autopar.search.recipes import resolve
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
 from tests.search.stacked import Sizes, residual
@@ -60,7 +61,7 @@ def owned_bytes(plan: Plan) -> dict[int, int]:
 def test_owners_are_given_by_bytes_the_largest_first() -> None:
     mesh = Mesh.of({"dp": 2})
     open_ = {name: ParameterPlan((O(ANY),), (V,)) for name in GRAPH.parameters}
-    found = with_owners(GRAPH, open_, mesh)
+    found = with_owners(GRAPH, open_, mesh, resolve("parameter-server", mesh))
     ordered = sorted(GRAPH.parameters, key=size, reverse=True)
     assert found[ordered[0]].storage == (O(0),) and found[ordered[1]].storage == (O(1),)
 
@@ -76,7 +77,8 @@ def test_owners_without_a_batch_that_can_be_shared_are_refused(recipe: str) -> N
 
 def test_what_has_no_owner_stays() -> None:
     kept = {name: ParameterPlan((R,), (V,)) for name in GRAPH.parameters}
-    assert with_owners(GRAPH, kept, Mesh.of({"dp": 2})) == kept
+    mesh = Mesh.of({"dp": 2})
+    assert with_owners(GRAPH, kept, mesh, resolve("parameter-server", mesh)) == kept
 
 
 def test_gradients_go_to_owners_once_a_step_and_that_does_not_go_with_zero2() -> None:

@@ -1,0 +1,127 @@
+"""The recipe `serve`: one rank of an axis runs all ops, and the others store and update the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost_model import find_cluster
+from autopar.cost_model.owned_step import OwnedStep
+from autopar.errors import RecipeError
+from autopar.explanation.explanation import Explanation
+from autopar.ir import Mesh, Plan, format_layout
+from autopar.pipeline.composed import step_of
+from autopar.proof.subject import Subject
+from autopar.search.request import Request
+from autopar.search.search import search
+from tests.support.towers import Towers
+
+HARDWARE = find_cluster("h100x2").hardware
+
+
+class Dropped(Towers):
+    """The same with dropout between the towers and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.append(nn.Dropout(0.1))
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return subject_of(Towers().double())
+
+
+def subject_of(model: nn.Module) -> Subject:
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 8).double(), torch.randint(0, 3, (8,)))
+    return Subject.of(model, batch, loss_fn=nn.functional.cross_entropy)
+
+
+def planned(subject: Subject, mesh: str, recipe: str, **options: Any) -> Plan:
+    prepared = subject.prepared
+    return search(
+        prepared.analysis.graph, Mesh.parse(mesh), hardware=HARDWARE, recipe=recipe,
+        fingerprint=prepared.captured.fingerprint, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "stored", "used"),
+    [
+        ("ps=2", "serve", "O(1)@ps", "O(0)@ps"),
+        ("ps=2,dp=2", "ps:serve,dp:ddp", "O(1)@ps", "O(0)@ps V@dp"),
+        ("ps=2,dp=2", "ps:serve,dp:zero1", "O(1)@ps S(0)@dp", "O(0)@ps V@dp"),
+        ("dp=2,ps=2", "ps:serve,dp:zero3", "S(0)@dp O(1)@ps", "S(0)@dp O(0)@ps"),
+        ("ps=2,dp=2", "ps:serve,dp:parameter-server", "O(1)@ps O(0)@dp", "O(0)@ps V@dp"),
+    ],
+)
+def test_a_step_with_servers_is_that_of_one_device(
+    subject: Subject, mesh: str, recipe: str, stored: str, used: str
+) -> None:
+    plan = planned(subject, mesh, recipe)
+    how, axis = plan.parameters["b.0.weight"], plan.mesh.index("ps")
+    found = [format_layout(layout, plan.mesh) for layout in (how.storage, how.resident)]
+    assert found == [stored, used]
+    assert {labels[axis] for labels in plan.ops.values()} == {"@0"}
+    assert Plan.parse(str(plan)) == plan
+    assert subject.compare(plan).passed
+
+
+def test_several_servers_share_the_parameters_and_the_worker_has_none(subject: Subject) -> None:
+    """Of three ranks; no factor of the model has to divide by three."""
+    plan = planned(subject, "ps=3", "serve")
+    owners = [how.storage[0].owner for how in plan.parameters.values()]
+    assert {*owners} == {1, 2}
+    assert subject.compare(plan).passed
+
+
+def test_the_worker_holds_no_optimizer_state(subject: Subject) -> None:
+    """By price, of n float64 parameters: the server keeps two moments, 2 n x 8 bytes, and the worker none."""
+    graph = subject.prepared.analysis.graph
+    count = sum(p.numel() for p in Towers().parameters())
+    step = step_of(graph, planned(subject, "ps=2", "serve"), HARDWARE)
+    assert isinstance(step, OwnedStep)
+    held = {rank[0]: float(part.held("optimizer", "first")) for rank, part in step.ranks.items()}
+    assert held == {0: 0.0, 1: 2 * 8 * count}
+
+
+def test_ops_that_draw_run_on_servers_too() -> None:
+    plan = explained(Dropped()).plan
+    assert any("1 op that the recipe leaves to one rank run on all" in note for note in plan.notes)
+    assert {"-", "@0"} == {label for labels in plan.ops.values() for label in labels}
+
+
+def test_a_pin_to_a_server_is_refused(subject: Subject) -> None:
+    with pytest.raises(RecipeError, match="the recipe serve runs all ops on rank 0 of this axis"):
+        planned(subject, "ps=2", "serve", pins={"a": "@1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"mesh": {"ps": 2}, "recompute": "full"}, "recompute='full'"),
+        ({"mesh": {"ps": 2}, "offload": True}, "storage on the host"),
+        ({"ranks": 2}, "a mesh that the search chooses; give mesh="),
+    ],
+)
+def test_what_servers_cannot_have_yet_is_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError, match=f"The recipe 'serve' leaves ops to one rank.* {what}"):
+        Request(HARDWARE, recipe="serve", **options)
+
+
+def test_explain_says_who_works_and_who_stores() -> None:
+    text = " ".join(str(explained(Towers())).split())
+    assert "rank 0 of ps runs 10 of 10 ops alone" in text
+    assert "one rank stores and updates each parameter" in text and "on rank 1" in text
+
+
+def explained(model: nn.Module) -> Explanation:
+    return autopar.explain(
+        model, (torch.randn(8, 8), torch.randint(0, 3, (8,))), mesh={"ps": 2}, recipe="serve",
+        loss_fn=nn.functional.cross_entropy, cluster=find_cluster("h100x2"),
+    )  # fmt: skip
