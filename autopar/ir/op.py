@@ -152,7 +152,9 @@ def why_not_alone(op: Op, labels: Labels, mesh: Mesh) -> str:
             return f"the axis {axis} has {size} ranks, counted from 0"
     if op.draws:
         return "it draws random numbers, which all ranks do in step"
-    exchanges = (each for each in op.collectives if {each.forward, each.backward} - {"", "all_reduce"})
+    exchanges = (
+        each for each in op.collectives if {each.forward, each.backward} - {"", "all_reduce"}
+    )
     if any(label in each.labels for each in exchanges for label in labels):
         return "ranks exchange rows inside of it"
     return ""

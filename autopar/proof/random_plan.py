@@ -108,7 +108,10 @@ def _with_lone_ops(graph: Graph, plan: Plan, draw: random.Random) -> Plan:
     }
     others = random.Random(f"others {plan.recipe} {plan.mesh}")
     parameters = {
-        name: replace(how, resident=_used_by_others(graph.tensors[graph.parameters[name]], how, plan.mesh, others))
+        name: replace(
+            how,
+            resident=_used_by_others(graph.tensors[graph.parameters[name]], how, plan.mesh, others),
+        )
         for name, how in parameters.items()
     }
     return replace(plan, ops=ops, parameters=parameters)
@@ -122,9 +125,7 @@ def _used_by_owners(how: ParameterPlan, draw: random.Random) -> Layout:
     )
 
 
-def _used_by_others(
-    tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random
-) -> Layout:
+def _used_by_others(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random) -> Layout:
     """The resident layout of a parameter, which one in eight times a rank alone uses, wherever the parameter is stored."""
     owners = [draw.randrange(size) if draw.random() < 1 / 8 else None for size in mesh.sizes]
     if not tensor.dims:

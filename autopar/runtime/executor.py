@@ -82,7 +82,7 @@ class Runner:
         retarget_device(self._graph, self.world.device)
         self.loss_axes = defer_loss_sum(self._graph) if program.is_step else ()
         has_lone_calls = self._bind(bucket_bytes, executor)
-        self._fold(executor)
+        self._fold(executor, hoists=not has_lone_calls)
         # Which collectives start early depends on the calls around them, which differ between owners and other ranks.
         if program.plan.pipeline is None and not executor.compiles and not has_lone_calls:
             axes = {group: axis for axis, group in groups.items()}
@@ -117,16 +117,17 @@ class Runner:
             )
         return has_lone_calls
 
-    def _fold(self, executor: Executor) -> None:
-        """Makes one call of every recomputed block, and starts sums for inputs of the graph early."""
+    def _fold(self, executor: Executor, *, hoists: bool) -> None:
+        """Makes one call of every recomputed block, and starts sums for inputs of the graph early if `hoists`."""
         parameters, received = len(self.program.parameters), len(self.program.received)
         self._graph = fold_blocks(
             self._graph, self.program.recomputed, lambda block: Recomputed(executor.ready(block)),
             parameters=parameters, received=received,
         )  # fmt: skip
-        hoist_input_sums(
-            self._graph, start_sum, finish_sum, parameters=parameters, received=received
-        )
+        if hoists:
+            hoist_input_sums(
+                self._graph, start_sum, finish_sum, parameters=parameters, received=received
+            )
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -40,6 +40,7 @@ class Hop:
             tensor takes. A cast to the type that the tensor already has changes only the gradient: that is
             how gradients are reduced in another type than tensors are gathered in.
         tier: the farther memory of a move, or the memory in which a cast runs.
+        owners: axis and position of every owner along another axis; only the ranks there run the op.
         is_elsewhere: whether this rank and all its peers along the axis hold nothing of the tensor, because a rank at
             another position of another axis owns it. Nothing is run then.
     """
@@ -55,6 +56,7 @@ class Hop:
     after: Shape
     formats: tuple[torch.dtype, ...] = ()
     tier: Tier = "device"
+    owners: tuple[tuple[int, int], ...] = ()
     is_elsewhere: bool = False
 
     def transposed(self) -> Hop:
@@ -62,7 +64,7 @@ class Hop:
         return Hop(
             self.backward, self.name, self.dims[::-1], self.axis, self.size,
             self.after, self.result, self.viewed, self.before, self.formats[::-1], self.tier,
-            self.is_elsewhere,
+            self.owners, self.is_elsewhere,
         )  # fmt: skip
 
 
@@ -82,22 +84,24 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int =
         viewed = call.before or shape
         result = tuple(result_shape(call.name, viewed, call.dims, size))
         after = call.after or result
-        is_elsewhere = _is_elsewhere(layout, call.axis, mesh.coordinates(rank))
+        owners = _owners_beside(layout, call.axis)
+        position = mesh.coordinates(rank)
         hops.append(
             Hop(
                 call.name, call.backward, call.dims, call.axis, size, shape, viewed, result, after,
-                is_elsewhere=is_elsewhere,
+                owners=owners, is_elsewhere=any(position[other] != owner for other, owner in owners),
             )
         )  # fmt: skip
         shape, layout[step.axis] = after, step.target
     return tuple(hops)
 
 
-def _is_elsewhere(layout: Sequence[State], axis: int, position: Sequence[int]) -> bool:
-    """Whether a rank is not the owner along an axis other than the one that is given."""
-    return any(
-        state.kind == "O" and other != axis and position[other] != state.owner
+def _owners_beside(layout: Sequence[State], axis: int) -> tuple[tuple[int, int], ...]:
+    """Axis and owner of every state O along another axis than the one that is given."""
+    return tuple(
+        (other, state.owner)
         for other, state in enumerate(layout)
+        if state.kind == "O" and other != axis
     )
 
 
@@ -122,14 +126,16 @@ def transposed(hops: Route) -> Route:
 def signature(hops: Route) -> tuple[tuple[str, int], ...]:
     """The properties that two routes must share to be run together; `vary` moves nothing and does not count.
 
-    Tensors of several owners travel apart: their owner's position is part of the name.
+    Tensors of several owners travel apart: the owner's position is part of the name, and so are owners along other
+    axes, beside which ranks have nothing to send.
     """
     return tuple((_kind(hop), hop.axis) for hop in hops if hop.name != "vary")
 
 
 def _kind(hop: Hop) -> str:
-    """The name of a hop's op with the owners in it: `broadcast 1`, `send 0 1`."""
+    """The name of a hop's op with the owners in it: `broadcast 1`, `send 0 1`, `all_gather 0:1` for rank 1 of axis 0."""
     owners = hop.dims if hop.name in ("broadcast", "reduce", "keep", "fill", "send") else ()
     owners = hop.dims[:1] if hop.name == "scatter" else owners
     owners = hop.dims[1:] if hop.name == "gather" else owners
-    return " ".join([hop.name, *map(str, owners)])
+    beside = (f"{axis}:{owner}" for axis, owner in hop.owners)
+    return " ".join([hop.name, *map(str, owners), *beside])

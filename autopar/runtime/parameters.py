@@ -123,11 +123,12 @@ class ParameterStore:
         gathered = without_v(spec.layout)
         full = part = None
         keeps_full = value.dtype == spec.dtype and how.tier == "device"
-        if keeps_full and _gathers(route(spec.dims, storage, gathered, mesh)):
+        hops = route(spec.dims, storage, gathered, mesh, rank=rank)
+        if keeps_full and _gathers(hops):
             full = shard(value, spec.dims, gathered, mesh, rank).clone(
                 memory_format=torch.contiguous_format
             )
-            part = cut(full, route(spec.dims, storage, gathered, mesh), self.world)
+            part = cut(full, hops, self.world)
         own = shard(value, spec.dims, storage, mesh, rank)
         local = part if part is not None else own.clone(memory_format=torch.contiguous_format)
         if how.tier != "device":
@@ -180,6 +181,8 @@ def cut(full: Tensor, hops: Route, world: World) -> Tensor:
     """The part of a gathered tensor that this rank gave, as a view; the hops are all gathers."""
     position = world.mesh.coordinates(world.rank)
     for hop in reversed(hops):
+        if hop.is_elsewhere and hop.dims[0] == 0:
+            continue  # a rank that has nothing of the tensor has no rows to cut
         width = hop.before[hop.dims[0]]
         full = full.narrow(hop.dims[0], position[hop.axis] * width, width)
     return full

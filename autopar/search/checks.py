@@ -16,7 +16,9 @@ def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None
 
     An axis whose recipe leaves all ops to one rank divides nothing.
     """
-    serving = [axis for axis, row in zip(mesh.names, recipes, strict=False) if row.worker is not None]
+    serving = [
+        axis for axis, row in zip(mesh.names, recipes, strict=False) if row.worker is not None
+    ]
     factors = {(c.factor or c.label, c.size) for op in graph.ops for c in op.choices if c.splits}
     stored = {
         (f"dim {dim} of {name}", math.prod(sizes))

@@ -90,7 +90,9 @@ def with_workers(pins: LonePins, graph: Graph, mesh: Mesh, recipes: Sequence[Rec
                 f"A pin gives {name} to @{owners[axis]}@{mesh.names[axis]}, and the recipe {recipes[axis].name} runs "
                 f"all ops on rank {working[axis]} of this axis; leave out the pin, or take another recipe."
             )
-    alone = {op.name: {**pins.owners.get(op.name, {}), **working} for op in graph.ops if not op.draws}
+    alone = {
+        op.name: {**pins.owners.get(op.name, {}), **working} for op in graph.ops if not op.draws
+    }
     drawing = sum(op.draws for op in graph.ops)
     return LonePins(alone, drawing, frozenset(working))
 

@@ -77,7 +77,9 @@ def test_a_chain_of_owners_trains_as_one_process_does(two_ranks: Ranks) -> None:
     assert max(difference(each, on_one_process()) for each, _ in found) < 1e-9
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", range(3)
+)  # in 2 the loss counts its targets over the owners of the loss
 def test_random_lone_ops_on_four_ranks(four_ranks: Ranks, seed: int) -> None:
     found = four_ranks.run(trained, None, "a=2,b=2", seed)
     assert max(difference(each, on_one_process()) for each, _ in found) < 1e-9
@@ -96,6 +98,25 @@ def pinned() -> dict[str, Any]:
 def test_pinned_towers_train_as_one_process_does(two_ranks: Ranks) -> None:
     expected = on_one_process()
     assert all(difference(each, expected) < 1e-9 for each in two_ranks.run(pinned))
+
+
+@captured_once()
+def sharded() -> dict[str, Any]:
+    model, batch = towers()
+    made = autopar.compile(
+        model, loss_fn=loss_fn, mesh={"x": 2, "y": 2}, recipe={"x": "ddp", "y": "zero1"},
+        pins={"b": "@0@x"}, example_inputs=batch,
+    )  # fmt: skip
+    plan = str(made.plan)
+    assert "parameter a.2.weight: S(0)@y | V@x V@y" in plan
+    assert "parameter b.2.weight: O(0)@x S(0)@y | O(0)@x V@y" in plan
+    return train(made, made.step, batch, steps=10)
+
+
+def test_shards_of_one_rank_and_of_all_travel_apart(four_ranks: Ranks) -> None:
+    """Ranks beside the owner of `b` have nothing to gather of it, and shards of `b` to gather."""
+    expected = on_one_process()
+    assert all(difference(each, expected) < 1e-9 for each in four_ranks.run(sharded))
 
 
 def test_a_compiling_executor_is_refused(two_ranks: Ranks) -> None:

@@ -193,7 +193,10 @@ def test_a_pin_fixes_the_choice_of_an_op() -> None:
             {"norm.weight": "P@tp"},
             "asks to store it as P, and a pin stores a parameter as R or S(dim)",
         ),
-        ({"norm.weight": "O(0)@tp"}, "Owners O(i) come from the recipes data-parallel, parameter-server and serve"),
+        (
+            {"norm.weight": "O(0)@tp"},
+            "Owners O(i) come from the recipes data-parallel, parameter-server and serve",
+        ),
         ({"cos_0": "z@tp"}, "asks cos_0 (cos) for the choice 'z', and its choices are -, s, e"),
     ],
 )
