@@ -126,7 +126,7 @@ def _used_by_owners(how: ParameterPlan, draw: random.Random) -> Layout:
 
 
 def _used_by_others(tensor: Tensor, how: ParameterPlan, mesh: Mesh, draw: random.Random) -> Layout:
-    """The resident layout of a parameter, which one in eight times a rank alone uses, wherever the parameter is stored."""
+    """The resident layout of a parameter, wherever it is stored; along an axis one rank uses it one time in eight."""
     owners = [draw.randrange(size) if draw.random() < 1 / 8 else None for size in mesh.sizes]
     if not tensor.dims:
         return how.resident

@@ -133,7 +133,7 @@ def signature(hops: Route) -> tuple[tuple[str, int], ...]:
 
 
 def _kind(hop: Hop) -> str:
-    """The name of a hop's op with the owners in it: `broadcast 1`, `send 0 1`, `all_gather 0:1` for rank 1 of axis 0."""
+    """The name of a hop's op with the owners in it: `broadcast 1`, `send 0 1`, `all_gather 0:1` (rank 1 of axis 0)."""
     owners = hop.dims if hop.name in ("broadcast", "reduce", "keep", "fill", "send") else ()
     owners = hop.dims[:1] if hop.name == "scatter" else owners
     owners = hop.dims[1:] if hop.name == "gather" else owners
