@@ -135,6 +135,7 @@ CASES = (
     Case("shapes", (1,), before=LOADED, ranks=2, slow=True),
     Case("shapes", (2,), ranks=2, prints=1, slow=True),
     Case("owners", before=TOWERS, ranks=2, slow=True),
+    Case("owners", (1,), before=TOWERS, ranks=4, slow=True),
     Case("versions", (0,), before=DEEP, ranks=4, slow=True),
     Case("versions", (1,), ranks=2, prints=1, slow=True),
     Case("backend", (0,), ranks=4, slow=True),
