@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 benchmarks/speed/bench_weights.py [--layers 16] [--recipe zero3]
 
-The first rank writes a Llama of about a billion parameters, in bfloat16, as sharded safetensors. Then each rank makes
-the model on the meta device, plans it, reads its shards and exports them. Printed per rank: the largest private
-memory (RssAnon of Linux, watched every 5 ms) above what the process had before, against the bytes of its
-shard and of the largest tensor; the exported tensors are compared with the first ones byte for byte.
+The first rank writes a Llama of about a billion parameters as sharded safetensors. Then each rank makes
+the model on the meta device, plans it, reads its shards, exports them and generates (`--tokens 0` leaves that out).
+Printed per rank: the largest private memory (RssAnon of Linux, watched every 5 ms) above what the process had before,
+against the bytes of its shard and of the largest tensor. The exported tensors are compared with the first ones byte for
+byte, and the tokens with those of a plain model that reads the exported files.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Watch:
             thread.join()
 
 
-def model_of(layers: int, *, on_meta: bool) -> nn.Module:
-    """A Llama of transformers, in bfloat16; its embedding is tied to its head."""
+def model_of(layers: int, dtype: torch.dtype, *, on_meta: bool) -> nn.Module:
+    """A Llama of transformers; its embedding is tied to its head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -73,18 +74,20 @@ def model_of(layers: int, *, on_meta: bool) -> nn.Module:
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     with torch.device("meta" if on_meta else "cpu"):
-        return LlamaForCausalLM(config).to(torch.bfloat16)
+        return LlamaForCausalLM(config).to(dtype)
 
 
-def write(folder: Path, layers: int) -> None:
+def write(folder: Path, layers: int, dtype: torch.dtype) -> None:
     """The files that are read; buffers are made on the CPU by the class itself."""
-    model_of(layers, on_meta=False).save_pretrained(folder, max_shard_size="500MB")
+    model_of(layers, dtype, on_meta=False).save_pretrained(folder, max_shard_size="500MB")
 
 
-def read(folder: Path, layers: int, recipe: str) -> tuple[autopar.CompiledModule, dict[str, Any]]:
+def read(
+    folder: Path, layers: int, dtype: torch.dtype, recipe: str
+) -> tuple[autopar.CompiledModule, dict[str, Any]]:
     """The compiled model, and what it took on this rank."""
     tokens = torch.empty(4, 128, dtype=torch.long, device="meta")
-    model = model_of(layers, on_meta=True)
+    model = model_of(layers, dtype, on_meta=True)
     watch, start = Watch(), time.perf_counter()
     with watch.watching():
         made = autopar.compile(
@@ -109,6 +112,38 @@ def export(made: autopar.CompiledModule, folder: Path) -> dict[str, Any]:
         "export_seconds": time.perf_counter() - start,
         "export_peak_bytes": watch.most_bytes - watch.before_bytes,
     }
+
+
+def prompts() -> torch.Tensor:
+    """Four prompts of eight tokens each."""
+    return torch.randint(VOCAB, (4, 8), generator=torch.Generator().manual_seed(0))
+
+
+def generate(model: Any, tokens: int) -> tuple[torch.Tensor, float]:
+    """Greedy tokens after the prompts, and the seconds that they took."""
+    start = time.perf_counter()
+    found = model.eval().generate(
+        prompts(), attention_mask=torch.ones(4, 8), max_new_tokens=tokens, do_sample=False
+    )
+    return found[:, 8:], time.perf_counter() - start
+
+
+def say_generated(folder: Path, found: torch.Tensor, seconds: float) -> None:
+    """Compares tokens of the ranks with those of one device that reads the exported files."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    expected, alone = generate(plain, found.shape[1])
+    print(
+        f"{int((found == expected).sum())} of {found.numel()} generated tokens are those of one device, "
+        f"{found.unique().numel()} of them different; {seconds:.1f} s, on one device {alone:.1f} s"
+    )
+    with torch.no_grad():
+        logits = plain(torch.cat([prompts(), expected], 1)).logits[:, 7:-1]
+    for row in (found != expected).any(1).nonzero().flatten():
+        at = int((found[row] != expected[row]).nonzero()[0])
+        two = logits[row, at, [int(expected[row, at]), int(found[row, at])]]
+        print(f"prompt {int(row)}, token {at}: the two tokens have the logits {two.tolist()}")
 
 
 def differing(before: Path, after: Path) -> list[str]:
@@ -150,7 +185,10 @@ def words(rank: int, row: dict[str, Any]) -> str:
 @click.command(help=__doc__)
 @click.option("--layers", default=16, show_default=True, help="Layers of the model.")
 @click.option("--recipe", default="zero3", show_default=True, help="Recipe of the plan.")
-def main(layers: int, recipe: str) -> None:
+@click.option("--dtype", default="bfloat16", show_default=True, help="Format of the weights.")
+@click.option("--tokens", default=6, show_default=True, help="Tokens to generate; 0 for none.")
+def main(layers: int, recipe: str, dtype: str, tokens: int) -> None:
+    in_dtype = getattr(torch, dtype)
     join_process_group(torch.device("cpu"))
     rank = dist.get_rank()
     root = [tempfile.mkdtemp() if rank == 0 else ""]
@@ -158,9 +196,9 @@ def main(layers: int, recipe: str) -> None:
     before, after = Path(root[0], "before"), Path(root[0], "after")
     try:
         if rank == 0:
-            write(before, layers)
+            write(before, layers, in_dtype)
         dist.barrier()
-        made, row = read(before, layers, recipe)
+        made, row = read(before, layers, in_dtype, recipe)
         row |= export(made, after)
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, row)
@@ -172,6 +210,10 @@ def main(layers: int, recipe: str) -> None:
                 if found
                 else "byte for byte the same"
             )
+        if tokens:
+            found = generate(made, tokens)
+            if rank == 0:
+                say_generated(after, *found)
     finally:
         dist.barrier()
         if rank == 0:

@@ -74,6 +74,40 @@ torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
 batches = [(torch.randn(32, 8), torch.randint(8, (32,)))] * 2
 """
+LANGUAGE = """
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+)
+data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (8, 8))]
+args = TrainingArguments("out", max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True)
+optimizer, loader = torch.optim.AdamW(model.parameters()), DataLoader(data, 2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+"""
+LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch, number):
+        self.trainer.should_stop = True  # after one epoch
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+module, loader = Module(), torch.utils.data.DataLoader(torch.randn(8, 8), 2)
+"""
 TARGETS = "from autopar.models.targets import resolve_target, weight_of\n"
 
 
@@ -138,6 +172,9 @@ CASES = (
     Case("owners", (1,), before=TOWERS, ranks=4, slow=True),
     Case("versions", (0,), before=DEEP, ranks=4, slow=True),
     Case("versions", (1,), ranks=2, prints=1, slow=True),
+    Case("frameworks", (0,), before=LANGUAGE, ranks=2, slow=True),
+    Case("frameworks", (1,), before=LANGUAGE, ranks=2, slow=True),
+    Case("frameworks", (2,), before=LIGHTNING, ranks=2, slow=True),
     Case("backend", (0,), ranks=4, slow=True),
     Case("backend", (1, 2), ranks=4, slow=True),
 )
@@ -149,9 +186,6 @@ ELSEWHERE = {  # example -> the test that runs it
     ("deepspeed", 0): "",  # of DeepSpeed
     ("deepspeed", 1): "tests/examples/test_deepspeed_page.py",
     ("deepspeed", 2): "tests/examples/test_deepspeed_page.py",
-    ("frameworks", 0): "tests/examples/test_frameworks.py",
-    ("frameworks", 1): "tests/examples/test_frameworks.py",
-    ("frameworks", 2): "tests/examples/test_frameworks.py",
     ("pipeline", 0): "tests/program/test_stages.py",
     ("search", 1): "tests/planning/test_stored_plans.py",
     ("start", 0): "tests/test_site.py",
