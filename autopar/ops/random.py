@@ -6,11 +6,12 @@ See [Note: keys of random ops] in autopar/rules/random.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar._torch import schema
+from autopar._torch import OpOverload, schema
 
 
 def keep_mask(x: Tensor, key: Tensor, p: float) -> Tensor:
@@ -30,23 +31,34 @@ def draw(
         key: integer tensor of one element, which seeds the generator.
         dtype: element type of the result, for operators that take one.
     """
-    return _call(op, operands, scalars, dtype, _generator(key, operands[0].device))
+    function, arguments, types = drawn_call(op, operands, key, scalars, dtype)
+    types["generator"] = _generator(key, operands[0].device)
+    found: Tensor = function(*arguments, **types)
+    return found
 
 
-def _call(
-    op: str, operands: Sequence[Tensor], scalars: Sequence[float], dtype: torch.dtype | None,
-    generator: torch.Generator | None,
-) -> Tensor:  # fmt: skip
+def drawn_call(
+    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The overload that `draw` runs, with its arguments; the generator is the default one."""
     name, _, overload = op.partition(".")
-    function = getattr(getattr(torch.ops.aten, name), overload)
-    types = {} if dtype is None else {"dtype": dtype}
+    function: OpOverload = getattr(getattr(torch.ops.aten, name), overload)
     tensors, numbers = iter(operands), iter(scalars)
-    arguments = (
+    arguments = tuple(
         next(tensors if isinstance(argument.type, torch.TensorType) else numbers)
         for argument in schema(function).arguments
         if argument.name != "generator" and not argument.kwarg_only
     )
-    found: Tensor = function(*arguments, generator=generator, **types)
+    return function, arguments, {"generator": None} | ({} if dtype is None else {"dtype": dtype})
+
+
+def _without_values(
+    op: str, operands: Sequence[Tensor], key: Tensor, scalars: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    function, arguments, types = drawn_call(op, operands, key, scalars, dtype)
+    found: Tensor = function(*arguments, **types)
     return found
 
 
@@ -64,10 +76,7 @@ def register() -> torch.library.Library:
         "draw(str op, Tensor[] operands, Tensor key, Scalar[] scalars, *, ScalarType? dtype=None) -> Tensor"
     )
     library.impl("draw", draw, "CompositeExplicitAutograd")
-    library.impl(
-        "draw", lambda op, operands, key, scalars, dtype=None: _call(op, operands, scalars, dtype, None),
-        "Meta",
-    )  # fmt: skip
+    library.impl("draw", _without_values, "Meta")
     return library
 
 

@@ -18,11 +18,12 @@ from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
 from autopar.ops.alone import absent, alone
 from autopar.ops.collectives import LOCAL, Collective, seen
 from autopar.ops.exchange import table_of
-from autopar.ops.nodes import draws
 from autopar.ops.ring import Ring
 from autopar.ops.saving import kept
 from autopar.program.program import Program
 from autopar.proof.lockstep_rings import attend_together
+from autopar.proof.rank_draws import RankDraws
+from autopar.proof.streams import MicroBatchStreams
 from autopar.runtime.saved import SlicedSaves
 from autopar.runtime.tiers import Tiers
 
@@ -75,14 +76,24 @@ def convert(ranks: Ranks, dims: Dims, source: Layout, target: Layout, mesh: Mesh
     return _converted(ranks, calls(dims, source, target, mesh), mesh)
 
 
-def run(program: Program, arguments: Sequence[Ranks]) -> list[Ranks]:
-    """Runs a program on all ranks; returns the tensor outputs of the graph, each for all ranks."""
-    mesh = program.plan.mesh
+def run(
+    program: Program, arguments: Sequence[Ranks], streams: MicroBatchStreams | None = None
+) -> list[Ranks]:
+    """Runs a program on all ranks; returns the tensor outputs of the graph, each for all ranks.
+
+    Args:
+        program: the program of a rank.
+        arguments: arguments of the graph, each on all ranks.
+        streams: noise from which its ops draw; None to draw from the default generator, as the runtime does.
+    """
+    mesh, draws = program.plan.mesh, RankDraws(program.plan, streams)
     saves = SlicedSaves(
         program.slices, mesh, lambda ranks, steps: _converted(ranks, steps, mesh), Tiers(_torch.CPU)
     )
     with saves.watching():
-        return _run(program, arguments, saves)
+        results = _run(program, arguments, saves, draws)
+    draws.close()
+    return results
 
 
 def _converted(ranks: Sequence[Tensor], steps: Sequence[CollectiveCall], mesh: Mesh) -> Ranks:
@@ -92,7 +103,9 @@ def _converted(ranks: Sequence[Tensor], steps: Sequence[CollectiveCall], mesh: M
     return list(ranks)
 
 
-def _run(program: Program, arguments: Sequence[Ranks], saves: SlicedSaves) -> list[Ranks]:
+def _run(
+    program: Program, arguments: Sequence[Ranks], saves: SlicedSaves, draws: RankDraws
+) -> list[Ranks]:
     mesh = program.plan.mesh
     values: dict[fx.Node, list[Any]] = {}
     remaining = iter(arguments)
@@ -111,13 +124,15 @@ def _run(program: Program, arguments: Sequence[Ranks], saves: SlicedSaves) -> li
             values[node] = values[x]
             saves.note(values[node], str(name))
         else:
-            values[node] = _run_node(node, mesh, values)
+            values[node] = _run_node(node, mesh, values, draws)
         for argument in expires.get(node, []):
             del values[argument]
     raise AssertionError("a graph without output")
 
 
-def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> list[Any]:
+def _run_node(
+    node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]], draws: RankDraws
+) -> list[Any]:
     if ring := Ring.of(node):
         return attend_together(ring, mesh, values)
     if call := Collective.of(node):
@@ -125,17 +140,15 @@ def _run_node(node: fx.Node, mesh: Mesh, values: dict[fx.Node, list[Any]]) -> li
         tables = [table_of(each, call.size) for each in counts]
         return collective(call.call(mesh), mesh, values[call.x], tables)
     results = []
-    generator_state = torch.get_rng_state() if draws(node) else None
     left = alone(node)
     for rank in range(mesh.size):
         if left is not None and not left.runs_on(rank, mesh):
             operands = [values[each][rank] for each in node.all_input_nodes]
             results.append(absent(operands, left.shape, left.dtype, left.needs_grad))
             continue
-        if generator_state is not None:  # every rank draws the same, see [Note: keys of random ops]
-            torch.set_rng_state(generator_state)
         args, kwargs = fx.map_arg((node.args, node.kwargs), _of_rank(values, rank))
-        results.append(node.target(*args, **kwargs))  # type: ignore[operator]
+        with draws.on(node, rank, args):
+            results.append(node.target(*args, **kwargs))  # type: ignore[operator]
     return results
 
 

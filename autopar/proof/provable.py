@@ -1,13 +1,13 @@
-"""Checks that a model can be compared: it must have real weights, and draw no random numbers."""
+"""Checks that a model can be compared: it must have real weights, and the capture must draw as it does."""
 
 from __future__ import annotations
 
-from torch import fx, nn
+from torch import nn
 
 from autopar.capture.remedies import traced_line
 from autopar.errors import AutoparError
-from autopar.ops.nodes import bound_arguments, draws, is_operator
 from autopar.planning.planning import Prepared
+from autopar.proof.single_device import Batch, SingleDevice
 
 
 def require_weights(model: nn.Module) -> None:
@@ -20,22 +20,18 @@ def require_weights(model: nn.Module) -> None:
         )
 
 
-def require_determinism(prepared: Prepared) -> None:
-    """Raises AutoparError, with a remedy, for a model that draws random numbers."""
-    random = [n for n in prepared.captured.module.graph.nodes if draws(n)]
-    if random:
-        raise AutoparError(
-            f"The model draws random numbers ({random[0].target}, at {traced_line(random[0])}), and a plan draws "
-            f"others than a single device: there is nothing to compare. {_without_draws(random[0])}"
-        )
-
-
-def _without_draws(node: fx.Node) -> str:
-    """A remedy: how a model computes the same without the random numbers of an op."""
-    arguments = bound_arguments(node) if is_operator(node) else {}
-    if "dropout" in str(node.target) or {"train", "training"} & arguments.keys():
-        return "Set its dropout to 0, or verify model.eval()."
-    return (
-        "Give it the numbers, as an input or as FractionalMaxPool2d takes `_random_samples`; what draws in training "
-        "alone is proved by model.eval()."
+def require_same_draws(prepared: Prepared, device: SingleDevice, batch: Batch) -> None:
+    """Raises AutoparError if a single device does not draw what the ops of the capture draw, one after the other."""
+    ops = device.streams.ops
+    if not ops:
+        return
+    found, expected = device.drawn(batch), device.streams.shapes
+    if found == expected:
+        return
+    nodes = {node.name: node for node in prepared.captured.module.graph.nodes}
+    lines = [f"{x.target} at {traced_line(x)}" for name in ops for x in (nodes[name],)]
+    raise AutoparError(
+        f"The model draws {len(found)} random tensors on a single device, of shapes {found}, and the captured step "
+        f"{len(expected)}, of shapes {expected} ({'; '.join(lines)}): there is nothing to compare. Let the model draw "
+        "in the same order in every call, or verify it in evaluation mode or with dropout 0."
     )

@@ -19,8 +19,10 @@ from autopar.pipeline.schedules import Action, actions
 from autopar.program.program import Program, TensorSpec
 from autopar.proof import lockstep
 from autopar.proof.lockstep import Ranks
+from autopar.proof.streams import MicroBatchStreams
 from autopar.runtime.split_backward import SplitBackward, WholeBackward
 
+Draws = Callable[[int], MicroBatchStreams]  # micro-batch -> noise from which its ops draw
 Inputs = Callable[[int], Mapping[str, Tensor]]  # micro-batch -> global inputs by name
 
 
@@ -59,6 +61,7 @@ class Rehearsal:
         parameters, buffers: global values by name.
         micro_batches: number of micro-batches.
         shares: weight of each micro-batch's loss in the loss of the step; by default they are equal.
+        draws: noise of every micro-batch; by default ops draw from the default generator.
 
     Attributes:
         stored: parameter name -> the stored shard of every rank; gradients are left in `.grad`.
@@ -77,9 +80,11 @@ class Rehearsal:
         buffers: Mapping[str, Tensor],
         micro_batches: int,
         shares: Sequence[float] = (),
+        draws: Draws | None = None,
     ) -> None:
         self.stages, self.mesh = stages, whole.plan.mesh
         self.shares = shares or [1 / micro_batches] * micro_batches
+        self._draws = draws
         self.stored: dict[str, Ranks] = {}
         self.losses: dict[int, Ranks] = {}
         self.extras: dict[int, list[Ranks]] = {}
@@ -136,7 +141,8 @@ class Rehearsal:
         arguments += [self.buffers[spec.name] for spec in program.buffers]
         arguments += [[constant] * self.mesh.size for constant in program.constants]
         arguments += [self._cut(spec, inputs[spec.name]) for spec in program.inputs]
-        results = lockstep.run(program, [*arguments, *received])
+        streams = None if self._draws is None else self._draws(micro_batch)
+        results = lockstep.run(program, [*arguments, *received], streams)
         for position, name in program.mutated.items():
             self.buffers[name] = self.updates[name] = [x.detach() for x in results[position]]
         results = results[len(program.mutated) :]

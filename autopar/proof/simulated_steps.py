@@ -14,7 +14,7 @@ from autopar.program.program import Program, TensorSpec
 from autopar.program.stages import cut_stages
 from autopar.proof import lockstep
 from autopar.proof.comparison import PlanResults
-from autopar.proof.rehearsal import Rehearsal, actions_of
+from autopar.proof.rehearsal import Draws, Rehearsal, actions_of
 from autopar.proof.single_device import (
     Batch,
     Between,
@@ -23,6 +23,7 @@ from autopar.proof.single_device import (
     copied,
     widened_tensors,
 )
+from autopar.proof.streams import MicroBatchStreams
 
 
 def simulated_steps(
@@ -54,7 +55,7 @@ def simulated_steps(
         shares = whole.objective.shares([each | prefixed_buffers(buffers) for each in inputs])
         rehearsal = Rehearsal(
             whole, stages, micro_batches=count, parameters=dict(model.named_parameters()),
-            buffers=buffers, shares=shares,
+            buffers=buffers, shares=shares, draws=draws_of(whole, device, count),
         )  # fmt: skip
         rehearsal.run(actions_of(whole.plan), inputs.__getitem__)
         updated = _updated_buffers(rehearsal, model, expected)
@@ -64,6 +65,18 @@ def simulated_steps(
         with torch.no_grad():
             for name, ranks in rehearsal.updates.items():
                 model.get_buffer(name).copy_(ranks[0])
+
+
+def draws_of(whole: Program, device: SingleDevice, group: int) -> Draws:
+    """The noise of every micro-batch, as the single device draws it.
+
+    Args:
+        whole: the program of the plan.
+        device: the single device.
+        group: number of micro-batches between two updates.
+    """
+    is_whole = whole.objective.kind in ("sum", "ratio")
+    return lambda i: MicroBatchStreams.number(device.streams, i, group, is_whole=is_whole)
 
 
 def prefixed_buffers(buffers: dict[str, Tensor]) -> dict[str, Tensor]:

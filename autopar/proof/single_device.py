@@ -15,6 +15,8 @@ from autopar import _torch
 from autopar._torch import Float64Arithmetic, pytree
 from autopar.capture.captured import Captured
 from autopar.capture.export import LossFunction, run_with_loss
+from autopar.proof.noise import drawn_shapes
+from autopar.proof.streams import Streams
 from autopar.rules.trial import dense
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of a micro-batch
@@ -46,11 +48,13 @@ class SingleDevice:
         model: the model; every run takes a copy.
         loss_fn: the loss function, as in `compile`.
         captured: the captured step, which names the parameters and the precision.
+        streams: the draws of the captured step.
     """
 
     model: nn.Module
     loss_fn: LossFunction | None
     captured: Captured
+    streams: Streams
 
     def run(self, steps: Sequence[Sequence[Batch]], between: Between | None) -> list[Results]:
         """Runs steps one after the other on one copy of the model, without updating the weights.
@@ -70,7 +74,7 @@ class SingleDevice:
     def repeats(self, batches: Sequence[Batch]) -> bool:
         """Whether a second step on the same micro-batches gives the same loss and gradients, bit by bit.
 
-        If not, the model holds state that a step changes, or draws random numbers.
+        If not, the model holds state that a step changes. What it draws is the same in every step.
         """
         first, second = self.run([batches, batches], None)
         pairs = [(first.loss, second.loss)]
@@ -82,6 +86,14 @@ class SingleDevice:
                 pairs.append((gradient, other))
         return all(_is_same(x, y) for x, y in pairs)
 
+    def drawn(self, batch: Batch) -> list[tuple[int, ...]]:
+        """The shapes of what the model and its loss draw in a forward, in order."""
+        model, loss_fn = copied(self.model, self.loss_fn)
+        args, kwargs = batch
+        return drawn_shapes(
+            lambda: run_with_loss(model, args, kwargs, loss_fn, self.captured.precision)
+        )
+
     def widened(self) -> SingleDevice:
         """A copy with weights, buffers and other tensors in float64; run it inside of `float64_arithmetic`."""
         model, loss_fn = copied(self.model, self.loss_fn)
@@ -89,7 +101,7 @@ class SingleDevice:
         for holder in holders:
             for x in _tensors_of(holder):
                 x.data = x.data.to(_torch.widened_dtype(x.dtype))
-        return SingleDevice(model, loss_fn, self.captured)
+        return SingleDevice(model, loss_fn, self.captured, self.streams)
 
     def step_of(
         self, model: nn.Module, loss_fn: LossFunction | None, batches: Sequence[Batch]
@@ -98,9 +110,10 @@ class SingleDevice:
         before = {name: x.clone() for name, x in model.named_buffers()}
         model.zero_grad()
         losses = []
-        for args, kwargs in batches:
-            loss = run_with_loss(model, args, kwargs, loss_fn, self.captured.precision)
-            (loss / len(batches)).backward()
+        for number, (args, kwargs) in enumerate(batches):
+            with self.streams.on_one_device(number):
+                loss = run_with_loss(model, args, kwargs, loss_fn, self.captured.precision)
+                (loss / len(batches)).backward()
             losses.append(loss.detach())
         parameters = dict(model.named_parameters())
         found = {name: parameters[name].grad for name in self.captured.parameters.values()}

@@ -28,7 +28,7 @@ from autopar.proof.comparison import (
     plan_errors,
     rounding_verdicts,
 )
-from autopar.proof.provable import require_determinism, require_weights
+from autopar.proof.provable import require_same_draws, require_weights
 from autopar.proof.replicas import SHOWN_STEPS, ReplicaSteps
 from autopar.proof.served import ServedSteps
 from autopar.proof.simulated_steps import simulated_steps, widened_program
@@ -41,6 +41,7 @@ from autopar.proof.single_device import (
     float64_arithmetic,
     widened_tensors,
 )
+from autopar.proof.streams import Streams
 from autopar.proof.verdict import PERTURBED_RUNS, Verdict, VerifyReport
 from autopar.proof.versions import DelayedSteps
 from autopar.units import counted
@@ -102,7 +103,10 @@ class Subject:
         between: Between | None = None,
         replicas: int = 1,
     ) -> Subject:
-        """Captures a model with the rows of the first replica; raises AutoparError if it draws random numbers."""
+        """Captures a model with the rows of the first replica.
+
+        Raises AutoparError if the capture draws other tensors than the model.
+        """
         args, kwargs = split_example(example_inputs)
         kwargs = dict(sorted(kwargs.items()))
         (args, kwargs), *others = [
@@ -111,8 +115,9 @@ class Subject:
         require_weights(model)
         model, loss_fn = copied(model, loss_fn)  # capture leaves weak references on what it saw
         prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=precision)
-        require_determinism(prepared)
-        return cls(model, args, kwargs, prepared, loss_fn, between, others=tuple(others))
+        found = cls(model, args, kwargs, prepared, loss_fn, between, others=tuple(others))
+        require_same_draws(prepared, found.single_device(1), (args, kwargs))
+        return found
 
     @cached_property
     def arithmetic(self) -> torch.dtype:
@@ -120,8 +125,16 @@ class Subject:
         return lowest_precision(self.prepared)
 
     @cached_property
-    def single_device(self) -> SingleDevice:
-        return SingleDevice(self.model, self.loss_fn, self.prepared.captured)
+    def streams(self) -> Streams:
+        """The draws of the captured step."""
+        return Streams.of(self.prepared)
+
+    def single_device(self, count: int) -> SingleDevice:
+        """The model on one device, for a number of micro-batches."""
+        captured, streams = self.prepared.captured, self.streams
+        if count > 1 and streams.ops:
+            streams = streams.within(captured, self.whole(count))
+        return SingleDevice(self.model, self.loss_fn, captured, streams)
 
     def compare(self, plan: Plan) -> VerifyReport:
         """Simulates a plan; compares loss, gradients and new values of buffers.
@@ -172,7 +185,8 @@ class Subject:
         return self.references[micro_batches]
 
     def _single_device_results(self, micro_batches: int) -> Reference:
-        device, first = self.single_device, self._on_one_device(0, micro_batches)
+        device = self.single_device(micro_batches)
+        first = self._on_one_device(0, micro_batches)
         samples = []
         if self.arithmetic != torch.float64:
             samples = device.run([first], None)
@@ -190,11 +204,12 @@ class Subject:
 
     def _in_float64(self, whole: Program, reference: Reference) -> list[Verdict]:
         """Verdicts on every step of the plan in float64 arithmetic."""
+        device = self.single_device(whole.plan.micro_batches)
         if self.arithmetic == torch.float64:
-            rehearsed = self._simulate(whole, self.single_device, reference)
+            rehearsed = self._simulate(whole, device, reference)
         else:
             with float64_arithmetic():
-                widened = self.single_device.widened()
+                widened = device.widened()
                 rehearsed = self._simulate(widened_program(whole), widened, reference)
         return [
             verdict
@@ -214,9 +229,11 @@ class Subject:
         graph = self.prepared.analysis.graph
         steps = ServedSteps if meeting.rule == SERVER else ReplicaSteps
         if self.arithmetic == torch.float64:
-            return steps(self.single_device, whole, graph, parts, together, meeting).verdicts()
+            return steps(
+                self.single_device(count), whole, graph, parts, together, meeting
+            ).verdicts()
         with float64_arithmetic():
-            device, wide = self.single_device.widened(), widened_program(whole)
+            device, wide = self.single_device(count).widened(), widened_program(whole)
             parts, together = widened_tensors(parts), widened_tensors(together)
             return steps(device, wide, graph, parts, together, meeting).verdicts()
 
@@ -227,9 +244,9 @@ class Subject:
         together = [self._of_updates(whole, batches) for batches in steps]
         graph = self.prepared.analysis.graph
         if self.arithmetic == torch.float64:
-            return DelayedSteps(self.single_device, whole, graph, steps, together).verdicts()
+            return DelayedSteps(self.single_device(count), whole, graph, steps, together).verdicts()
         with float64_arithmetic():
-            device, wide = self.single_device.widened(), widened_program(whole)
+            device, wide = self.single_device(count).widened(), widened_program(whole)
             steps, together = widened_tensors(steps), widened_tensors(together)
             return DelayedSteps(device, wide, graph, steps, together).verdicts()
 
@@ -244,7 +261,7 @@ class Subject:
     def _in_own_arithmetic(self, whole: Program, reference: Reference) -> list[Verdict]:
         """Verdicts on the first step of the plan in the model's own dtypes."""
         first = Reference(reference.steps[:1], reference.samples)
-        (found,) = self._simulate(whole, self.single_device, first)
+        (found,) = self._simulate(whole, self.single_device(whole.plan.micro_batches), first)
         errors = plan_errors(found, reference.steps[0])
         own = own_errors(reference.samples, errors, reference.steps[0])
         name = str(self.arithmetic).removeprefix("torch.")

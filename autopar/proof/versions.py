@@ -33,7 +33,7 @@ from autopar.proof.comparison import (
 )
 from autopar.proof.lockstep import Ranks
 from autopar.proof.rehearsal import Rehearsal, actions_of
-from autopar.proof.simulated_steps import named_inputs, prefixed_buffers
+from autopar.proof.simulated_steps import draws_of, named_inputs, prefixed_buffers
 from autopar.proof.single_device import Batch, Results, SingleDevice, copied
 from autopar.proof.verdict import Verdict
 
@@ -137,6 +137,7 @@ class DelayedSteps:
         rehearsal = VersionedRehearsal(
             self.whole, self._stages, micro_batches=len(parts), parameters=dict(model.named_parameters()),
             buffers=buffers, shares=objective.shares_of_groups(shares, self.pipeline.update_every),
+            draws=draws_of(self.whole, self.device, self.pipeline.update_every),
         )  # fmt: skip
         rehearsal.run(actions_of(self.whole.plan), inputs.__getitem__)
         return rehearsal

@@ -40,7 +40,9 @@ def dropout(call: Call) -> Spec:
 def points(call: Call) -> Spec:
     """One random number per element; without an operand to split, every rank draws all numbers."""
     spec = elementwise(call)
-    return replace(spec, localize=_Draw(tuple(spec.sizes))) if call.operands else spec
+    if not call.operands:
+        return replace(spec, whole=frozenset(spec.sizes))
+    return replace(spec, localize=_Draw(tuple(spec.sizes)))
 
 
 def rrelu(call: Call) -> Spec:
