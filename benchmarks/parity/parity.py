@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 5 --markdown docs/parity.md
     OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 1 --meshes "a=2,b=2" \
         --dtypes float32,bfloat16 --markdown docs/parity_rounding.md
+    OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds 1 --dropout 0.1 --markdown docs/parity_dropout.md
 
 Every choice of every op and every storage layout is drawn, and in about a third of the plans single ranks run a third
 of the ops; all ranks are simulated in one process; loss and every gradient of every rank are compared with the eager
@@ -42,12 +43,14 @@ class Row:
         reports: the comparison of every plan with one device.
         lone: number of plans in which one rank runs some ops alone.
         seconds: duration of all comparisons.
+        draws: number of ops that draw random numbers.
     """
 
     name: str
     reports: tuple[VerifyReport, ...]
     lone: int
     seconds: float
+    draws: int
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -55,8 +58,9 @@ class Row:
         worst = max(self.reports, key=lambda r: r.worst_gradient_error)
         passed = sum(r.passed for r in self.reports)
         return (
-            self.name, f"{passed} of {len(self.reports)}", str(self.lone), worst.arithmetic, f"{loss:.1e}",
-            f"{worst.worst_gradient_error:.1e}", worst.worst_parameter, self._nearest, f"{self.seconds:.0f}",
+            self.name, str(self.draws), f"{passed} of {len(self.reports)}", str(self.lone), worst.arithmetic,
+            f"{loss:.1e}", f"{worst.worst_gradient_error:.1e}", worst.worst_parameter, self._nearest,
+            f"{self.seconds:.0f}",
         )  # fmt: skip
 
     @property
@@ -68,6 +72,7 @@ class Row:
 
 COLUMNS = (
     "architecture",
+    "ops that draw",
     "plans passed",
     "with ops on one rank",
     "arithmetic",
@@ -79,10 +84,12 @@ COLUMNS = (
 )
 
 
-def measure(name: str, meshes: list[Mesh], seeds: int, dtype: torch.dtype | None) -> Row:
+def measure(
+    name: str, meshes: list[Mesh], seeds: int, dtype: torch.dtype | None, dropout: float
+) -> Row:
     """Draws and compares `seeds` plans on every mesh, of a model in the widest or in a given element type."""
     start_seconds = time.perf_counter()
-    model, args = build(name, dtype=dtype)
+    model, args = build(name, dtype=dtype, dropout=dropout)
     subject = Subject.of(model, args)
     graph, fingerprint = subject.prepared.analysis.graph, subject.prepared.captured.fingerprint
     plans = [
@@ -91,7 +98,8 @@ def measure(name: str, meshes: list[Mesh], seeds: int, dtype: torch.dtype | None
         for seed in range(seeds)
     ]
     reports = tuple(subject.compare(plan) for plan in plans)
-    return Row(name, reports, sum(map(has_lone_ops, plans)), time.perf_counter() - start_seconds)
+    seconds = time.perf_counter() - start_seconds
+    return Row(name, reports, sum(map(has_lone_ops, plans)), seconds, len(subject.streams.ops))
 
 
 def has_lone_ops(plan: Plan) -> bool:
@@ -99,10 +107,10 @@ def has_lone_ops(plan: Plan) -> bool:
     return any(map(runs_alone, plan.ops.values()))
 
 
-def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str) -> str:
+def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str, dropout: float) -> str:
     """The table as a page."""
     lines = [
-        "# Parity of random plans",
+        "# Parity of random plans" + (" with dropout" if dropout else ""),
         "",
         f"Plans drawn at random, {seeds} on each of the meshes {meshes}, all ranks simulated, against the eager model",
         "on one device in float64. Errors are relative and in float64 arithmetic, the worst of all plans and ranks. In",
@@ -110,7 +118,7 @@ def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str) -> str:
         f"{sum(row.lone for row in rows)} of {sum(len(row.reports) for row in rows)} plans single ranks run some ops "
         "alone ([owners](owners.md#ops-on-one-rank)). Made by",
         f"`OMP_NUM_THREADS=1 python benchmarks/parity/parity.py --seeds {seeds} --meshes '{meshes}' "
-        f"--dtypes '{dtypes}'`.",
+        f"--dtypes '{dtypes}'" + (f" --dropout {dropout}`." if dropout else "`."),
         "",
         *markdown_table(COLUMNS, [row.cells for row in rows]),
     ]
@@ -122,8 +130,11 @@ def markdown(rows: list[Row], seeds: int, meshes: str, dtypes: str) -> str:
 @click.option("--seeds", default=5, help="Plans on each mesh.")
 @click.option("--meshes", default="; ".join(MESHES), help="Meshes, separated by semicolons.")
 @click.option("--dtypes", default="", help="Element types; by default the widest of each model.")
+@click.option("--dropout", default=0.0, help="Probability of dropping, where a model drops.")
 @click.option("--markdown", "path", type=click.Path(path_type=Path), help="Write the table there.")
-def main(names: str, seeds: int, meshes: str, dtypes: str, path: Path | None) -> None:
+def main(
+    names: str, seeds: int, meshes: str, dtypes: str, dropout: float, path: Path | None
+) -> None:
     """Print a row per architecture; exit 1 if any plan fails."""
     console = Console()
     drawn = [Mesh.parse(text.strip()) for text in meshes.split(";")]
@@ -131,12 +142,12 @@ def main(names: str, seeds: int, meshes: str, dtypes: str, path: Path | None) ->
     rows = []
     for name in track(names.split(","), description="architectures", console=console):
         for dtype in types:
-            rows.append(measure(name, drawn, seeds, dtype))
+            rows.append(measure(name, drawn, seeds, dtype, dropout))
             console.print("  ".join(rows[-1].cells))
     lone, count = sum(row.lone for row in rows), sum(len(row.reports) for row in rows)
     console.print(f"in {lone} of {count} plans single ranks run some ops alone")
     if path is not None:
-        path.write_text(markdown(rows, seeds, meshes, dtypes))
+        path.write_text(markdown(rows, seeds, meshes, dtypes, dropout))
     sys.exit(0 if all(r.passed for row in rows for r in row.reports) else 1)
 
 

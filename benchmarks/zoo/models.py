@@ -299,9 +299,17 @@ def architecture(name: str) -> Architecture:
 
 def without_dropout(config: Any) -> Any:
     """`config` with every probability of dropping an element, path or layer set to 0, in place."""
+    return with_dropout(config, 0.0)
+
+
+def with_dropout(config: Any, p: float) -> Any:
+    """`config` with every probability of dropping an element or path set to `p`, and that of a layer to 0, in place.
+
+    Whether a layer runs is decided in Python, which cannot be captured.
+    """
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
+            setattr(config, key, 0.0 if "layer" in key else p)
     return config
 
 
@@ -318,7 +326,7 @@ def perturb_constants(module: nn.Module) -> None:
 
 
 def build(
-    name: str, *, seed: int = 0, dtype: torch.dtype | None = None
+    name: str, *, seed: int = 0, dtype: torch.dtype | None = None, dropout: float = 0.0
 ) -> tuple[Loss, tuple[Tensor, ...]]:
     """Build one architecture with random weights, and an example batch for it.
 
@@ -326,13 +334,14 @@ def build(
         name: a row of `ARCHITECTURES`.
         seed: seed of weights and inputs; torch's global generator is left as it was.
         dtype: type of weights and floating inputs; None for the widest that the architecture runs in.
+        dropout: probability of dropping, wherever the architecture drops.
 
     Returns:
         The module, in training mode, and positional inputs: `module(*inputs)` is the scalar loss.
     """
     row = architecture(name)
     dtype = dtype or row.dtype
-    config = without_dropout(getattr(transformers, row.config)(**row.sizes))
+    config = with_dropout(getattr(transformers, row.config)(**row.sizes), dropout)
     config.use_cache = False
     if row.inputs is image:
         config.num_labels = CLASSES
