@@ -68,7 +68,8 @@ class AxisSolutions:
         if bound <= self._infeasible:
             return self.smallest
         if bound not in self._bounded:
-            found = self._program.solve(max_bytes=bound)
+            is_possible = bound >= self.smallest.least_bytes
+            found = self._program.solve(max_bytes=bound) if is_possible else None
             if found is None:
                 self._infeasible = bound
                 return self.smallest

@@ -15,12 +15,13 @@ from autopar.pipeline.blocks import has_blocks
 from autopar.pipeline.composed import Composed, composed
 from autopar.pipeline.parts import is_whole
 from autopar.search.dims import starts, words_of_dims
+from autopar.search.least_memory import least_bytes
 from autopar.search.partitioned import in_slices
 from autopar.search.pipeline import search_pipeline
 from autopar.search.pipeline_settings import Priced
-from autopar.search.recipes import resolve
+from autopar.search.recipes import is_open, resolve
 from autopar.search.request import Request
-from autopar.search.search import Found
+from autopar.search.search import Found, MeshSearch
 from autopar.search.searches import Searches
 
 # CPU time of PyTorch for a kernel: forward and backward of an op on tiny tensors take 20 us, in two to three kernels
@@ -95,6 +96,17 @@ class GivenMesh:
         return self._sliced(found)
 
     @property
+    def cannot_fit(self) -> bool:
+        """Whether it is known without a search that no plan without pipeline stages fits, whatever it recomputes."""
+        request, bound = self.request, self.request.search_bound_bytes
+        is_free = self.fixed_storage is None and not request.has_lone_ops
+        if bound is None or request.has_stages or not is_free or not is_open(request.recipe):
+            return False
+        if not has_blocks(self.graph):
+            return self._layouts.exceeds(bound)
+        return least_bytes(self._layouts.problem, may_offload=bool(request.offload)) > bound
+
+    @property
     def flat_seconds(self) -> float:
         """Seconds of the fastest step without pipeline stages, recomputation and a bound on memory."""
         return self._but(must_fit=False)._flat().cost.seconds
@@ -132,15 +144,19 @@ class GivenMesh:
 
     def _flat(self) -> Found:
         """The plan without pipeline stages and without recomputation."""
+        return self._layouts.within(self.request.search_bound_bytes)
+
+    @property
+    def _layouts(self) -> MeshSearch:
+        """The search of layouts without pipeline stages."""
         request = self.request
         assert request.mesh is not None, "a mesh was given"
-        found = self.searches.on(
+        return self.searches.on(
             self.graph, request.mesh, hardware=request.hardware, recipe=request.recipe,
             pins=request.pins, micro_batches=request.micro_batches or 1,
             fingerprint=self.fingerprint, fixed_storage=self.fixed_storage,
             software=request.software, training_state=request.training_state, tiers=request.tiers,
         )  # fmt: skip
-        return found.within(request.search_bound_bytes)
 
     def _priced(self, plan: Plan) -> Planned:
         """A plan without stages, with the time and memory of its step."""

@@ -37,7 +37,10 @@ from autopar.search.decisions import Assignment
 from autopar.search.outcome import Outcome
 from autopar.search.parameters import Strategy, fastest, pareto
 from autopar.search.problem import Problem
-from autopar.search.solver import MixedIntegerProgram, Objective, columns_of, picked
+from autopar.search.solver import MixedIntegerProgram, Objective, Solution, columns_of, picked
+
+_FEASIBLE = 1e-5  # part of a bound by which the solver may exceed it, at most
+_TIES = 1e-6  # part of the largest price that preferences may add to the objective
 
 _ByLayout = dict[Layout, list[int]]  # layout -> the columns that need a tensor in this layout
 _ByTiered = dict[TieredLayout, list[int]]  # layout and tier -> the columns that give it
@@ -98,8 +101,13 @@ class AxisProgram:
         seconds, bytes = float(step.seconds()), float(step.peak_bytes())
         return Outcome(
             assignment, seconds, bytes, seconds + price * bytes, solution.gap, self.program.shape,
-            self._saves_memory,
+            self._saves_memory, self._least_bytes(solution) if minimize == "bytes" else 0.0,
         )  # fmt: skip
+
+    def _least_bytes(self, solution: Solution) -> float:
+        """A lower bound on the bytes of all solutions, given the one of least bytes and the solver's tolerances."""
+        ties = _TIES * max(self.program.bytes)
+        return (1 - solution.gap - _FEASIBLE) * solution.bytes - ties
 
     def _read_labels(self, chosen: set[int]) -> tuple[Labels, ...]:
         problem = self.problem

@@ -19,6 +19,7 @@ class Outcome:
         gap: relative optimality gap at which the solver stopped.
         shape: numbers of rows, columns and binary variables of the program.
         saves_memory: whether the program had slower strategies that save memory.
+        least_bytes: bytes that every assignment takes as the program counts them; 0 if they were not minimized.
     """
 
     assignment: Assignment
@@ -28,3 +29,4 @@ class Outcome:
     gap: float
     shape: tuple[int, int, int]
     saves_memory: bool
+    least_bytes: float = 0.0

@@ -317,8 +317,9 @@ class _Outer:
             trial = trials.pop(0)
             try:
                 planned = self._exact(
-                    trial, self.faster_than_seconds if self.request.has_stages else math.inf
-                )
+                    trial, self.faster_than_seconds if self.request.has_stages else math.inf,
+                    gives_up=bool(trials),
+                )  # fmt: skip
             except SearchError as error:
                 trials = trials[-1:] if isinstance(error, StateError) else trials
                 if not found and not trials:
@@ -341,8 +342,13 @@ class _Outer:
             yield count
             count *= 2
 
-    def _exact(self, trial: Trial, faster_than_seconds: float = math.inf) -> Planned:
-        """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised."""
+    def _exact(
+        self, trial: Trial, faster_than_seconds: float = math.inf, *, gives_up: bool = False
+    ) -> Planned:
+        """The plan of a setting. With stages it must be faster than `faster_than_seconds`, or SlowerError is raised.
+
+        With `gives_up`, an error comes without a search, and with fewer words, where no plan can fit.
+        """
         asked = self._asked(trial)
         count = trial.micro_batches or self.captured
         rows, rest = divmod(self.rows, count)
@@ -359,9 +365,12 @@ class _Outer:
         known = trial.known
         if known is not None:
             faster_than_seconds = known.price.step_seconds
-        found = GivenMesh(
+        given = GivenMesh(
             graph, asked, self.fingerprint, count, self.fixed_storage, faster_than_seconds
-        ).search()
+        )
+        if gives_up and given.cannot_fit:
+            raise SearchError(f"No plan with {count} micro-batches fits.")
+        found = given.search()
         found = with_decomposed(with_stores(found, request=asked), asked)
         found = with_delays(with_meeting(found, asked), asked)
         if known is None:

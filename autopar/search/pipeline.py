@@ -284,9 +284,11 @@ class _Search:
         """
         for wider in _WIDER if share == 1 else (1.0,):
             relaxed = self.ranks * self.bound * share * wider + self.hardware.reserved_bytes
+            bound = int(relaxed) if math.isfinite(relaxed) else None
+            if bound is not None and inside.exceeds(bound):
+                continue
             try:
-                found = inside.within(int(relaxed) if math.isfinite(relaxed) else None)
-                return _Inner(found.plan, share)
+                return _Inner(inside.within(bound).plan, share)
             except SearchError:
                 if math.isinf(relaxed):
                     raise

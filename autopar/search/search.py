@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypedDict, Unpack
 
 from autopar.cost_model import Hardware
@@ -147,6 +147,7 @@ class MeshSearch:
     software: Software
     training_state: TrainingState
     lone: LonePins
+    _costs: dict[object, StepCost] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -202,6 +203,10 @@ class MeshSearch:
             raise _too_uneven(needed, memory_bytes, problem)
         return spread
 
+    def exceeds(self, memory_bytes: int) -> bool:
+        """Whether every plan takes more memory than this, so that `within` would raise SearchError."""
+        return self.problem.least_bytes > memory_bytes
+
     def at_price(self, byte_seconds: float) -> Found:
         """The plan with the least seconds, where every byte of a rank's peak memory counts as so many more."""
         found = descents(self.problem.weighed(byte_seconds), None)
@@ -217,7 +222,7 @@ class MeshSearch:
         problem, recipe = self.problem, format_recipe(self.recipe)
         plan = expand(problem, best.assignment, recipe, self.fingerprint)
         check_used(problem.graph, plan, problem.recipes)
-        cost = self._cost(plan)
+        cost = self._cost_once(best.assignment, plan)
         _agree(best, cost)
         spread = self._with_owners(plan)
         is_spread = spread != plan
@@ -232,6 +237,14 @@ class MeshSearch:
         notes += owner_notes(problem.graph, plan.parameters, plan.mesh)
         notes += lone_notes(self._alone)
         return Found(replace(plan, notes=notes), cost, best.gap, best.programs, seconds, is_tight)
+
+    def _cost_once(self, assignment: Assignment, plan: Plan) -> StepCost:
+        """The cost of the plan of an assignment; searches under other recipes and bounds find the same ones again."""
+        parameters, inputs = assignment.parameters.items(), assignment.inputs.items()
+        key = assignment.labels, tuple(parameters), tuple(inputs)
+        if key not in self._costs:
+            self._costs[key] = self._cost(plan)
+        return self._costs[key]
 
     def _cost(self, plan: Plan) -> StepCost:
         return cost_of(

@@ -1,0 +1,58 @@
+"""Bounds on memory that are known before a search: no plan takes less, and hopeless searches are spared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.errors import SearchError
+from autopar.search.given import GivenMesh
+from autopar.search.least_memory import least_bytes
+from autopar.search.milp import AxisProgram
+from autopar.search.request import Request
+from autopar.search.search import MeshSearch
+from tests.search.graphs import LlamaSizes, llama
+from tests.search.toy import TOY
+
+SMALL = LlamaSizes(
+    batch=8, seq=16, layers=2, dim=32, kv_heads=4, group=2, head_dim=4, ffn=64, vocab=128
+)
+MESH = {"x": 2, "y": 2}
+
+
+def search_of() -> MeshSearch:
+    return MeshSearch.of(llama(SMALL), MESH, hardware=TOY)
+
+
+def test_no_plan_takes_less_than_the_bound() -> None:
+    found = search_of()
+    least = least_bytes(found.problem, may_offload=False)
+    assert 0 < least_bytes(found.problem, may_offload=True) <= least
+    assert least <= found.smallest().cost.memory_bytes
+
+
+@pytest.mark.parametrize(("part", "is_hopeless"), [(0.99, True), (1.01, False)])
+def test_a_mesh_is_hopeless_below_the_bound_alone(part: float, is_hopeless: bool) -> None:
+    bound = int(part * least_bytes(search_of().problem, may_offload=False))
+    request = Request(replace(TOY, memory_bytes=bound), mesh=MESH, memory_bytes=bound)
+    given = GivenMesh(llama(SMALL), request)
+    assert given.cannot_fit == is_hopeless
+    if is_hopeless:
+        with pytest.raises(SearchError):
+            given.search()
+
+
+def test_a_bound_below_the_least_memory_solves_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds, solve = [], AxisProgram.solve
+
+    def noting(self: AxisProgram, **options: Any) -> Any:
+        bounds.append(options.get("max_bytes"))
+        return solve(self, **options)
+
+    monkeypatch.setattr(AxisProgram, "solve", noting)
+    with pytest.raises(SearchError, match="fits into"):
+        search_of().within(1000)
+    assert bounds
+    assert set(bounds) == {None}
