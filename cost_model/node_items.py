@@ -13,7 +13,19 @@ from autopar.cost_model.items import COMPUTE, FULL, Item, Phase, Places, Region,
 from autopar.cost_model.owners import Position
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import sends, traffic_bytes
-from autopar.ir import ANY, Graph, Labels, Layout, LayoutStep, Op, State, Tensor, owner_of, steps
+from autopar.ir import (
+    ANY,
+    Graph,
+    Labels,
+    Layout,
+    LayoutStep,
+    Op,
+    State,
+    Tensor,
+    has_owner,
+    owner_of,
+    steps,
+)
 
 
 class NodeItems:
@@ -133,6 +145,8 @@ def places_in(layout: Sequence[State]) -> Places:
 
 def _places_of_step(layout: Sequence[State], step: LayoutStep) -> Places:
     """The ranks that take part in a step of a conversion: along its own axis all, or both ends of a send."""
+    if step.target.kind != "O" and not has_owner(tuple(layout)):
+        return ()
     found = tuple(place for place in places_in(layout) if place[0] != step.axis)
     if step.source.kind == step.target.kind == "O":
         found += ((step.axis, (step.source.owner, step.target.owner)),)

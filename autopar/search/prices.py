@@ -124,6 +124,13 @@ def seconds_of(items: Iterable[Item], exposure: Exposure, step: Step) -> float:
     return sum(float(item.count) * exposure.seconds(item, step) for item in items)
 
 
+def _scaled(items: Iterable[Item], factor: float) -> tuple[Item, ...]:
+    """Items that are executed `factor` times as often."""
+    if factor == 1:
+        return tuple(items)
+    return tuple(replace(item, count=factor * item.count) for item in items)
+
+
 class Use(NamedTuple):
     """A use of a parameter.
 
@@ -178,7 +185,7 @@ class Prices:
             each = self.fold.classes[index]
             scale = each.count / self.nodes.place(each.op.name, each.op.module)[1]
             items = self.nodes.op(each.op, labels)
-            self._ops[key] = tuple(replace(item, count=scale * item.count) for item in items)
+            self._ops[key] = _scaled(items, scale)
         return self._ops[key]
 
     def conversion(self, index: int, source: TieredLayout, target: Layout) -> tuple[Item, ...]:
@@ -192,7 +199,8 @@ class Prices:
             again = entry.leaf == "parameter" and entry.is_saved
             items = self.nodes.conversion(name, source, target, "", again=again)
             one = self.nodes.place(name, self.nodes.modules.get(name, ""))[1]
-            self._conversions[key] = tuple(replace(i, count=i.count / one) for i in items)
+            once = items if one == 1 else (replace(i, count=i.count / one) for i in items)
+            self._conversions[key] = tuple(once)
         return self._conversions[key]
 
     def parameter(
@@ -215,7 +223,7 @@ class Prices:
         key, count = (self._kinds[index], source, target), self.fold.entries[index].count
         if (count, key) not in self._every:
             items = self.conversion(index, source, target)
-            self._every[count, key] = tuple(replace(i, count=count * i.count) for i in items)
+            self._every[count, key] = _scaled(items, count)
         return self._every[count, key]
 
     def parameters(

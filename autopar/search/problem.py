@@ -130,6 +130,7 @@ class Problem:
         self._op_seconds: dict[tuple[int, Labels], float] = {}
         self._conversions: dict[int, float] = {}
         self._kept: dict[object, Strategy] = {}
+        self._ways: dict[object, tuple[Strategy, ...]] = {}
 
     def _constrain(self, recipes: Sequence[Recipe]) -> None:
         self.recipes = tuple(recipes)
@@ -331,7 +332,7 @@ class Problem:
     def _strategies(self) -> dict[int, tuple[Strategy, ...]]:
         public = {tensor: name for name, tensor in self.graph.parameters.items()}
         found: dict[int, tuple[Strategy, ...]] = {}
-        known: dict[object, tuple[Strategy, ...]] = {}
+        known, asked = self._ways, tuple(each.storage for each in self.recipes)
         for index, entry in enumerate(self.entries):
             if entry.leaf != "parameter":
                 continue
@@ -341,7 +342,8 @@ class Problem:
                 found[index] = (self._strategy(index, fixed),)
                 continue
             pinned = self.pins.storage.get(name, ())
-            key = (tensor.dims, tensor.formats, tensor.needs_grad, pinned, self._region(name))
+            region = self._region(name)
+            key = (asked, tensor.dims, tensor.formats, tensor.needs_grad, pinned, region)
             if key not in known:
                 known[key] = strategies(
                     tensor, name, self.recipes, pinned, self.mesh, partial(self._strategy, index),

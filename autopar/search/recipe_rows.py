@@ -96,6 +96,11 @@ class Recipe:
     owner: int | None = None
     worker: int | None = None
 
+    @property
+    def storage(self) -> tuple[tuple[int, ...], Tier, Tier, int | None]:
+        """What decides the ways to store a parameter; recipes that agree in it allow the same ways."""
+        return self.stages, self.tier, self.resident_tier, self.owner
+
 
 ROWS = (
     Recipe("auto", "anything, whatever is fastest"),
