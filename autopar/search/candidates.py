@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from autopar.cost_model.arith import Quantity
 from autopar.cost_model.cluster import Cluster
-from autopar.cost_model.items import TrainingState
+from autopar.cost_model.items import Holding, Item, TrainingState
 from autopar.cost_model.pricer import Pricer
 from autopar.cost_model.run import Run, Stage, total
 from autopar.cost_model.sizes import SymbolicSizes
@@ -33,6 +33,8 @@ from autopar.search.pipeline_settings import divisors
 from autopar.search.refined import Grouping, grouping_of
 from autopar.search.search import MeshSearch
 from autopar.search.settings import DATA, TENSOR, ClusterSetting, PricedCandidate
+
+_Word = Literal["none", "full", ""]  # of a recomputation; "" for a number of layers
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Space:
     pins: Mapping[str, str] = field(default_factory=dict)
     own_batch: bool = False
     _plans: dict[tuple[str, str], Plan | None] = field(default_factory=dict, compare=False)
+    _latest: list[_Work] = field(default_factory=list, init=False, compare=False)
 
     @property
     def is_empty(self) -> bool:
@@ -77,16 +80,18 @@ class Space:
 
     def price_of(self, settings: Iterable[ClusterSetting]) -> list[PricedCandidate]:
         """The prices of the legal ones among these settings, in the same order."""
-        groups: dict[tuple[str, str, Recompute], list[ClusterSetting]] = {}
+        groups: dict[tuple[str, str, _Word], list[ClusterSetting]] = {}
         wanted = list(settings)
         for each in wanted:
-            groups.setdefault((each.data, each.tensor, each.recompute), []).append(each)
+            word = each.recompute if isinstance(each.recompute, str) else ""
+            groups.setdefault((each.data, each.tensor, word), []).append(each)
         found: dict[ClusterSetting, PricedCandidate] = {}
-        for (data, tensor, recompute), group in groups.items():
+        for (data, tensor, word), group in groups.items():
             plan = self.plan(data, tensor)
             if plan is not None:
                 splits = self._splits(plan)
                 legal = [s for s in group if self._divides(splits, s)]
+                recompute = word or _numbers_of_blocks(legal)
                 found |= {each.setting: each for each in self._priced(plan, recompute, legal)}
         return [found[each] for each in wanted if each in found]
 
@@ -112,8 +117,7 @@ class Space:
                 for s, k in zip(settings, fewest, strict=True)
                 if k < self._step_layers / s.stages
             ]
-            counts = np.array([s.recompute for s in again], dtype=float)
-            found += self._priced(plan, counts, again)
+            found += self._priced(plan, _numbers_of_blocks(again), again)
         return found
 
     @property
@@ -248,22 +252,7 @@ class Space:
     def _step(self, plan: Plan, recompute: Recompute | np.ndarray, columns: _Columns) -> Step:
         """The step of all settings at once: every figure is an array with an element for each setting."""
         hardware, at = self.cluster.hardware, columns
-        ranks = at.dp * at.tp * at.stages
-        links = (
-            hardware.axis_link(at.tp, at.dp, ranks),
-            hardware.axis_link(1 + 0 * at.tp, at.tp, ranks),
-        )
-        sizes = _ManySizes(
-            plan.mesh, dict.fromkeys(self._batch_factors, at.batch), (1.0 * at.dp, 1.0 * at.tp)
-        )
-        pricer = Pricer(
-            self.graph,
-            plan,
-            sizes=sizes,
-            hardware=hardware,
-            links=links,
-            training_state=self.training_state,
-        )
+        work = self._work(plan, columns)
         # Without lists of layers the formulas cannot tell layers from the ends: see `_of_equal_stages`.
         run = Run(
             1.0 * at.micro_batches,
@@ -275,10 +264,31 @@ class Space:
             at.dp * at.tp, np.maximum(2, at.stages), np.maximum(2, at.stages) * at.dp * at.tp
         )
         return Step(
-            tuple(pricer.items()), tuple(pricer.holdings()), run, hardware, self.software,
-            layers=self._step_layers,
-            boundary_bytes=pricer.boundary_bytes(), boundary_link=boundary,
+            work.items, work.holdings, run, hardware, self.software, layers=self._step_layers,
+            boundary_bytes=work.boundary_bytes, boundary_link=boundary,
         )  # fmt: skip
+
+    def _work(self, plan: Plan, columns: _Columns) -> _Work:
+        """The work and memory of all settings, which do not depend on recomputation; the latest one is kept."""
+        if not any(each.is_of(plan, columns) for each in self._latest):
+            self._latest[:] = [self._new_work(plan, columns)]
+        return self._latest[0]
+
+    def _new_work(self, plan: Plan, at: _Columns) -> _Work:
+        hardware, ranks = self.cluster.hardware, at.dp * at.tp * at.stages
+        links = (
+            hardware.axis_link(at.tp, at.dp, ranks),
+            hardware.axis_link(1 + 0 * at.tp, at.tp, ranks),
+        )
+        sizes = _ManySizes(
+            plan.mesh, dict.fromkeys(self._batch_factors, at.batch), (1.0 * at.dp, 1.0 * at.tp)
+        )
+        pricer = Pricer(
+            self.graph, plan, sizes=sizes, hardware=hardware, links=links, training_state=self.training_state,
+        )  # fmt: skip
+        return _Work(
+            plan, at, tuple(pricer.items()), tuple(pricer.holdings()), pricer.boundary_bytes()
+        )
 
     def _nothing(self) -> str:
         layers, depths = self._layers(), " or ".join(map(str, self.stages))
@@ -320,6 +330,38 @@ class _Columns:
             column(lambda s: s.dp), column(lambda s: s.tp), column(lambda s: s.stages),
             column(lambda s: s.micro_batches), 1.0 * column(lambda s: s.micro_batch * s.dp),
         )  # fmt: skip
+
+    def equals(self, other: _Columns) -> bool:
+        """Whether another table has the same settings in the same order."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return all(np.array_equal(mine, others) for mine, others in pairs)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The work of a plan in many settings at once.
+
+    Attributes:
+        plan: the plan.
+        columns: the settings.
+        items, holdings: work and memory, whose figures are arrays with an element for each setting.
+        boundary_bytes: bytes of the activations that one stage sends to the next.
+    """
+
+    plan: Plan
+    columns: _Columns
+    items: tuple[Item, ...]
+    holdings: tuple[Holding, ...]
+    boundary_bytes: Quantity
+
+    def is_of(self, plan: Plan, columns: _Columns) -> bool:
+        """Whether this is the work of the same plan in equal settings."""
+        return self.plan is plan and self.columns.equals(columns)
+
+
+def _numbers_of_blocks(settings: Sequence[ClusterSetting]) -> np.ndarray:
+    """For every setting the number of recomputed layers, where all have one."""
+    return np.array([each.recompute for each in settings], dtype=float)
 
 
 class _ManySizes(SymbolicSizes):
