@@ -17,11 +17,12 @@ from typing import Any
 
 from torch import fx
 
+from autopar._torch import code_when_called
 from autopar.capture.captured import Captured
 from autopar.errors import CaptureError
 from autopar.ir import Stack
 from autopar.ops.nodes import module_path
-from autopar.passes.name_nodes import name_nodes
+from autopar.passes.name_nodes import named
 
 Copies = dict[str, tuple[str, ...]]
 _MODULES = "nn_module_stack"  # where torch.export notes the modules around a node
@@ -199,10 +200,10 @@ class _Unroller:
 
     def _result(self) -> tuple[Captured, Copies]:
         """The capture of the whole model with its final names, and for every node the names of its copies."""
-        long = fx.GraphModule(self.captured.module, self.graph)
-        order = list(self.graph.nodes)
-        name_nodes(long)
-        final = {old: new.name for old, new in zip(order, long.graph.nodes, strict=True)}
+        graph = named(self.graph)
+        with code_when_called():  # of thousands of nodes, and a search does not run them
+            long = fx.GraphModule(self.captured.module, graph)
+        final = {old: new.name for old, new in zip(self.graph.nodes, graph.nodes, strict=True)}
         copies = {
             node.name: tuple(final[copy] for copy in made)
             for node, made in self.made.items()
