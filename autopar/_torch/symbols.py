@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from autopar._torch import pytree
@@ -72,9 +73,11 @@ class SizeValues:
             return self.number(x)
         if not any(isinstance(size, torch.SymInt) for size in (*x.shape, *x.stride())):
             return x
+        assert isinstance(x, FakeTensor), "the trace makes no other tensors with open sizes"
         shape, strides = (list(map(self.number, each)) for each in (x.shape, x.stride()))
-        with x.fake_mode:  # type: ignore[attr-defined]
-            return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        # Made by hand: an op under the fake mode takes ten times as long, and a graph has hundreds of tensors.
+        made = torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
+        return FakeTensor(x.fake_mode, made, x.device)
 
     def examples(self, tree: Any) -> Any:
         """A tree of the same structure, in which `example` replaces every leaf."""

@@ -33,6 +33,8 @@ def test_numbers_and_examples_have_the_values():
     example = values.example(joined)
     assert (tuple(example.shape), example.stride()) == ((4, 14), (14, 1))
     plain = torch.ones(2)
+    assert (example.fake_mode, example.device) == (joined.fake_mode, joined.device)
+    assert (example + example).shape == example.shape, "ops take it"
     assert values.example(plain) is plain
     assert values.examples((joined, 2))[0].shape == example.shape
 
