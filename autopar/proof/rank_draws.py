@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.errors import AutoparError
-from autopar.ir import Layout, Mesh, Plan, result_layouts
+from autopar._torch import CPU, forked_random_state
+from autopar.ir import Plan, result_layouts
 from autopar.ops.nodes import draws
 from autopar.ops.sharding import shard
 from autopar.proof.noise import DrawsFrom
@@ -41,12 +41,12 @@ class RankDraws:
 
     def __init__(self, plan: Plan, streams: MicroBatchStreams | None) -> None:
         self._plan, self._streams = plan, streams
-        self._states = [torch.get_rng_state()] * plan.mesh.size
-        self._noise: dict[int, list[Tensor]] = {}  # key -> noise of the first rank that has it
-        self._keys: dict[
-            float, int
-        ] = {}  # first number of a part -> key of the first rank that draws it
-        self._latest: tuple[str, list[Tensor]] = "", []  # an op, and its noise on no rank
+        first = torch.get_rng_state() if streams is None else torch.Generator().get_state()
+        self._states = [first] * plan.mesh.size
+        # Key -> noise of the first rank that has it; first number of a part -> key of the first rank that draws it.
+        self._noise: dict[int, list[Tensor]] = {}
+        self._keys: dict[float, int] = {}
+        self._latest: tuple[str, list[Tensor]] = "", []  # an op, and its noise for all ranks
 
     @contextmanager
     def on(self, node: fx.Node, rank: int, args: Sequence[Any]) -> Iterator[None]:
@@ -63,14 +63,16 @@ class RankDraws:
                 yield
 
     def close(self) -> None:
-        """Leaves the default generator as the first rank has it."""
-        torch.set_rng_state(self._states[0])
+        """Leaves the default generator as the first rank has it; a proof leaves it as it was."""
+        if self._streams is None:
+            torch.set_rng_state(self._states[0])
 
     @contextmanager
     def _own_generator(self, rank: int) -> Iterator[None]:
-        torch.set_rng_state(self._states[rank])
-        yield
-        self._states[rank] = torch.get_rng_state()
+        with forked_random_state([CPU]):
+            torch.set_rng_state(self._states[rank])
+            yield
+            self._states[rank] = torch.get_rng_state()
 
     def _drawn_key(self, rank: int) -> int:
         """A number that stands for the state of a rank's generator before an op that has no key; below zero."""
@@ -103,11 +105,9 @@ class RankDraws:
         result = graph.tensors[op.results[0]]
         if [tuple(x.shape) for x in noise] == [result.shape]:
             return [shard(noise[0], result.dims, layout, self._plan.mesh, rank)]
-        if _is_split(layout, self._plan.mesh) or self._streams.parts > 1:
-            raise AutoparError(
-                f"{op.kind} draws {len(noise)} tensors inside, of which a part cannot be told (op {name} of the plan, "
-                f"split as {self._plan.ops[name]}). Keep it whole, with one micro-batch, or verify without its draws."
-            )
+        states = zip(layout, self._plan.mesh.sizes, strict=True)
+        is_split = any(state.kind == "S" and size > 1 for state, size in states)
+        assert not is_split, f"{op.kind} draws inside, of which no part is known, and is split"
         return noise
 
 
@@ -122,9 +122,3 @@ class _Given:
         if found is None or found.shape != torch.Size(shape):
             return stream(self._key % _STATES, shape)
         return found
-
-
-def _is_split(layout: Layout, mesh: Mesh) -> bool:
-    return any(
-        state.kind == "S" and size > 1 for state, size in zip(layout, mesh.sizes, strict=True)
-    )

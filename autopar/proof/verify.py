@@ -41,8 +41,8 @@ def verify(
     single device's own error, by a bound per tensor (`autopar.proof.verdict`). A model that holds state
     (updated buffers, a counter, a weight that `between` changes) is run for two steps.
 
-    Random ops draw the same on both sides: one number for each logical element of what they draw, of which every rank has
-    its part (docs/verify.md).
+    Random ops draw the same on both sides: one number for each logical element of what they draw, of which every rank
+    has its part (docs/verify.md).
 
     A plan whose schedule updates inside of a step (docs/versions.md) is compared so with one update a step, and then
     with a single device that has the same delays, for two steps of SGD in float64.

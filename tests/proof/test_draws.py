@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,12 +18,14 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.ir import Mesh
 from autopar.program.program import Program, build_program
+from autopar.proof.noise import DrawsFrom
 from autopar.proof.random_plan import random_plan
 from autopar.proof.subject import Subject
 from autopar.proof.verdict import VerifyReport
 from autopar.rules import RULES
 from autopar.rules.elementwise import elementwise
 from autopar.rules.random import is_key
+from tests.rules.test_randomness import COARSE, DRAWS, SHAPE
 from tests.support.tables import often
 
 EXACT = 1e-12
@@ -176,10 +179,21 @@ class Masks(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0]
 
 
+def own(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+sprinkled = torch.library.custom_op(
+    "draws_test::own", own, mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+)
+sprinkled.register_fake(torch.empty_like)
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": dropped, "normal": normal, "in place": in_place, "of values": of_values, "numbers": numbers,
     "rrelu": lambda x: F.rrelu(x, training=True), "gumbel": F.gumbel_softmax, "run again": run_again,
-    "pooling": lambda x: F.fractional_max_pool2d(x, 2, (2, 4)), "function": lambda x: F.dropout(Masks.apply(x), 0.5),
+    "own": lambda x: F.dropout(x * sprinkled(x.detach()), 0.5),
+    "pooling": lambda x: F.fractional_max_pool2d(x, 2, (2, 4)),
+    "function": lambda x: F.dropout(Masks.apply(x), 0.5),
 }  # fmt: skip
 
 
@@ -200,6 +214,23 @@ def test_draws_are_the_same_in_every_arithmetic(dtype: torch.dtype) -> None:
     rows = tuple(x.to(dtype) for x in batch_of(8, 8))
     report = autopar.verify(model, rows, mesh={"dp": 2}, recipe="ddp", loss_fn=mean_square)
     assert report.passed and report.arithmetic == str(dtype).removeprefix("torch."), report
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_numbers_from_noise_have_the_distribution_of_the_op(name: str) -> None:
+    noise = torch.Generator().manual_seed(0)
+    with DrawsFrom(lambda shape: torch.rand(shape, generator=noise, dtype=torch.float64)):
+        found = DRAWS[name](torch.ones(SHAPE))
+    independent = found.numel() // math.prod(SHAPE[d] for d in COARSE.get(name, ()))
+    assert abs(found.mean().item()) < 6 / math.sqrt(independent)
+    assert found.square().mean().item() == pytest.approx(1, abs=0.9 if name in COARSE else 0.1)
+
+
+def test_the_default_generator_is_left_alone() -> None:
+    model, rows = blocks(), batch_of(4, 4, 8)
+    state = torch.get_rng_state()
+    autopar.verify(model, rows, mesh={"dp": 2}, plan="random", loss_fn=mean_square)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 class Recurrent(nn.Module):
