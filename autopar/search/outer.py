@@ -47,6 +47,7 @@ from autopar.search.trials import (
     blocks_of,
     explore,
     is_tight,
+    overfull_trials_of,
     promising,
     refined_trials_of,
     trials_of,
@@ -126,6 +127,10 @@ class _Outer:
         if not tried.found:
             lines = (str(error) for error in tried.reasons)
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
+        return self._settled(tried, explored)
+
+    def _settled(self, tried: Tried, explored: Explored | None) -> Searched:
+        """The best setting, also with other numbers of micro-batches and without its recipe."""
         self._try(self._recounted(tried, explored), tried)
         trial, best = tried.ranked[0]
         has_two_axes = len(without_pipeline(trial.mesh).axes) < 3  # of three, too many combinations
@@ -156,7 +161,7 @@ class _Outer:
             raise type(error)(f"{error} Nor does it with parameters on the host: {other}") from None
 
     def if_faster(self, found: Searched) -> Searched:
-        """The faster one of a known plan and this search's plan on the same mesh.
+        """The faster one of a known plan and this search's plan: see `_beyond`.
 
         This search is skipped if parameters, gradients and optimizer states take less than `WORTH_MOVING` of the
         bound, because storing them on the host would then free little memory. It is not where even activations have
@@ -168,18 +173,22 @@ class _Outer:
         if held < WORTH_MOVING * request.bound_bytes and not is_short:
             return found
         try:
-            other = self._near(found)
+            other = self._beyond(found)
         except (MeshError, PlanError, RecipeError, SearchError):
             return found
         return other if other.best.key < best.key else found
 
-    def _near(self, found: Searched) -> Searched:
-        """The result of this search on the mesh and micro-batches of a known plan, if it is about as fast."""
-        faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
+    def _beyond(self, found: Searched) -> Searched:
+        """The best one of a known plan, this search's plan of its setting, and the plans of settings that do not fit
+        into the device's memory, if these promise a faster step with what the host stores.
+        """
         if self.request.mesh is not None:
+            faster_than_seconds = MOST_SHOWN * found.best.price.step_seconds
             return replace(self, faster_than_seconds=faster_than_seconds).run()
-        trial = found.trial._replace(known=None)
-        return found._replace(best=self._exact(trial, faster_than_seconds), trial=trial)
+        tried = Tried([(found.trial, found.best)])
+        self._try([found.trial._replace(promise_seconds=0.0, known=None)], tried)
+        self._try(overfull_trials_of(self.graph, self.request, found.explored), tried)
+        return self._settled(tried, found.explored)
 
     def _recounted(self, tried: Tried, explored: Explored | None) -> list[Trial]:
         """Settings of the best mesh with numbers of micro-batches that were not tried on it.
@@ -198,8 +207,8 @@ class _Outer:
         ]
         near = [each for each in others if each.setting.micro_batches in (best // 2, 2 * best)]
         far = [each for each in others if each not in near]
-        bound, blocks = self.request.bound_bytes, blocks_of(self.graph)
-        return [*promising(near, bound, blocks), *promising(far, bound, blocks)]
+        request, blocks = self.request, blocks_of(self.graph)
+        return [*promising(near, request, blocks), *promising(far, request, blocks)]
 
     def _try_in_dims(self, tried: Tried) -> None:
         """Searches tensor parallelism in two and three dims (`autopar.search.dims`) where memory is tight.

@@ -122,7 +122,7 @@ def trials_of(
         return list(_every_mesh(request, first)), list(_every_mesh(request, if_none_fits))
     # The estimate of a step without stages is nearly exact: its plan comes first, and bounds the others.
     plain = [each for each in explored.settings if each.setting.inner == 1]
-    trials = list(promising(plain, request.bound_bytes, blocks_of(graph)))
+    trials = list(promising(plain, request, blocks_of(graph)))
     flat = next((each for each in trials if _depth(each.mesh) == 1), None)
     if flat is not None:
         trials = [flat, *(each for each in trials if each is not flat)]
@@ -136,7 +136,16 @@ def refined_trials_of(graph: Graph, request: Request, explored: Explored | None)
     """Settings with two axes of tensor parallelism in place of one, in the order of their search."""
     settings = explored.settings if explored is not None else ()
     refined = [each for each in settings if each.setting.inner > 1]
-    return promising(refined, request.bound_bytes, blocks_of(graph))
+    return promising(refined, request, blocks_of(graph))
+
+
+def overfull_trials_of(
+    graph: Graph, request: Request, explored: Explored | None
+) -> Iterator[Trial]:
+    """Settings that fit only with what the host stores, in the order of their search."""
+    settings = explored.settings if explored is not None else ()
+    overfull = [each for each in settings if 0 < moved_seconds(each, request) < math.inf]
+    return promising(overfull, request, blocks_of(graph))
 
 
 def depths_of(graph: Graph, request: Request) -> tuple[Sequence[int], Sequence[int]]:
@@ -192,22 +201,28 @@ def closed_forms(space: Space, request: Request) -> tuple[PricedCandidate, ...]:
 
 
 def promising(
-    settings: Sequence[PricedCandidate], bound_bytes: int, blocks: int
+    settings: Sequence[PricedCandidate], request: Request, blocks: int
 ) -> Iterator[Trial]:
-    """Settings in the order in which they are searched.
+    """Settings in the order in which they are searched. Every mesh occurs with at most `_SAME_MESH` micro-batches.
 
-    First come those whose estimated memory fits, fastest promise first; then the others, least memory first. Every mesh
-    occurs with at most `_SAME_MESH` numbers of micro-batches.
+    First come those whose estimated memory fits, fastest promise first; then the others, least memory first. Where the
+    host may store what does not fit, settings that do not fit are not put last: they come by their estimated seconds
+    and those of the host.
     """
 
     def order(each: PricedCandidate) -> tuple[bool, float, str]:
-        fits = each.memory_bytes <= bound_bytes
-        return not fits, promise(each) if fits else each.memory_bytes, each.setting.name
+        moved = moved_seconds(each, request)
+        if moved == 0:
+            return False, promise(each), each.setting.name
+        is_lost = math.isinf(moved)
+        return is_lost, each.memory_bytes if is_lost else each.seconds + moved, each.setting.name
 
     def promise(each: PricedCandidate) -> float:
         """The estimate with the smaller bubble that the largest searched number of chunks gives."""
         chunks = max(searched_chunks(blocks, _depth(each.setting.world_mesh)), default=1)
-        return each.seconds - (1 - 1 / chunks) * each.parts.get("bubble", 0.0)
+        moved = moved_seconds(each, request)
+        seconds = each.seconds - (1 - 1 / chunks) * each.parts.get("bubble", 0.0)
+        return seconds if math.isinf(moved) else seconds + moved
 
     counts: dict[Mesh, set[int]] = {}
     for each in sorted(settings, key=order):
@@ -216,6 +231,20 @@ def promising(
         if count not in known and len(known) < _SAME_MESH:
             known.add(count)
             yield Trial(mesh, count, each.setting.recipe, promise(each), each)
+
+
+def moved_seconds(each: PricedCandidate, request: Request) -> float:
+    """The least seconds of a step in which the host stores what a setting takes beyond the bound on memory.
+
+    Each byte that is not on the device crosses the link to the host or is updated there, at least once per step. The
+    result is 0 for a setting that fits, and infinite where the host must not or cannot store so much.
+    """
+    excess_bytes, host = each.memory_bytes - request.bound_bytes, request.hardware.host
+    if excess_bytes <= 0:
+        return 0.0
+    if not request.offload or host is None or excess_bytes > host.memory_bytes:
+        return math.inf
+    return excess_bytes / max(host.bandwidth_bytes_per_second, host.update_bytes_per_second)
 
 
 def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
