@@ -24,9 +24,6 @@ from autopar.search.request import Request
 from autopar.search.search import Found, MeshSearch
 from autopar.search.searches import Searches
 
-# CPU time of PyTorch for a kernel: forward and backward of an op on tiny tensors take 20 us, in two to three kernels
-# (a GPT of width 8 on one core of a cloud server, torch 2.13).
-_ISSUE_SECONDS = 10e-6
 _NEARER = 4  # searches for parameters beside activations on the host
 
 
@@ -125,7 +122,7 @@ class GivenMesh:
         if is_saved_wish(request.recompute):
             return self._partitioned(SAVED_TIERS[request.recompute])
         if request.has_stages:
-            return self._staged(self._issuing())
+            return self._staged(request)
         if self.fixed_storage is None:
             _refuse_no_blocks(self.graph, request.recompute)
         is_fixed = self.fixed_storage is not None or request.has_lone_ops
@@ -134,13 +131,6 @@ class GivenMesh:
         if request.recompute == "none":
             return self._that_keeps()
         return self._that_fits() if request.recompute is None else self._recomputing()
-
-    def _issuing(self) -> Request:
-        """The request with a time to launch a kernel; without it, more micro-batches would cost no time."""
-        hardware = self.request.hardware
-        if hardware.host_seconds:
-            return self.request
-        return self.request.but(hardware=replace(hardware, host_seconds=_ISSUE_SECONDS))
 
     def _flat(self) -> Found:
         """The plan without pipeline stages and without recomputation."""
@@ -183,7 +173,7 @@ class GivenMesh:
 
     def _recomputing(self) -> Planned:
         """A plan without stages but with recomputation, searched as a pipeline of a single rank under 1F1B."""
-        request = self.request  # with no time to launch kernels that its price does not know either
+        request = self.request
         assert request.mesh is not None, "a mesh was given"
         whole = request.but(
             mesh=with_pipeline(request.mesh, 1, 0), schedule="1f1b",

@@ -125,7 +125,8 @@ class _Outer:
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
         if not tried.found:
-            lines = (str(error) for error in tried.reasons)
+            lines = [str(error) for error in tried.reasons]
+            lines = lines or [f"{self.request.text} rule out every mesh. Drop one of them."]
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
         return self._settled(tried, explored)
 

@@ -248,12 +248,14 @@ def moved_seconds(each: PricedCandidate, request: Request) -> float:
 
 
 def _every_mesh(request: Request, depths: Sequence[int]) -> Iterator[Trial]:
-    """Every mesh with these numbers of pipeline ranks, with the micro-batches that the user asks for."""
+    """Every mesh with these numbers of pipeline ranks and no axis that the user refuses."""
     assert request.ranks is not None, "a searched mesh needs a number of ranks"
-    named = recipe_axes(request.inside)
+    named = recipe_axes(request.inside) or ("tp",) * ("dp" in request.without)
     is_staged = bool(request.chosen_schedule or request.chunks)
     for depth in depths:
         for mesh in meshes_of(request.ranks // depth, named):
+            if any(size > 1 and name in request.without for name, size in mesh.axes):
+                continue
             world = with_pipeline(mesh, depth, 0) if depth > 1 or is_staged else mesh
             yield Trial(world, request.chosen_micro_batches, request.inside)
 
