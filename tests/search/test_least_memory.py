@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from autopar.errors import SearchError
 from autopar.search.given import GivenMesh
 from autopar.search.least_memory import least_bytes
-from autopar.search.milp import AxisProgram
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
 from tests.search.graphs import LlamaSizes, llama
@@ -42,17 +40,3 @@ def test_a_mesh_is_hopeless_below_the_bound_alone(part: float, is_hopeless: bool
     if is_hopeless:
         with pytest.raises(SearchError):
             given.search()
-
-
-def test_a_bound_below_the_least_memory_solves_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds, solve = [], AxisProgram.solve
-
-    def noting(self: AxisProgram, **options: Any) -> Any:
-        bounds.append(options.get("max_bytes"))
-        return solve(self, **options)
-
-    monkeypatch.setattr(AxisProgram, "solve", noting)
-    with pytest.raises(SearchError, match="fits into"):
-        search_of().within(1000)
-    assert bounds
-    assert set(bounds) == {None}
