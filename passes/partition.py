@@ -138,6 +138,8 @@ class _Partitioner:
         for name, value, shape, part in zip(names, values, shapes, parts, strict=True):
             if part in new:
                 needs_grad = self.analysis.graph.tensors[name].needs_grad
+                # It joins autograd's graph on the other ranks, and so has to on its owner.
+                assert value.requires_grad or not needs_grad, name
                 part.meta["alone"] = Alone(owners, shape, value.dtype, needs_grad)
 
     def _place_outputs(self) -> tuple[Layout, ...]:

@@ -186,8 +186,15 @@ class _Analyzer:
             }
 
     def _forget_unreached(self) -> None:
-        """Removes from `needs_grad` the tensors that no differentiable path connects to a result, such as an index."""
-        reached = {self.names[node.name][0] for node in output_nodes(self.captured.module)}
+        """Removes from `needs_grad` the tensors that no differentiable path connects to a result, such as an index.
+
+        A new value of a buffer is no result: it is written without gradient.
+        """
+        reached = {
+            self.names[node.name][0]
+            for i, node in enumerate(output_nodes(self.captured.module))
+            if i not in self.captured.mutated
+        }
         made: set[str] = set()
         for node in reversed(self.nodes):
             if node.name not in self.specs:

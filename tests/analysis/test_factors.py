@@ -105,6 +105,23 @@ def test_gradients_stop_at_detach_and_at_integers():
     assert needs["aten.add"] is True
 
 
+def test_new_values_of_buffers_need_no_gradient():
+    """Running statistics are results of the graph, and are written to their buffers without gradient."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(x).square().sum()
+
+    graph = analyzed(Model(), torch.ones(8, 4))
+    norm = next(op for op in graph.ops if "batch_norm" in op.kind)
+    normalised, *statistics = (graph.tensors[name].needs_grad for name in norm.results)
+    assert normalised and not any(statistics)
+
+
 def test_an_op_without_a_rule_stays_whole_and_is_known_as_such():
     class Model(nn.Module):
         def forward(self, x):

@@ -51,6 +51,15 @@ def test_parameters_of_a_tower_may_lie_everywhere(subject: Subject, resident) ->
     assert subject.compare(replace(plan, parameters=parameters)).passed
 
 
+def test_a_tower_may_keep_running_statistics() -> None:
+    torch.manual_seed(0)
+    model = Towers().double()
+    model.b[2] = torch.nn.BatchNorm1d(32, dtype=torch.float64)  # whose new statistics all ranks get
+    batch = (torch.randn(4, 8, dtype=torch.float64), torch.randint(0, 3, (4,)))
+    normed = Subject.of(model, batch, loss_fn=torch.nn.functional.cross_entropy)
+    assert normed.compare(plan_of(normed, {"a": 0, "b": 1})).passed
+
+
 @pytest.mark.parametrize("mesh", ["a=2", "a=4", "a=2,b=2", "a=2,b=2,c=2"])
 def test_random_plans_with_lone_ops(subject: Subject, mesh: str) -> None:
     graph, captured = subject.prepared.analysis.graph, subject.prepared.captured
