@@ -41,7 +41,7 @@ from autopar.cost_model.arith import Quantity, smaller
 from autopar.cost_model.hardware import Hardware, Link
 from autopar.cost_model.sizes import Sizes
 from autopar.cost_model.traffic import EXCHANGES
-from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, steps
+from autopar.ir import Labels, Layout, LayoutStep, Op, Tensor, steps_of
 
 
 class Seconds(NamedTuple):
@@ -224,7 +224,7 @@ def conversion_seconds(
     forward = backward = 0.0
     layout = list(source)
     before, scale = sizes.bytes(tensor, source), tensor.gradient_scale
-    for step in steps(source, target):
+    for step in steps_of(tensor.dims, source, target, sizes.mesh):
         layout[step.axis] = step.target
         after = sizes.bytes(tensor, tuple(layout))
         forward += _along(step, step.transition.forward, before, after, sizes, hardware, bucketed)

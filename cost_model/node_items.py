@@ -24,7 +24,7 @@ from autopar.ir import (
     Tensor,
     has_owner,
     owner_of,
-    steps,
+    steps_of,
 )
 
 
@@ -89,7 +89,7 @@ class NodeItems:
         """Yields axis, both collectives, bytes before and after, and the ranks that take part in each step."""
         layout = list(source)
         before = self.sizes.bytes(tensor, source)
-        for step in steps(source, target):
+        for step in steps_of(tensor.dims, source, target, self.sizes.mesh):
             places = _places_of_step(layout, step)
             layout[step.axis] = step.target
             after = self.sizes.bytes(tensor, tuple(layout))

@@ -1,5 +1,6 @@
 """The data types that all rooms share: mesh, layout, conversion, graph, plan. They need no torch."""
 
+from autopar.ir.call import CollectiveCall, calls, calls_between, walk
 from autopar.ir.choice import (
     EXCHANGED,
     OWNED,
@@ -13,7 +14,7 @@ from autopar.ir.choice import (
     runs_alone,
     split_factors,
 )
-from autopar.ir.conversion import CollectiveCall, LayoutStep, calls, calls_between, steps, walk
+from autopar.ir.conversion import LayoutStep, steps, steps_of
 from autopar.ir.graph import Factor, Graph, Stack, Tensor, find_stacks, is_legal
 from autopar.ir.layout import (
     ANY,
@@ -68,5 +69,5 @@ __all__ = [
     "calls_between", "divides", "find_stacks", "format_layout", "format_place", "go_together", "has_owner",
     "is_legal", "lies_in_chunks", "local_elements", "local_factors", "local_shape", "mesh_of_all",
     "mesh_of_replica", "operand_layouts", "owner_of", "parse_layout", "parse_place", "result_layouts", "runs_alone",
-    "shape_of", "split_factors", "steps", "walk", "why_not_alone", "with_pipeline", "without_pipeline",
+    "shape_of", "split_factors", "steps", "steps_of", "walk", "why_not_alone", "with_pipeline", "without_pipeline",
 ]  # fmt: skip

@@ -24,26 +24,26 @@ zeros.
 [Note: nested splits] When the axes a < t split the same factor, a is the major one: the rank at position i of a and j
 of t holds the j-th part of the i-th part. While t splits the factor, a can neither start nor stop splitting it: each
 rank would hold pieces of several parts. `steps` therefore converts t before a where t must change anyway. Otherwise
-it gathers along t, converts along a, and splits along t again.
+there are three ways, of which `steps_of` takes the first one that divides:
+
+    reorder    a leaves, and each rank of t has a piece of every part of a; an all-to-all along t makes them one run
+    park       t splits another factor meanwhile: an all-to-all along t, the step along a, and an all-to-all back
+    un-nest    gather along t, convert along a, and split along t again
+
+Let A and T be the sizes of the axes. In a reordering each rank of t cuts its A pieces among the T ranks of t, so that T
+must divide A. To start splitting along a is the transpose: the all-to-all along t comes first. A rank that holds L
+numbers of a gradient or tensor receives (A - 1) L + A L (T - 1) / T to leave a by an all-gather, where un-nesting takes
+(A T - 1) L.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.ir.layout import (
-    WHOLE,
-    Dims,
-    Layout,
-    R,
-    State,
-    local_elements,
-    local_factors,
-    local_shape,
-)
+from autopar.ir.layout import WHOLE, Dims, Layout, R, S, State
 from autopar.ir.mesh import Mesh
 
 
@@ -102,13 +102,25 @@ _ORDER = (
 )
 
 
+Sizes = tuple[int, ...]  # number of ranks along every axis of a mesh
+
+
 @dataclass(frozen=True)
 class LayoutStep:
-    """One change of state along one mesh axis; `axis` is the axis' position in the mesh."""
+    """One change along one mesh axis.
+
+    Attributes:
+        axis: position of the axis in the mesh.
+        source, target: states before and after; equal where the parts of a factor only change their order.
+        over: axis that has left the factor, or is to enter it, in a step that changes the order; -1 in other steps.
+        enters: whether `over` is to enter the factor.
+    """
 
     axis: int
     source: State
     target: State
+    over: int = -1
+    enters: bool = False
 
     @property
     def transition(self) -> Transition:
@@ -117,28 +129,122 @@ class LayoutStep:
 
 @functools.cache
 def steps(source: Layout, target: Layout) -> tuple[LayoutStep, ...]:
-    """The steps from one layout to another, in the order of [Note: nested splits]; none for equal layouts.
+    """The steps from one layout to another of a tensor of unknown dims; none for equal layouts.
+
+    They are in the order of [Note: nested splits], and un-nest where an axis cannot move else.
 
     >>> from autopar.ir import P, R, S
     >>> [(str(step.source), str(step.target)) for step in steps((P, R), (S(0), R))]
     [('P', 'S(0)')]
     """
-    current = list(source)
-    goal = list(target)
+    return _path(source, target, (), ())
+
+
+def steps_of(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[LayoutStep, ...]:
+    """The steps that convert a tensor of these dims, in the order of [Note: nested splits]."""
+    # The steps of most conversions are the same for all dims and sizes.
+    known = (dims, mesh.sizes) if _unnests(source, target) else ((), ())
+    return _path(source, target, *known)
+
+
+@functools.cache
+def _unnests(source: Layout, target: Layout) -> bool:
+    """Whether `steps` gathers a tensor along an axis and splits it along the same axis again."""
+    axes = [step.axis for step in steps(source, target)]
+    return len(set(axes)) < len(axes)
+
+
+@functools.cache
+def _path(source: Layout, target: Layout, dims: Dims, sizes: Sizes) -> tuple[LayoutStep, ...]:
+    current, goal = list(source), list(target)
     result: list[LayoutStep] = []
     while current != goal:
-        step = _next_legal(current, goal) or _unnest(current, goal)
-        result.append(step)
-        current[step.axis] = step.target
+        step = _next_legal(current, goal)
+        found = [step] if step else _reordered(current, goal, sizes)
+        for each in found or [_parked(current, goal, dims, sizes) or _unnest(current, goal)]:
+            result.append(each)
+            current[each.axis] = each.target
     return tuple(result)
 
 
-def _next_legal(current: list[State], goal: list[State]) -> LayoutStep | None:
-    pending = [
-        LayoutStep(a, s, g) for a, (s, g) in enumerate(zip(current, goal, strict=True)) if s != g
+def _reordered(current: list[State], goal: list[State], sizes: Sizes) -> list[LayoutStep]:
+    """A step along an axis under which later axes are nested, with the steps that reorder them; [] if none divides.
+
+    Of several steps those come last that an earlier axis would cross by entering the same factor.
+    """
+    pending = _pending(current, goal)
+    found = [step for step in pending if sizes and _can_reorder(step, current, goal, sizes)]
+    step = min(found, key=lambda each: _awaits(each, current, goal), default=None)
+    if step is None:
+        return []
+    before = reversed(_under(step.axis, step.target, current, sizes))
+    after = _under(step.axis, step.source, current, sizes)
+    return [
+        *(LayoutStep(t, step.target, step.target, step.axis, enters=True) for t in before),
+        step,
+        *(LayoutStep(t, step.source, step.source, step.axis) for t in after),
     ]
-    pending = [_detour(step) for step in pending]
-    legal = [step for step in pending if _is_legal(step, current, goal)]
+
+
+def _can_reorder(step: LayoutStep, current: list[State], goal: list[State], sizes: Sizes) -> bool:
+    """Whether the axes under a step's axis divide it, and nothing is in the way in the factor that it enters."""
+    axis, target = step.axis, step.target
+    under = _under(axis, step.source, current, sizes) + _under(axis, target, current, sizes)
+    if target.kind == "S":
+        others = [(s, g) for a, (s, g) in enumerate(zip(current, goal, strict=True)) if a != axis]
+        if any(_chunk_meets_factor(s, target) or s == target != g for s, g in others):
+            return False
+    return all(sizes[axis] % sizes[t] == 0 for t in under)
+
+
+def _under(axis: int, state: State, current: list[State], sizes: Sizes) -> list[int]:
+    """The later axes of several ranks that split what an axis splits in this state, the major one first."""
+    if state.kind != "S" or sizes[axis] == 1:
+        return []
+    later = range(axis + 1, len(current))
+    return [t for t in later if current[t] == state and sizes[t] > 1]
+
+
+def _awaits(step: LayoutStep, current: Sequence[State], goal: Sequence[State]) -> bool:
+    """Whether an earlier axis is still to enter the factor that a step's axis enters."""
+    target = step.target
+    return target.kind == "S" and any(goal[a] == target != current[a] for a in range(step.axis))
+
+
+def _parked(current: list[State], goal: list[State], dims: Dims, sizes: Sizes) -> LayoutStep | None:
+    """The all-to-all in place of the all-gather that un-nests, to a factor that no axis splits before or after."""
+    step = _unnest(current, goal)
+    if not _blocks(step.axis, current, goal):
+        return None
+    for dim, factors in enumerate(dims):
+        for factor, size in enumerate(factors):
+            free = S(dim, factor)
+            touched = any(s.kind == "S" and _overlap(s, free) for s in (*current, *goal))
+            if not touched and size % sizes[step.axis] == 0:
+                return LayoutStep(step.axis, step.source, free)
+    return None
+
+
+def _blocks(axis: int, current: list[State], goal: list[State]) -> bool:
+    """Whether an axis splits a factor that an earlier axis is to enter or leave."""
+    state = current[axis]
+    moving = any(current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis))
+    return state.kind == "S" and moving
+
+
+def _overlap(a: State, b: State) -> bool:
+    """Whether two splits are of one factor, or one is S(d.*) of the dim that the other splits."""
+    return a == b or _chunk_meets_factor(a, b)
+
+
+def _pending(current: list[State], goal: list[State]) -> list[LayoutStep]:
+    """The steps of the axes that are to change."""
+    states = enumerate(zip(current, goal, strict=True))
+    return [_detour(LayoutStep(a, s, g)) for a, (s, g) in states if s != g]
+
+
+def _next_legal(current: list[State], goal: list[State]) -> LayoutStep | None:
+    legal = [step for step in _pending(current, goal) if _is_legal(step, current, goal)]
     return min(legal, key=lambda step: _ORDER.index(step.transition.forward), default=None)
 
 
@@ -163,7 +269,7 @@ def _is_legal(step: LayoutStep, current: list[State], goal: list[State]) -> bool
         return True
     if any(_chunk_meets_factor(state, step.target) for state in current):
         return False
-    waiting = any(goal[a] == step.target != current[a] for a in range(step.axis))
+    waiting = _awaits(step, current, goal)
     leaving = any(current[a] == step.target != goal[a] for a in range(step.axis))
     return not (waiting or leaving or any(current[t] == step.target for t in later))
 
@@ -176,89 +282,9 @@ def _chunk_meets_factor(a: State, b: State) -> bool:
 def _unnest(current: list[State], goal: list[State]) -> LayoutStep:
     """The all-gather along the last axis whose split keeps an earlier axis from changing."""
     for axis in reversed(range(len(current))):
-        state = current[axis]
-        blocks = any(current[a] != goal[a] and state in (current[a], goal[a]) for a in range(axis))
-        if state.kind == "S" and blocks:
-            return LayoutStep(axis, state, R)
+        if _blocks(axis, current, goal):
+            return LayoutStep(axis, current[axis], R)
     for axis in reversed(range(len(current))):
         if current[axis].kind == "S" and current[axis] != goal[axis]:
             return LayoutStep(axis, current[axis], R)
     raise AssertionError(f"no legal step from {current} to {goal}")
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """A step as a call of a collective on the local tensor.
-
-    Attributes:
-        name, backward: names of the collective and of its transpose, as in `TRANSITIONS`.
-        dims: dims of the local tensor, viewed as `before`, on which the collective works: first the split dim of the
-            source state, then that of the target state. For a state O the list has the owner's position along the axis
-            instead: (owner,) for a broadcast, (owner, dim) for a scatter, (dim, owner) for a gather, (owner, next
-            owner) for a send.
-        axis: position of the mesh axis.
-        before: shape as which the local tensor is viewed before the call, so that an inner factor is a dim by itself;
-            None where no view is needed.
-        after: shape of the local tensor in its new layout; None where no view is needed.
-    """
-
-    name: str
-    backward: str
-    dims: tuple[int, ...]
-    axis: int
-    before: tuple[int, ...] | None = None
-    after: tuple[int, ...] | None = None
-
-
-def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[CollectiveCall, ...]:
-    """The calls of collectives that convert a tensor from one layout to another; an axis of one rank needs none."""
-    return tuple(call for _, call, _ in calls_between(dims, source, target, mesh))
-
-
-def calls_between(
-    dims: Dims, source: Layout, target: Layout, mesh: Mesh
-) -> Iterator[tuple[Layout, CollectiveCall, Layout]]:
-    """Yields the calls that convert a tensor, each with the layouts before and after it."""
-    layout = source
-    for step in steps(source, target):
-        after = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
-        if mesh.sizes[step.axis] > 1:
-            yield layout, _call(dims, step, layout, after, mesh), after
-        layout = after
-
-
-def _call(
-    dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh
-) -> CollectiveCall:
-    placed = [state for state in (step.source, step.target) if state.kind in "SO"]
-    splits = [state for state in placed if state.kind == "S"]
-    name, backward = step.transition
-    if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(
-        splits
-    ):
-        dims_or_owners = tuple(s.dim if s.kind == "S" else s.owner for s in placed)
-        return CollectiveCall(name, backward, dims_or_owners, step.axis)
-    # A dim without factors (of size 1) keeps its place as a factor of 1.
-    factors = [sizes or (1,) for sizes in local_factors(dims, before, mesh)]
-    positions = [
-        s.owner if s.kind == "O" else sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0)
-        for s in placed
-    ]
-    return CollectiveCall(
-        name, backward, tuple(positions), step.axis,
-        before=tuple(size for sizes in factors for size in sizes),
-        after=local_shape(dims, after, mesh),
-    )  # fmt: skip
-
-
-def walk(
-    dims: Dims, source: Layout, target: Layout, mesh: Mesh
-) -> Iterator[tuple[LayoutStep, int, int]]:
-    """Yields every step with the number of elements that a rank holds before it and after it."""
-    layout = list(source)
-    before = local_elements(dims, source, mesh)
-    for step in steps(source, target):
-        layout[step.axis] = step.target
-        after = local_elements(dims, tuple(layout), mesh)
-        yield step, before, after
-        before = after

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.ir import Dims, Layout, Mesh, State, Tier, calls, local_shape, steps
+from autopar.ir import Dims, Layout, Mesh, State, Tier, calls_between, local_shape
 from autopar.ir.tier import moves
 from autopar.ops.collectives import result_shape
 
@@ -77,14 +77,13 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int =
     All ranks have the same hops, but for `is_elsewhere`.
     """
     hops = []
-    shape, layout = local_shape(dims, source, mesh), list(source)
-    taken = [step for step in steps(source, target) if mesh.sizes[step.axis] > 1]
-    for step, call in zip(taken, calls(dims, source, target, mesh), strict=True):
+    shape = local_shape(dims, source, mesh)
+    for before, call, _ in calls_between(dims, source, target, mesh):
         size = mesh.sizes[call.axis]
         viewed = call.before or shape
         result = tuple(result_shape(call.name, viewed, call.dims, size))
         after = call.after or result
-        owners = _owners_beside(layout, call.axis)
+        owners = _owners_beside(before, call.axis)
         position = mesh.coordinates(rank)
         hops.append(
             Hop(
@@ -92,7 +91,7 @@ def route(dims: Dims, source: Layout, target: Layout, mesh: Mesh, *, rank: int =
                 owners=owners, is_elsewhere=any(position[other] != owner for other, owner in owners),
             )
         )  # fmt: skip
-        shape, layout[step.axis] = after, step.target
+        shape = after
     return tuple(hops)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -112,18 +112,30 @@ def three_dims(width: int, sizes: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a recipe on a mesh, and the formula of its bytes."""
+    """One row of the table: a recipe on a mesh, and the formula of its bytes.
+
+    Attributes:
+        name: name of the recipe, or 1d.
+        sizes: number of ranks along x, y and z.
+        turned: whether the mesh names its axes the other way round, z first.
+    """
 
     name: str
     sizes: tuple[int, ...]
+    turned: bool = False
+
+    @property
+    def axes(self) -> str:
+        return "xyz"[: len(self.sizes)]
 
     @property
     def mesh(self) -> dict[str, int]:
-        return dict(zip("xyz", self.sizes, strict=False))
+        named = dict(zip(self.axes, self.sizes, strict=True))
+        return dict(reversed(named.items())) if self.turned else named
 
     @property
     def recipe(self) -> dict[str, str]:
-        return {",".join(self.mesh): {"1d": "tp"}.get(self.name, self.name)}
+        return {",".join(self.axes): {"1d": "tp"}.get(self.name, self.name)}
 
     def formula(self, width: int) -> float:
         """Bytes that a rank receives for one layer, by the papers."""
@@ -236,13 +248,14 @@ def simulated(ranks: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """Prints the table of width 1024."""
+    """Prints the table of width 1024; with `--turned` that of meshes which name their axes the other way round."""
     width, rows = 1024, []
-    for case in CASES:
+    turned = [replace(case, turned=True) for case in CASES if len(case.sizes) > 1]
+    for case in turned if "--turned" in sys.argv else CASES:
         ranks = torch.Size(case.sizes).numel()
         with simulated(ranks):
             counted, saved = of_a_layer(case, width)
-        sizes = " x ".join(map(str, case.sizes))
+        sizes = " x ".join(map(str, case.mesh.values()))
         rows.append(
             (
                 str(ranks),

@@ -5,7 +5,22 @@ import itertools
 import pytest
 import torch
 
-from autopar.ir import WHOLE, Mesh, O, P, R, S, V, calls, divides, steps
+from autopar.ir import (
+    WHOLE,
+    Mesh,
+    O,
+    P,
+    R,
+    S,
+    V,
+    calls,
+    calls_between,
+    divides,
+    local_elements,
+    parse_layout,
+    steps,
+    steps_of,
+)
 from autopar.ir.conversion import TRANSITIONS
 from autopar.ops.sharding import shard
 from autopar.proof.lockstep import convert
@@ -15,9 +30,17 @@ DIMS = ((4, 4), (8,))
 
 
 def text(source, target):
-    return [
-        f"{s.axis}:{s.source}->{s.target} {s.transition.forward}" for s in steps(source, target)
-    ]
+    return words(steps(source, target))
+
+
+def words(found):
+    return [f"{s.axis}:{s.source}->{s.target} {s.transition.forward}" for s in found]
+
+
+def text_of(dims, mesh, source, target):
+    mesh = Mesh.parse(mesh)
+    layouts = [parse_layout(each, mesh) for each in (source, target)]
+    return words(steps_of(dims, *layouts, mesh))
 
 
 def test_one_axis_takes_one_step():
@@ -40,6 +63,51 @@ def test_leaving_the_major_axis_unnests_the_minor_one():
     ]
 
 
+def test_the_minor_axis_reorders_where_it_divides_the_major_one():
+    assert text_of(((16,),), "a=4,b=2", "S(0)@a S(0)@b", "V@a S(0)@b") == [
+        "0:S(0)->V all_gather",
+        "1:S(0)->S(0) all_to_all",
+    ]
+    assert text_of(((16,),), "a=4,b=2", "P@a S(0)@b", "S(0)@a S(0)@b") == [
+        "1:S(0)->S(0) all_to_all",
+        "0:P->S(0) reduce_scatter",
+    ]
+    assert text_of(((64,), (8,)), "ep=8,dp=8", "S(0)@ep S(0)@dp", "S(1)@ep S(0)@dp") == [
+        "0:S(0)->S(1) all_to_all",
+        "1:S(0)->S(0) all_to_all",
+    ]
+
+
+def test_else_it_parks_on_a_free_factor():
+    assert text_of(((16,), (8,)), "a=2,b=4", "S(0)@a S(0)@b", "V@a S(0)@b") == [
+        "1:S(0)->S(1) all_to_all",
+        "0:S(0)->V all_gather",
+        "1:S(1)->S(0) all_to_all",
+    ]
+
+
+def test_else_it_unnests():
+    assert text_of(((16,), (2,)), "a=2,b=4", "S(0)@a S(0)@b", "V@a S(0)@b") == [
+        "1:S(0)->R all_gather",
+        "0:S(0)->V all_gather",
+        "1:R->S(0) shard",
+    ]
+
+
+def test_reordering_sends_an_eighth_of_unnesting():
+    # 64 rows over 8 x 8 ranks: one row each. Two all-to-alls send 7/8 of a row each; un-nesting gathers 7 rows more,
+    # and sends 7/8 of these 8 to other ranks.
+    mesh, dims = Mesh.parse("ep=8,dp=8"), ((64,), (8,), (4096,))
+    source, target = ((S(0), S(0)), (S(1), S(0)))
+    moved = [
+        7 / 8 * max(local_elements(dims, x, mesh) for x in (before, after))
+        for before, _, after in calls_between(dims, source, target, mesh)
+    ]
+    row = 8 * 4096
+    assert sum(moved) == 2 * 7 / 8 * row
+    assert sum(moved) == (7 + 7 / 8 * 8) * row / 8
+
+
 def test_leaving_the_minor_axis_does_not():
     assert text((S(0), S(0)), (S(0), R)) == ["1:S(0)->R all_gather"]
 
@@ -59,9 +127,9 @@ def test_every_transition_has_the_transpose_of_its_transpose():
     assert all((backward, forward) in pairs for forward, backward in pairs)
 
 
-def values(full, layout, mesh):
+def values(full, layout, mesh, dims=DIMS):
     """Local tensors of all ranks whose sum or union is `full`."""
-    ranks = [shard(full, DIMS, layout, mesh, rank).clone() for rank in range(mesh.size)]
+    ranks = [shard(full, dims, layout, mesh, rank).clone() for rank in range(mesh.size)]
     for rank, local in enumerate(ranks):
         if any(s == P and mesh.coordinates(rank)[axis] for axis, s in enumerate(layout)):
             local.zero_()
@@ -84,6 +152,19 @@ def test_every_conversion_on_every_mesh(shape):
                 source,
                 target,
             )
+
+
+@pytest.mark.parametrize("text", ["a=4,b=2", "a=2,b=4", "a=4,b=2,c=2"])
+def test_conversions_of_nested_splits(text):
+    """A matrix of 16 rows, where the sizes of axes differ, and one of 32 rows over three axes."""
+    mesh = Mesh.parse(text)
+    dims = ((16,), (4,)) if len(mesh.axes) == 2 else ((32,), (2,))
+    full = torch.arange(64.0).reshape(*(sizes[0] for sizes in dims))
+    layouts = [x for x in itertools.product([V, S(0), S(1)], repeat=len(mesh.axes))]
+    layouts = [x for x in layouts if divides(dims, x, mesh)]
+    for source, target in itertools.product(layouts, layouts):
+        got = convert(values(full, source, mesh, dims), dims, source, target, mesh)
+        assert all(map(torch.equal, got, values(full, target, mesh, dims))), (source, target)
 
 
 def summed(ranks, layout, mesh):

@@ -1,0 +1,107 @@
+"""The steps of a conversion as calls of collectives on the local tensor of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.ir.conversion import LayoutStep, steps_of
+from autopar.ir.layout import WHOLE, Dims, Layout, local_elements, local_factors, local_shape
+from autopar.ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A step as a call of a collective on the local tensor.
+
+    Attributes:
+        name, backward: names of the collective and of its transpose, as in `TRANSITIONS`.
+        dims: dims of the local tensor, viewed as `before`, on which the collective works: first the split dim of the
+            source state, then that of the target state. For a state O the list has the owner's position along the axis
+            instead: (owner,) for a broadcast, (owner, dim) for a scatter, (dim, owner) for a gather, (owner, next
+            owner) for a send.
+        axis: position of the mesh axis.
+        before: shape as which the local tensor is viewed before the call, so that an inner factor is a dim by itself;
+            None where no view is needed.
+        after: shape of the local tensor in its new layout; None where no view is needed.
+    """
+
+    name: str
+    backward: str
+    dims: tuple[int, ...]
+    axis: int
+    before: tuple[int, ...] | None = None
+    after: tuple[int, ...] | None = None
+
+
+def calls(dims: Dims, source: Layout, target: Layout, mesh: Mesh) -> tuple[CollectiveCall, ...]:
+    """The calls of collectives that convert a tensor from one layout to another; an axis of one rank needs none."""
+    return tuple(call for _, call, _ in calls_between(dims, source, target, mesh))
+
+
+def calls_between(
+    dims: Dims, source: Layout, target: Layout, mesh: Mesh
+) -> Iterator[tuple[Layout, CollectiveCall, Layout]]:
+    """Yields the calls that convert a tensor, each with the layouts before and after it."""
+    layout = source
+    for step in steps_of(dims, source, target, mesh):
+        after = (*layout[: step.axis], step.target, *layout[step.axis + 1 :])
+        if mesh.sizes[step.axis] > 1:
+            yield layout, _call(dims, step, layout, after, mesh), after
+        layout = after
+
+
+def _call(
+    dims: Dims, step: LayoutStep, before: Layout, after: Layout, mesh: Mesh
+) -> CollectiveCall:
+    placed = [state for state in (step.source, step.target) if state.kind in "SO"]
+    splits = [state for state in placed if state.kind == "S"]
+    name, backward = step.transition
+    if step.over >= 0:
+        return _reordering(dims, step, before, mesh)
+    if all(state.factor in (0, WHOLE) for state in splits) and len({s.dim for s in splits}) == len(
+        splits
+    ):
+        dims_or_owners = tuple(s.dim if s.kind == "S" else s.owner for s in placed)
+        return CollectiveCall(name, backward, dims_or_owners, step.axis)
+    # A dim without factors (of size 1) keeps its place as a factor of 1.
+    factors = [sizes or (1,) for sizes in local_factors(dims, before, mesh)]
+    positions = [
+        s.owner if s.kind == "O" else sum(len(f) for f in factors[: s.dim]) + max(s.factor, 0)
+        for s in placed
+    ]
+    return CollectiveCall(
+        name, backward, tuple(positions), step.axis,
+        before=tuple(size for sizes in factors for size in sizes),
+        after=local_shape(dims, after, mesh),
+    )  # fmt: skip
+
+
+def _reordering(dims: Dims, step: LayoutStep, layout: Layout, mesh: Mesh) -> CollectiveCall:
+    """The all-to-all along the minor axis in which the parts of a factor change their order.
+
+    A rank that has one piece of each of the A parts, (A, n), cuts the A, and gets (A / T, T n), a run of its own.
+    """
+    factors = [sizes or (1,) for sizes in local_factors(dims, layout, mesh)]
+    at = sum(len(f) for f in factors[: step.source.dim]) + max(step.source.factor, 0)
+    flat = [size for sizes in factors for size in sizes]
+    parts = mesh.sizes[step.over] // (mesh.sizes[step.axis] if step.enters else 1)
+    viewed = (*flat[:at], parts, flat[at] // parts, *flat[at + 1 :])
+    name, backward = step.transition
+    positions = (at, at + 1) if step.enters else (at + 1, at)
+    return CollectiveCall(
+        name, backward, positions, step.axis, before=viewed, after=local_shape(dims, layout, mesh)
+    )
+
+
+def walk(
+    dims: Dims, source: Layout, target: Layout, mesh: Mesh
+) -> Iterator[tuple[LayoutStep, int, int]]:
+    """Yields every step with the number of elements that a rank holds before it and after it."""
+    layout = list(source)
+    before = local_elements(dims, source, mesh)
+    for step in steps_of(dims, source, target, mesh):
+        layout[step.axis] = step.target
+        after = local_elements(dims, tuple(layout), mesh)
+        yield step, before, after
+        before = after
