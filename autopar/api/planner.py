@@ -65,6 +65,7 @@ from autopar.runtime.processes import (
 from autopar.runtime.tiers import Tiers
 from autopar.runtime.together import Together, warn_together
 from autopar.runtime.world import World, set_timeout
+from autopar.search.refined import with_inner_axes
 from autopar.search.request import Request
 from autopar.units import counted
 
@@ -259,11 +260,9 @@ class Planner:
         assert self._first is not None, "a plan was made for a program"
         request = self._request
         found = composed(
-            self._first.analysis.graph,
-            plan,
-            request.hardware,
+            self._first.analysis.graph, plan, request.hardware, software=request.software,
             training_state=request.training_state,
-        )
+        )  # fmt: skip
         return found.step_seconds, found.peak_bytes
 
     def _search(self, prepared: Prepared, micro_batches: int | None, *, captured: int) -> Plan:
@@ -324,8 +323,8 @@ class Planner:
         mesh, graph = without_pipeline(self._mesh), prepared.analysis.graph
         parameters = _with_unused(fixed.parameters, prepared, mesh)
         request = self._request.but(
-            mesh=mesh, recipe=self._request.inside, pins={}, micro_batches=micro_batches,
-            schedule=None, chunks=None, recompute=None,
+            mesh=mesh, recipe=with_inner_axes(self._request.inside, mesh, self._request.mesh),
+            pins={}, micro_batches=micro_batches, schedule=None, chunks=None, recompute=None,
             must_fit=fixed.pipeline is None and fixed.recompute == "none",
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from autopar.ir import PIPELINE_AXIS, Graph, Mesh, Op, without_pipeline
 from autopar.search.notes import head_factors
+from autopar.search.recipe_rows import RecipeLike
 from autopar.search.recipes import resolve, split_recipe
 from autopar.search.request import Request
 from autopar.search.settings import INNER, TENSOR
@@ -109,6 +110,27 @@ def refine(mesh: Mesh, axis: str, inner: int) -> Mesh:
             [(name, size // inner), (inner_name(name), inner)] if name == axis else [(name, size)]
         )
     return Mesh(tuple(axes))
+
+
+def with_inner_axes(recipe: RecipeLike, mesh: Mesh, given: Mesh | None) -> RecipeLike:
+    """The recipe for a mesh in which the search took an axis as two: both parts have the recipe of the axis.
+
+    Args:
+        recipe: recipe of the axes of a stage, which names the axes that the user knows.
+        mesh: the mesh of a stage of the plan.
+        given: the mesh that the user gave; its axes keep the recipe as it is.
+
+    >>> with_inner_axes({"dp": "zero3", "tp": "tp"}, Mesh.parse("dp=2,tp=8,tq=2"), None)
+    {'dp': 'zero3', 'tp': 'tp', 'tq': 'tp'}
+    """
+    known = given.names if given else ()
+    inner = {inner_name(axis): axis for axis in mesh.names if inner_name(axis) in mesh.names}
+    made = {name: axis for name, axis in inner.items() if name not in known}
+    if not made:
+        return recipe
+    rows = zip(mesh.names, resolve(recipe, mesh), strict=True)
+    named = {axis: row.name for axis, row in rows}
+    return named | {name: named[axis] for name, axis in made.items()}
 
 
 def words_of_heads(mesh: Mesh, axis: str, whole: float | None, seconds: float) -> str:
