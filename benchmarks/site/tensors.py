@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from autopar.ir import Graph, Layout, Mesh, parse_layout
+from autopar.ir import Graph, Layout, Mesh, calls, parse_layout
 from autopar.ir.choice import Choice
-from autopar.ir.conversion import calls
 from autopar.ir.op import Op
 from autopar.ops.sharding import shard
 from autopar.planning.planning import prepare_step
