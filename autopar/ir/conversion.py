@@ -32,7 +32,7 @@ there are three ways, of which `steps_of` takes the first one that divides:
 
 Let A and T be the sizes of the axes. In a reordering each rank of t cuts its A pieces among the T ranks of t, so that T
 must divide A. To start splitting along a is the transpose: the all-to-all along t comes first. A rank that holds L
-numbers of a gradient or tensor receives (A - 1) L + A L (T - 1) / T to leave a by an all-gather, where un-nesting takes
+numbers receives (A - 1) L + A L (T - 1) / T to leave a by an all-gather, where un-nesting takes
 (A T - 1) L.
 """
 
