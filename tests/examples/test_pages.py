@@ -108,6 +108,8 @@ class Module(LightningModule):
 
 module, loader = Module(), torch.utils.data.DataLoader(torch.randn(8, 8), 2)
 """
+# torchrun starts Python unbuffered, where a line and its end are two writes, which those of other ranks come between.
+WHOLE_LINES = "import sys\nsys.stdout.reconfigure(line_buffering=True, write_through=False)\n"
 TARGETS = "from autopar.models.targets import resolve_target, weight_of\n"
 
 
@@ -222,7 +224,7 @@ def _run(case: Case, folder: Path) -> str:
     """What the examples print."""
     if case.ranks > 1:
         script = folder / "train.py"
-        script.write_text(case.code)
+        script.write_text(f"{WHOLE_LINES}{case.code}")
         command = (sys.executable, "-m", "autopar", "run", str(script), "--ranks", f"{case.ranks}")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
