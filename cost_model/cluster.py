@@ -85,8 +85,8 @@ def _split(text: str) -> tuple[str, str | None, str | None]:
     if not stripped:
         raise AutoparError("A cluster is named as h100x8x16 (16 nodes of 8), h100x4 or h100.")
     head, *sizes = re.split(r"\s*[x×]\s*(?=[-+.\d])", stripped, flags=re.IGNORECASE)
-    if head.lower() == "rt" and sizes:  # rtx4090x8 splits at its own x first
-        head, *sizes = f"rtx{sizes[0]}", *sizes[1:]
+    if head.lower() in ("rt", "") and sizes:  # rtx4090x8 and x100x8 split at their own x first
+        head, *sizes = f"{head}x{sizes[0]}", *sizes[1:]
     gpu, _, word = head.rpartition("x")
     if not sizes and gpu.lower() in HARDWARE:  # h100xeight
         return gpu, word, None

@@ -34,6 +34,7 @@ Watch = Callable[[int, float], None]  # told the number of a step and its loss
 
 TOLERANCE = 1e-4  # relative; float32 sums in another order, amplified by ten steps of AdamW
 STATES = ("adamw", "adamw8bit")  # training states of autopar.compile
+ENOUGH_STEPS = 100  # fewer do not get there
 MARGIN_NATS = 0.5  # "well below" the unigram entropy: bytes were predicted from bytes before them
 TIMEOUT = timedelta(minutes=5)  # a rank that waits longer than this for another ends with an error
 
@@ -178,12 +179,15 @@ def draw_losses(losses: list[float], entropy_nats: float, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def complaints(losses: list[float], reference: list[float], entropy_nats: float) -> list[str]:
-    """What is wrong with a run, in sentences; empty if nothing is."""
+def complaints(
+    losses: list[float], reference: list[float], entropy_nats: float, *, enough_steps: int = 0
+) -> list[str]:
+    """What is wrong with a run, in sentences; empty if nothing is. A run of too few steps need not have learned."""
     found = []
     if reference and not worst_difference(losses, reference) <= TOLERANCE:  # nor nan
         found.append(f"The losses differ from one process by more than {TOLERANCE:g} (relative).")
-    if not mean_of_last(losses) < entropy_nats - MARGIN_NATS:
+    is_long = len(losses) >= enough_steps
+    if is_long and not mean_of_last(losses) < entropy_nats - MARGIN_NATS:
         found.append(f"The loss did not fall {MARGIN_NATS} nats below the byte-unigram entropy.")
     return found
 
@@ -276,7 +280,9 @@ def main(
         draw_losses(losses, entropy_nats, out / "loss.png")
     report(console, losses, reference, entropy_nats, out)
     dist.destroy_process_group()
-    if on_first and (found := complaints(losses, reference, entropy_nats)):
+    if on_first and (
+        found := complaints(losses, reference, entropy_nats, enough_steps=ENOUGH_STEPS)
+    ):
         raise click.ClickException(" ".join(found))
 
 

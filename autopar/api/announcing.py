@@ -8,6 +8,7 @@ from autopar.ir import (
     PIPELINE_AXIS,
     Plan,
 )
+from autopar.ir.note import kind_of
 from autopar.ir.recompute import words_of_recompute
 from autopar.ir.saved import words_of_saved
 from autopar.planning.planning import (
@@ -16,7 +17,7 @@ from autopar.planning.planning import (
 )
 from autopar.runtime.files import Files
 from autopar.runtime.together import warn_together
-from autopar.search.notes import axis_lines
+from autopar.search.notes import axis_lines, idle_axes
 from autopar.search.request import Request
 from autopar.units import counted, format_bytes, format_seconds
 
@@ -52,17 +53,6 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
     )
 
 
-def idle_axes(plan: Plan) -> list[str]:
-    """Names of the axes inside a stage, of several ranks, whose ranks all do the same."""
-    return [
-        name
-        for axis, (name, size) in enumerate(plan.mesh.axes)
-        if size > 1
-        and all(p.storage[axis].kind not in "SO" for p in plan.parameters.values())
-        and all(labels[axis] in "-~" for labels in plan.ops.values())
-    ]
-
-
 def warn_of_idle_axes(plan: Plan) -> None:
     """Warns for each axis of `plan.mesh` along which nothing is split, so that its ranks repeat the same work."""
     sizes = dict(plan.mesh.axes)
@@ -74,6 +64,17 @@ def warn_of_idle_axes(plan: Plan) -> None:
             f"recipe={{{name!r}: 'ddp'}}; the axis of pipeline stages is called {PIPELINE_AXIS!r}.",
             stacklevel=2,
         )
+
+
+def warn_of_unasked_stages(plan: Plan) -> None:
+    """Warns of pipeline stages that a plan has under a recipe that names no schedule, and says why it has them."""
+    for note in plan.notes:
+        if kind_of(note) == "unasked":
+            warn_together(
+                f"The plan has {note} Choose a batch or a number of ranks that the recipe can split, or give mesh= to "
+                "insist.",
+                stacklevel=2,
+            )
 
 
 def warn_of_unused_folder(files: Files, plan: Plan) -> None:

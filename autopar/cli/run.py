@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import click
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser
 from torch.distributed.run import run as torchrun
@@ -154,9 +155,15 @@ def run_command(
 
 def _failure(ranks: int, script: Path, arguments: tuple[str, ...]) -> str | None:
     """Runs a script once. None if it ended well, else its error in one line, "" where a rank was killed."""
-    words = ["--standalone", "--nproc-per-node", str(ranks), str(script), *arguments]
+    words = ["--standalone", "--nproc-per-node", str(ranks), str(script)]
+    options = get_args_parser().parse_args(words)
+    # Not parsed with the others: torchrun takes an option of the script for its own if it begins like one of these.
+    options.training_script_args = list(arguments)
     try:
-        torchrun(get_args_parser().parse_args(words))
+        torchrun(options)
+    except SignalException as signaled:  # by Ctrl-C or a scheduler; torchrun has ended the ranks
+        click.echo(f"autopar run: ended by {signaled.sigval.name}.", err=True)
+        sys.exit(128 + signaled.sigval)
     except ChildFailedError as error:
         click.echo(str(error), err=True)
         _, first = error.get_first_failure()

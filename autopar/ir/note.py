@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Literal, Self, get_args
 
 NoteKind = Literal[
-    "", "price", "stages", "runner-up", "tiers", "replicas", "owners", "versions", "decomposed"
+    "",
+    "price",
+    "stages",
+    "unasked",
+    "runner-up",
+    "tiers",
+    "replicas",
+    "owners",
+    "versions",
+    "decomposed",
 ]
 NOTE_KINDS: tuple[str, ...] = get_args(NoteKind)
 
@@ -19,9 +28,10 @@ class Note(str):
 
     Attributes:
         kind: subject of the note. "price": time and memory that the search predicts for one stage. "stages": cuts and
-            time of a pipeline. "runner-up": the next best plan. "tiers": what is stored outside the devices.
-            "replicas" and "versions": differences from training on a single device. "owners": parameters that single
-            ranks store. "decomposed": axes along which collectives run piece by piece. "": anything else.
+            time of a pipeline. "unasked": the reason for a pipeline under a recipe without one. "runner-up": the next
+            best plan. "tiers": what is stored outside the devices. "replicas" and "versions": differences from training
+            on a single device. "owners": parameters that single ranks store. "decomposed": axes along which collectives
+            run piece by piece. "": anything else.
     """
 
     kind: str

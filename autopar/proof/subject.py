@@ -44,6 +44,7 @@ from autopar.proof.single_device import (
 from autopar.proof.streams import Streams
 from autopar.proof.verdict import PERTURBED_RUNS, Verdict, VerifyReport
 from autopar.proof.versions import DelayedSteps
+from autopar.search.notes import idle_axes
 from autopar.units import counted
 
 _DELAYED_STEPS = (
@@ -176,6 +177,7 @@ class Subject:
             verdicts=tuple(verdicts),
             schedule=_schedule_text(plan),
             all_rounding=_is_all_rounding(reference.steps[0], self.model, self.arithmetic),
+            idle=tuple(idle_axes(plan)),
         )
 
     def reference(self, micro_batches: int) -> Reference:

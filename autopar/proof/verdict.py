@@ -103,6 +103,7 @@ class VerifyReport(JupyterMixin):
         verdicts: one for every tensor, step and arithmetic that was compared.
         schedule: how micro-batches went through pipeline stages, or when replicas met; "" for neither.
         all_rounding: whether every gradient is too small to tell from the rounding of the loss.
+        idle: axes of the mesh along which the plan splits nothing, so that nothing is proved of them.
     """
 
     mesh: Mesh
@@ -110,6 +111,7 @@ class VerifyReport(JupyterMixin):
     verdicts: tuple[Verdict, ...]
     schedule: str = ""
     all_rounding: bool = False
+    idle: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -192,7 +194,14 @@ class VerifyReport(JupyterMixin):
             f"{'PASSED' if self.passed else 'FAILED'}: {self.mesh}, recipe {self.recipe}, "
             f"{self.mesh.size} ranks simulated{', ' + self.schedule if self.schedule else ''}"
         )
-        return "\n".join((head, *self._float64_lines(), *self._own_lines(), *self._failure_lines()))
+        lines = (*self._float64_lines(), *self._own_lines(), *self._failure_lines())
+        return "\n".join((head, *self._idle_lines(), *lines))
+
+    def _idle_lines(self) -> list[str]:
+        return [
+            f"  the plan splits nothing along {axis}, whose ranks all do the same; name a recipe to have it split"
+            for axis in self.idle
+        ]
 
     def _float64_lines(self) -> list[str]:
         lines = [

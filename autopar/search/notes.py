@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from autopar.cost_model import Hardware, unruled
 from autopar.cost_model.compute import FUSED_ATTENTION
+from autopar.errors import AutoparError
 from autopar.ir import EXCHANGED, Graph, Op, ParameterPlan, Plan, R, State
 from autopar.ir.meeting import ALONE
 from autopar.ir.note import Note
 from autopar.pipeline.composed import StepCost
 from autopar.search.recipe_rows import is_model
-from autopar.search.recipes import resolve, split_recipe
+from autopar.search.recipes import format_recipe, resolve, split_recipe
+from autopar.search.request import Request
 from autopar.units import counted, format_bytes
 
 
@@ -274,4 +276,31 @@ def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ..
     return (
         f"run replicated for want of a rule, with a guess of what that costs a step from the bytes they read "
         f"and write: {kinds}",
+    )
+
+
+def idle_axes(plan: Plan) -> list[str]:
+    """Names of the axes inside a stage, of several ranks, whose ranks all do the same."""
+    return [
+        name
+        for axis, (name, size) in enumerate(plan.mesh.axes)
+        if size > 1
+        and all(p.storage[axis].kind not in "SO" for p in plan.parameters.values())
+        and all(labels[axis] in "-~" for labels in plan.ops.values())
+    ]
+
+
+def note_of_unasked_stages(request: Request, rows: int, reasons: Sequence[AutoparError]) -> Note:
+    """Says why a plan has pipeline stages under a recipe that names no schedule.
+
+    Args:
+        request: what the user asks for, with an open mesh.
+        rows: number of samples of a step.
+        reasons: errors of the meshes without stages; none where every such mesh was ruled out by its sizes.
+    """
+    sizes = f"it splits a batch of {rows} over no mesh of {request.ranks} ranks."
+    return Note(
+        f"pipeline stages, which the recipe {format_recipe(request.recipe)} does not name, because there is no plan "
+        f"without them: {reasons[0] if reasons else sizes}",
+        "unasked",
     )

@@ -30,6 +30,7 @@ from autopar.search.decomposed import with_decomposed
 from autopar.search.delayed import with_delays
 from autopar.search.dims import settings_in_dims, words_of_dims
 from autopar.search.given import GivenMesh, Planned
+from autopar.search.notes import note_of_unasked_stages
 from autopar.search.recipes import format_recipe, is_open
 from autopar.search.refined import Finer, of_given_mesh, words_of_heads
 from autopar.search.replicas import with_meeting
@@ -120,7 +121,9 @@ class _Outer:
         first, if_none_fits = trials_of(self.graph, self.request, explored)
         tried = Tried()
         self._try(first, tried)
+        unasked = None
         if not tried.found:
+            unasked = note_of_unasked_stages(self.request, self.rows, tried.reasons)
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
         self._try_in_dims(tried)
@@ -128,7 +131,8 @@ class _Outer:
             lines = [str(error) for error in tried.reasons]
             lines = lines or [f"{self.request.text} rule out every mesh. Drop one of them."]
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
-        return self._settled(tried, explored)
+        found = self._settled(tried, explored)
+        return found._replace(best=found.best.noted(unasked)) if unasked else found
 
     def _settled(self, tried: Tried, explored: Explored | None) -> Searched:
         """The best setting, also with other numbers of micro-batches and without its recipe."""

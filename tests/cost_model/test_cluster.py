@@ -49,6 +49,7 @@ def test_names(text: str, name: str, in_node: int, nodes: int) -> None:
         ("h100x8x2x2", "write GPU x ranks in a node x nodes, as h100x8x16"),
         ("h100x16", "16 ranks in a node, but a node of h100 has 8; write h100x8x2 for 16 ranks"),
         ("h10x8x2", "There is no GPU 'h10' in the catalogue; did you mean h100"),
+        ("x100x8", "There is no GPU 'x100' in the catalogue; did you mean .*h100"),
         ("  ", "named as h100x8x16"),
         ("nowhere.toml", "Cannot read the hardware of nowhere.toml: No such file"),
     ],

@@ -81,6 +81,11 @@ def test_complaints(losses: list[float], sentences: list[str]) -> None:
     assert all(part in sentence for part, sentence in zip(sentences, found, strict=True))
 
 
+def test_a_run_of_few_steps_need_not_have_learned() -> None:
+    assert not complaints([2.0, 3.2], [2.0], entropy_nats=3.0, enough_steps=3)
+    assert complaints([2.1, 3.2], [2.0], entropy_nats=3.0, enough_steps=3)  # but equal one process
+
+
 def test_the_curve_is_drawn(tmp_path: Path) -> None:
     draw_losses([3.0, 2.0, 1.5], 2.5, tmp_path / "loss.png")
 

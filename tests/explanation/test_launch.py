@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import autopar
-from autopar.api.announcing import idle_axes, start_line
+from autopar.api.announcing import start_line
 from autopar.cost_model.cluster import find_cluster
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.explanation.launch import asked, launch
 from autopar.explanation.pages import page_of
 from autopar.ir import Graph, R, Stack
+from autopar.search.notes import idle_axes
 from autopar.search.request import Request
 from autopar.views import to_html
 from tests.support.llama import Llama

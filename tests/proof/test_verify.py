@@ -363,3 +363,11 @@ def test_a_loss_that_is_a_method_of_the_model_is_that_of_the_copy() -> None:
     batch = (torch.randn(4, 4).double(), torch.randn(4, 4).double())
     report = autopar.verify(model, batch, loss_fn=model.loss, mesh={"dp": 2}, recipe="ddp")
     assert report.passed, report
+
+
+def test_an_axis_along_which_nothing_is_split_is_told() -> None:
+    model, batch, _ = make("mlp")
+    report = autopar.verify(model, batch, mesh=DP, loss_fn=mean_square)
+    assert report.passed
+    assert "splits nothing along dp" in str(report)
+    assert "splits nothing" not in str(proof(model, batch))

@@ -72,11 +72,11 @@ def test_a_script_runs_with_its_own_arguments_and_its_failure_is_seen(tmp_path: 
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     result = CliRunner().invoke(
-        main, ["run", str(script), "--ranks", "2", "--max-restarts", "0", "--steps", "5", "3"]
+        main, ["run", str(script), "--ranks", "2", "--max-restarts", "0", "--local", "5", "3"]
     )
     assert result.exit_code == 1 and "train.py FAILED" in result.output
     said = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
-    assert said == ["--steps 5 3"] * 2
+    assert said == ["--local 5 3"] * 2  # torchrun has options that begin so
 
 
 DYING = """

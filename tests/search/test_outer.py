@@ -11,6 +11,7 @@ import pytest
 
 from autopar.errors import AutoparError, SearchError
 from autopar.ir import Mesh, with_pipeline
+from autopar.ir.note import kind_of
 from autopar.pipeline.composed import composed
 from autopar.search.given import GivenMesh
 from autopar.search.outer import search_plan
@@ -142,3 +143,12 @@ def test_depths_are_those_of_the_request_and_no_more_than_the_blocks() -> None:
     assert depths_of(GRAPH, Request(TOY, ranks=12)) == ([1, 2, 3, 4, 6], ())
     assert depths_of(GRAPH, Request(TOY, ranks=4, stages=(1, 2))) == ([1, 2], ())
     assert depths_of(GRAPH, Request(TOY, ranks=4, recipe="zero3")) == ([1], [2, 4])
+
+
+def test_stages_that_a_recipe_does_not_name_say_why() -> None:
+    def unasked(**options: Any) -> list[str]:
+        return [n for n in found(**options).best.plan.notes if kind_of(n) == "unasked"]
+
+    (note,) = unasked(ranks=8, recipe="ddp", batch=4)
+    assert "the recipe ddp does not name" in note and "a batch of 4 over no mesh of 8 ranks" in note
+    assert not unasked(recipe="ddp") and not unasked(batch=32, cuts_batch=True)
