@@ -1,7 +1,8 @@
 """A model of torch's caching allocator for CUDA, which replays the allocations of a program.
 
 It follows `DeviceCachingAllocator` in c10/cuda/CUDACachingAllocator.cpp and the constants of
-c10/core/AllocatorConfig.h (both read at torch 2.13, default settings, one stream):
+c10/core/AllocatorConfig.h (the constants read at torch 2.13, the algorithm in an earlier version; default settings, one
+stream):
 
     round_size             a request is rounded up to 512 bytes
     get_pool               requests up to 1 MiB are cut from the small pool, others from the large pool
