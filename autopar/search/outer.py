@@ -39,6 +39,7 @@ from autopar.search.staged import SlowerError
 from autopar.search.stored import with_stores
 from autopar.search.trials import (
     MOST_EXACT,
+    MOST_OPENED,
     MOST_SHOWN,
     WORTH_MOVING,
     Explored,
@@ -121,6 +122,7 @@ class _Outer:
         first, if_none_fits = trials_of(self.graph, self.request, explored)
         tried = Tried()
         self._try(first, tried)
+        self._try(self._opened(tried), tried)
         unasked = None
         if not tried.found:
             unasked = note_of_unasked_stages(self.request, self.rows, tried.reasons)
@@ -134,9 +136,19 @@ class _Outer:
         found = self._settled(tried, explored)
         return found._replace(best=found.best.noted(unasked)) if unasked else found
 
+    def _opened(self, tried: Tried) -> list[Trial]:
+        """Settings that no plan under the recipe of their estimate fits, without this recipe; each is given once."""
+        if not is_open(self.request.inside):
+            return []
+        failed = [each for each in tried.failed if len(without_pipeline(each.mesh).axes) < 3]
+        tried.failed.clear()
+        failed.sort(key=lambda each: each.promise_seconds)
+        return [each._replace(recipe=self.request.inside) for each in failed[:MOST_OPENED]]
+
     def _settled(self, tried: Tried, explored: Explored | None) -> Searched:
         """The best setting, also with other numbers of micro-batches and without its recipe."""
         self._try(self._recounted(tried, explored), tried)
+        self._try(self._opened(tried), tried)
         trial, best = tried.ranked[0]
         has_two_axes = len(without_pipeline(trial.mesh).axes) < 3  # of three, too many combinations
         if is_open(self.request.inside) and not is_open(trial.recipe) and has_two_axes:
@@ -253,6 +265,8 @@ class _Outer:
             except (MeshError, PlanError, RecipeError, SearchError) as error:
                 tried.reasons.append(type(error)(f"{trial.mesh}: {error}"))
                 count += isinstance(error, SlowerError)
+                if type(error) is SearchError and not is_open(trial.recipe):
+                    tried.failed.append(trial)
 
     def _refined(self, mesh: Mesh) -> Searched:
         """The faster one of two plans: for the mesh that the user names, and with two axes in place of one of it."""

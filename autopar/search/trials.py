@@ -23,6 +23,7 @@ from autopar.search.search import meshes_of
 from autopar.search.settings import PricedCandidate
 
 MOST_EXACT = 4  # number of settings whose plans are searched
+MOST_OPENED = 2  # number of settings that are searched without the recipe of their estimate, which had no plan
 WORTH_MOVING = 0.25  # smallest state of training that is worth moving to the host, as a part of the memory bound
 _SAME_MESH = 2  # numbers of micro-batches to try on one mesh, and again on the best mesh
 _FULL = 0.8  # smallest part of the bound on memory that a plan takes if memory is tight
@@ -85,11 +86,13 @@ class Tried:
     Attributes:
         found: settings with their plans.
         reasons: errors of the settings without a plan.
+        failed: settings that no plan of their recipe fits.
         searched: mesh and number of micro-batches of every setting.
     """
 
     found: list[tuple[Trial, Planned]] = field(default_factory=list)
     reasons: list[AutoparError] = field(default_factory=list)
+    failed: list[Trial] = field(default_factory=list)
     searched: set[tuple[Mesh, int | None]] = field(default_factory=set)
 
     @property

@@ -77,10 +77,11 @@ def test_settings_that_fit_with_the_host_alone_come_by_their_seconds() -> None:
     assert near == [20.0, 10.0] and far == [10.5, 20.0 + 8 / 50]
 
 
-def test_an_open_mesh_is_no_slower_than_a_given_one() -> None:
+@pytest.mark.parametrize("offload", [False, None])
+def test_an_open_mesh_is_no_slower_than_a_given_one(offload: bool | None) -> None:
     """The recipe of an estimate exceeded the bound by 0.4 %, and two micro-batches won: 3.567 ms against 3.433."""
     graph = residual(1, Sizes(batch=4, width=64, hidden=128, vocab=64))
-    request = Request(WITH_HOST, memory_bytes=200_000, batch=4, cuts_batch=True)
+    request = Request(WITH_HOST, memory_bytes=200_000, batch=4, cuts_batch=True, offload=offload)
     opened = search_plan(graph, request.but(ranks=2, stages=(1,))).best
     named = search_plan(graph, request.but(mesh={"dp": 2})).best
     assert opened.price.step_seconds <= 1.001 * named.price.step_seconds
