@@ -103,7 +103,7 @@ class Program:
         sent: tensors that the stage sends to the next one.
         recomputed: numbers of the blocks that backward recomputes; every call of the module has the number
             of its block in `meta["block"]`.
-        slices: name of a tensor that is saved in slices -> its slice.
+        slices: name in a mark of a tensor that is saved in slices -> its slice (`autopar.program.slices`).
         objective: how the loss of a batch comes from the losses of its micro-batches.
         extras: how each extra result of a step comes from those of its micro-batches.
     """

@@ -1,9 +1,10 @@
 """Marks in a program's graph the tensors of which each rank saves only a slice for backward.
 
-    b = f(w1, a)   ->   a_1 = kept(a, "layers.1.input"); b = f(w1, a_1)
+    b = f(w1, a)   ->   a_1 = kept(a, "layers.1.input of block 1"); b = f(w1, a_1)
 
 The mark is a call of `kept` before the first use of the tensor in a block. Because it is a node of the graph, it stays
-with its block when the program is cut into stages. `Program.slices` maps the name in each mark to its slice.
+with its block when the program is cut into stages. `Program.slices` maps the name in each mark to its slice. Because
+a module that is called twice has two blocks with tensors of one name, marks have the number of the block, too.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SavedSlice:
 
 
 def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, SavedSlice]:
-    """Adds the marks to a program's graph, and returns the slices by name.
+    """Adds the marks to a program's graph, and returns the slices by the names in them.
 
     Every call has its block in `meta["block"]`, and where it holds a tensor of the graph in a layout, both in
     `meta["holds"]`.
@@ -62,11 +63,15 @@ def note_slices(module: fx.GraphModule, graph: Graph, plan: Plan) -> dict[str, S
             _note(module.graph, node, of[memory])
     module.recompile()
     return {
-        each.name: SavedSlice(
+        _mark(each): SavedSlice(
             graph.tensors[each.tensor].dims, each.layout, each.slice_layout, each.tier
         )
         for each in slices
     }
+
+
+def _mark(each: KeptSlice) -> str:
+    return f"{each.name} of block {each.block}"
 
 
 def _note(graph: fx.Graph, node: fx.Node, slices: Mapping[int, KeptSlice]) -> None:
@@ -80,7 +85,7 @@ def _note(graph: fx.Graph, node: fx.Node, slices: Mapping[int, KeptSlice]) -> No
         if block == node.meta.get("block") if found is None else found.tensor != tensor:
             continue
         with graph.inserting_before(users[0]):
-            note = graph.call_function(kept, (node, found.name if found else ""))
+            note = graph.call_function(kept, (node, _mark(found) if found else ""))
         note.meta |= {"origin": users[0].meta["origin"], "block": block, "recomputed": False}
         for user in users:
             user.replace_input_with(node, note)

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from autopar.ir import Mesh, ParameterPlan, Plan, R
+from autopar.ir import Mesh, ParameterPlan, Plan, R, S, V
+from autopar.ir.saved import SavedLayout
 from autopar.pipeline.saved_values import SavedValues
 from autopar.planning.planning import unsplit_plan
 from autopar.proof.random_plan import random_plan
@@ -90,3 +92,28 @@ def test_slices_in_a_wrong_order_are_found(mesh: str, monkeypatch: pytest.Monkey
         assert subject.compare(plan).passed and gathers.count == len(slices)
     Gathers(monkeypatch, reverses=True)
     assert not subject.compare(plan).passed
+
+
+class Twice(nn.Module):
+    """One block, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x)).square().sum()
+
+
+def test_each_call_of_a_block_has_a_slice_of_its_own() -> None:
+    """The first call splits the rows of its input, and the second has all of them: other slices, of one name."""
+    torch.manual_seed(0)
+    subject = Subject.of(Twice().double(), (torch.randn(4, 4).double(),))
+    plan = replicated(subject, "a=2")
+    lines = {"block.0./linear<0": SavedLayout((S(1),), "host")}
+    ways = {name: ParameterPlan((R,), (V,)) for name in plan.parameters}
+    ops = {**plan.ops, "linear": ("b0",), "tanh": ("d0",)}
+    plan = replace(plan, ops=ops, parameters=ways, saved=lines)
+    slices = SavedValues(subject.prepared.analysis.graph, plan).slices
+    assert [each.name for each in slices] == 2 * ["block.0./linear<0"]
+    assert subject.compare(plan).passed
