@@ -88,9 +88,14 @@ class SavedTensors:
 
     def root(self, name: str) -> str:
         """The tensor whose memory the tensor called `name` shares if it is not converted in between."""
-        while name in self._views:
-            name = self._views[name].operand
-        return name
+        return self.shown(name)[-1]
+
+    def shown(self, name: str) -> list[str]:
+        """The tensor called `name`, the tensor that it shows if it is a view, and so on up to its root."""
+        found = [name]
+        while view := self._views.get(found[-1]):
+            found.append(view.operand)
+        return found
 
     def memory(self, name: str, layout: Layout) -> tuple[str, Layout]:
         """The tensor and its layout that identify the memory of the tensor called `name` in `layout`."""

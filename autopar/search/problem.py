@@ -279,9 +279,19 @@ class Problem:
     def least_bytes(self) -> float:
         """A lower bound on the peak memory of a rank that recomputes nothing: state, and its share of saved tensors."""
         whole = sum(
-            entry.count * self.bytes(entry.tensor.name, self.whole) for entry in self.fold.saved
+            entry.count * self.least_saved_bytes(name for *_, name in entry.savers)
+            for entry in self.fold.saved
         )
         return self.least_state_bytes + whole / math.prod(self.mesh.sizes)
+
+    def least_saved_bytes(self, names: Iterable[str]) -> int:
+        """A lower bound on the bytes that all ranks together save, where ops save these views of one memory.
+
+        A plan may convert a view before an op saves it, and then the memory around the view is not saved.
+        """
+        return max(
+            min(self.bytes(each, self.whole) for each in self.saved.shown(name)) for name in names
+        )
 
     def _dividing_choices(self, op: Op) -> list[list[Choice]]:
         """For every axis, the choices whose factor the axis size divides; on an axis of one rank only `-`."""

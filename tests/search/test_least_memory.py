@@ -11,7 +11,7 @@ from autopar.search.given import GivenMesh
 from autopar.search.least_memory import least_bytes
 from autopar.search.request import Request
 from autopar.search.search import MeshSearch
-from tests.search.graphs import LlamaSizes, llama
+from tests.search.graphs import Builder, LlamaSizes, llama
 from tests.search.toy import TOY
 
 SMALL = LlamaSizes(
@@ -29,6 +29,22 @@ def test_no_plan_takes_less_than_the_bound() -> None:
     least = least_bytes(found.problem, may_offload=False)
     assert 0 < least_bytes(found.problem, may_offload=True) <= least
     assert least <= found.smallest().cost.memory_bytes
+
+
+def test_a_converted_view_frees_the_memory_around_it() -> None:
+    """A head over 2 of 64 features of a frozen model saves these alone if it splits them."""
+    b = Builder(
+        {"b": 64, "d": 64, "e": 2, "f": 2}, {"b": "batch", "d": "parameter"}, itemsize_bytes=4
+    )
+    frozen = b.parameter("frozen", "d", needs_grad=False)
+    y = b.op("mul", "b d, d -> b d", [b.input("x", "b d"), frozen])
+    y = b.op("narrow", "b d! -> b e!", [y], saves=[], linear=[[0]], view=True)
+    y = b.op("linear", "b e, f e -> b f", [y, b.parameter("head", "f e")], linear=[[0]])
+    b.output(b.op("sum", "b f ->", [y], saves=[], linear=[[0]]))
+    found = MeshSearch.of(b.graph(), {"x": 2}, hardware=TOY)
+    smallest = found.smallest().cost.memory_bytes
+    assert found.problem.least_bytes <= smallest
+    assert least_bytes(found.problem, may_offload=False) <= smallest
 
 
 @pytest.mark.parametrize(("part", "is_hopeless"), [(0.99, True), (1.01, False)])
