@@ -101,7 +101,8 @@ class GivenMesh:
             return False
         if not has_blocks(self.graph):
             return self._layouts.exceeds(bound)
-        return least_bytes(self._layouts.problem, may_offload=bool(request.offload)) > bound
+        may_offload = bool(request.offload) or request.recompute == "offloaded"
+        return least_bytes(self._layouts.problem, may_offload=may_offload) > bound
 
     @property
     def flat_seconds(self) -> float:

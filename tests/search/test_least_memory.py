@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import SearchError
+from autopar.ir import Mesh
 from autopar.search.given import GivenMesh
 from autopar.search.least_memory import least_bytes
 from autopar.search.request import Request
@@ -56,3 +57,11 @@ def test_a_mesh_is_hopeless_below_the_bound_alone(part: float, is_hopeless: bool
     if is_hopeless:
         with pytest.raises(SearchError):
             given.search()
+
+
+def test_a_mesh_that_is_hopeless_on_the_device_is_not_with_activations_on_the_host() -> None:
+    bound = int(0.999 * least_bytes(search_of().problem, may_offload=False))
+    request = Request(replace(TOY, memory_bytes=bound), mesh=Mesh.of(MESH), memory_bytes=bound)
+    given = GivenMesh(llama(SMALL), request)
+    assert given.cannot_fit
+    assert not replace(given, request=request.but(recompute="offloaded")).cannot_fit
