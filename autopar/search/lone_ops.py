@@ -289,7 +289,8 @@ def _put(
     }
     for name, why in refused.items():
         if why:
-            raise RecipeError(f"The pin of {name} to {' '.join(ops[name])} cannot hold: {why}.")
+            asked = "What the recipe asks of" if pins.served else "The pin of"
+            raise RecipeError(f"{asked} {name}, {' '.join(ops[name])}, cannot hold: {why}.")
     owned = {
         name: owners
         for name, owners in _owned(graph, pins)

@@ -101,6 +101,12 @@ def test_a_pin_to_a_server_is_refused(subject: Subject) -> None:
         planned(subject, "ps=2", "serve", pins={"a": "@1"})
 
 
+def test_an_op_that_exchanges_rows_is_refused_without_a_word_of_pins() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    with pytest.raises(RecipeError, match=r"What the recipe asks of .*batch_norm.*, @0 d0, cannot"):
+        planned(subject_of(model), "ps=2,dp=2", "ps:serve,dp:ddp")
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
