@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import _torch
 from autopar.api.machine import MeshLike, axes_of, hardware_of
+from autopar.api.notebook import shown_planning
 from autopar.api.planner import Planner
 from autopar.capture.export import LossFunction
 from autopar.capture.rows import arguments_of_replica
@@ -238,7 +239,9 @@ def _prepared(compiled: CompiledModule, example_inputs: Any) -> CompiledModule:
     """The compiled module, with its program where an example was given."""
     if example_inputs is not None:
         args, kwargs = split_example(example_inputs)
-        compiled.prepare(*args, **kwargs)
+        with shown_planning() as progress:
+            progress("capturing and planning the model")
+            compiled.prepare(*args, **kwargs)
     return compiled
 
 
@@ -354,8 +357,11 @@ def explain(
     request = request.of_replica()
     if request.meeting is not None:
         args, kwargs = arguments_of_replica(args, kwargs, 0, request.meeting.replicas)
-    prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=request.precision)
-    plan = make_plan(prepared, request)
+    with shown_planning() as progress:
+        progress("capturing the model")
+        prepared = prepare_step(model, args, kwargs, loss_fn=loss_fn, precision=request.precision)
+        progress("searching the plan")
+        plan = make_plan(prepared, request)
     graph = prepared.analysis.graph
     if micro_batches is None and plan.micro_batches > 1:
         graph = with_batch(graph, captured_batch(graph) // plan.micro_batches)
