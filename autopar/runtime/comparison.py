@@ -117,8 +117,8 @@ class Comparison:
                 missing = _missing(store, keys, limit - patience, signals)
         if missing and signals:
             raise PeerError(
-                f"{why} This rank was told to end while it waited for ranks {missing}: another rank has died or was "
-                "ended.",
+                f"This rank was told to end while it waited for ranks {missing}: another rank has died or was ended. "
+                f"What it waited with: {why}",
                 collective="comparison", group=self._name, reason="SIGTERM",
             )  # fmt: skip
         if missing:
