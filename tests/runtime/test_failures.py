@@ -255,5 +255,7 @@ def test_a_rank_that_waits_says_so_when_torchrun_ends_it() -> None:
         [sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("PeerError This rank was told to end while it waited for ranks [1]")
+    assert ended.stdout.startswith(
+        "PeerError This rank was told to end while it waited for ranks [1]"
+    )
     assert "another rank has died" in ended.stdout and "The batch is new." in ended.stdout
