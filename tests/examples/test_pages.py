@@ -144,6 +144,7 @@ CASES = (
     Case("compile", before=SMALL),
     Case("start", (1,), before="import torch\nimport autopar\nmodel = torch.nn.Linear(64, 8)"),
     Case("verify", before=BETA),
+    Case("verify", (1,)),
     Case("guards", before=REGRESSION),
     Case("local_steps"),
     Case("async_server", (0,), before=DEEP, ranks=4, slow=True),
