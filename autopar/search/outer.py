@@ -124,7 +124,7 @@ class _Outer:
         self._try(first, tried)
         self._try(self._opened(tried), tried)
         unasked = None
-        if not tried.found:
+        if not tried.found and if_none_fits:
             unasked = note_of_unasked_stages(self.request, self.rows, tried.reasons)
             self._try(if_none_fits, tried)
         self._try(refined_trials_of(self.graph, self.request, explored), tried)
@@ -134,7 +134,9 @@ class _Outer:
             lines = lines or [f"{self.request.text} rule out every mesh. Drop one of them."]
             raise SearchError("\n".join([f"No plan on {self.request.ranks} ranks.", *lines]))
         found = self._settled(tried, explored)
-        return found._replace(best=found.best.noted(unasked)) if unasked else found
+        if unasked is None or found.best.plan.pipeline is None:
+            return found
+        return found._replace(best=found.best.noted(unasked))
 
     def _opened(self, tried: Tried) -> list[Trial]:
         """Settings that no plan under the recipe of their estimate fits, without this recipe; each is given once."""

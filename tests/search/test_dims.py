@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from autopar.cost_model import find_hardware
-from autopar.errors import SearchError
 from autopar.ir import Graph, Mesh
 from autopar.planning.planning import prepare_step
 from autopar.search.dims import name_of, settings_in_dims, starts
@@ -77,13 +76,14 @@ def test_with_tight_memory_a_plan_in_dims_is_chosen_by_its_price() -> None:
 
 
 @pytest.mark.slow
-def test_a_searched_mesh_is_in_dims_where_nothing_else_fits() -> None:
+def test_a_searched_mesh_is_in_dims_where_memory_is_tight() -> None:
     options: dict[str, Any] = {"ranks": 64, "stages": (1,), "memory_bytes": 800_000_000}
     found = best(wide(4, 2048), **options)
     assert str(found.plan.mesh) == "tp=16,tq=4" and found.plan.recipe == "tp:tp+sp,tq:width"
-    assert any("(3d)" in note and "nothing else fits" in note for note in found.plan.notes)
-    with pytest.raises(SearchError):  # data and tensor parallelism alone
-        best(wide(4, 2048), **options, recipe="dp:auto,tp:auto")
+    assert any("(3d)" in note and "memory is tight" in note for note in found.plan.notes)
+    assert not any("pipeline stages, which" in note for note in found.plan.notes)
+    other = best(wide(4, 2048), **options, recipe="dp:auto,tp:auto")
+    assert found.price.step_seconds < 0.9 * other.price.step_seconds
 
 
 @pytest.mark.parametrize("graph", [residual(2), llama(SMALL)], ids=["residual", "llama"])
