@@ -30,6 +30,7 @@ from autopar.planning.planning import (
     prepared_of,
 )
 from autopar.program import captures
+from autopar.runtime.adoption import refuse_plain
 from autopar.search import RecipeLike
 from autopar.search.request import Request
 
@@ -113,9 +114,24 @@ def _key(
         (name, key, _attribute(key, value))
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in ("_parameters", "_buffers", "_modules")
+        if key not in ("_parameters", "_buffers", "_modules", *_NUMBERED)
     )
-    return (type(model), repr(model), attributes, kinds, loss_fn, precision)
+    return (type(model), repr(model), attributes, _hooks(model), kinds, loss_fn, precision)
+
+
+# Attributes that hold hooks by numbers that count up over all modules of a process.
+_NUMBERED = tuple(key for key, value in vars(nn.Module()).items() if "_hooks" in key)
+
+
+def _hooks(model: nn.Module) -> Hashable:
+    """The functions that modules call beside `forward`, but for the one by which a compiled module guards itself."""
+    return tuple(
+        (name, key, hook)
+        for name, module in model.named_modules()
+        for key in _NUMBERED
+        for hook in getattr(module, key).values()
+        if callable(hook) and hook is not refuse_plain
+    )
 
 
 def _attribute(key: str, value: Any) -> Hashable:
