@@ -3,6 +3,11 @@
     trainer = AutoparTrainer(model=model, args=args, train_dataset=data, mesh={"dp": 2}, recipe="zero3")
     trainer.train()
 
+The plain `Trainer`, and every class that builds on it, does the same where its arguments ask for it, once this module
+has been imported:
+
+    trainer = Trainer(model=model, args=TrainingArguments(..., torch_compile_backend="autopar"))
+
 Batches, results and gathering are those of `autopar.integrations.accelerate`. What `Trainer` has no public method for
 is done by methods that it calls on itself (`OVERRIDDEN`); their names are checked when this module is imported.
 """
@@ -38,6 +43,9 @@ if _missing:
         "transformers 5.23; install that version."
     )
 
+# The name in `torch_compile_backend`, which torch.compile knows as well.
+BACKEND = "autopar"
+
 # The optimizer in a checkpoint: as it is saved here, and as a plain `Trainer` saves it.
 _STATE, _PLAIN = "autopar", "optimizer.pt"
 
@@ -46,7 +54,8 @@ _REFUSED = {
     "fp16": "bf16=True needs no loss scale",
     "fp16_full_eval": "bf16=True evaluates under autocast",
     "bf16_full_eval": "bf16=True evaluates under autocast",
-    "torch_compile": "options={'executor': 'inductor'} compiles what ranks run",
+    "torch_compile": "torch_compile_backend='autopar' plans, and options={'executor': 'inductor'} compiles that",
+    "torch_compile_mode": "options={'executor': 'inductor'} compiles what ranks run",
     "fsdp": "recipe='zero3' stores parameters in shards",
     "deepspeed": "recipe='zero3' stores parameters in shards",
     "parallelism_config": "mesh={'dp': 2, 'tp': 2} says how many ranks share what",
@@ -190,8 +199,34 @@ class AutoparTrainer(AutoparMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` over all ranks, by a plan; see `AutoparMixin` for what is asked of the plan."""
 
 
+def _asks_for_plan(value: object) -> bool:
+    """Whether a value is training arguments that name autopar as the backend of torch.compile."""
+    return isinstance(value, TrainingArguments) and value.torch_compile_backend == BACKEND
+
+
+def _planned(kind: type[Any]) -> type[Any]:
+    """A class of trainers, run by a plan."""
+    if issubclass(kind, AutoparMixin):
+        return kind
+    return type(kind.__name__, (AutoparMixin, kind), {"__module__": kind.__module__})
+
+
+def _new(kind: type[Any], *args: Any, **kwargs: Any) -> Trainer:
+    """Makes a trainer, one that runs by a plan if its training arguments ask for it; Python then initialises it."""
+    asked = any(map(_asks_for_plan, (*args, *kwargs.values())))
+    made: Trainer = object.__new__(_planned(kind) if asked else kind)
+    return made
+
+
+# accelerate has a fixed list of backends, so the name is read before accelerate sees it.
+Trainer.__new__ = staticmethod(_new)  # type: ignore[method-assign,assignment]
+
+
 def _checked(args: TrainingArguments) -> TrainingArguments:
     """A copy of the training arguments for ranks that read the batch of all; AutoparError for what is refused."""
+    args = copy.copy(args)
+    if _asks_for_plan(args):
+        args.torch_compile, args.torch_compile_backend = False, None
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise AutoparError(
@@ -202,7 +237,6 @@ def _checked(args: TrainingArguments) -> TrainingArguments:
             "train_sampling_strategy='batch_rebalance' gives each rank rows of its own, and here every rank reads the "
             "batch of all ranks, which the plan divides evenly. Take 'random' or 'group_by_length'."
         )
-    args = copy.copy(args)
     # Every rank counts the tokens of the batch of all ranks.
     args.average_tokens_across_devices = False
     # The trainer weights a batch's loss by this number of rows.

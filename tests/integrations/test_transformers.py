@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from autopar.errors import AutoparError
-from autopar.integrations import AutoparTrainer
+from autopar.integrations import AutoparMixin, AutoparTrainer
 from tests.integrations.small import (
     BATCH,
     PLANS,
@@ -82,7 +82,7 @@ def trained(
     **plan: Any,
 ) -> dict[str, Any]:
     """What a training on this number of rows has logged, predicted and saved."""
-    kind = AutoparTrainer if plan else Trainer
+    kind = AutoparTrainer if plan and "torch_compile_backend" not in options else Trainer
     watch, data = Counting(), rows(count)
     trainer = kind(
         model=small_model(), args=arguments(folder, batch, **options), train_dataset=data, eval_dataset=data[:8],
@@ -187,10 +187,53 @@ def test_bfloat16_is_autocast_as_in_one_process(framework_ranks: Ranks, tmp_path
     assert found["predicted"].dtype == np.float32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "splits"), [({}, False), (PLANS[2]["zero3"], True)], ids=["by itself", "zero3"]
+)
+def test_a_plain_trainer_runs_by_a_plan_where_its_arguments_name_the_backend(
+    plan: dict[str, Any],
+    splits: bool,
+    framework_ranks: Ranks,
+    tmp_path: Path,
+    in_one_process: tuple[Path, dict[str, Any]],
+) -> None:
+    _, expected = in_one_process
+    asked = {"torch_compile_backend": "autopar"}
+    found, _ = framework_ranks.run(on_ranks, tmp_path, None, plan, asked)
+    assert worst_difference(found["numbers"], expected["numbers"]) < 1e-5
+    assert (found["steps"], found["saves"]) == (6, 2)
+    assert found["in shards"] == splits
+
+
+class Others(Trainer):
+    """A trainer of a user's own."""
+
+
+@pytest.mark.parametrize("kind", [Trainer, Others, AutoparTrainer])
+def test_the_backend_makes_every_trainer_one_with_a_plan(
+    kind: type[Trainer], tmp_path: Path
+) -> None:
+    asked = arguments(tmp_path, 2, torch_compile_backend="autopar")
+    made = kind(small_model(), asked, eval_dataset=rows(2))
+    assert isinstance(made, kind) and isinstance(made, AutoparMixin)
+    assert asked.torch_compile_backend == "autopar"
+
+
+def test_other_arguments_leave_a_trainer_as_it_was(tmp_path: Path) -> None:
+    made = Others(small_model(), arguments(tmp_path, 2), eval_dataset=rows(2))
+    assert type(made) is Others
+    assert not isinstance(made, AutoparMixin)
+
+
 def test_arguments_that_plan_in_another_way_are_refused(tmp_path: Path) -> None:
-    args = arguments(tmp_path, 2, activation_checkpointing=True)
-    with pytest.raises(AutoparError, match="activation_checkpointing=True is not supported"):
-        AutoparTrainer(model=small_model(), args=args)
+    mode = {"torch_compile_backend": "autopar", "torch_compile_mode": "max-autotune"}
+    for options, said in [
+        ({"activation_checkpointing": True}, "activation_checkpointing=True is not supported"),
+        (mode, "torch_compile_mode='max-autotune' is not supported"),
+    ]:
+        with pytest.raises(AutoparError, match=said):
+            AutoparTrainer(model=small_model(), args=arguments(tmp_path, 2, **options))
 
 
 def refused(folder: Path, plan: dict[str, Any]) -> str:
