@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -20,6 +23,11 @@ from autopar.runtime.together import warn_together
 from autopar.search.notes import axis_lines, idle_axes
 from autopar.search.request import Request
 from autopar.units import counted, format_bytes, format_seconds
+
+log = logging.getLogger("autopar")
+_HINT = (
+    "model.explain() says why; logging.getLogger('autopar').setLevel('WARNING') hides these lines"
+)
 
 
 def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[float, float]) -> str:
@@ -51,6 +59,42 @@ def start_line(plan: Plan, request: Request, is_given: bool, predicted: tuple[fl
         f"{'; '.join(words)}: predicted {format_seconds(seconds)} a step and {format_bytes(size)} of "
         f"{format_bytes(request.bound_bytes)} a rank on {request.hardware.name}"
     )
+
+
+def announce(line: Callable[[], str], notes: Sequence[str]) -> None:
+    """Says what was chosen: on stderr, unless the script has set logging up; the notes at DEBUG.
+
+    Args:
+        line: function that makes the line, called where it is shown.
+        notes: notes of the plan.
+    """
+    with _heard():
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", line())
+    for note in notes:
+        log.debug("%s", note)
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """Shows on stderr what is logged at INFO inside of the context, which Python by itself hides.
+
+    Not where logging is set up: if the logger has a level, or it or the root logger has a handler, that says what is
+    shown and where.
+    """
+    if log.level != logging.NOTSET or log.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+        log.info("%s", _HINT)
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
 
 
 def warn_of_idle_axes(plan: Plan) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.api.announcing import (
+    announce,
     start_line,
     warn_of_idle_axes,
     warn_of_loss,
@@ -69,8 +69,6 @@ from autopar.runtime.world import World, set_timeout
 from autopar.search.refined import with_inner_axes
 from autopar.search.request import Request
 from autopar.units import counted
-
-log = logging.getLogger("autopar")
 
 
 class Planner:
@@ -249,12 +247,10 @@ class Planner:
         together.each(lambda: check(files, disks))
 
     def _announce(self, plan: Plan) -> None:
-        """One line on the first rank: what was chosen, and what it is predicted to take."""
-        if log.isEnabledFor(logging.INFO) and self.world().rank == 0:
-            request = self._request
-            log.info("%s", start_line(plan, request, self._plan is not None, self.predicted(plan)))
-            for note in plan.notes:
-                log.debug("%s", note)
+        """On the first rank: what was chosen, and what it is predicted to take."""
+        if self.world().rank == 0:
+            request, is_given = self._request, self._plan is not None
+            announce(lambda: start_line(plan, request, is_given, self.predicted(plan)), plan.notes)
 
     def predicted(self, plan: Plan) -> tuple[float, float]:
         """Predicted seconds of a step and peak bytes of a rank, of the plan of the first program."""

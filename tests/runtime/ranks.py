@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -150,6 +151,7 @@ def _serve(rank: int, count: int, store: str, pipe: Connection, joined: Join) ->
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     torch.set_num_threads(1)
+    logging.getLogger("autopar").setLevel(logging.WARNING)  # else each plan is announced
     has_joined = False
     while True:
         try:
