@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.ir import (
     PIPELINE_AXIS,
@@ -19,12 +18,12 @@ from autopar.planning.planning import (
     why_not_again,
 )
 from autopar.runtime.files import Files
+from autopar.runtime.heard import heard, log
 from autopar.runtime.together import warn_together
 from autopar.search.notes import axis_lines, idle_axes
 from autopar.search.request import Request
 from autopar.units import counted, format_bytes, format_seconds
 
-log = logging.getLogger("autopar")
 _HINT = (
     "model.explain() says why; logging.getLogger('autopar').setLevel('WARNING') hides these lines"
 )
@@ -68,33 +67,11 @@ def announce(line: Callable[[], str], notes: Sequence[str]) -> None:
         line: function that makes the line, called where it is shown.
         notes: notes of the plan.
     """
-    with _heard():
+    with heard(_HINT):
         if log.isEnabledFor(logging.INFO):
             log.info("%s", line())
     for note in notes:
         log.debug("%s", note)
-
-
-@contextlib.contextmanager
-def _heard() -> Iterator[None]:
-    """Shows on stderr what is logged at INFO inside of the context, which Python by itself hides.
-
-    Not where logging is set up: if the logger has a level, or it or the root logger has a handler, that says what is
-    shown and where.
-    """
-    if log.level != logging.NOTSET or log.hasHandlers():
-        yield
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-        log.info("%s", _HINT)
-    finally:
-        log.setLevel(logging.NOTSET)
-        log.removeHandler(handler)
 
 
 def warn_of_idle_axes(plan: Plan) -> None:

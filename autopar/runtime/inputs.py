@@ -99,6 +99,11 @@ class Arguments:
         ]
         return replace(self, tensors=tuple(tensors))
 
+    def without_values(self) -> Arguments:
+        """The same inputs with tensors of the meta device."""
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
+        return replace(self, tensors=tuple(tensors), whole=frozenset())
+
     def fits(self, program: Program) -> bool:
         """Whether the program was captured for arguments of this tree, these literals and dtypes."""
         return (

@@ -7,7 +7,7 @@ checkpoints, `train()` and `eval()` work as they did before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from autopar.capture.results import loss_first
 from autopar.errors import NoLossError, PlanError, StepError
 from autopar.ir import Pipeline, Plan
 from autopar.ir.order import Order
+from autopar.runtime.examples import Examples
 from autopar.runtime.executor import unflatten_outputs
 from autopar.runtime.generation import generate
-from autopar.runtime.inputs import Arguments
+from autopar.runtime.heard import heard, say
+from autopar.runtime.inputs import Arguments, shape_words
 from autopar.runtime.kept_programs import ReadyProgram, release
 from autopar.runtime.maker import ProgramMaker
 from autopar.runtime.meetings import Meetings
@@ -45,6 +47,7 @@ class CompiledModule(nn.Module):
     def __init__(self, model: nn.Module, planner: ProgramMaker, settings: Settings) -> None:
         super().__init__()
         self._planner, self._settings = planner, settings
+        self._examples = Examples()
         self._programs = ModulePrograms(model, planner, settings)
         self._runs = ModuleRuns(model, planner, self._programs, settings)
         self._placement, self._kept = self._programs.placement, self._programs.kept
@@ -87,7 +90,8 @@ class CompiledModule(nn.Module):
         Raises StepError if the ranks give different shapes or values, or one gives none, and for an extra result
         that cannot be computed from several micro-batches; PeerError if another rank died or hangs.
         """
-        arguments = self._programs.rows_of_step(Arguments.of(batch, kwargs))
+        given = self._examples.note(Arguments.of(batch, kwargs))
+        arguments = self._programs.rows_of_step(given)
         ready = self._program(arguments, is_step=True)
         if torch.is_grad_enabled():
             self._check_updates(ready.bound.program.plan.pipeline)
@@ -183,12 +187,33 @@ class CompiledModule(nn.Module):
 
         return generate(self._original, run, args, kwargs, keeps=keeps)
 
-    def prepare(self, *batch: Any, **kwargs: Any) -> None:
-        """Captures and plans in advance for a batch of this shape, which is given as to `step`; every rank calls it.
+    def prepare(self, *batch: Any, shapes: Sequence[Any] | None = None, **kwargs: Any) -> None:
+        """Captures and plans in advance for batches of some shapes; every rank calls it.
 
-        Values do not matter, and tensors may be on the meta device. A shape that is known takes no time.
+        Values do not matter, and tensors may be on the meta device. A shape that is known takes no time. What is done
+        for each entry of a list is said on the first rank.
+
+        Args:
+            batch: batch as it is given to `step`; with `shapes` it may be left out once any batch was given.
+            shapes: list of shapes to prepare for, instead of that of the batch. An entry such as `(8, 128)` is the
+                shape of the first tensor: all tensors of the same shape take it, and the others its number of rows.
+                An entry may also be a dict, `{"input_ids": (8, 128)}`, or a list with the shape of every tensor.
+            kwargs: keyword arguments of the model.
+
+        Raises StepError for an entry that is no shape of such a batch.
         """
-        self._programs.prepare(Arguments.of(batch, kwargs))
+        given = Arguments.of(batch, kwargs)
+        if shapes is None:
+            self._prepare(self._examples.note(given))
+            return
+        batches = self._examples.at(shapes, given)
+        with heard():
+            for number, each in enumerate(batches, 1):
+                say("Shapes %d of %d: %s.", number, len(batches), shape_words(each.shapes))
+                self._prepare(each)
+
+    def _prepare(self, arguments: Arguments) -> None:
+        self._programs.prepare(arguments)
         self._read_first_weights()
 
     def meet(self) -> Order | None:

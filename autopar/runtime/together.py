@@ -17,12 +17,17 @@ from autopar.ops.collectives import group_name
 T = TypeVar("T")
 
 
+def is_first() -> bool:
+    """Whether this is the first rank, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def warn_together(message: str, *, stacklevel: int) -> None:
     """`warnings.warn` of what every rank would say, from the first one alone.
 
     Not for what concerns one rank, which has to say it itself.
     """
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         warnings.warn(message, stacklevel=stacklevel + 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autopar
+from autopar.errors import StepError
 from autopar.proof.verdict import nan_last
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_shapes import cross_entropy, distance, reader, tokens
@@ -132,10 +134,24 @@ def test_the_reason_for_a_capture_of_every_size_is_said_once(
     assert model._kept.ready[True][-1].captures.count == 4
 
 
-def test_sizes_are_prepared_before_they_come() -> None:
-    model, single = autopar.compile(Scaled()), Scaled()
+def one_by_one(model: Any) -> None:
     for length in (3, 4, 5, 4):
         model.prepare(torch.empty(2, length, 4, device="meta"))
+
+
+def with_a_batch(model: Any) -> None:
+    model.prepare(torch.ones(2, 3, 4), shapes=[(2, length, 4) for length in (3, 4, 5, 4)])
+
+
+def after_a_batch(model: Any) -> None:
+    model.prepare(torch.ones(2, 3, 4))
+    model.prepare(shapes=[(2, 4, 4), [(2, 5, 4)]])
+
+
+@pytest.mark.parametrize("prepare", [one_by_one, with_a_batch, after_a_batch])
+def test_sizes_are_prepared_before_they_come(prepare: Callable[[Any], None]) -> None:
+    model, single = autopar.compile(Scaled()), Scaled()
+    prepare(model)
     programs = list(model._kept.ready[True])
     for length in (5, 3, 4):
         x = torch.ones(2, length, 4)
@@ -143,3 +159,20 @@ def test_sizes_are_prepared_before_they_come() -> None:
     assert len(programs) == 3
     assert {id(r) for r in model._kept.ready[True]} == {id(r) for r in programs}
     assert programs[-1].captures.count == 2
+
+
+def test_a_list_of_shapes_says_what_is_being_prepared(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "autopar"):
+        with_a_batch(autopar.compile(Scaled()))
+    said = [text for text in caplog.messages if text.startswith("Shapes")]
+    assert said == [
+        f"Shapes {n} of 4: [2, {length}, 4]." for n, length in enumerate((3, 4, 5, 4), 1)
+    ]
+
+
+def test_a_list_of_shapes_needs_a_batch_and_shapes_of_it() -> None:
+    model = autopar.compile(Scaled())
+    with pytest.raises(StepError, match="does not know what inputs there are"):
+        model.prepare(shapes=[(2, 3, 4)])
+    with pytest.raises(StepError, match=r"the shape \(2, 3\) for a batch of shapes \[2, 3, 4\]"):
+        model.prepare(torch.ones(2, 3, 4), shapes=[(2, 3)])
