@@ -107,6 +107,7 @@ from autopar._torch.groups import (
     store_seconds,
     waiting_longer,
 )
+from autopar._torch.imports import quiet_torchao
 from autopar._torch.modules import BatchNormBase, DropoutBase
 from autopar._torch.operators import autopar_op, required_arguments, schema
 from autopar._torch.optimizers import update_by_shards
@@ -139,7 +140,7 @@ __all__ = [
     "on_second_derivative", "outside_of_traces", "own_generators", "owned_as", "peak_allocated_bytes",
     "pipeline_actions",
     "pipeline_computations", "pipeline_stage", "product_of_tiles", "quick_decompositions", "quiet_export",
-    "quiet_fake_failures", "random_states", "reduce_scatter",
+    "quiet_fake_failures", "quiet_torchao", "random_states", "reduce_scatter",
     "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",
     "saved_tensor_hooks", "schema", "set_group_timeout", "set_local_tensor", "start_all_gather", "start_all_reduce",
     "start_exchange_rows", "start_reduce_scatter", "storage_key", "storage_reference", "store_host",

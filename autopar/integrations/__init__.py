@@ -35,8 +35,11 @@ def __getattr__(name: str) -> _Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar.integrations' has no attribute {name!r}")
     module, extra = _HOMES[name]
+    from autopar._torch import quiet_torchao
+
     try:
-        home = _importlib.import_module(f"autopar.integrations.{module}")
+        with quiet_torchao():
+            home = _importlib.import_module(f"autopar.integrations.{module}")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("autopar"):
             raise

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar import _torch
 from autopar.errors import AutoparError
 
 # Keys of a configuration that count layers, in all of transformers' spellings.
@@ -85,8 +86,9 @@ class Pretrained:
         """The model on the meta device, in training mode; at most so many layers in every stack."""
         config = self.config if layers is None else _with_layers(self.config, layers)
         transformers = _transformers(self.path)
-        auto = getattr(transformers, self.task.name)
-        found = getattr(transformers, self.task.mapping)[type(config)]
+        with _torch.quiet_torchao():  # which the module of a model imports
+            auto = getattr(transformers, self.task.name)
+            found = getattr(transformers, self.task.mapping)[type(config)]
         classes = found if isinstance(found, (list, tuple)) else (found,)
         sdpa = all(getattr(each, "_supports_sdpa", False) for each in classes)
         with torch.device("meta"):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import _torch
 from autopar.capture.export import LossFunction
 from autopar.errors import AutoparError, StepError
 from autopar.ir import Stack
@@ -195,7 +196,8 @@ def _function(text: str) -> Callable[..., Any]:
         # as `python -m` does: users name modules of where they stand
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        with _torch.quiet_torchao():  # which models of transformers import
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise
