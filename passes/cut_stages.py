@@ -15,7 +15,7 @@ nodes that depend on a single parameter and nothing else, and the parameter lies
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,7 @@ def cut_stage_graphs(
     *,
     kept: Iterable[str],
     weights: Iterable[str] = (),
-    early_outputs: int,
+    early_outputs: Collection[int],
 ) -> tuple[StageGraph, ...]:
     """Cuts a graph into `count` stages.
 
@@ -61,8 +61,8 @@ def cut_stage_graphs(
             that a stage changes.
         weights: those of `kept` that are parameters. What is made of one of them alone (gathered, cast,
             transposed) is recomputed where it is used.
-        early_outputs: how many outputs, at the front, are returned by the stage that makes them; the
-            others leave the last stage.
+        early_outputs: positions of the outputs that are returned by the stage that makes them; the others leave the
+            last stage.
     """
     kept, weights = frozenset(kept), frozenset(weights)
     return _Cut(module, stage_of, count, kept, weights, early_outputs).run()
@@ -76,7 +76,7 @@ class _Cut:
         count: int,
         kept: frozenset[str],
         weights: frozenset[str],
-        early_outputs: int,
+        early_outputs: Collection[int],
     ) -> None:
         self.nodes = list(module.graph.nodes)
         self.numbers, self.count = stage_of, count
@@ -125,8 +125,8 @@ class _Cut:
                 for argument in node.all_input_nodes:
                     if argument in last:
                         last[argument] = max(last[argument], self.numbers[node])
-        for node in self.results[self.early :]:
-            if node in last:
+        for i, node in enumerate(self.results):
+            if i not in self.early and node in last:
                 last[node] = self.count - 1
         return last
 
@@ -136,7 +136,7 @@ class _Cut:
         outputs = tuple(
             i
             for i, node in enumerate(self.results)
-            if stage == (self._home(node) if i < self.early else self.count - 1)
+            if stage == (self._home(node) if i in self.early else self.count - 1)
         )
         results = [*(self.results[i] for i in outputs), *sent]
         needed = self._needed([*self._own(stage), *results], set(received))

@@ -17,8 +17,8 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "TreeSpec", "keystr", "register_container", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_unflatten",
+    "TreeSpec", "are_inside", "keystr", "register_container", "tree_flatten", "tree_flatten_with_path", "tree_leaves",
+    "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
 
 
@@ -41,3 +41,12 @@ def register_container(kind: type, names: Sequence[str]) -> None:
             None,
         ),
     )
+
+
+def are_inside(spec: TreeSpec, kind: type) -> list[bool]:
+    """For each leaf, whether it lies in a container of a class or of one derived from it."""
+    if spec.is_leaf():
+        return [False]
+    found = [is_inside for child in spec.children() for is_inside in are_inside(child, kind)]
+    is_kind = isinstance(spec.type, type) and issubclass(spec.type, kind)
+    return [True] * len(found) if is_kind else found

@@ -101,6 +101,7 @@ class Program:
         has_more: whether the model returned the loss of a step among other things, as those of transformers do.
         received: tensors that the previous stage sends.
         sent: tensors that the stage sends to the next one.
+        places: position of each output of a stage among the outputs of the whole model.
         recomputed: numbers of the blocks that backward recomputes; every call of the module has the number
             of its block in `meta["block"]`.
         slices: name in a mark of a tensor that is saved in slices -> its slice (`autopar.program.slices`).
@@ -126,6 +127,7 @@ class Program:
     has_more: bool = False
     received: tuple[Wire, ...] = ()
     sent: tuple[Wire, ...] = ()
+    places: tuple[int, ...] = ()
     recomputed: frozenset[int] = frozenset()
     objective: Objective = _MEAN
     extras: tuple[Extra, ...] = ()

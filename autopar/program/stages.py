@@ -16,6 +16,7 @@ from autopar.ir import Graph, local_shape
 from autopar.passes import cut_stage_graphs, retarget_device, verify_graph
 from autopar.passes.cut_stages import StageGraph, stage_numbers
 from autopar.program.program import Program, TensorSpec, Wire
+from autopar.program.staying import staying_outputs
 
 
 def cut_stages(program: Program, graph: Graph) -> list[Program]:
@@ -29,9 +30,11 @@ def cut_stages(program: Program, graph: Graph) -> list[Program]:
     places = {op.name: i for i, op in enumerate(graph.ops)}
     begins = [places[name] for name in pipeline.cuts]
     weights = _names(program, parameters=True)
+    changes = len(program.mutated)
+    early = {*range(changes), *(changes + i for i in staying_outputs(program))}
     graphs = cut_stage_graphs(
         program.module, stage_numbers(program.module, places, begins), len(begins) + 1,
-        kept=[*weights, *_changed(program)], weights=weights, early_outputs=len(program.mutated),
+        kept=[*weights, *_changed(program)], weights=weights, early_outputs=early,
     )  # fmt: skip
     values = _examples(program)
     leaves = [n.name for n in program.module.graph.find_nodes(op="placeholder")]
@@ -149,7 +152,7 @@ def _stage(
     parameters, buffers, constants, inputs = _select(own, groups)
     changes = len(program.mutated)
     mutated = [program.mutated[i] for i in graph.outputs if i < changes]
-    results = [program.outputs[i - changes] for i in graph.outputs if i >= changes]
+    places = tuple(i - changes for i in graph.outputs if i >= changes)
     return replace(
         program,
         module=graph.module,
@@ -158,8 +161,9 @@ def _stage(
         constants=constants,
         inputs=inputs,
         mutated=dict(enumerate(mutated)),
-        outputs=tuple(results),
-        is_step=program.is_step and bool(results),
+        outputs=tuple(program.outputs[i] for i in places),
+        places=places,
+        is_step=program.is_step and bool(places),
         received=tuple(_wire(node, values) for node in graph.received),
         sent=tuple(_wire(node, values) for node in graph.sent),
         recomputed=program.recomputed & {n.meta.get("block") for n in graph.module.graph.nodes},

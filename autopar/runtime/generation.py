@@ -48,9 +48,7 @@ _REFUSED = (
 Run = Callable[[Mapping[str, Any]], Any]
 
 
-def generate(
-    model: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, keeps: bool
-) -> Any:
+def generate(model: nn.Module, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Calls a model's `generate`, whose forwards are those of `run`.
 
     Args:
@@ -58,7 +56,6 @@ def generate(
         run: function that runs a forward by the plan; tensors of its result are whole or DTensors.
         args: positional arguments of `generate`.
         kwargs: keyword arguments of `generate`.
-        keeps: whether keys and values may be kept from token to token.
 
     Raises StepError for a model without such a method or of another kind than a causal language model, and for
     arguments that the forward cannot serve.
@@ -78,7 +75,7 @@ def generate(
         )
     asked = _Asked(model, args, kwargs)
     asked.refuse_unserved()
-    keeps = keeps and _can_keep(model, asked)
+    keeps = _can_keep(model, asked)
     forward = PlannedForward(model, run)
     sampled = copy.copy(model)
     # Hooks of the model are in the captured forward.

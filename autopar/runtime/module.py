@@ -174,7 +174,7 @@ class CompiledModule(nn.Module):
         Raises PlanError before there is a plan; StepError with batch="local", for a model that is not a causal
         language model, and for arguments that it does not support; PeerError if another rank died or hangs.
         """
-        keeps = self.plan.pipeline is None
+        _ = self.plan
         if self._settings.batch == "local":
             raise StepError(
                 'generate was called with batch="local", and all ranks have to generate from the same prompts. Compile '
@@ -185,7 +185,7 @@ class CompiledModule(nn.Module):
         def run(given: Mapping[str, Any]) -> Any:
             return self._forward(Arguments.of((), given), as_dtensors=True)
 
-        return generate(self._original, run, args, kwargs, keeps=keeps)
+        return generate(self._original, run, args, kwargs)
 
     def prepare(self, *batch: Any, shapes: Sequence[Any] | None = None, **kwargs: Any) -> None:
         """Captures and plans in advance for batches of some shapes; every rank calls it.

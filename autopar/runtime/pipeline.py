@@ -22,6 +22,7 @@ from autopar.ir import Pipeline, local_shape
 from autopar.pipeline.schedules import schedule_class
 from autopar.pipeline.versions import WeightVersions
 from autopar.program.program import Program, TensorSpec, Wire
+from autopar.program.staying import staying_outputs
 from autopar.runtime.compiled import Executor
 from autopar.runtime.executor import Runner, sum_over
 from autopar.runtime.loss_scale import scaled
@@ -68,7 +69,7 @@ class BoundPipeline:
         self._pipeline: Pipeline = program.plan.pipeline
         self._count = micro_batches
         self._positions = {spec.name: i for i, spec in enumerate(program.inputs)}
-        self._seeds = seeds
+        self._seeds, self._staying = seeds, staying_outputs(program)
         numbers = self._pipeline.stages_of(self._pipe.rank)
         self._stage_seeds = {number: torch.Generator() for number in numbers}
         self._runners = {
@@ -245,31 +246,49 @@ class BoundPipeline:
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """The local outputs, on every rank of the pipeline; autograd must be off.
 
-        One stage after the other, without micro-batches.
+        One stage after the other, without micro-batches. Outputs that stay have values on the ranks of their own stage.
         """
         assert not torch.is_grad_enabled(), "autograd ends where a stage sends"
         self._begin([inputs])
-        results: list[Tensor] = []
+        sent: list[Tensor] = []
+        own: dict[int, Tensor] = {}
         with self._naming_failures():
             for number in range(self._pipeline.stages):
-                results = self._pass(number, results)
-            return self._deliver(results, self.program.outputs)
+                sent = self._pass(number, sent, own)
+            return self._everywhere(own)
 
-    def _pass(self, number: int, results: list[Tensor]) -> list[Tensor]:
-        """Runs a stage where it lies, and hands what it makes to the rank of the next."""
+    def _pass(self, number: int, results: list[Tensor], own: dict[int, Tensor]) -> list[Tensor]:
+        """Runs a stage where it lies, adds its outputs to `own`, and hands the rest to the rank of the next stage."""
         runner = self._runners.get(number)
         if runner is None:
             return results
         source = self._pipeline.rank_of(number - 1) if number else self._pipe.rank
         if source != self._pipe.rank:
             results = [self._receive(wire, source) for wire in runner.program.received]
-        results = runner.forward([*self.inputs(runner, 0), *results])
+        made = runner.forward([*self.inputs(runner, 0), *results])
+        places = runner.program.places
+        own.update(zip(places, made, strict=False))
+        results = made[len(places) :]
         ends = number == self._pipeline.stages - 1
         target = self._pipe.rank if ends else self._pipeline.rank_of(number + 1)
         if target != self._pipe.rank:
             for x in results:
                 dist.send(x.contiguous(), self._pipe.peer(target), group=self._pipe.group)
         return results
+
+    def _everywhere(self, own: dict[int, Tensor]) -> list[Tensor]:
+        """All outputs: those that stay as this rank has them, the others from the last stage."""
+        specs = self.program.outputs
+        shared = [i for i in range(len(specs)) if i not in self._staying]
+        last = self._pipe.rank == self._pipeline.rank_of(self._pipeline.stages - 1)
+        found = self._deliver([own[i] for i in shared] if last else [], [specs[i] for i in shared])
+        every = {**own, **dict(zip(shared, found, strict=True))}
+        return [every[i] if i in every else self._absent(spec) for i, spec in enumerate(specs)]
+
+    def _absent(self, spec: TensorSpec) -> Tensor:
+        """An output of another rank's stage: its shape, in the memory of one element."""
+        shape = local_shape(spec.dims, spec.layout, self.world.mesh)
+        return torch.zeros((), dtype=spec.dtype, device=self.world.device).expand(shape)
 
     def _receive(self, wire: Wire, source: int) -> Tensor:
         x = torch.empty(wire.shape, dtype=wire.dtype, device=self.world.device)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import pytree
+from autopar.program.staying import Staying
 
 
 class Past:
@@ -48,8 +49,10 @@ class Past:
         return self.length
 
 
-class Slots:
+class Slots(Staying):
     """Keys and values of a fixed number of positions, which the layers of a captured forward read and update.
+
+    Under pipeline stages those of a layer stay with its stage.
 
     Attributes:
         keys: number of a layer -> keys, of shape `(batch, heads, slots, head size)`.
@@ -96,7 +99,11 @@ class Slots:
         """These slots with empty ones added, up to the given number."""
 
         def pad(x: Tensor) -> Tensor:
-            return F.pad(whole(x), (0, 0, 0, count - self.count))
+            longer = F.pad(whole(x), (0, 0, 0, count - self.count))
+            if not isinstance(x, DTensor):
+                return longer
+            whole_on_all = [Replicate()] * x.device_mesh.ndim
+            return DTensor.from_local(longer, x.device_mesh, whole_on_all, run_check=False)
 
         keys = {layer: pad(x) for layer, x in self.keys.items()}
         return Slots(keys, {layer: pad(x) for layer, x in self.values.items()}, self.place)

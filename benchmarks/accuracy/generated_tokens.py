@@ -64,14 +64,13 @@ def say_differences(plain: LlamaForCausalLM, count: int, ours: tuple[Tensor, Ten
         place = int((tokens[row] != ours[0][row]).nonzero()[0]) - LENGTH
         pair = [int(x[row, place + LENGTH]) for x in (tokens, ours[0])]
         gap, alone, by_plan = (
-            float(x[row, place, pair[0]] - x[row, place, pair[1]])
-            for x in (exact, logits, ours[1])
+            float(x[row, place, pair[0]] - x[row, place, pair[1]]) for x in (exact, logits, ours[1])
         )
         errors = abs(alone - gap), abs(by_plan - gap)
         explained += abs(gap) <= max(errors)
         print(
-            f"prompt {row}, token {place}: gap {abs(gap):.4f}, of which one device errs by {errors[0]:.4f} and the plan by "
-            f"{errors[1]:.4f}"
+            f"prompt {row}, token {place}: gap {abs(gap):.4f}, of which one device errs by {errors[0]:.4f} and the "
+            f"plan by {errors[1]:.4f}"
         )
     print(f"{explained} of {len(differ)} first differences have a gap no larger than an error")
 

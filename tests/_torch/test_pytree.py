@@ -21,3 +21,9 @@ def test_every_leaf_or_those_of_a_type_are_mapped():
 def test_a_path_is_written_as_python():
     pairs, _ = pytree.tree_flatten_with_path({"a": [1]})
     assert [(pytree.keystr(path), x) for path, x in pairs] == [("['a'][0]", 1)]
+
+
+def test_leaves_inside_of_a_kind_of_container_are_known():
+    _, spec = pytree.tree_flatten(TREE)
+    assert pytree.are_inside(spec, tuple) == [False, True, True, False]
+    assert pytree.are_inside(spec, dict) == [True] * 4

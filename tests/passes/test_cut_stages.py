@@ -32,7 +32,7 @@ def read(text):
     return fx.GraphModule(nn.Module(), graph), stage_of
 
 
-def cut(text, kept, weights=(), early_outputs=0):
+def cut(text, kept, weights=(), early_outputs=()):
     """The stages as text: `take` what a stage has of its own and receives, `give` what it returns and sends."""
     module, stage_of = read(text)
     count = max(stage_of.values()) + 1
@@ -162,11 +162,31 @@ def test_what_a_changed_buffer_gives_is_carried_and_its_new_value_returned_where
         give new b
         """,
         kept=["w0", "seen"],
-        early_outputs=1,
+        early_outputs=[0],
     )
     assert stages == [
         ["take w0 seen x |", "new = mul(seen, x)", "a = mul(w0, x)", "give new | new a"],
         ["take  | new a", "b = mul(a, new)", "give b |"],
+    ]
+
+
+def test_a_result_that_stays_is_returned_where_it_is_made_and_not_carried():
+    stages = cut(
+        """
+        take w0 w1 kept0 kept1 x
+        keys0 = mul(w0, kept0)
+        a = mul(keys0, x)
+        ---
+        keys1 = mul(w1, kept1)
+        b = mul(keys1, a)
+        give b keys0 keys1
+        """,
+        kept=["w0", "w1"],
+        early_outputs=[1, 2],
+    )
+    assert stages == [
+        ["take w0 kept0 x |", "keys0 = mul(w0, kept0)", "a = mul(keys0, x)", "give keys0 | a"],
+        ["take w1 kept1 | a", "keys1 = mul(w1, kept1)", "b = mul(keys1, a)", "give b keys1 |"],
     ]
 
 
@@ -182,7 +202,7 @@ def test_an_early_output_of_nothing_but_inputs_is_returned_once():
         give count b
         """,
         kept=["w0"],
-        early_outputs=1,
+        early_outputs=[0],
     )
     assert stages == [
         ["take w0 x |", "a = mul(w0, x)", "count = relu(x)", "give count | a"],

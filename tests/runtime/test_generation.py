@@ -27,11 +27,11 @@ GREEDY = {"max_new_tokens": 6}
 SAMPLED = {"max_new_tokens": 6, "do_sample": True, "temperature": 2.0}
 
 
-def llama(**options: Any) -> LlamaForCausalLM:
+def llama(layers: int = 1, **options: Any) -> LlamaForCausalLM:
     """A model of four heads; its weights are large, so that its tokens are far from each other."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=32, max_position_embeddings=64, initializer_range=0.5, eos_token_id=31, pad_token_id=0, **options,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -81,10 +81,16 @@ def on_ranks(plan: dict[str, Any]) -> tuple[list[Any], str]:
     return found, f"{tuple(keys.shape)} as {tuple(keys.to_local().shape)}"
 
 
-def through_stages() -> list[Any]:
-    """Greedy and sampled tokens of a model whose layers lie on two ranks."""
-    model = compiled(llama(), mesh={"pp": 2}).eval()
-    return [generated(model, **options) for options in (GREEDY, SAMPLED)]
+LONG = {"max_new_tokens": 26}  # more than the 32 slots that they begin with
+
+
+def through_stages(mesh: dict[str, int]) -> tuple[list[Any], list[bool]]:
+    """Tokens of a model of two layers, each on a rank, and whether this rank has the keys of each."""
+    options = {} if len(mesh) == 1 else {"recipe": {"tp": "tp"}}
+    model = compiled(llama(2), mesh=mesh, **options).eval()
+    found = [generated(model, **options) for options in (GREEDY, SAMPLED, LONG)]
+    past = model.generate(**prompts(), **GREEDY, return_dict_in_generate=True).past_key_values
+    return found, [bool(past.slots.keys[i].to_local().any()) for i in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +101,20 @@ def expected() -> list[Any]:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_pipeline_stages_generate_without_a_cache(two_ranks: Ranks, expected: list[Any]) -> None:
-    found = equal_on_all(two_ranks.run(through_stages))
-    assert found == expected[:2]
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [("two_ranks", {"pp": 2}), ("four_ranks", {"pp": 2, "tp": 2})],
+    ids=["stages", "stages of two ranks"],
+)
+def test_every_pipeline_stage_keeps_the_keys_of_its_layers(
+    ranks: str, mesh: dict[str, int], request: pytest.FixtureRequest
+) -> None:
+    plain = llama(2).eval()
+    expected = [generated(plain, **options) for options in (GREEDY, SAMPLED, LONG)]
+    results = request.getfixturevalue(ranks).run(through_stages, mesh)
+    assert [found for found, _ in results] == [expected] * len(results)
+    half = len(results) // 2
+    assert [has for _, has in results] == [[True, False]] * half + [[False, True]] * half
 
 
 @pytest.mark.multiprocess
@@ -144,8 +161,7 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        # 8 tokens and 26 more are more than the 32 slots that they begin with.
-        (llama(), {"max_new_tokens": 26}),
+        (llama(), LONG),
         (gpt2(attn_implementation="eager"), GREEDY),
     ],
     ids=["more slots", "masks that are added"],
