@@ -78,11 +78,14 @@ def difference(found: dict[str, float], expected: dict[str, float]) -> float:
     return worst_difference({k: found[k] for k in compared}, {k: expected[k] for k in compared})
 
 
-@pytest.mark.parametrize(("count", "name", "other"), trained_then_resumed("zero3"))
+@pytest.mark.parametrize(
+    ("kind", "count", "name", "other"),
+    [*trained_then_resumed("zero3", kind="whole"), *trained_then_resumed(kind="lora")],
+)
 def test_fine_tuning_is_that_of_one_process(
-    count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
+    kind: str, count: int, name: str, other: str, ranks_of: RanksOf, tmp_path: Path
 ) -> None:
-    with_adapters = name == "tp"
+    with_adapters = kind == "lora"
     expected = trained(tmp_path / "plain", BATCH, with_adapters, None)
     run, plans = ranks_of(count).run, PLANS[count]
     found, *_ = run(on_ranks, tmp_path / name, with_adapters, None, plans[name])
