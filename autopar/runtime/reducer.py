@@ -158,10 +158,9 @@ class Reducer:
         with self._naming(bucket):
             gradients = bucket.transfer.wait()
         bucket.transfer = None
+        # No flag is read: a step runs only while flags are those of its leaves, and a frozen leaf has no gradient.
         for i, gradient in zip(bucket.sent, gradients, strict=True):
-            parameter = self._residents.kept[i].parameter
-            if parameter.requires_grad:
-                _torch.accumulate_gradient(parameter, gradient)
+            _torch.accumulate_gradient(self._residents.kept[i].parameter, gradient)
 
     def _naming(self, bucket: Bucket) -> AbstractContextManager[None]:
         """A context in which an error says whose gradients a bucket has."""
