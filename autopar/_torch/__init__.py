@@ -30,6 +30,7 @@ from autopar._torch.autograd import (
     saved_tensor_hooks,
     traced_ops,
 )
+from autopar._torch.checkpointing import plain_checkpoints
 from autopar._torch.compiling import (
     compile_graph,
     computes_complex,
@@ -138,7 +139,7 @@ __all__ = [
     "in_functorch_transform", "is_accelerator", "is_functional", "lines_along", "local_gradient", "local_tensor",
     "make_states_by", "map_file", "missing_cpp_compiler", "multiplies_tiles", "noting_forward",
     "on_second_derivative", "outside_of_traces", "own_generators", "owned_as", "peak_allocated_bytes",
-    "pipeline_actions",
+    "pipeline_actions", "plain_checkpoints",
     "pipeline_computations", "pipeline_stage", "product_of_tiles", "quick_decompositions", "quiet_export",
     "quiet_fake_failures", "quiet_torchao", "random_states", "reduce_scatter",
     "replicates_implicitly", "required_arguments", "resolve_group", "run_node", "runs_one_stage",

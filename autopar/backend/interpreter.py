@@ -57,8 +57,8 @@ class DynamoInterpreter(fx.Interpreter):
         run = _STANDINS.get(name_of_target(target))
         return run(self, *args, **kwargs) if run else super().call_function(target, args, kwargs)
 
-    def run_block(self, body: fx.GraphModule, *operands: Any) -> Any:
-        """Runs a checkpointed block as plain ops; the plan decides what is saved for backward."""
+    def run_block(self, body: fx.GraphModule, *operands: Any, **how: Any) -> Any:
+        """Runs a checkpointed block as plain ops; the plan decides what is saved for backward, and not `how`."""
         return DynamoInterpreter(body, self._held).run(*operands)
 
     def apply_function(

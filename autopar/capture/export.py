@@ -244,6 +244,7 @@ def _export(
     with (
         keeping_functions(wrapper) as put_functions,
         _torch.without_value_checks(),
+        _torch.plain_checkpoints(),
         _torch.quiet_export(),
         _torch.quick_decompositions(),
         watching(wrapper) as forgotten,

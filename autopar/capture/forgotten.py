@@ -1,7 +1,8 @@
 """Finds effects of a forward that a trace would forget, while the forward runs.
 
 Export records ops on tensors. It does not record that a buffer was replaced by assignment, or that a region ran in
-inference mode. Without these checks the captured graph would silently train something else.
+inference mode, or that a function changes what is saved for backward. Without these checks the captured graph would
+silently train something else.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.refusals import BACKEND_RUNS_IT
+from autopar.capture.user_code import place_of
 
 
 def _called_by_user(frame: FrameType | None) -> bool:
@@ -34,12 +37,12 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
     """Context that collects the effects of a forward which export does not record.
 
     The yielded list gets a sentence for each buffer that is assigned a new tensor, and for each
-    `torch.inference_mode` that is entered.
+    `torch.inference_mode` and each `saved_tensors_hooks` that is entered.
     """
     seen: list[str] = []
     modules = set(model.modules())  # and not those that export makes for itself
     set_attribute = nn.Module.__setattr__
-    enter = torch.inference_mode.__enter__
+    enter, save = torch.inference_mode.__enter__, saved_tensors_hooks.__enter__
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
         # To assign a buffer what it already holds changes nothing.
@@ -56,13 +59,26 @@ def watching(model: nn.Module) -> Iterator[list[str]]:
             seen.append("torch.inference_mode() cannot be captured; use torch.no_grad().")
         enter(mode)
 
+    def enter_hooks(hooks: saved_tensors_hooks) -> None:
+        # Those of torch, such as save_on_cpu, give back what they have taken.
+        own = type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
+        if own and _called_by_user(sys._getframe(1)):
+            line = place_of(sys._getframe(1))
+            seen.append(
+                f"the forward changes what is saved for backward, by saved_tensors_hooks in {line}, which a graph "
+                f"forgets; leave it out and ask for recompute=... or precision=... . {BACKEND_RUNS_IT}"
+            )
+        save(hooks)
+
     nn.Module.__setattr__ = assign  # type: ignore[assignment, method-assign]
     torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
+    saved_tensors_hooks.__enter__ = enter_hooks  # type: ignore[method-assign]
     try:
         yield seen
     finally:
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+        saved_tensors_hooks.__enter__ = save  # type: ignore[method-assign]
 
 
 class OutsideLeaves(TorchFunctionMode):

@@ -81,8 +81,9 @@ def prepared_of(captured: Captured) -> Prepared:
     graph = prepared.analysis.graph
     if captured.is_step and not graph.tensors[graph.outputs[-1]].needs_grad:
         raise StepError(
-            "No gradient flows from the loss to any parameter: all are frozen or detached, or the model "
-            "uses torch.utils.checkpoint with use_reentrant=True (False can be captured)."
+            "No gradient flows from the loss to any parameter: all are frozen or detached, or are used by a "
+            "torch.utils.checkpoint with use_reentrant=True none of whose inputs takes a gradient. Give it "
+            "use_reentrant=False, which takes gradients to parameters in any case."
         )
     return prepared
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.backend import lifting
 from autopar.errors import CaptureError
@@ -47,6 +48,13 @@ def test_parameters_are_parameters_where_nothing_takes_a_gradient() -> None:
         lifted, _ = _lifted(nn.Linear(4, 4), torch.ones(2, 4))
     assert list(lifted.parameters) == ["weight", "bias"]
     assert not any(x.requires_grad for x in lifted.module.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_call_is_lifted_as_its_ops(use_reentrant: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    lifted, _ = _lifted(lambda x: checkpoint(torch.exp, x, use_reentrant=use_reentrant) + 1, x)
+    assert torch.equal(lifted.module(x)[0], x.exp() + 1)
 
 
 def test_a_result_that_is_a_view_of_an_argument_is_made_of_it() -> None:

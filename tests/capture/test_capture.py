@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
+import autopar
 from autopar.capture.export import capture_forward, capture_step, target_count
 from autopar.errors import CaptureError, StepError
 from autopar.passes import clean_up
@@ -308,6 +310,55 @@ def test_inference_mode_is_refused():
         CaptureError, match=r"inference_mode\(\) cannot be captured; use torch.no_grad"
     ):
         capture_step(Model(), (torch.ones(2),), {}, None)
+
+
+def test_hooks_on_what_is_saved_for_backward_are_refused_with_their_line():
+    class Model(nn.Module):
+        def forward(self, x):
+            with torch.autograd.graph.saved_tensors_hooks(torch.round, lambda x: x):
+                return x.exp().sum()
+
+    class OnTheHost(nn.Module):
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu():  # which changes no value
+                return x.exp().sum()
+
+    with pytest.raises(CaptureError, match=r"saved_tensors_hooks in .*test_capture.py:\d+"):
+        capture_step(Model(), (torch.ones(2),), {}, None)
+    capture_step(OnTheHost(), (torch.ones(2),), {}, None)
+
+
+class Checkpointed(nn.Module):
+    """Checkpointed calls, one inside of another."""
+
+    def __init__(self, use_reentrant, at_input=False):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4).double() for _ in range(3))
+        self.how, self.at_input = {"use_reentrant": use_reentrant}, at_input
+
+    def inner(self, x):
+        return self.second(x).relu()
+
+    def outer(self, x):
+        return checkpoint(self.inner, x, **self.how).sin(), [x * 2]
+
+    def forward(self, x):
+        y, (z,) = checkpoint(self.outer, x if self.at_input else self.first(x), **self.how)
+        return (self.third(y) * z).sum()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("how", [(False,), (True,), (False, True), (True, True)])
+def test_checkpointed_calls_have_the_gradients_that_they_have_eagerly(how):
+    model = Checkpointed(*how)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    autopar.compile(model, example_inputs=(x,)).step(x)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(x).backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (found[name] is None), name
+        assert p.grad is None or torch.allclose(p.grad, found[name], rtol=1e-12), name
 
 
 def test_a_parameter_changed_in_forward_is_refused():

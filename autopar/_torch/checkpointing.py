@@ -1,0 +1,60 @@
+"""`torch.utils.checkpoint`, which decides what is saved for backward and computes nothing of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+from autopar._torch import pytree
+
+
+@contextlib.contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Context in which a checkpointed function runs once, as any other, and gives the gradients that it would give.
+
+    What torch does around it turns autograd off and on, which a trace takes for a `torch.no_grad` of the model's.
+    """
+    around, reentrant = (
+        checkpoint._checkpoint_without_reentrant_generator,
+        checkpoint.CheckpointFunction,
+    )
+    checkpoint._checkpoint_without_reentrant_generator = _nothing
+    checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = around
+        checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """What happens before and after a function that is checkpointed with `use_reentrant=False`."""
+    yield
+
+
+class _Reentrant:
+    """A call that is checkpointed with `use_reentrant=True`, as a function of autograd that takes its arguments.
+
+    Its results have gradients if an argument has one, whatever parameters it uses, but for those inside of containers.
+    """
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
+        takes_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        with contextlib.nullcontext() if takes_gradient else torch.no_grad():
+            results = function(*arguments)
+        if isinstance(results, tuple):
+            return tuple(map(_differentiable, results))
+        return _differentiable(results)
+
+
+def _differentiable(result: Any) -> Any:
+    """A result, which keeps its gradient if it is a tensor; a container of tensors loses theirs."""
+    if isinstance(result, Tensor):
+        return result
+    return pytree.tree_map_only(Tensor, Tensor.detach, result)

@@ -1,0 +1,29 @@
+"""Checkpointed calls that run once, with the gradients of torch's own."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autopar import _torch
+
+
+def results(x, weight, how):
+    found = checkpoint(lambda x: (x * weight, [x * 2]), x, use_reentrant=how)
+    return [y.requires_grad for y in (found[0], found[1][0])]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("how", [False, True])
+def test_results_of_a_checkpointed_call_have_the_gradients_that_they_have_without(how, taken):
+    x, weight = torch.ones(2, requires_grad=taken), torch.ones(2, requires_grad=True)
+    expected = results(x, weight, how)
+    with _torch.plain_checkpoints():
+        assert results(x, weight, how) == expected
+    with torch.no_grad(), _torch.plain_checkpoints():
+        assert results(x, weight, how) == [False, False]
+
+
+def test_an_error_of_a_checkpointed_call_goes_through():
+    with _torch.plain_checkpoints(), pytest.raises(ZeroDivisionError):
+        checkpoint(lambda x: x / (1 // 0), torch.ones(2), use_reentrant=False)
