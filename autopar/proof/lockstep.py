@@ -3,27 +3,34 @@
 Every node of the local graph runs once for each rank before the next node runs. A collective gets the tensors
 of all ranks at once, and is computed by its definition (`collectives.LOCAL`). Its backward is the
 transposed collective, as on real process groups, so that a wrong transpose gives a wrong gradient.
+
+Blocks that the plan recomputes run a second time in backward, by the code of the runtime, which sees a list of all
+ranks' tensors in the place of one.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autopar import _torch
 from autopar.ir import CollectiveCall, Dims, Layout, Mesh, calls
 from autopar.ops.alone import absent, alone
 from autopar.ops.collectives import LOCAL, Collective, seen
 from autopar.ops.exchange import table_of
+from autopar.ops.nodes import draws as draws_numbers
 from autopar.ops.ring import Ring
 from autopar.ops.saving import kept
+from autopar.passes import fold_blocks
 from autopar.program.program import Program
 from autopar.proof.lockstep_rings import attend_together
 from autopar.proof.rank_draws import RankDraws
 from autopar.proof.streams import MicroBatchStreams
+from autopar.runtime.recompute import Recomputed
 from autopar.runtime.saved import SlicedSaves
 from autopar.runtime.tiers import Tiers
 
@@ -90,10 +97,9 @@ def run(
     saves = SlicedSaves(
         program.slices, mesh, lambda ranks, steps: _converted(ranks, steps, mesh), Tiers(_torch.CPU)
     )
-    with saves.watching():
-        results = _run(program, arguments, saves, draws)
-    draws.close()
-    return results
+    module = _together(program, saves, draws)
+    with draws.running(), saves.watching():
+        return _run(module, arguments)
 
 
 def _converted(ranks: Sequence[Tensor], steps: Sequence[CollectiveCall], mesh: Mesh) -> Ranks:
@@ -103,13 +109,78 @@ def _converted(ranks: Sequence[Tensor], steps: Sequence[CollectiveCall], mesh: M
     return list(ranks)
 
 
-def _run(
-    program: Program, arguments: Sequence[Ranks], saves: SlicedSaves, draws: RankDraws
-) -> list[Ranks]:
-    mesh = program.plan.mesh
-    values: dict[fx.Node, list[Any]] = {}
+def _together(program: Program, saves: SlicedSaves, draws: RankDraws) -> fx.GraphModule:
+    """The graph of a program on all ranks, in which blocks are recomputed as the runtime recomputes them."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in program.module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "call_function" and node.target is not operator.getitem:
+            copies[node].target = _OnAllRanks(node, program.plan.mesh, saves, draws)
+    with _torch.code_when_called():
+        module = fx.GraphModule(nn.Module(), graph)
+        return fold_blocks(
+            module, program.recomputed, Recomputed,
+            parameters=len(program.parameters), received=len(program.received),
+        )  # fmt: skip
+
+
+class _OnAllRanks:
+    """A call of a rank's graph that runs on all ranks.
+
+    It takes lists of what every rank has, and gives one; if the call has several results, a tuple of lists.
+
+    Args:
+        node: the call of a rank.
+        mesh: the axes of the ranks.
+        saves: the slices in which tensors are saved.
+        draws: what the ranks draw.
+
+    Attributes:
+        draws: whether the call draws random numbers.
+    """
+
+    def __init__(self, node: fx.Node, mesh: Mesh, saves: SlicedSaves, draws: RankDraws) -> None:
+        self.__name__, self.draws = node.name, draws_numbers(node)
+        self._node, self._mesh, self._saves, self._draws = node, mesh, saves, draws
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        values: dict[fx.Node, list[Any]] = {}
+        _bind((self._node.args, self._node.kwargs), (args, kwargs), values)
+        if self._node.target is kept:
+            x, name = self._node.args
+            self._saves.note(values[x], str(name))  # type: ignore[index]
+            return values[x]  # type: ignore[index]
+        results = _run_node(self._node, self._mesh, values, self._draws)
+        several = next((x for x in results if isinstance(x, (tuple, list))), None)
+        if several is None:
+            return results
+        return tuple([self._result(x, i) for x in results] for i in range(len(several)))
+
+    def _result(self, results: Any, i: int) -> Any:
+        """One of several results; a rank that has left the call to another has the same in place of all."""
+        if isinstance(results, (tuple, list)):
+            return results[i]
+        left = next((alone(user) for user in self._node.users if user.args[1] == i), None)
+        return absent([results], left.shape, left.dtype, left.needs_grad) if left else results
+
+
+def _bind(pattern: Any, given: Any, values: dict[fx.Node, list[Any]]) -> None:
+    """Notes what stands in arguments in the place of every node of a pattern."""
+    if isinstance(pattern, fx.Node):
+        values[pattern] = given
+    elif isinstance(pattern, dict):
+        _bind(list(pattern.values()), [given[name] for name in pattern], values)
+    elif isinstance(pattern, (tuple, list)):
+        for each, own in zip(pattern, given, strict=True):
+            _bind(each, own, values)
+
+
+def _run(module: fx.GraphModule, arguments: Sequence[Ranks]) -> list[Ranks]:
+    """The results of a graph; a value is freed after its last use."""
+    values: dict[fx.Node, Any] = {}
     remaining = iter(arguments)
-    nodes = list(program.module.graph.nodes)
+    nodes = list(module.graph.nodes)
     last_use = {argument: node for node in nodes for argument in node.all_input_nodes}
     expires: dict[fx.Node, list[fx.Node]] = {}
     for argument, user in last_use.items():
@@ -119,12 +190,10 @@ def _run(
             values[node] = next(remaining)
         elif node.op == "output":
             return [values[argument] for argument in node.args[0]]
-        elif node.target is kept:
-            x, name = node.args
-            values[node] = values[x]
-            saves.note(values[node], str(name))
         else:
-            values[node] = _run_node(node, mesh, values, draws)
+            call = node.target if node.op == "call_function" else module.get_submodule(node.target)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = call(*args, **kwargs)
         for argument in expires.get(node, []):
             del values[argument]
     raise AssertionError("a graph without output")

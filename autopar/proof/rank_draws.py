@@ -4,6 +4,10 @@ The runtime gives all ranks one seed, and each draws keys from a generator of it
 Here every rank has such a generator, too, so that a rank that leaves out a draw is out of step from there on. In a
 proof a key stands for noise: that of the part which the first rank with this key holds.
 
+While a program runs, the seed of the default generator is a number that stands for the states of all ranks' generators,
+another one after every draw. So who sets the default generator back, as a block does that runs again in backward, sets
+back the generators of all ranks, and who forgets to draws other keys.
+
     ranks hold        keys        noise
     part 0, part 1    a, b        part 0, part 1
     part 0, part 1    a, a        part 0, part 0      one mask for two parts: the loss is wrong
@@ -29,6 +33,7 @@ from autopar.rules.random import is_key
 
 _KEYED: dict[Any, int] = {torch.ops.autopar.keep_mask.default: 1, torch.ops.autopar.draw.default: 2}
 _STATES = 2**62
+_FIRST_SEED = 2**61  # that nobody else takes
 
 
 class RankDraws:
@@ -41,8 +46,10 @@ class RankDraws:
 
     def __init__(self, plan: Plan, streams: MicroBatchStreams | None) -> None:
         self._plan, self._streams = plan, streams
-        first = torch.get_rng_state() if streams is None else torch.Generator().get_state()
-        self._states = [first] * plan.mesh.size
+        self._before = torch.get_rng_state()
+        first = self._before if streams is None else torch.Generator().get_state()
+        # What the seeds of the default generator stand for, counted from `_FIRST_SEED`.
+        self._states = [[first] * plan.mesh.size]
         # Key -> noise of the first rank that has it; first number of a part -> key of the first rank that draws it.
         self._noise: dict[int, list[Tensor]] = {}
         self._keys: dict[float, int] = {}
@@ -62,17 +69,31 @@ class RankDraws:
             with DrawsFrom(_Given(key, self._of_key(key, self._part(node, rank)))):
                 yield
 
-    def close(self) -> None:
-        """Leaves the default generator as the first rank has it; a proof leaves it as it was."""
-        if self._streams is None:
-            torch.set_rng_state(self._states[0])
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which a program runs. Afterwards the default generator is the first rank's, or as before."""
+        torch.default_generator.manual_seed(_FIRST_SEED)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(self._now()[0] if self._streams is None else self._before)
+
+    def _now(self) -> list[Tensor]:
+        """The states of all ranks' generators; those of the default one where nobody has set it back."""
+        number = torch.initial_seed() - _FIRST_SEED
+        if 0 <= number < len(self._states):
+            return self._states[number]
+        return [torch.get_rng_state()] * self._plan.mesh.size
 
     @contextmanager
     def _own_generator(self, rank: int) -> Iterator[None]:
+        states = list(self._now())
         with forked_random_state([CPU]):
-            torch.set_rng_state(self._states[rank])
+            torch.set_rng_state(states[rank])
             yield
-            self._states[rank] = torch.get_rng_state()
+            states[rank] = torch.get_rng_state()
+        torch.default_generator.manual_seed(_FIRST_SEED + len(self._states))
+        self._states.append(states)
 
     def _drawn_key(self, rank: int) -> int:
         """A number that stands for the state of a rank's generator before an op that has no key; below zero."""

@@ -121,7 +121,8 @@ class Rehearsal:
             if action.kind == "F":
                 self._flights[key] = self._forward(*key, inputs(action.micro_batch))
             elif action.kind in "BI":
-                self._backward(*key, WholeBackward if action.kind == "B" else SplitBackward)
+                is_whole = action.kind == "B" or bool(self.stages[action.stage].recomputed)
+                self._backward(*key, WholeBackward if is_whole else SplitBackward)
             if action.kind in "BW":
                 self._flights[key].land()
             if action.kind == "U":

@@ -34,9 +34,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar import _torch
-from autopar.runtime.recording import CallRecording, CurrentRecording, RecordedCall, tensors_of
+from autopar.runtime.recording import (
+    CallRecording,
+    CurrentRecording,
+    RecordedCall,
+    mapped,
+    tensors_of,
+)
 from autopar.runtime.run_context import RunContext, set_generators
-from autopar.runtime.saved import SavedView
+from autopar.runtime.saved import Hooks, SavedView
 
 
 class Recomputed(nn.Module):
@@ -174,9 +180,7 @@ class _FirstRun(CallRecording):
         """Keeps the results of a call that recomputed calls may read."""
         for position, read in self._calls.given.get(name, ()):
             value = result if position is None else result[position]
-            is_tensor = isinstance(value, Tensor)
-            wanted = is_tensor and value.requires_grad
-            self._values[read] = value.detach() if is_tensor else value, wanted
+            self._values[read] = mapped(value, Tensor, _Read.of)
 
     def begin(self, step: RecordedCall) -> None:
         super().begin(step)
@@ -203,10 +207,10 @@ class _FirstRun(CallRecording):
         waiting = self._waiting()
         reads = self._second_run(self._needed(waiting)).reads if waiting else ()
         self._values = {
-            name: (_Kept.of(value, self._outer) if isinstance(value, Tensor) else value, wanted)
-            for name, (value, wanted) in self._values.items()
+            name: mapped(value, _Read, lambda x: x.kept(self._outer))
+            for name, value in self._values.items()
             if name in reads
-        }  # fmt: skip
+        }
 
     def _waiting(self) -> list[_Dropped]:
         handles = [handle for reference in self._handles if (handle := reference())]
@@ -221,16 +225,12 @@ class _FirstRun(CallRecording):
         """Recomputes the tensors of all waiting handles."""
         waiting = self._waiting()
         second = self._second_run(self._needed(waiting))
-        values = [self._read(name) for name in second.reads]
+        values = [mapped(self._values[name], _KeptRead, _KeptRead.get) for name in second.reads]
         run = _Repeat(self._states, {handle.place for handle in waiting})
         with self._context.entered():
             second(values, run)
         for handle in waiting:
             handle.value = handle.view.on(run.found[handle.place])
-
-    def _read(self, name: str) -> Any:
-        value, wanted = self._values[name]
-        return value.get().detach().requires_grad_(wanted) if isinstance(value, _Kept) else value
 
 
 class _Repeat(CallRecording):
@@ -273,9 +273,8 @@ class _SecondRun:
     current: CurrentRecording
 
     def __call__(self, values: Sequence[Any], run: _Repeat) -> None:
-        for x in values:
-            if isinstance(x, Tensor):
-                run.note(x, None)
+        for x in tensors_of(values):
+            run.note(x, None)
         hooks = torch.autograd.graph.saved_tensors_hooks(run.pack, _never)
         with torch.enable_grad(), hooks, self.current.recording(run):
             self.graph(*values)
@@ -325,7 +324,7 @@ class _Kept:
     version: int
 
     @classmethod
-    def of(cls, x: Tensor, hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]) -> _Kept:
+    def of(cls, x: Tensor, hooks: Hooks) -> _Kept:
         return cls(hooks[1], hooks[0](x), x._version)
 
     def get(self) -> Tensor:
@@ -337,6 +336,32 @@ class _Kept:
                 f"expected version {self.version} instead. Change a clone of it."
             )
         return self.unpack(self.packed)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A tensor that recomputed calls may read, and whether they give it a gradient."""
+
+    value: Tensor
+    needs_grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Read:
+        return cls(x.detach(), x.requires_grad)
+
+    def kept(self, hooks: Hooks) -> _KeptRead:
+        return _KeptRead(_Kept.of(self.value, hooks), self.needs_grad)
+
+
+@dataclass(frozen=True)
+class _KeptRead:
+    """The same, kept until backward."""
+
+    kept: _Kept
+    needs_grad: bool
+
+    def get(self) -> Tensor:
+        return self.kept.get().detach().requires_grad_(self.needs_grad)
 
 
 @torch.compiler.disable  # [Note: backward inside forward]

@@ -7,7 +7,7 @@ Every call of a block is a `RecordedCall`. It reports its begin and its results 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -94,5 +94,16 @@ class CallRecording:
 
 
 def tensors_of(result: Any) -> list[Tensor]:
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    return [x for x in results if isinstance(x, Tensor)]
+    """The tensors of a result: itself, or those in a tuple or list, which may hold further ones."""
+    if isinstance(result, (tuple, list)):
+        return [x for each in result for x in tensors_of(each)]
+    return [result] if isinstance(result, Tensor) else []
+
+
+def mapped(result: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """A result in which a function has replaced every object of a kind."""
+    if isinstance(result, kind):
+        return function(result)
+    if isinstance(result, (tuple, list)):
+        return type(result)(mapped(each, kind, function) for each in result)
+    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir import Mesh
+from autopar.ir.recompute import Selection
+from autopar.pipeline.producers import recomputable_names
 from autopar.program.program import Program, build_program
 from autopar.proof.noise import DrawsFrom
 from autopar.proof.random_plan import random_plan
@@ -251,13 +254,56 @@ def test_draws_inside_of_an_op_are_exact() -> None:
     assert is_exact(report), report
 
 
-def test_a_plan_with_recomputed_blocks_is_exact() -> None:
-    subject = Subject.of(blocks(2), batch_of(4, 4, 8), loss_fn=mean_square)
-    captured, graph = subject.prepared.captured, subject.prepared.analysis.graph
+class Noisy(nn.Module):
+    """A block of a GPT, and a draw that has no operand and so no key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x) * torch.rand(x.shape, dtype=x.dtype)
+        return y
+
+
+@functools.cache
+def noisy() -> Subject:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Noisy(), Noisy(), nn.Linear(8, 8)).double()
+    return Subject.of(model, batch_of(4, 4, 8), loss_fn=mean_square)
+
+
+def recomputing(recompute: str, mesh: str = "a=2", seed: int = 0) -> VerifyReport:
+    """The proof of a plan drawn at random that recomputes all of two blocks, or half of their ops."""
+    captured, graph = noisy().prepared.captured, noisy().prepared.analysis.graph
     plan = random_plan(
-        graph, Mesh.parse("a=2"), seed=0, fingerprint=captured.fingerprint, lone_ops=False
+        graph, Mesh.parse(mesh), seed=seed, fingerprint=captured.fingerprint, lone_ops=False
     )
-    assert is_exact(subject.compare(replace(plan, recompute="full")))
+    names = recomputable_names(graph, plan)
+    half = Selection(tuple((path, tuple(own[::2])) for path, own in names.items()))
+    return noisy().compare(replace(plan, recompute=half if recompute == "half" else "full"))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("recompute", ["full", "half"])
+def test_plans_with_recomputed_blocks_are_exact(recompute: str, seed: int) -> None:
+    report = recomputing(recompute, seed=seed)
+    assert is_exact(report), report
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recomputed_blocks_of_stages_are_exact(seed: int) -> None:
+    report = recomputing("full", "pp=2,a=2", seed)
+    assert is_exact(report), report
+
+
+@pytest.mark.parametrize("recompute", ["full", "half"])
+def test_a_recomputation_that_draws_anew_fails(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.runtime.recompute.set_generators", lambda state: None)
+    report = recomputing(recompute)
+    assert not report.passed and "gradient" in str(report), report
 
 
 # --- programs in which ranks draw what they should not
