@@ -39,6 +39,12 @@ class Results:
     buffers: Mapping[str, Tensor]
     changed: tuple[str, ...]
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether a number of the loss, a gradient or a buffer is no number."""
+        every = (self.loss, *self.gradients.values(), *self.buffers.values())
+        return any(x is not None and bool(x.isnan().any()) for x in every)
+
 
 @dataclass(frozen=True)
 class SingleDevice:

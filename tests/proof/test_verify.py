@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar._torch import RandomLastBits
 from autopar.program.program import Program
 from autopar.proof import lockstep
 from autopar.proof.comparison import comparable
@@ -22,6 +24,55 @@ DP = {"dp": 2}
 
 def proof(model: nn.Module, batch: tuple[Tensor, ...]) -> autopar.VerifyReport:
     return autopar.verify(model, batch, mesh=DP, recipe="ddp", loss_fn=mean_square)
+
+
+class Chosen(nn.Module):
+    """Weighs the largest of its scores, which are compared with that very number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x)
+        largest = scores == scores.detach().amax(-1, keepdim=True)
+        return scores.masked_fill(~largest, -torch.inf).softmax(-1) * scores
+
+
+def test_a_perturbed_run_without_a_number_does_not_count() -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Chosen(), torch.randn(2, 4, 8)
+    with RandomLastBits(0):
+        assert model(x).isnan().any()
+    report = proof(model, (x, target))
+    assert report.passed, report
+
+
+@functools.lru_cache
+def thirds(dtype: torch.dtype) -> Tensor:
+    return torch.arange(8, dtype=dtype) / 3
+
+
+class Caching(nn.Module):
+    """Reads a table that a function keeps from run to run, but for traces, as models of transformers do."""
+
+    def __init__(self, *, also_traced: bool) -> None:
+        super().__init__()
+        self.linear, self.also_traced = nn.Linear(8, 8), also_traced
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = torch.compiler.is_compiling() and not self.also_traced
+        return self.linear(x) * (thirds.__wrapped__ if plain else thirds)(torch.float32)
+
+
+@pytest.mark.parametrize("also_traced", [False, True])
+def test_cached_tensors_of_lower_precision_are_no_reference(also_traced: bool) -> None:
+    thirds.cache_clear()
+    thirds(torch.float32)
+    torch.manual_seed(0)
+    report = proof(Caching(also_traced=also_traced), tuple(torch.randn(2, 4, 8)))
+    assert report.passed, report
+    assert thirds(torch.float32).dtype == torch.float32
 
 
 # --- buffers

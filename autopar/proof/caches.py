@@ -1,0 +1,55 @@
+"""Tensors that functions cache: a reference in another arithmetic must not be made of them.
+
+A function with `functools.lru_cache` gives a model the tensor that an earlier run has computed, in that run's
+arithmetic. A capture records what the function computes, so that the program in float64 computes it in float64, and a
+model in float64 would still be given the numbers of float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from autopar._torch import has_storage, pytree, storage_key
+
+_Cached = type(functools.lru_cache(len))
+
+
+class CachedTensors:
+    """The caches of functions that hold tensors, and how often each had been asked until now.
+
+    Args:
+        captured: constants of a captured program; a cache that holds one of them gives the program the same numbers.
+    """
+
+    def __init__(self, captured: Iterable[Tensor]) -> None:
+        known = set(map(storage_key, captured))
+        if gc.get_freeze_count():
+            gc.unfreeze()  # as a capture does
+        cached = [x for x in gc.get_objects() if type(x) is _Cached]
+        self._asked = {
+            x: x.cache_info().hits
+            for x in cached
+            if (keys := set(map(storage_key, _tensors_in(x)))) and not keys & known
+        }
+
+    def used(self) -> list[Any]:
+        """The functions whose caches have given a tensor since."""
+        return [x for x, hits in self._asked.items() if x.cache_info().hits > hits]
+
+
+def clear(cached: Iterable[Any]) -> None:
+    """Empties caches; the functions compute anew."""
+    for each in cached:
+        each.cache_clear()
+
+
+def _tensors_in(cached: Any) -> Iterator[Tensor]:
+    """The tensors that a function's cache holds, by themselves or in containers."""
+    for x in pytree.tree_leaves([x for x in gc.get_referents(cached) if not callable(x)]):
+        if isinstance(x, Tensor) and has_storage(x):
+            yield x
